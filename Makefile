@@ -1,0 +1,40 @@
+# On a machine with Python 3.11 and nothing else:  make demo   or   make test
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install -c constraints.txt
+
+.PHONY: help setup demo test lint bench clean
+
+help:
+	@echo "make demo    train a small GPT on a simulated 2x4 mesh next to one device   (ARGS='--ranks 4' for real processes)"
+	@echo "make test    lint, then all tests                                           (ARGS='-k name' for some)"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   overhead against plain torch and torch's own DTensor           (ARGS='--quick')"
+	@echo "make clean   remove .venv and caches"
+
+setup: $(STAMP)
+
+# The pinned torch goes in first, alone, so that nothing later can choose another one.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -1,0 +1,22 @@
+"""shardwise: tensors that live on many devices and behave as if they lived on one."""
+
+from shardwise.api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
+from shardwise.comm.simulation import RankTensor
+from shardwise.engine.cache import cache_info, clear_caches
+from shardwise.engine.context import strict
+from shardwise.errors import (
+    AutogradError,
+    CommError,
+    LayoutError,
+    MeshError,
+    MoveError,
+    RuleError,
+    ShardwiseError,
+    StrictError,
+)
+from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
+from shardwise.mesh import DeviceMesh, init_device_mesh, simulate
+from shardwise.move import plan_move
+from shardwise.tensor import DTensor
+
+__version__ = "0.1.0"

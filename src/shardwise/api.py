@@ -1,0 +1,204 @@
+"""Ways to make distributed tensors and modules: distribute_tensor, distribute_module, factories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout, Partial, Shard, as_placements
+from shardwise.layout.placement import REPLICATE
+from shardwise.mesh import Mesh, as_mesh
+from shardwise.move import plan_steps
+from shardwise.move.steps import take
+from shardwise.sizes import check_reductions
+from shardwise.tensor import DTensor
+from shardwise.wrapper import wrap
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: Any = None,
+    placements: Sequence[Any] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Lay a tensor out over a mesh; the result is a leaf.
+
+    The values are those of the rank at coordinate `src_data_rank` of every axis; None trusts that all ranks hold the
+    same and moves nothing. Without placements the tensor is replicated.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutError(f"distribute_tensor: tensor must be a torch.Tensor, got {type(tensor).__name__}")
+    mesh = as_mesh(device_mesh)
+    places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
+    if isinstance(tensor, DTensor):
+        if tensor._layout.mesh is mesh and tensor._layout.replace(placements=places) is tensor._layout:
+            return tensor
+        raise LayoutError(
+            f"distribute_tensor: the tensor is a DTensor laid out {list(tensor.placements)} already; "
+            f"use tensor.redistribute(placements={list(places)})"
+        )
+    if hasattr(tensor, "ranks"):
+        raise LayoutError("distribute_tensor: a RankTensor holds local values; use DTensor.from_local(x, mesh, placements)")
+    layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, None, _home(tensor, mesh))
+    check_reductions(layout.placements, tensor.dtype)
+    value = tensor.detach()
+    if value.device.type != layout.device.type:
+        value = value.to(layout.device)
+    local = _lay_out(value, layout, src_data_rank)
+    result = wrap(local, layout)
+    if tensor.requires_grad:
+        result.requires_grad_()
+    if isinstance(tensor, torch.nn.Parameter):
+        result._is_param = True
+    return result
+
+
+def _home(tensor: torch.Tensor, mesh: Mesh) -> torch.device:
+    """Where the local tensors go: the mesh's device, but a meta tensor stays meta."""
+    if tensor.device.type == "meta":
+        return tensor.device
+    return tensor.device if tensor.device.type == mesh.device.type else mesh.device
+
+
+def _lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> Any:
+    """Each rank's part of a value that every rank holds (or, from `source`, is sent)."""
+    comm = layout.mesh.comm
+    if not comm.simulated and source is not None and value.device.type != "meta":
+        return _deal(value, layout, source)
+    whole = layout.replace(placements=(REPLICATE,) * len(layout.placements))
+    local = comm.shared(value)
+    for step in plan_steps(whole, layout):
+        local = comm.run(step, local)
+    if any(v is value for v in comm.values(local)):  # the result owns its memory
+        local = comm.rebuild(local, [v.clone(memory_format=torch.contiguous_format) if v is value else v for v in comm.values(local)])  # fmt: skip
+    return local
+
+
+def _deal(value: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
+    """Axis by axis, take the values of the coordinate `source` along it."""
+    comm = layout.mesh.comm
+    for axis, placement in enumerate(layout.placements):
+        k = layout.mesh.shape[axis]
+        if not 0 <= source < k and k > 1:
+            raise LayoutError(f"src_data_rank={source} is not a coordinate of mesh axis {axis} of {k} ranks")
+        if isinstance(placement, Shard):
+            parts = [take(value, placement.dim, part) for part in layout.row(axis, comm.coords)]
+            value = comm.scatter(parts, axis, source) if k > 1 else parts[0]
+        else:
+            value = comm.broadcast(value, axis, source) if k > 1 else value.clone(memory_format=torch.contiguous_format)
+            if isinstance(placement, Partial) and k > 1:
+                one = layout.replace(placements=[placement if a == axis else REPLICATE for a in range(len(layout.placements))])
+                for step in plan_steps(one.replace(placements=(REPLICATE,) * len(layout.placements)), one):
+                    value = comm.run(step, value)
+    return value
+
+
+def distribute_module(
+    module: torch.nn.Module,
+    device_mesh: Any = None,
+    partition_fn: Callable[[str, torch.nn.Module, Any], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> torch.nn.Module:
+    """Turn a module's parameters and buffers into DTensors, in place.
+
+    `partition_fn(name, submodule, mesh)` lays out what it wants to; what it leaves is replicated.
+    `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run around the module's forward.
+    """
+    mesh = as_mesh(device_mesh)
+    made: dict[int, Any] = {}  # tied parameters stay tied
+
+    def replicate(owner: torch.nn.Module) -> None:
+        for name, param in owner._parameters.items():
+            if param is not None and not isinstance(param, DTensor):
+                if id(param) not in made:
+                    made[id(param)] = torch.nn.Parameter(distribute_tensor(param.detach(), mesh), param.requires_grad)
+                owner.register_parameter(name, made[id(param)])
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and not isinstance(buffer, DTensor):
+                owner._buffers[name] = distribute_tensor(buffer, mesh)
+
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, mesh.source)
+        replicate(submodule)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh.source))
+    if output_fn is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh.source))
+    return module
+
+
+# -- factories -----------------------------------------------------------------------------------------------------------
+def _factory(fill: Callable[..., torch.Tensor], name: str) -> Callable[..., DTensor]:
+    def make(
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
+        requires_grad: bool = False,
+        device_mesh: Any = None,
+        placements: Sequence[Any] | None = None,
+    ) -> DTensor:
+        return _make(lambda shape, dtype, device: fill(shape, dtype=dtype, device=device), size, dtype, layout, requires_grad, device_mesh, placements)  # fmt: skip
+
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = f"Like torch.{name}, born distributed: each rank makes only its part."
+    return make
+
+
+def _make(fill: Any, size: Any, dtype: Any, layout: Any, requires_grad: bool, device_mesh: Any, placements: Any) -> DTensor:
+    target = _layout_for(size, dtype, layout, device_mesh, placements)
+    comm = target.mesh.comm
+    split = tuple(a for a, p in enumerate(target.placements) if not p.is_replicate())
+    shapes = comm.per_rank(target.local_shape_at)
+    local = comm.bind(lambda shape: fill(shape, target.dtype, target.device), split)(shapes)
+    result = wrap(local, target)
+    return result.requires_grad_() if requires_grad else result
+
+
+def _layout_for(size: Any, dtype: Any, layout: Any, device_mesh: Any, placements: Any) -> Layout:
+    if layout is not torch.strided:
+        raise LayoutError(f"layout: only torch.strided tensors can be distributed, got {layout}")
+    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
+    for n in shape:
+        if not isinstance(n, int) or n < 0:
+            raise LayoutError(f"size: must be ints >= 0, got {shape}")
+    mesh = as_mesh(device_mesh)
+    places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
+    if any(p.is_partial() for p in places):
+        raise LayoutError(f"placements: a factory makes whole values, not parts; got {list(places)}")
+    return Layout.make(mesh, places, shape, dtype or torch.get_default_dtype())
+
+
+zeros = _factory(torch.zeros, "zeros")
+ones = _factory(torch.ones, "ones")
+empty = _factory(torch.empty, "empty")
+
+
+def full(size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = None, layout: torch.layout = torch.strided, requires_grad: bool = False, device_mesh: Any = None, placements: Sequence[Any] | None = None) -> DTensor:  # fmt: skip
+    """Like torch.full, born distributed: each rank makes only its part."""
+    dtype = dtype or torch.full((), fill_value).dtype
+    fill = lambda shape, dtype, device: torch.full(shape, fill_value, dtype=dtype, device=device)  # noqa: E731
+    return _make(fill, (tuple(size),), dtype, layout, requires_grad, device_mesh, placements)
+
+
+def _random_factory(draw: Callable[..., torch.Tensor], name: str) -> Callable[..., DTensor]:
+    def make(*size: Any, dtype: torch.dtype | None = None, layout: torch.layout = torch.strided, requires_grad: bool = False, device_mesh: Any = None, placements: Sequence[Any] | None = None) -> DTensor:  # fmt: skip
+        target = _layout_for(size, dtype, layout, device_mesh, placements)
+        local = _lay_out(draw(target.shape, dtype=target.dtype, device=target.device), target, None)
+        result = wrap(local, target)
+        return result.requires_grad_() if requires_grad else result
+
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = f"""Like torch.{name}: the same numbers as on one device, whatever the layout.
+
+    Every rank draws from torch's default generator, which must be seeded alike on all ranks."""
+    return make
+
+
+rand = _random_factory(torch.rand, "rand")
+randn = _random_factory(torch.randn, "randn")

@@ -1,0 +1,68 @@
+"""Moves as autograd sees them: one node a move, whose backward runs each step's partner in reverse.
+
+| step                    | partner                          |
+|-------------------------|----------------------------------|
+| gather                  | slice                            |
+| gather-and-spread       | reduce-scatter                   |
+| all-reduce              | spread                           |
+| all-to-all              | all-to-all back                  |
+| replicate -> partial    | nothing                          |
+
+Because a partner's partner is the step itself (or does nothing twice), second derivatives come out exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.base import Comm, Step
+from shardwise.comm.record import Note, for_backward, listeners, record_step, user_line
+
+
+class _Move(torch.autograd.Function):
+    """Inputs and outputs are the distinct plain tensors of a local value before and after the steps."""
+
+    @staticmethod
+    def forward(ctx: Any, box: list[Any], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        comm, steps, local, note = box
+        heard = listeners()
+        result = _run(comm, steps, local, note, heard)
+        outs = comm.values(result)
+        if any(out is value for out in outs for value in values):  # autograd wants outputs of its own
+            outs = tuple(out.view_as(out) for out in outs)
+        ctx.comm, ctx.steps, ctx.note = comm, steps, note
+        ctx.before, ctx.after = comm.structure(local), comm.structure(result)
+        ctx.heard, ctx.source = heard, user_line() if heard else None
+        box.append(ctx.after)
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        comm = ctx.comm
+        partners = [step.partner for step in reversed(ctx.steps)]
+        note = for_backward(ctx.note, ctx.source)
+        back = run_steps(comm, partners, comm.assemble(ctx.after, grads), note, ctx.heard)
+        return None, *comm.pick(ctx.before, back)
+
+
+def run_steps(comm: Comm, steps: Sequence[Step], local: Any, note: Note, heard: list[Any] | None = None) -> Any:
+    """The local value after the steps; recorded by autograd where its tensors are."""
+    if not steps:
+        return local
+    if torch.is_grad_enabled():
+        values = comm.values(local)
+        if any(v.requires_grad for v in values):
+            box = [comm, steps, local, note]
+            outs = _Move.apply(box, *values)
+            return comm.assemble(box[-1], outs)
+    return _run(comm, steps, local, note, listeners() if heard is None else heard)
+
+
+def _run(comm: Comm, steps: Sequence[Step], local: Any, note: Note, heard: list[Any]) -> Any:
+    for step in steps:
+        record_step(comm, step, note, heard)
+        local = comm.run(step, local)
+    return local

@@ -1,0 +1,109 @@
+"""What the layers above need of a backend: run a local function, exchange what a step packs, look at local values.
+
+A *local value* is what the ranks this process plays hold of one tensor: a plain tensor on a process group, a
+`RankTensor` in simulation. Only backends know which; everything above passes it along.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+Coords = tuple[int, ...]
+
+
+class Step(Protocol):
+    """One step of a move, as a backend sees it: pure local work around one exchange along one axis."""
+
+    kind: str  # "all_gather", "all_reduce", "reduce_scatter", "all_to_all" or "local"
+    axis: int
+    reduce_op: str
+    uniform: bool  # every coordinate of the axis gets the same value
+
+    @property
+    def partner(self) -> Step:
+        """The step the gradient takes."""
+
+    def bytes_in(self, coords: Coords) -> int:
+        """Bytes the rank at `coords` receives."""
+
+    def pack(self, local: torch.Tensor, coords: Coords) -> Any:
+        """What this rank contributes: a tensor, or one tensor a coordinate."""
+
+    def unpack(self, received: Any, coords: Coords) -> torch.Tensor:
+        """The new local value from what came back."""
+
+    def part_shapes(self, packed: Any, coords: Coords) -> Sequence[tuple[int, ...]]:
+        """The shape of what comes from each coordinate of the axis."""
+
+
+class Comm(ABC):
+    """A backend, bound to the axes of one mesh."""
+
+    simulated: bool
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+
+    @abstractmethod
+    def per_rank(self, of: Callable[[Coords], Any]) -> Any:
+        """`of(coords)` for the ranks played here, in the form `bind` passes on as a plain value."""
+
+    @abstractmethod
+    def bind(self, func: Callable[..., Any], axes: Sequence[int] = ()) -> Callable[..., Any]:
+        """`func` as a function of local values. On `axes` each coordinate gets a value of its own."""
+
+    @abstractmethod
+    def run(self, step: Step, local: Any) -> Any:
+        """The local value after `step`, outside of autograd."""
+
+    @abstractmethod
+    def values(self, local: Any) -> tuple[torch.Tensor, ...]:
+        """The distinct plain tensors inside a local value."""
+
+    @abstractmethod
+    def structure(self, local: Any) -> Any:
+        """Which rank holds which of `values(local)`: what `assemble` needs, without the tensors."""
+
+    @abstractmethod
+    def assemble(self, structure: Any, values: Sequence[torch.Tensor | None]) -> Any:
+        """The local value of that structure with these tensors."""
+
+    @abstractmethod
+    def pick(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
+        """For each distinct tensor of that structure, what its first holder has in `local`."""
+
+    def rebuild(self, local: Any, values: Sequence[torch.Tensor | None]) -> Any:
+        """A local value like `local` with other tensors, in the order of `values(local)`."""
+        return self.assemble(self.structure(local), values)
+
+    @abstractmethod
+    def played(self) -> Sequence[Coords]:
+        """The coordinates of the ranks this process plays."""
+
+    @abstractmethod
+    def first(self, local: Any) -> torch.Tensor:
+        """The plain tensor of the first rank played here."""
+
+    @abstractmethod
+    def shared(self, value: torch.Tensor) -> Any:
+        """The local value in which every rank holds `value`."""
+
+    @abstractmethod
+    def at(self, local: Any, coords: Coords) -> torch.Tensor:
+        """The plain tensor of the rank played here at `coords`."""
+
+    @abstractmethod
+    def adopt(self, local: torch.Tensor, axes: Sequence[int]) -> Any:
+        """A tensor the user holds, as a local value whose ranks share no tensor along `axes`."""
+
+    @abstractmethod
+    def all_shapes(self, local: Any) -> dict[Coords, tuple[int, ...]]:
+        """The local shape of every rank of the mesh (one small exchange)."""
+
+    @abstractmethod
+    def first_of_replicas(self, local: Any, axes: Sequence[int]) -> Any:
+        """The value of the first coordinate on each of `axes`, for everyone along it."""
+

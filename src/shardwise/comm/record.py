@@ -1,0 +1,68 @@
+"""The record of what was communicated: every exchange passes here, forward and backward."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.comm.base import Comm, Step
+
+_state = threading.local()
+_HERE = str(Path(__file__).resolve().parents[1])
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """On whose behalf a move runs."""
+
+    op: str
+    reason: str = ""
+    backward: bool = False
+    source: str | None = None
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One communication: `bytes` received, summed over the ranks this process plays."""
+
+    op: str
+    kind: str
+    axis: str
+    bytes: int
+    source: str
+    backward: bool
+    reason: str
+
+def listeners() -> list[Any]:
+    """The ledgers open in this thread, one live list: what a move saw in forward listens to its backward too,
+    in whichever thread autograd runs that."""
+    found = getattr(_state, "listeners", None)
+    if found is None:
+        found = _state.listeners = []
+    return found
+
+
+def for_backward(note: Note, source: str | None) -> Note:
+    return replace(note, backward=True, source=source)
+
+
+def record_step(comm: Comm, step: Step, note: Note, heard: list[Any]) -> None:
+    """Tell every listener of one step; next to free when nobody listens."""
+    if not heard or step.kind == "local":
+        return
+    total = sum(step.bytes_in(coords) for coords in comm.played())
+    axis, source = comm.axis_names[step.axis], note.source or user_line()
+    for listener in heard:
+        listener(Entry(note.op, step.kind, axis, total, source, note.backward, note.reason))
+
+
+def user_line() -> str:
+    """file:line of the innermost frame that is neither ours nor torch's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_HERE) and "/torch/" not in name and not name.startswith("<"):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"

@@ -1,0 +1,319 @@
+"""N ranks in one process: a `RankTensor` holds one value a rank, and collectives are plain functions over them.
+
+Ranks that hold the same value (along a Replicate axis) hold the same tensor object, and share the work done on it.
+Each value has its own native autograd graph, so uneven shapes are no special case.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.comm.base import Comm, Coords, Step
+from shardwise.errors import LayoutError, MeshError
+
+
+class PerRank(tuple):
+    """One plain value a rank, given where a local function takes one value."""
+
+
+class RankTensor(torch.Tensor):
+    """The local value on a simulated mesh: `.ranks` is the tuple of every rank's tensor.
+
+    Ops run rank by rank. A property that differs between ranks (the shape of uneven shards) must be read off
+    `.ranks[i]`.
+    """
+
+    ranks: tuple[torch.Tensor, ...]
+    used = False  # whether autograd has recorded a use of it
+
+    @staticmethod
+    def __new__(cls, ranks: Sequence[torch.Tensor]) -> RankTensor:
+        first = ranks[0]
+        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device
+        )
+        self.ranks = tuple(ranks)
+        return self
+
+    def __init__(self, ranks: Sequence[torch.Tensor]) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        surface = _SURFACE.get(func)
+        if surface is not None:
+            return surface(*args, **(kwargs or {}))
+        return map_ranks(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch.overrides.enable_reentrant_dispatch():
+            return map_ranks(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        lines = "\n".join(f"  {i}: {value!r}" for i, value in enumerate(self.ranks))
+        return f"RankTensor of {len(self.ranks)} ranks\n{lines}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankTensor:
+        copies = {id(v): v.__deepcopy__(memo) for v in self.ranks}
+        return RankTensor([copies[id(v)] for v in self.ranks])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return RankTensor, (self.ranks,)
+
+
+def common(local: RankTensor, read: Callable[[torch.Tensor], Any], what: str) -> Any:
+    """What all ranks agree on; an error that says what to read instead if they do not."""
+    values = [read(v) for v in local.ranks]
+    if any(v != values[0] for v in values):
+        raise LayoutError(f"the ranks differ in {what}: {values}; read it off .ranks[i] for rank i")
+    return values[0]
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """The results of all ranks as one: tensors as a RankTensor, containers element by element, equal values as one."""
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return RankTensor(values)
+    if isinstance(first, (tuple, list)) and all(len(v) == len(first) for v in values):
+        parts = [joined(column) for column in zip(*values, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else rebuild_sequence(first, parts)
+    if all(type(v) is type(first) and v == first for v in values):
+        return first
+    return PerRank(values)
+
+
+def rebuild_sequence(like: Any, parts: list[Any]) -> Any:
+    """A sequence of the kind of `like` (torch.return_types take one sequence)."""
+    return type(like)(parts)
+
+
+def map_ranks(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    keys: Sequence[Any] | None = None,
+) -> Any:
+    """`func` on each rank's values. Ranks whose inputs are the same objects (and keys equal) share one call."""
+    leaves, tree = tree_flatten((tuple(args), kwargs), is_leaf=lambda leaf: isinstance(leaf, PerRank))
+    if torch.is_grad_enabled():
+        for leaf in leaves:
+            if isinstance(leaf, RankTensor):
+                leaf.used = True
+    count = next(len(x.ranks) if isinstance(x, RankTensor) else len(x) for x in leaves if _is_many(x))
+    written = func in _IN_PLACE or _writes(func)
+    done: dict[Any, Any] = {}
+    results = []
+    for rank in range(count):
+        mine = [_at(x, rank) for x in leaves]
+        if written and leaves and isinstance(leaves[0], RankTensor):
+            key: Any = id(mine[0])  # one write a value: ranks that share it agree on what is written
+        else:
+            key = (keys[rank] if keys else None, *(id(m) for x, m in zip(leaves, mine, strict=True) if _is_many(x)))
+        if key not in done:
+            call_args, call_kwargs = tree_unflatten(mine, tree)
+            done[key] = func(*call_args, **call_kwargs)
+        results.append(done[key])
+    return joined(results)
+
+
+def _is_many(x: Any) -> bool:
+    return isinstance(x, (RankTensor, PerRank))
+
+
+def _at(x: Any, rank: int) -> Any:
+    return x.ranks[rank] if isinstance(x, RankTensor) else x[rank] if isinstance(x, PerRank) else x
+
+
+@functools.lru_cache(maxsize=4096)
+def _writes(func: Any) -> bool:
+    """Whether func changes its first argument: by torch's naming, or by its schema."""
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    name = getattr(func, "__name__", "")
+    if name in ("__set__", "__setitem__"):
+        return True
+    if name.startswith("__i") and name.endswith("__"):
+        return name not in ("__index__", "__int__", "__invert__", "__init__")
+    return name.endswith("_") and not name.endswith("__")
+
+
+_IN_PLACE: set[Any] = {torch.Tensor.requires_grad_, torch.Tensor.retain_grad}
+
+
+# -- a RankTensor looks like a tensor -----------------------------------------------------------------------------------
+def _backward(self: RankTensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:  # fmt: skip
+    values = unique(self.ranks)
+    if gradient is None:
+        grads: list[Any] = [None] * len(values)
+    else:
+        chosen = {id(v): gradient.ranks[i] if isinstance(gradient, RankTensor) else gradient for i, v in enumerate(self.ranks)}  # fmt: skip
+        grads = [chosen[id(v)] for v in values]
+    flat = None if inputs is None else [v for t in inputs for v in unique(t.ranks)]
+    torch.autograd.backward(values, grads, retain_graph=retain_graph, create_graph=create_graph, inputs=flat)
+
+
+def _grad(self: RankTensor) -> RankTensor | None:
+    return None if self.ranks[0].grad is None else RankTensor([v.grad for v in self.ranks])  # type: ignore[misc]
+
+
+def _set_grad(self: RankTensor, value: RankTensor | None) -> None:
+    for i, v in enumerate(self.ranks):
+        v.grad = None if value is None else value.ranks[i]
+
+
+def _shape(self: RankTensor) -> torch.Size:
+    return common(self, lambda v: v.shape, "shape")
+
+
+def _size(self: RankTensor, dim: int | None = None) -> Any:
+    return _shape(self) if dim is None else common(self, lambda v: v.shape[dim], f"size({dim})")
+
+
+_T = torch.Tensor
+_SURFACE: dict[Any, Callable[..., Any]] = {
+    _T.shape.__get__: _shape,  # type: ignore[attr-defined]
+    _T.size: _size,
+    _T.grad.__get__: _grad,  # type: ignore[attr-defined]
+    _T.grad.__set__: _set_grad,  # type: ignore[attr-defined]
+    _T.backward: _backward,
+    _T.__repr__: RankTensor.__repr__,
+    _T.__deepcopy__: RankTensor.__deepcopy__,
+    _T.__reduce_ex__: RankTensor.__reduce_ex__,
+}
+
+
+def unique(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The distinct objects, in order of first appearance."""
+    return list({id(v): v for v in values}.values())
+
+
+# -- the backend ----------------------------------------------------------------------------------------------------------
+class SimulatedComm(Comm):
+    """All ranks of a simulated world, seen through the axes of one (sub-)mesh."""
+
+    simulated = True
+
+    def __init__(self, shape: tuple[int, ...], axis_names: tuple[str, ...], grid: Sequence[Coords], spectators: Sequence[Any]) -> None:  # fmt: skip
+        self.shape, self.axis_names = shape, axis_names
+        self.grid = tuple(grid)  # coordinates of every simulated rank on the axes of this mesh
+        self.spectators = tuple(spectators)  # what tells ranks of equal coordinates apart (sub-meshes)
+
+    def played(self) -> Sequence[Coords]:
+        return self.grid
+
+    def groups(self, axis: int) -> Iterator[list[int]]:
+        """The ranks that talk to each other along `axis`, in the order of their coordinates."""
+        found: dict[Any, list[int]] = {}
+        for rank, coords in enumerate(self.grid):
+            found.setdefault((self.spectators[rank], *coords[:axis], *coords[axis + 1 :]), []).append(rank)
+        for group in found.values():
+            yield sorted(group, key=lambda rank: self.grid[rank][axis])
+
+    def per_rank(self, of: Callable[[Coords], Any]) -> PerRank:
+        return PerRank(of(coords) for coords in self.grid)
+
+    def bind(self, func: Callable[..., Any], axes: Sequence[int] = ()) -> Callable[..., Any]:
+        keys = [(spectator, *(coords[a] for a in axes)) for spectator, coords in zip(self.spectators, self.grid, strict=True)]  # fmt: skip
+
+        def on_all_ranks(*args: Any, **kwargs: Any) -> Any:
+            return map_ranks(func, args, kwargs, keys)
+
+        return on_all_ranks
+
+    def values(self, local: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(unique(local.ranks))
+
+    def structure(self, local: Any) -> tuple[int, ...]:
+        index = {id(v): i for i, v in enumerate(unique(local.ranks))}
+        return tuple(index[id(v)] for v in local.ranks)
+
+    def assemble(self, structure: Any, values: Sequence[torch.Tensor | None]) -> RankTensor:
+        return RankTensor([values[i] for i in structure])  # type: ignore[misc]
+
+    def pick(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
+        holders = {i: rank for rank, i in reversed(list(enumerate(structure)))}
+        return tuple(local.ranks[holders[i]] for i in sorted(holders))
+
+    def first(self, local: Any) -> torch.Tensor:
+        return local.ranks[0]
+
+    def shared(self, value: torch.Tensor) -> RankTensor:
+        return RankTensor([value] * len(self.grid))
+
+    def at(self, local: Any, coords: Coords) -> torch.Tensor:
+        return local.ranks[self.grid.index(coords)]
+
+    def adopt(self, local: torch.Tensor, axes: Sequence[int]) -> RankTensor:
+        ranks = local.ranks if isinstance(local, RankTensor) else (local,) * len(self.grid)
+        if len(ranks) != len(self.grid):
+            raise MeshError(f"a RankTensor of {len(ranks)} ranks on a simulated mesh of {len(self.grid)}")
+        views: dict[Any, torch.Tensor] = {}
+        taken: set[int] = set()
+        for value, coords, spectator in zip(ranks, self.grid, self.spectators, strict=True):
+            key = (id(value), spectator, *(coords[a] for a in axes))
+            if key not in views:
+                views[key] = value if id(value) not in taken else value.view_as(value)
+                taken.add(id(value))
+        return RankTensor([views[(id(v), s, *(c[a] for a in axes))] for v, c, s in zip(ranks, self.grid, self.spectators, strict=True)])  # fmt: skip
+
+    def all_shapes(self, local: Any) -> dict[Coords, tuple[int, ...]]:
+        return {coords: tuple(value.shape) for coords, value in zip(self.grid, local.ranks, strict=True)}
+
+    def first_of_replicas(self, local: Any, axes: Sequence[int]) -> RankTensor:
+        values = list(local.ranks)
+        for axis in axes:
+            for group in self.groups(axis):
+                for rank in group:
+                    values[rank] = values[group[0]]
+        return RankTensor(values)
+
+    def run(self, step: Step, local: Any) -> RankTensor:
+        values = local.ranks
+        out: list[Any] = [None] * len(values)
+        shared: dict[Any, Any] = {}  # groups that hold the same objects do the same work: do it once
+        for group in self.groups(step.axis):
+            key = tuple(id(values[rank]) for rank in group)
+            if key not in shared:
+                shared[key] = self._run_group(step, [values[rank] for rank in group], [self.grid[r] for r in group])
+            for rank, value in zip(group, shared[key], strict=True):
+                out[rank] = value
+        return RankTensor(out)
+
+    def _run_group(self, step: Step, values: list[torch.Tensor], coords: list[Coords]) -> list[torch.Tensor]:
+        packed = [step.pack(value, c) for value, c in zip(values, coords, strict=True)]
+        if step.uniform:
+            whole = packed if step.kind == "all_gather" else reduce_parts(packed, step.reduce_op)
+            return [step.unpack(whole, coords[0])] * len(values)
+        received: Sequence[Any]
+        if step.kind == "local":
+            received = packed
+        elif step.kind == "reduce_scatter":
+            received = [reduce_parts(column, step.reduce_op) for column in zip(*packed, strict=True)]
+        elif step.kind == "all_to_all":
+            received = list(zip(*packed, strict=True))
+        else:
+            received = [packed] * len(values)
+        return [step.unpack(part, c) for part, c in zip(received, coords, strict=True)]
+
+
+def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The parts of all ranks reduced, on one device."""
+    return functools.reduce(REDUCTIONS[op], parts[1:], parts[0].clone())
+
+
+REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}

@@ -1,0 +1,213 @@
+"""The way of a call. One engine, two entry points: `call_function` (fast, sees whole functions) and `call_overload`
+(complete: every aten op arrives there). Both look a plan up by function, layouts and static arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.engine.cache import PlanCache, register_cache
+from shardwise.engine.fallback import decomposed, replicated, written_back
+from shardwise.engine.plan import CallShape, Plan, build_plan, op_name
+from shardwise.errors import AutogradError, MeshError, StrictError
+from shardwise.engine.context import is_strict
+from shardwise.layout import Layout
+from shardwise.layout.placement import REPLICATE
+from shardwise.rules import registry
+from shardwise.wrapper import Wrapper, wrap
+
+PLANS = PlanCache(maxsize=8192)
+register_cache("plans", PLANS.info, PLANS.reset)
+
+_TRUE, _FALSE = object(), object()  # True == 1 and hashes alike: plans must tell them apart
+_is_grad_enabled = torch.is_grad_enabled
+_is_forward_grad_enabled = torch._C._is_fwd_grad_enabled  # type: ignore[attr-defined]
+
+
+class _PlainTensor(Exception):
+    """A plain tensor among the arguments: it must be wrapped first."""
+
+
+def call_function(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    """A torch function on distributed tensors: the cached plan, or a new one."""
+    key: list[Any] = [func]
+    locals: list[Any] = []
+    try:
+        for arg in args:
+            kind = type(arg)
+            if kind is cls:
+                key.append(arg._layout)
+                locals.append(arg._local)
+            elif kind is int or arg is None:
+                key.append(arg)
+                locals.append(arg)
+            elif kind is float:
+                key.append(float)
+                locals.append(arg)
+            else:
+                frozen, local = freeze(arg)
+                key.append(frozen)
+                locals.append(local)
+        if kwargs:
+            local_kwargs = {}
+            for name, arg in kwargs.items():
+                key.append(name)
+                frozen, local_kwargs[name] = freeze(arg)
+                key.append(frozen)
+        else:
+            kwargs = local_kwargs = {}
+        whole_key = tuple(key)
+        plan = PLANS.get(whole_key)
+    except _PlainTensor:
+        return call_function(cls, func, *with_plain_wrapped(op_name(func), args, kwargs or {}))
+    if not _is_grad_enabled() and not _is_forward_grad_enabled():
+        check_custom_function(func, args)
+    if plan is None:
+        plan = make_plan(func, args, kwargs)
+        PLANS.add(whole_key, plan)
+    else:
+        PLANS.hits += 1
+    return plan(args, kwargs, locals, local_kwargs)
+
+
+def call_overload(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    """An aten op on distributed tensors, recorded by autograd on the local tensors."""
+    with torch.overrides.enable_reentrant_dispatch(), torch._C.DisableTorchFunctionSubclass():
+        return call_function(cls, func, args, kwargs)
+
+
+def freeze(arg: Any) -> tuple[Any, Any]:
+    """A hashable key for an argument, and the argument with local values for tensors."""
+    if isinstance(arg, Wrapper):
+        return arg._layout, arg._local
+    kind = type(arg)
+    if kind is bool:
+        return (_TRUE if arg else _FALSE), arg
+    if kind is float or kind is complex:
+        return kind, arg
+    if isinstance(arg, torch.Tensor):
+        raise _PlainTensor
+    if kind is slice:
+        return (slice, *(freeze(x)[0] for x in (arg.start, arg.stop, arg.step))), arg
+    if isinstance(arg, (list, tuple)):
+        pairs = [freeze(item) for item in arg]
+        frozen = (list if isinstance(arg, list) else tuple, *(k for k, _ in pairs))
+        if kind is torch.Size or all(type(item) is int for item in arg):
+            return frozen, arg
+        values = [v for _, v in pairs]
+        return frozen, values if isinstance(arg, list) else tuple(values)
+    if isinstance(arg, dict):
+        return (dict, *((k, freeze(v)[0]) for k, v in arg.items())), {k: freeze(v)[1] for k, v in arg.items()}
+    try:
+        hash(arg)
+    except TypeError:
+        return (kind, id(arg)), arg
+    return arg, arg
+
+
+def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+    """The plan for a call never seen before."""
+    is_overload = isinstance(func, torch._ops.OpOverload)
+    found = registry.find(func) if "out" not in kwargs else None
+    call = CallShape(func, args, kwargs)
+    if found is not None:
+        operand_args, operand_kwargs = call.with_tensors(call.operands)
+        spec = found.rule(*operand_args, **operand_kwargs)
+        if spec is not None:
+            plan = build_plan(func, spec, call, found.in_place)
+            if plan is not None:
+                return plan
+            return written_back(func, call)
+    if "out" in kwargs and isinstance(kwargs["out"], Wrapper):
+        return _into_out(func)
+    if is_overload:
+        return _overload_plan(func, call)
+    return lambda args, kwargs, locals, local_kwargs: _lower(func, args, kwargs)
+
+
+def _overload_plan(func: Any, call: CallShape) -> Plan:
+    if not all(layout.is_plain for layout in call.layouts):
+        plan = decomposed(func)
+        if plan is not None:
+            return plan
+    return replicated(func, call)
+
+
+def _lower(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """No rule at this level: let torch go on to its overloads, which come back one by one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _into_out(func: Any) -> Plan:
+    def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
+        out = kwargs["out"]
+        result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+        if tuple(out.shape) != tuple(result.shape):
+            raise RuntimeError(
+                f"{op_name(func)}: out has shape {tuple(out.shape)}, the result {tuple(result.shape)}; a distributed "
+                f"tensor cannot be resized, give an out of the result's shape"
+            )
+        return out.copy_(result)
+
+    return run
+
+
+# -- plain tensors count as replicated ---------------------------------------------------------------------------------
+def with_plain_wrapped(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments with every plain tensor wrapped as Replicate on the mesh of the others."""
+    if is_strict():
+        raise StrictError(
+            f"{name}: a plain tensor meets a distributed one under strict(); "
+            f"make it a DTensor with distribute_tensor(x, mesh, [Replicate(), ...])"
+        )
+    mesh = _mesh_in((*args, *kwargs.values()))
+    if mesh is None:
+        raise MeshError(f"{name}: no distributed tensor among the arguments")
+    return tuple(_wrapped(a, mesh) for a in args), {k: _wrapped(v, mesh) for k, v in kwargs.items()}
+
+
+def _mesh_in(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, Wrapper):
+            return value._layout.mesh
+        if isinstance(value, (list, tuple)):
+            mesh = _mesh_in(value)
+            if mesh is not None:
+                return mesh
+    return None
+
+
+def _wrapped(value: Any, mesh: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, Wrapper):
+        return replicated_plain(value, mesh)
+    if isinstance(value, (list, tuple)) and any(isinstance(v, (torch.Tensor, list, tuple)) for v in value):
+        return type(value)(_wrapped(v, mesh) for v in value) if type(value) in (list, tuple) else value
+    return value
+
+
+def replicated_plain(value: torch.Tensor, mesh: Any) -> Any:
+    """A plain tensor as a Replicate one on `mesh`, sharing its memory and its autograd history."""
+    comm = mesh.comm
+    if hasattr(value, "ranks"):
+        raise MeshError("a RankTensor meets a DTensor; say how it is laid out: DTensor.from_local(x, mesh, placements)")
+    layout = Layout.make(mesh, [REPLICATE] * len(mesh.shape), tuple(value.shape), value.dtype, value.stride(), value.device)  # fmt: skip
+    return wrap(comm.shared(value), layout)
+
+
+def check_custom_function(func: Any, args: Sequence[Any]) -> None:
+    """Inside torch.autograd.Function.forward (grad and forward-mode grad are both off, but not inference mode) a tensor
+    that needs grad would lose its gradient: the wrapper is unknown to C++ autograd."""
+    if torch.is_inference_mode_enabled():
+        return
+    for arg in args:
+        if isinstance(arg, Wrapper) and arg._layout.mesh.comm.first(arg._local).requires_grad:
+            raise AutogradError(
+                f"{op_name(func)} on a distributed tensor that requires grad inside a torch.autograd.Function: its "
+                f"gradient would be lost. Apply the Function to x.to_local() and wrap the result with "
+                f"DTensor.from_local, use local_map, or write it with differentiable ops (torch.utils.checkpoint: "
+                f"pass use_reentrant=False)"
+            )

@@ -1,0 +1,51 @@
+"""Switches that hold for a stretch of the program: `strict()`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_state = threading.local()
+
+
+class strict:
+    """Raise on any communication the program did not ask for: as a context manager, or a switch.
+
+    >>> with strict():
+    ...     pass
+    >>> strict.enable(); strict.disable()
+    """
+
+    def __enter__(self) -> strict:
+        _state.depth = getattr(_state, "depth", 0) + 1
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        _state.depth -= 1
+
+    @staticmethod
+    def enable() -> None:
+        _state.switched = True
+
+    @staticmethod
+    def disable() -> None:
+        _state.switched = False
+
+
+def is_strict() -> bool:
+    return getattr(_state, "depth", 0) > 0 or getattr(_state, "switched", False)
+
+
+class relaxed:
+    """Inside: communication counts as asked for (what the library does on an explicit request)."""
+
+    def __enter__(self) -> None:
+        self.saved = (getattr(_state, "depth", 0), getattr(_state, "switched", False))
+        _state.depth, _state.switched = 0, False
+
+    def __exit__(self, *exc: Any) -> None:
+        _state.depth, _state.switched = self.saved
+
+
+Runner = Callable[[Any, Any, Any], Any]

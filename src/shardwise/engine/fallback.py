@@ -1,0 +1,103 @@
+"""What happens to an op without a rule: decompose it, else gather its operands and compute it everywhere alike.
+
+Always right, never cheap: it shows in the ledger with its reason, and strict() refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardwise.comm.record import Note
+from shardwise.engine.context import is_strict
+from shardwise.engine.plan import CallShape, Plan, fetch, put, refuse
+from shardwise.layout import Layout
+from shardwise.layout.placement import REPLICATE
+from shardwise.move import plan_steps, run_move
+from shardwise.wrapper import wrap
+
+
+def decomposed(func: Any) -> Plan | None:
+    """The op as a composition of simpler ones, if torch knows one that changes nothing and draws no numbers."""
+    table = torch._decomp.decomposition_table
+    if func not in table or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+    if any(r.alias_info is not None for r in func._schema.returns):
+        return None
+    body = table[func]
+    return lambda args, kwargs, locals, local_kwargs: body(*args, **kwargs)
+
+
+def replicated(func: Any, call: CallShape) -> Plan:
+    """Gather every operand, compute the op on all ranks, write back what the op changes."""
+    mesh, comm = call.mesh, call.mesh.comm
+    whole = [layout.replace(placements=(REPLICATE,) * len(layout.placements)) for layout in call.layouts]
+    moves = [(i, plan_steps(a, b), False) for i, (a, b) in enumerate(zip(call.layouts, whole, strict=True))]
+    moves = [(i, steps, flag) for i, steps, flag in moves if steps]
+    paths, moved = call.paths, {i for i, _, _ in moves}
+    invoke = comm.bind(func)
+    note = Note(call.name, reason="no rule: gathered and computed on every rank")
+    written = _written_paths(func, call)
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        if moves and is_strict():
+            refuse(call.name, moves, call.layouts, whole)
+        for i, steps, _ in moves:
+            put(locals, local_kwargs, paths[i], run_move(fetch(args, kwargs, paths[i])._local, comm, steps, note))
+        result = invoke(*locals, **local_kwargs)
+        originals = {}
+        for i in written:
+            tensor, value = fetch(args, kwargs, paths[i]), fetch(locals, local_kwargs, paths[i])
+            if i in moved:
+                back = run_move(value, comm, plan_steps(whole[i], call.layouts[i]), note)
+                comm.bind(torch.Tensor.copy_)(tensor._local, back)
+            originals[id(value)] = tensor
+        return tree_map_only(torch.Tensor, lambda x: originals.get(id(x)) or _wrap_replicated(x, mesh), result)
+
+    return run
+
+
+def _wrap_replicated(local: Any, mesh: Any) -> Any:
+    first = mesh.comm.first(local)
+    places = [REPLICATE] * len(mesh.shape)
+    return wrap(local, Layout.make(mesh, places, tuple(first.shape), first.dtype, first.stride(), first.device))
+
+
+def _written_paths(func: Any, call: CallShape) -> list[int]:
+    """Which tensors of the call the op writes into."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    found = []
+    for i, path in enumerate(call.paths):
+        named = [a for a in schema.arguments if a.name == path[0]]
+        argument = named[0] if named else schema.arguments[path[0]]
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(i)
+    return found
+
+
+def written_back(func: Any, call: CallShape) -> Plan:
+    """An in-place op whose result is not laid out like its target: compute it aside, move it, copy it in."""
+    functional = functional_form(func)
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        target = args[0]
+        return target.copy_(functional(*args, **kwargs))
+
+    if functional is not None:
+        return run
+    return replicated(func, call)
+
+
+def functional_form(func: Any) -> Any:
+    """The out-of-place form of an in-place function, or None."""
+    schema = getattr(func, "_schema", None)
+    name = schema.name.removeprefix("aten::") if schema is not None else getattr(func, "__name__", "")
+    if name.startswith("__i") and name.endswith("__"):
+        return getattr(torch.Tensor, "__" + name[3:], None)
+    base = name.removesuffix("_")
+    return getattr(torch.Tensor, base, None) or getattr(torch, base, None)

@@ -1,0 +1,274 @@
+"""A layout: mesh + one placement an axis + global shape, stride, dtype, device. Immutable and interned.
+
+Two equal layouts are the same object, so they compare and hash by identity, and a plan keyed by layouts costs one
+dictionary look-up. What a rank holds follows from the placements: the axes that cut one dim nest in mesh order, each
+dealing out what its parent holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from shardwise.errors import LayoutError
+from shardwise.layout.placement import Placement, Shard, as_placements
+from shardwise.layout.split import Intervals, chunk_pieces, compose, count, normalize, positions
+
+
+class Tile(NamedTuple):
+    """A box of global indices that one rank holds."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+_interned: weakref.WeakValueDictionary[tuple[Any, ...], Layout] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """
+    >>> contiguous_stride((2, 3, 4))
+    (12, 4, 1)
+    """
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+class Layout:
+    """Where every element of a tensor lives. Make one with `Layout.make`."""
+
+    __slots__ = ("mesh", "placements", "shape", "stride", "dtype", "device", "is_plain", "_sets", "__weakref__")
+    mesh: Any  # has .shape (ints), .axis_names, .coords(rank) and .ranks
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: Any
+    device: Any
+    is_plain: bool  # every axis of more than one coordinate is Replicate
+
+    @staticmethod
+    def make(
+        mesh: Any,
+        placements: Iterable[Any],
+        shape: Sequence[int],
+        dtype: Any,
+        stride: Sequence[int] | None = None,
+        device: Any = None,
+    ) -> Layout:
+        """The one layout with these values; raises LayoutError where they do not fit each other."""
+        shape = tuple(shape)
+        stride = contiguous_stride(shape) if stride is None else tuple(stride)
+        device = mesh.device if device is None else device
+        placements = check_placements(mesh, as_placements(placements), shape)
+        key = (mesh, placements, shape, stride, dtype, device)
+        with _lock:
+            found = _interned.get(key)
+            if found is None:
+                found = Layout.__new__(Layout)
+                found.mesh, found.placements, found.shape = mesh, placements, shape
+                found.stride, found.dtype, found.device = stride, dtype, device
+                found.is_plain = all(p.is_replicate() or k == 1 for p, k in zip(placements, mesh.shape, strict=True))
+                found._sets = {}
+                _interned[key] = found
+        return found
+
+    def replace(self, **changes: Any) -> Layout:
+        """The layout with some values changed; a new shape gets a contiguous stride unless one is given."""
+        if "shape" in changes and "stride" not in changes:
+            changes["stride"] = None
+        values = {name: getattr(self, name) for name in ("mesh", "placements", "shape", "dtype", "stride", "device")}
+        return Layout.make(**(values | changes))
+
+    # -- who holds what ----------------------------------------------------------------------------------------------
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def is_partial(self) -> bool:
+        return any(p.is_partial() for p in self.placements)
+
+    def axes_of(self, dim: int) -> tuple[int, ...]:
+        """The mesh axes that cut `dim`, outermost first."""
+        return tuple(axis for axis, p in enumerate(self.placements) if p.is_shard(dim))
+
+    def held(self, dim: int, coords: Sequence[int], axes: int | None = None) -> Intervals:
+        """The indices of `dim` that the rank at `coords` holds, looking only at the first `axes` mesh axes."""
+        cutting = tuple(a for a in self.axes_of(dim) if axes is None or a < axes)
+        key = (dim, tuple((a, coords[a]) for a in cutting))
+        found = self._sets.get(key)
+        if found is None:
+            found = self._sets[key] = self._held(dim, coords, cutting)
+        return found
+
+    def _held(self, dim: int, coords: Sequence[int], cutting: tuple[int, ...]) -> Intervals:
+        held: Intervals = normalize([(0, self.shape[dim])])
+        outer = 0
+        for axis in cutting:
+            parts = self.mesh.shape[axis]
+            row = self.placements[axis].row(count(held), parts, outer)  # type: ignore[attr-defined]
+            held = compose(held, row[coords[axis]])
+            outer = outer * parts + coords[axis]
+        return held
+
+    def row(self, axis: int, coords: Sequence[int]) -> tuple[Intervals, ...]:
+        """What each coordinate of a cutting axis takes of its parent, relative to the parent."""
+        shard = self.placements[axis]
+        dim = shard.dim  # type: ignore[attr-defined]
+        outer = 0
+        for a in self.axes_of(dim):
+            if a < axis:
+                outer = outer * self.mesh.shape[a] + coords[a]
+        return shard.row(count(self.held(dim, coords, axis)), self.mesh.shape[axis], outer)  # type: ignore[attr-defined]
+
+    def local_shape_at(self, coords: Sequence[int]) -> tuple[int, ...]:
+        cut = {p.dim for p in self.placements if isinstance(p, Shard)}
+        return tuple(count(self.held(d, coords)) if d in cut else n for d, n in enumerate(self.shape))
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of what `rank` holds."""
+        return self.local_shape_at(self.mesh.coords(rank))
+
+    def offset_at(self, dim: int, coords: Sequence[int]) -> int:
+        """The first index of `dim` held at `coords` (0 where nothing is held)."""
+        held = self.held(dim, coords)
+        return held[0][0] if held else 0
+
+    def tiles(self, rank: int) -> tuple[Tile, ...]:
+        """The boxes of global indices `rank` holds (of each of which it has a part, where an axis is Partial)."""
+        return self.tiles_at(self.mesh.coords(rank))
+
+    def tiles_at(self, coords: Sequence[int]) -> tuple[Tile, ...]:
+        sides = [self.held(dim, coords) for dim in range(self.ndim)]
+        return tuple(
+            Tile(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in itertools.product(*sides)
+        )
+
+    def holders(self, index: Sequence[int]) -> tuple[int, ...]:
+        """The ranks that hold the element at a global index."""
+        if len(index) != self.ndim or not all(0 <= i < n for i, n in zip(index, self.shape, strict=True)):
+            raise LayoutError(f"index {tuple(index)} is outside of shape {self.shape}")
+        return tuple(
+            rank
+            for rank in self.mesh.ranks
+            if all(
+                any(a <= i < b for a, b in self.held(dim, self.mesh.coords(rank))) for dim, i in enumerate(index)
+            )
+        )
+
+    def __repr__(self) -> str:
+        places = ", ".join(map(str, self.placements))
+        return f"Layout({self.shape} {str(self.dtype).removeprefix('torch.')} [{places}] on {self.mesh!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout.make, (self.mesh, self.placements, self.shape, self.dtype, self.stride, self.device)
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+def check_placements(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[Placement, ...]:
+    """The placements in canonical form: dims counted from the front, explicit splits that equal chunks as chunks."""
+    if len(placements) != len(mesh.shape):
+        raise LayoutError(
+            f"placements: {len(placements)} given ({', '.join(map(repr, placements))}) for a mesh of "
+            f"{len(mesh.shape)} axes {tuple(mesh.shape)}; give one an axis"
+        )
+    if not any(isinstance(p, Shard) and (p.pieces is not None or p.dim < 0 or p.dim >= len(shape)) for p in placements):
+        return placements
+    out: list[Placement] = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
+            if not 0 <= dim < len(shape):
+                raise LayoutError(
+                    f"placements[{axis}] = {placement!r}: dim {placement.dim} is out of range for a tensor of shape "
+                    f"{shape} ({len(shape)} dims)"
+                )
+            placement = placement.at(dim)
+            if placement.pieces is not None:
+                placement = _check_pieces(mesh, tuple(out), axis, placement, shape)
+        out.append(placement)
+    return tuple(out)
+
+
+def _check_pieces(mesh: Any, outer: tuple[Placement, ...], axis: int, shard: Shard, shape: tuple[int, ...]) -> Shard:
+    """Each row must deal out exactly what its parent holds; equal to a chunk split, it becomes one."""
+    parts = mesh.shape[axis]
+    parents = parent_sets(mesh, outer, shard.dim, shape[shard.dim])
+    pieces = shard.pieces
+    assert pieces is not None
+    if len(pieces) == 1 and len(parents) > 1:
+        pieces = pieces * len(parents)
+    if len(pieces) != len(parents):
+        raise LayoutError(
+            f"placements[{axis}] = {shard!r}: {len(pieces)} rows of sizes for {len(parents)} coordinates of the axes "
+            f"that cut dim {shard.dim} before it"
+        )
+    for parent, row in zip(parents, pieces, strict=True):
+        n = count(parent)
+        if len(row) != parts:
+            raise LayoutError(
+                f"placements[{axis}] = {shard!r}: {len(row)} sizes for a mesh axis of {parts} ranks; give {parts}"
+            )
+        if normalize(part for r in row for part in r) != normalize([(0, n)]) or sum(map(count, row)) != n:
+            raise LayoutError(
+                f"placements[{axis}] = {shard!r}: the sizes add up to {sum(map(count, row))}, but there are {n} "
+                f"indices of dim {shard.dim} of shape {shape} to deal out"
+            )
+    if all(row == chunk_pieces(count(parent), parts) for parent, row in zip(parents, pieces, strict=True)):
+        return Shard(shard.dim)
+    return Shard(shard.dim, pieces=pieces)
+
+
+def parent_sets(mesh: Any, outer: Sequence[Placement], dim: int, n: int) -> list[Intervals]:
+    """For each coordinate of the axes in `outer` that cut `dim` (in mesh order), the indices it holds."""
+    sets = [normalize([(0, n)])]
+    for axis, placement in enumerate(outer):
+        if placement.is_shard(dim):
+            parts = mesh.shape[axis]
+            sets = [
+                compose(held, part)
+                for i, held in enumerate(sets)
+                for part in placement.row(count(held), parts, i)  # type: ignore[attr-defined]
+            ]
+    return sets
+
+
+# -- from a table of sets back to one placement an axis -----------------------------------------------------------------
+def shards_from_table(
+    axis_sizes: Sequence[int], n: int, table: Callable[[tuple[int, ...]], Intervals], dim: int
+) -> tuple[Shard, ...]:
+    """The nested Shards on `dim` under which the coordinate tuple c of these axes holds the indices table(c).
+
+    The sets must be disjoint and cover [0, n). This is how a view op says where the pieces went.
+    """
+    leaves: dict[tuple[int, ...], Intervals] = {
+        c: table(c) for c in itertools.product(*(range(k) for k in axis_sizes))
+    }
+    unions = leaves
+    levels = [leaves]
+    for _ in axis_sizes:
+        merged: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for c, held in unions.items():
+            merged.setdefault(c[:-1], []).extend(held)
+        unions = {c: normalize(parts) for c, parts in merged.items()}
+        levels.append(unions)
+    levels.reverse()  # levels[t] is keyed by the first t coordinates
+    if levels[0][()] != normalize([(0, n)]):
+        raise LayoutError(f"the parts cover {levels[0][()]} of the {n} indices of dim {dim}")
+    shards = []
+    for t, parts in enumerate(axis_sizes):
+        rows, regular = [], True
+        for c, parent in levels[t].items():
+            row = tuple(positions(parent, levels[t + 1][(*c, i)]) for i in range(parts))
+            regular = regular and row == chunk_pieces(count(parent), parts)
+            rows.append(row)
+        shards.append(Shard(dim) if regular else Shard(dim, pieces=tuple(rows)))
+    return tuple(shards)
+

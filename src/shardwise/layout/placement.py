@@ -1,0 +1,198 @@
+"""What one mesh axis does to a tensor: ``Replicate()``, ``Shard(dim, ...)`` or ``Partial(op)``. Immutable values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shardwise.errors import LayoutError
+from shardwise.layout.split import Intervals, chunk_pieces, normalize, sizes_to_pieces
+
+REDUCE_OPS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
+
+Pieces = tuple[tuple[Intervals, ...], ...]  # [outer coordinate on the same dim][coordinate] -> intervals in the parent
+
+
+class Placement:
+    """Base of the three placements."""
+
+    __slots__ = ()
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return False
+
+    def is_replicate(self) -> bool:
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{self!r} is immutable; make a new placement instead of setting {name!r}")
+
+
+class Replicate(Placement):
+    """Every coordinate of the axis holds the same values."""
+
+    __slots__ = ()
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Replicate)
+
+    def __hash__(self) -> int:
+        return hash("Replicate")
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+    def __str__(self) -> str:
+        return "R"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Replicate, ()
+
+
+class Shard(Placement):
+    """The axis deals out the indices of one tensor dim.
+
+    ``Shard(dim)`` cuts like ``torch.chunk``; ``sizes`` gives each coordinate its own count. ``pieces`` is the general
+    form: for each coordinate of the axes that cut the same dim before this one, for each coordinate of this axis, the
+    intervals it takes of what its parent holds.
+
+    >>> Shard(0, sizes=(3, 0, 2)).pieces
+    ((((0, 3),), (), ((3, 5),)),)
+    """
+
+    __slots__ = ("dim", "pieces", "_hash")
+    dim: int
+    pieces: Pieces | None
+
+    def __init__(self, dim: int, sizes: Sequence[Any] | None = None, *, pieces: Any = None) -> None:
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise LayoutError(f"Shard: dim must be an int, got {dim!r} ({type(dim).__name__})")
+        if sizes is not None:
+            if pieces is not None:
+                raise LayoutError("Shard: give sizes or pieces, not both")
+            pieces = _pieces_of_sizes(sizes)
+        elif pieces is not None:
+            pieces = tuple(tuple(normalize(part) for part in row) for row in pieces)
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "pieces", pieces)
+        object.__setattr__(self, "_hash", hash(("Shard", dim, pieces)))
+
+    @property
+    def sizes(self) -> tuple[Any, ...] | None:
+        """Each coordinate's count, or None for a chunk split or one whose parts are not in order."""
+        if self.pieces is None:
+            return None
+        rows = tuple(tuple(sum(b - a for a, b in part) for part in row) for row in self.pieces)
+        if tuple(sizes_to_pieces(row) for row in rows) != self.pieces:
+            return None
+        return rows[0] if len(rows) == 1 else rows
+
+    def at(self, dim: int) -> Shard:
+        """The same split on another dim."""
+        return self if dim == self.dim else Shard(dim, pieces=self.pieces)
+
+    def row(self, n: int, parts: int, outer: int) -> tuple[Intervals, ...]:
+        """The intervals of all coordinates within a parent of `n` indices."""
+        if self.pieces is None:
+            return chunk_pieces(n, parts)
+        return self.pieces[outer if len(self.pieces) > 1 else 0]
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shard) and self.dim == other.dim and self.pieces == other.pieces
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def _detail(self) -> str:
+        if self.pieces is None:
+            return ""
+        sizes = self.sizes
+        if sizes is not None:
+            return f", sizes={sizes}"
+        count = sum(len(part) for row in self.pieces for part in row)
+        return f", pieces={self.pieces if count <= 16 else f'<{count} intervals>'}"
+
+    def __repr__(self) -> str:
+        return f"Shard(dim={self.dim}{self._detail()})"
+
+    def __str__(self) -> str:
+        return f"S({self.dim}{self._detail()})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_shard, (self.dim, self.pieces)
+
+
+class Partial(Placement):
+    """Every coordinate holds a part; the value is the parts reduced by `reduce_op`."""
+
+    __slots__ = ("reduce_op",)
+    reduce_op: str
+
+    def __init__(self, reduce_op: str = "sum") -> None:
+        if reduce_op not in REDUCE_OPS:
+            raise LayoutError(f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, got {reduce_op!r}")
+        object.__setattr__(self, "reduce_op", reduce_op)
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return reduce_op is None or reduce_op == self.reduce_op
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Partial) and self.reduce_op == other.reduce_op
+
+    def __hash__(self) -> int:
+        return hash(("Partial", self.reduce_op))
+
+    def __repr__(self) -> str:
+        return f"Partial({self.reduce_op})"
+
+    def __str__(self) -> str:
+        return f"P({self.reduce_op})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Partial, (self.reduce_op,)
+
+
+REPLICATE = Replicate()
+
+
+def _rebuild_shard(dim: int, pieces: Any) -> Shard:
+    return Shard(dim, pieces=pieces)
+
+
+def _pieces_of_sizes(sizes: Sequence[Any]) -> Pieces:
+    rows = sizes if len(sizes) and isinstance(sizes[0], (tuple, list)) else (sizes,)
+    for row in rows:
+        for size in row:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+                raise LayoutError(f"Shard: sizes must be ints >= 0, got {size!r} in {tuple(sizes)}")
+    return tuple(sizes_to_pieces(tuple(row)) for row in rows)
+
+
+def as_placement(value: Any) -> Placement:
+    """Our placement for `value`: one of ours as it is, one of torch's by what it says of itself."""
+    if isinstance(value, Placement):
+        return value
+    if hasattr(value, "is_shard") and hasattr(value, "is_replicate"):
+        if value.is_replicate():
+            return REPLICATE
+        if value.is_partial():
+            return Partial(str(getattr(value, "reduce_op", "sum")))
+        if hasattr(value, "dim") and not hasattr(value, "split_factor"):
+            return Shard(value.dim)
+    raise LayoutError(f"not a placement: {value!r}; use Replicate(), Shard(dim) or Partial(op)")
+
+
+def as_placements(values: Iterable[Any] | Any) -> tuple[Placement, ...]:
+    """A tuple of our placements; a single placement counts as a sequence of one."""
+    if isinstance(values, Placement) or hasattr(values, "is_replicate"):
+        values = (values,)
+    return tuple(as_placement(value) for value in values)

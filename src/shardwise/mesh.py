@@ -1,0 +1,227 @@
+"""Meshes: torch's DeviceMesh as it is, and `simulate`, a mesh of ranks in this process.
+
+Inside the library a mesh is a `Mesh`: shape, axis names, device and the backend that talks along its axes. There is
+one for each DeviceMesh, so layouts can hold it and compare by identity.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.comm.base import Comm, Coords
+from shardwise.comm.process_group import ProcessGroupComm
+from shardwise.comm.simulation import SimulatedComm
+from shardwise.errors import MeshError
+
+__all__ = ["DeviceMesh", "Mesh", "SimulatedMesh", "as_mesh", "init_device_mesh", "simulate"]
+
+
+class Mesh:
+    """What layouts, moves and the engine know of a mesh. Compared by identity; `as_mesh` makes them."""
+
+    def __init__(self, source: Any, shape: Sequence[int], axis_names: Sequence[str], device: Any, comm: Comm) -> None:
+        self.source = source  # what the user gave: a DeviceMesh or a SimulatedMesh
+        self.shape = tuple(shape)
+        self.axis_names = tuple(axis_names)
+        self.device = device
+        self.comm = comm
+        self.world = _world()
+        self.ranks: tuple[int, ...] = tuple(int(r) for r in source.mesh.flatten().tolist())
+        grid = itertools.product(*(range(k) for k in self.shape))
+        self._coords = dict(zip(self.ranks, grid, strict=True))
+
+    def coords(self, rank: int) -> Coords:
+        """Where `rank` stands on this mesh."""
+        found = self._coords.get(rank)
+        if found is None:
+            raise MeshError(f"rank {rank} is not in the mesh of ranks {list(self.ranks)}")
+        return found
+
+    def axis(self, axis: int | str) -> int:
+        """The number of an axis, by number or name."""
+        if isinstance(axis, str):
+            if axis not in self.axis_names:
+                raise MeshError(f"axis {axis!r} is not one of {self.axis_names}")
+            return self.axis_names.index(axis)
+        if not -len(self.shape) <= axis < len(self.shape):
+            raise MeshError(f"axis {axis} is out of range for a mesh of {len(self.shape)} axes {self.shape}")
+        return axis % len(self.shape)
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
+        return f"mesh({inside})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return as_mesh, (self.source,)
+
+
+_meshes: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def as_mesh(mesh: Any) -> Mesh:
+    """The Mesh of a DeviceMesh or SimulatedMesh (always the same one); with None, of the enclosing ``with mesh:``."""
+    if mesh is None:
+        mesh = _current_mesh()
+    if isinstance(mesh, Mesh):
+        return mesh
+    with _lock:
+        found = _meshes.get(mesh) if isinstance(mesh, (DeviceMesh, SimulatedMesh)) else None
+    if found is not None and (found.comm.simulated or found.world is _world()):
+        return found
+    if isinstance(mesh, SimulatedMesh):
+        made = Mesh(mesh, mesh.shape, mesh.axis_names, torch.device(mesh.device_type), mesh.comm)
+    elif isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
+        made = Mesh(mesh, tuple(mesh.shape), names, _device_of(mesh.device_type), ProcessGroupComm(mesh))
+    else:
+        raise MeshError(f"device_mesh: expected a DeviceMesh or simulate(...), got {mesh!r} ({type(mesh).__name__})")
+    with _lock:
+        if found is not None:
+            _meshes[mesh] = made
+        return _meshes.setdefault(mesh, made)
+
+
+def _world() -> Any:
+    """The default process group: a mesh made before it was destroyed and made anew must not serve the new one."""
+    return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+
+
+def _device_of(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+class SimulatedMesh:
+    """A mesh of simulated ranks; good wherever a DeviceMesh is. Make one with `simulate`.
+
+    A sub-mesh (``mesh["tp"]``) sees the same ranks through some of the axes: every rank belongs to its own one.
+    """
+
+    def __init__(self, world: tuple[int, ...], axis_names: tuple[str, ...], axes: tuple[int, ...], device: str) -> None:
+        self.world, self.world_names, self.axes = world, axis_names, axes
+        self.device_type = device
+        self.shape = tuple(world[a] for a in axes)
+        self.axis_names = tuple(axis_names[a] for a in axes)
+        grid = list(itertools.product(*(range(k) for k in world)))
+        self.comm = SimulatedComm(
+            self.shape,
+            self.axis_names,
+            [tuple(c[a] for a in axes) for c in grid],
+            [tuple(x for a, x in enumerate(c) if a not in axes) for c in grid],
+        )
+        numbers = torch.arange(math.prod(world)).view(world)
+        others = [a for a in range(len(world)) if a not in axes]
+        self.mesh = numbers.permute(*others, *axes).reshape(-1, *self.shape)[0]
+        self._children: dict[tuple[int, ...], SimulatedMesh] = {}
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        return self.axis_names
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        return math.prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
+
+    def __len__(self) -> int:
+        return self.size()
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> SimulatedMesh:
+        names = (names,) if isinstance(names, str) else tuple(names)
+        for name in names:
+            if name not in self.axis_names:
+                raise MeshError(f"mesh axis {name!r} is not one of {self.axis_names}")
+        axes = tuple(self.world_names.index(name) for name in names)
+        if axes == self.axes:
+            return self
+        if axes not in self._children:
+            self._children[axes] = SimulatedMesh(self.world, self.world_names, axes, self.device_type)
+        return self._children[axes]
+
+    def get_coordinate(self) -> list[int]:
+        """The first simulated rank's coordinates: every rank lives in this process, so none of them is "this" one."""
+        return [0] * self.ndim
+
+    def get_rank(self) -> int:
+        return 0
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        return 0
+
+    def __enter__(self) -> SimulatedMesh:
+        _stack().append(self)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        _stack().pop()
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{n}={k}" for n, k in zip(self.axis_names, self.shape, strict=True))
+        return f"SimulatedMesh({inside}, device={self.device_type!r})"
+
+    def __deepcopy__(self, memo: Any) -> SimulatedMesh:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _submesh, (self.world, self.world_names, self.axes, self.device_type)
+
+
+_threads = threading.local()
+
+
+def _stack() -> list[Any]:
+    found = getattr(_threads, "stack", None)
+    if found is None:
+        found = _threads.stack = []
+    return found
+
+
+def _current_mesh() -> Any:
+    if _stack():
+        return _stack()[-1]
+    current = getattr(torch.distributed.device_mesh, "_mesh_resources", None)
+    if current is not None and hasattr(current, "get_current_mesh"):
+        try:
+            return current.get_current_mesh()
+        except RuntimeError:
+            pass
+    raise MeshError("device_mesh: None given and no mesh is active; pass a mesh or use `with mesh:`")
+
+
+_worlds: dict[tuple[Any, ...], SimulatedMesh] = {}
+
+
+def simulate(shape: int | Sequence[int], *, axis_names: Sequence[str] | None = None, device: str = "cpu") -> SimulatedMesh:  # fmt: skip
+    """A mesh of simulated ranks in this process. Equal calls give the same mesh.
+
+    >>> simulate((2, 4), axis_names=("dp", "tp"))
+    SimulatedMesh(dp=2, tp=4, device='cpu')
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not sizes or not all(isinstance(k, int) and k > 0 for k in sizes):
+        raise MeshError(f"simulate: shape must be one or more ints > 0, got {shape!r}")
+    names = tuple(axis_names) if axis_names is not None else tuple(str(i) for i in range(len(sizes)))
+    if len(names) != len(sizes) or len(set(names)) != len(names):
+        raise MeshError(f"simulate: axis_names {names} must name each of the {len(sizes)} axes of {sizes} once")
+    return _submesh(sizes, names, tuple(range(len(sizes))), torch.device(device).type)
+
+
+def _submesh(world: tuple[int, ...], names: tuple[str, ...], axes: tuple[int, ...], device: str) -> SimulatedMesh:
+    key = (world, names, device)
+    with _lock:
+        if key not in _worlds:
+            _worlds[key] = SimulatedMesh(world, names, tuple(range(len(world))), device)
+    found = _worlds[key]
+    return found if axes == found.axes else found[tuple(names[a] for a in axes)]

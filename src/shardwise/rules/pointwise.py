@@ -1,0 +1,119 @@
+"""Elementwise ops: one mechanism for all. Output dims are the factors, aligned at the right, broadcast dims free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.rules.notation import operands_in
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Factors, Operand
+
+
+def broadcast(operands: list[Operand], outputs: int = 1, **more: Any) -> Factors:
+    """Factors of a broadcasting elementwise call."""
+    ndim = max(op.ndim for op in operands)
+    sizes = [1] * ndim
+    for op in operands:
+        for i, size in enumerate(op.shape, ndim - op.ndim):
+            if size != 1:
+                sizes[i] = size
+    names = [f"d{i}" for i in range(ndim)]
+    inputs = [
+        tuple(names[i] if size == sizes[i] else None for i, size in enumerate(op.shape, ndim - op.ndim))
+        for op in operands
+    ]
+    return Factors(inputs, [tuple(names)] * outputs, **more)
+
+
+def pointwise(names: str, *, outputs: int = 1) -> None:
+    """Ops that are linear in nothing."""
+
+    @rule(names)
+    def elementwise(*args: Any, **kwargs: Any) -> Factors:
+        return broadcast(list(operands_in((*args, *kwargs.values()))), outputs)
+
+
+pointwise(
+    "abs acos acosh angle asin asinh atan atanh arccos arccosh arcsin arcsinh arctan arctanh bitwise_not ceil cos cosh deg2rad"
+    " digamma erf erfc erfinv exp exp2 expm1 fix floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 i0e i1 i1e isfinite"
+    " isinf isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2 logical_not logit logsigmoid mish ndtri"
+    " nan_to_num polygamma rad2deg reciprocal relu relu6 round rsqrt selu elu celu sgn sigmoid sign signbit silu sin sinc sinh"
+    " softplus softshrink softsign sqrt square tan tanh tanhshrink threshold trunc bessel_j0 bessel_j1 bessel_y0 bessel_y1"
+    " erfcx log_ndtr ndtr entr multigammaln mvlgamma expit psi gammaln clip clamp clamp_min clamp_max"
+)
+pointwise(
+    "atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift copysign eq ne lt le gt ge"
+    " floor_divide fmod remainder fmax fmin maximum minimum gcd lcm heaviside hypot igamma igammac ldexp logaddexp logaddexp2"
+    " logical_and logical_or logical_xor nextafter pow float_power xlogy xlog1py zeta isclose polar complex"
+    " gammainc gammaincc addcdiv"
+    " sigmoid_backward tanh_backward gelu_backward silu_backward threshold_backward softplus_backward"
+)
+
+
+@rule("neg positive clone contiguous real imag conj conj_physical resolve_conj resolve_neg detach alias")
+def unary_linear(x: Operand, *args: Any, **kwargs: Any) -> Factors:
+    """Linear in its one operand: a Partial sum stays one."""
+    return broadcast([x], linear="joint")
+
+
+@rule("zeros_like zero")
+def zeros_like(x: Operand, *args: Any, **kwargs: Any) -> Factors:
+    """Zeros are a Partial sum of zeros."""
+    return broadcast([x], linear="joint")
+
+
+@rule("ones_like full_like empty_like fill")
+def filled_like(x: Operand, *args: Any, **kwargs: Any) -> Factors:
+    return broadcast(list(operands_in((x, *args, *kwargs.values()))))
+
+
+@rule("to type float double half bfloat16 int long short char byte bool cpu cuda type_as _to_copy chalf cfloat cdouble")
+def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors:
+    """A Partial sum survives a cast between floating types (or to the same), not one that rounds to integers."""
+    others = list(operands_in((*args, *kwargs.values())))
+    if others:  # type_as, to(other): the other gives its dtype only
+        return Factors([broadcast([x]).inputs[0], *([None] * o.ndim for o in others)], [broadcast([x]).outputs[0]])
+    wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
+    keeps = all(d.is_floating_point == x.dtype.is_floating_point and d.is_complex == x.dtype.is_complex for d in wanted)
+    return broadcast([x], linear="joint" if keeps and wanted else "none")
+
+
+@rule("add sub subtract")
+def add(x: Any, y: Any, *args: Any, **kwargs: Any) -> Factors:
+    """Linear in both together; a number counts as a constant, so it is not."""
+    operands = list(operands_in((x, y)))
+    return broadcast(operands, linear="joint" if len(operands) == 2 else "none")
+
+
+@rule("mul multiply")
+def mul(x: Any, y: Any, *args: Any, **kwargs: Any) -> Factors:
+    """Linear in each. A number is one more factor that does not depend on the rank."""
+    return broadcast(list(operands_in((x, y))), linear="each")
+
+
+@rule("div divide true_divide")
+def div(x: Any, y: Any, *, rounding_mode: Any = None, **kwargs: Any) -> Factors:
+    operands = list(operands_in((x, y)))
+    over = isinstance(x, Operand) and rounding_mode is None and x.dtype.is_floating_point
+    return broadcast(operands, linear="each" if over else "none", joint=frozenset({0}))
+
+
+@rule("lerp addcmul where masked_fill")
+def several(*args: Any, **kwargs: Any) -> Factors:
+    return broadcast(list(operands_in((*args, *kwargs.values()))))
+
+
+@rule("copy")
+def copy(x: Operand, y: Operand, *args: Any, **kwargs: Any) -> Factors:
+    """The target takes the source's values: a Partial target takes a Partial source."""
+    same = x.dtype.is_floating_point == y.dtype.is_floating_point
+    return broadcast([x, y], linear="joint" if same else "none")
+
+
+@rule("tril triu")
+def triangle(x: Operand, diagonal: int = 0, **kwargs: Any) -> Factors:
+    """The last two dims are whole; a cut of them would need the global offset of the diagonal."""
+    names = tuple(f"d{i}" for i in range(x.ndim - 2)) + (None, None)
+    return Factors([names], [names], linear="joint")

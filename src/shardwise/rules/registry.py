@@ -1,0 +1,104 @@
+"""Which rule belongs to which function. A rule is registered by op name; every spelling of the op finds it:
+torch.*, Tensor.*, operators, torch.nn.functional, torch.special, torch.linalg, aten overloads, in-place forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+Rule = Callable[..., Any]  # (operands and static arguments as in the call) -> spec, or None: no rule for this form
+
+_NAMESPACES = (torch, torch.Tensor, F, torch.special, torch.linalg, torch._C._nn, torch._C._special, torch._C._linalg)
+_rules: dict[str, Rule] = {}
+_by_function: dict[Any, Found | None] = {}
+
+_OPERATORS = {
+    "add": "__add__ __radd__ __iadd__", "sub": "__sub__ __rsub__ __isub__ subtract rsub", "mul": "__mul__ __rmul__ __imul__ multiply",
+    "div": "__truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ divide true_divide", "floor_divide": "__floordiv__ __rfloordiv__ __ifloordiv__",
+    "remainder": "__mod__ __rmod__ __imod__", "pow": "__pow__ __rpow__ __ipow__", "neg": "__neg__ negative", "abs": "__abs__ absolute",
+    "eq": "__eq__", "ne": "__ne__ not_equal", "lt": "__lt__ less", "le": "__le__ less_equal", "gt": "__gt__ greater", "ge": "__ge__ greater_equal",
+    "bitwise_and": "__and__ __rand__ __iand__", "bitwise_or": "__or__ __ror__ __ior__", "bitwise_xor": "__xor__ __rxor__ __ixor__",
+    "bitwise_not": "__invert__", "bitwise_left_shift": "__lshift__ __rlshift__ __ilshift__", "bitwise_right_shift": "__rshift__ __rrshift__ __irshift__",
+    "matmul": "__matmul__ __rmatmul__",
+}  # fmt: skip
+_SPELLINGS = {name: op for op, names in _OPERATORS.items() for name in names.split()}
+_NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__init__", "__iter__"}
+
+
+class Found(NamedTuple):
+    """The rule of a function, and whether the function writes into its first argument."""
+
+    rule: Rule
+    name: str
+    in_place: bool
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register the function below as the rule of these ops (names separated by spaces)."""
+
+    def register(function: Rule) -> Rule:
+        for name in (n for text in names for n in text.split()):
+            if name in _rules:
+                raise ValueError(f"op {name!r} has a rule already")
+            _rules[name] = function
+        _by_function.clear()
+        return function
+
+    return register
+
+
+def find(func: Any) -> Found | None:
+    """The rule for a function as torch hands it to us, or None."""
+    if func in _by_function:
+        return _by_function[func]
+    found = _find(func)
+    if len(_by_function) > 10_000:  # functions made on the fly (lambdas, partials) must not pile up
+        _by_function.clear()
+    _by_function[func] = found
+    return found
+
+
+def _find(func: Any) -> Found | None:
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        if not schema.name.startswith("aten::"):
+            return None
+        name = schema.name.removeprefix("aten::")
+        if any(a.is_out for a in schema.arguments):
+            return None
+        writes = schema.is_mutable
+        return _named(name, writes)
+    name = getattr(func, "__name__", None)
+    if name is None:
+        return None
+    if name == "__get__":  # a property such as Tensor.T
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        return _named(name, False) if name in _rules else None
+    if not _belongs(func, name):
+        return None
+    writes = name.endswith("_") and not name.endswith("__")
+    writes |= name.startswith("__i") and name not in _NOT_IN_PLACE or name == "__setitem__"
+    return _named(name, writes)
+
+
+def _named(name: str, writes: bool) -> Found | None:
+    for candidate in (name, _SPELLINGS.get(name), name[:-1] if writes else None):
+        if candidate is not None:
+            candidate = _SPELLINGS.get(candidate, candidate)
+            if candidate in _rules:
+                return Found(_rules[candidate], candidate, writes)
+    return None
+
+
+def _belongs(func: Any, name: str) -> bool:
+    """Whether the function really is torch's one of that name (a user's own `add` is not)."""
+    return any(getattr(space, name, None) == func for space in _NAMESPACES)
+
+
+def registered() -> Iterable[str]:
+    """The names of all ops with a rule."""
+    return sorted(_rules)

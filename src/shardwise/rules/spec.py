@@ -1,0 +1,188 @@
+"""What a rule answers: how a call may be split. A spec turns the layouts of the operands into an assignment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shardwise.layout import Layout, Partial, Placement, Shard
+from shardwise.layout.placement import REPLICATE
+from shardwise.move.cost import DEFAULT_COST
+
+Places = tuple[Placement, ...]
+LocalCall = Callable[..., Any]  # takes the local values of the operands, in order
+
+
+class Operand:
+    """A tensor argument as a rule sees it: its layout, no values."""
+
+    __slots__ = ("layout", "index")
+
+    def __init__(self, layout: Layout, index: int) -> None:
+        self.layout, self.index = layout, index
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.layout.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.layout.dtype
+
+    @property
+    def mesh(self) -> Any:
+        return self.layout.mesh
+
+    def bytes_without(self, axis: int) -> float:
+        """Local bytes if `axis` were replicated, sizes taken as even."""
+        n = self.layout.dtype.itemsize
+        for size in self.layout.shape:
+            n *= size
+        for other, p in enumerate(self.layout.placements):
+            if other != axis and isinstance(p, Shard):
+                n /= self.layout.mesh.shape[other]
+        return n
+
+
+@dataclass
+class Assignment:
+    """One decision: what each operand must be, what each output will be, and how to call locally."""
+
+    inputs: list[Places]
+    outputs: list[Places]
+    local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
+    aliases: bool = True  # a view op's result still shares memory with its operand
+
+
+class Spec(Protocol):
+    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
+        """The assignment for these operands; `outputs` are meta tensors of the global results.
+
+        With `pinned` the result is written into the first operand, whose layout must stay; None where it cannot.
+        """
+
+
+@dataclass
+class Algorithm:
+    """The op as a program on DTensors: `run` takes the call's own arguments."""
+
+    run: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to treat one axis."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    name: str
+
+
+@dataclass
+class Factors:
+    """Named factors, one a dim: a factor that is cut passes through every operand and output that has it.
+
+    `inputs[i][d]` names the factor of dim d of operand i; None means the dim must be whole. A factor that no output
+    has is reduced: its result is Partial(reduce[factor]). `linear` says which operands may stay Partial: "joint" (all
+    of `joint` together), "each" (any one of them), "none".
+    """
+
+    inputs: Sequence[Sequence[str | None]]
+    outputs: Sequence[Sequence[str | None]]
+    linear: str = "none"
+    joint: frozenset[int] | None = None  # the operands `linear` speaks of; None: all
+    reduce: dict[str, str] = field(default_factory=dict)
+    local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
+    whole: frozenset[str] = frozenset()  # factors that may not be cut
+
+    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
+        ins: list[list[Placement]] = [[] for _ in operands]
+        outs: list[list[Placement]] = [[] for _ in self.outputs]
+        for axis in range(len(operands[0].layout.placements)):
+            best = self.choose(operands, axis, ins, pinned)
+            if best is None:
+                return None
+            for i, placement in enumerate(best.inputs):
+                ins[i].append(placement)
+            for o, placement in enumerate(best.outputs):
+                outs[o].append(placement)
+        return Assignment([tuple(p) for p in ins], [tuple(p) for p in outs], self.local)
+
+    def choose(self, operands: Sequence[Operand], axis: int, before: list[list[Placement]], pinned: bool = False) -> Choice | None:  # fmt: skip
+        """The cheapest choice for one axis; of equal ones the first, and one without a pending sum before one with."""
+        best, best_cost = None, (0.0, 0)
+        for choice in self.choices(operands, axis, before):
+            if pinned and not choice.inputs[0] == choice.outputs[0] == operands[0].layout.placements[axis]:
+                continue
+            cost = sum(
+                move_cost(op, axis, op.layout.placements[axis], to)
+                for op, to in zip(operands, choice.inputs, strict=True)
+                if op.layout.placements[axis] != to
+            )
+            ranked = (cost, int(any(isinstance(p, Partial) for p in choice.outputs)))
+            if best is None or ranked < best_cost:
+                best, best_cost = choice, ranked
+        return best
+
+    def choices(self, operands: Sequence[Operand], axis: int, before: list[list[Placement]]) -> list[Choice]:
+        present = [op.layout.placements[axis] for op in operands]
+        found: list[Choice] = []
+        seen: set[Any] = set()
+        for i, placement in enumerate(present):
+            if isinstance(placement, Shard):
+                factor = self.inputs[i][placement.dim]
+                if factor is None or factor in self.whole:
+                    continue
+                cut = _fitting(operands[i].layout, axis, placement, before[i])
+                if (factor, cut.pieces) not in seen:
+                    seen.add((factor, cut.pieces))
+                    found.append(self.cut(factor, cut))
+            elif isinstance(placement, Partial) and self.linear != "none" and placement.reduce_op in ("sum", "avg"):
+                if self.joint is not None and i not in self.joint:
+                    continue
+                stays = (self.joint or frozenset(range(len(present)))) if self.linear == "joint" else frozenset({i})
+                if (placement, stays) not in seen:
+                    seen.add((placement, stays))
+                    ins = tuple(placement if j in stays else REPLICATE for j in range(len(present)))
+                    found.append(Choice(ins, (placement,) * len(self.outputs), f"stay {placement}"))
+        found.append(Choice((REPLICATE,) * len(present), (REPLICATE,) * len(self.outputs), "replicate"))
+        return found
+
+    def cut(self, factor: str, shard: Shard) -> Choice:
+        """The choice that cuts `factor` the way `shard` does."""
+        ins = tuple(shard.at(f.index(factor)) if factor in f else REPLICATE for f in self.inputs)
+        outs: tuple[Placement, ...] = tuple(
+            shard.at(f.index(factor)) if factor in f else Partial(self.reduce.get(factor, "sum")) for f in self.outputs
+        )
+        return Choice(ins, outs, f"cut {factor}")
+
+
+def _fitting(layout: Layout, axis: int, shard: Shard, before: Sequence[Placement]) -> Shard:
+    """The operand's cut, as a chunk split where what it was nested in will not be there."""
+    if shard.pieces is None:
+        return shard
+    kept = all(
+        before[a] == p for a, p in enumerate(layout.placements[:axis]) if p.is_shard(shard.dim) or before[a].is_shard(shard.dim)
+    )  # fmt: skip
+    return shard if kept else Shard(shard.dim)
+
+
+def move_cost(operand: Operand, axis: int, now: Placement, to: Placement) -> float:
+    """Seconds to change one axis of one operand, sizes taken as even. An axis of one rank is priced as one of two, so
+    that the same program gets the same layouts on any number of ranks."""
+    if now == to or now.is_replicate():
+        return 0.0
+    k = max(operand.layout.mesh.shape[axis], 2)
+    full = operand.bytes_without(axis)
+    if isinstance(now, Partial):
+        share = (k - 1) / k if isinstance(to, Shard) else 2 * (k - 1) / k
+    elif isinstance(to, Shard) and to.dim != now.dim:  # type: ignore[attr-defined]
+        share = (k - 1) / (k * k)
+    else:
+        share = (k - 1) / k
+    return DEFAULT_COST.exchange(full * share)

@@ -1,0 +1,262 @@
+"""The autograd surface of a distributed tensor: what `requires_grad`, `grad`, `backward` and hooks mean when the graph
+lives in the local tensors. The layout of a gradient follows from the layout of its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.comm.bridge import joined
+from shardwise.comm.record import Note
+from shardwise.engine.context import relaxed
+from shardwise.errors import AutogradError, LayoutError
+from shardwise.layout import Layout, Partial, Placement
+from shardwise.layout.placement import REPLICATE
+from shardwise.move import move
+from shardwise.wrapper import Wrapper, wrap
+
+
+def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Shard and Replicate keep; the parts of a sum all have the gradient of the sum; those of another reduction have
+    parts of it."""
+    return tuple(
+        (REPLICATE if p.reduce_op == "sum" else Partial()) if isinstance(p, Partial) else p for p in placements
+    )
+
+
+def grad_layout(layout: Layout) -> Layout:
+    return layout.replace(placements=grad_placements(layout.placements))
+
+
+def values(tensor: Any) -> tuple[torch.Tensor, ...]:
+    """The plain tensors whose graphs stand for the tensor's."""
+    return tensor._layout.mesh.comm.values(leaf_local(tensor))
+
+
+def leaf_local(tensor: Any) -> Any:
+    """The local value that accumulates the gradient (hooks may stand between it and the ops)."""
+    return tensor.__dict__.get("_leaf", tensor._local)
+
+
+def first(tensor: Any) -> torch.Tensor:
+    return tensor._layout.mesh.comm.first(leaf_local(tensor))
+
+
+# -- flags ---------------------------------------------------------------------------------------------------------------
+def set_requires_grad(tensor: Any, flag: bool = True) -> Any:
+    for value in values(tensor):
+        value.requires_grad_(flag)
+    return tensor
+
+
+def retain_grad(tensor: Any) -> None:
+    for value in values(tensor):
+        value.retain_grad()
+
+
+# -- grad ----------------------------------------------------------------------------------------------------------------
+def get_grad(tensor: Any) -> Any:
+    """The gradient as a distributed tensor; the same object as long as the local gradients are the same."""
+    grads = [value.grad for value in values(tensor)]
+    if grads[0] is None:
+        tensor.__dict__.pop("_grad", None)
+        return None
+    kept = tensor.__dict__.get("_grad")
+    if kept is not None and all(a is b for a, b in zip(kept[0], grads, strict=True)):
+        return kept[1]
+    comm = tensor._layout.mesh.comm
+    local = comm.rebuild(leaf_local(tensor), grads)
+    layout = grad_layout(tensor._layout)
+    if grads[0].dtype != layout.dtype:
+        layout = layout.replace(dtype=grads[0].dtype)
+    wrapped = wrap(local, layout)
+    tensor.__dict__["_grad"] = (grads, wrapped)
+    return wrapped
+
+
+def set_grad(tensor: Any, grad: Any) -> None:
+    if grad is None:
+        for value in values(tensor):
+            value.grad = None
+        tensor.__dict__.pop("_grad", None)
+        return
+    if not isinstance(grad, Wrapper):
+        raise LayoutError(f"grad: expected a DTensor or None, got {type(grad).__name__}; distribute_tensor it first")
+    if grad._layout.shape != tensor._layout.shape:
+        raise LayoutError(f"grad: shape {grad._layout.shape} given for a tensor of shape {tensor._layout.shape}")
+    wanted = grad_layout(tensor._layout).replace(dtype=grad._layout.dtype)
+    if grad._layout.placements != wanted.placements:
+        raise LayoutError(
+            f"grad: laid out {list(grad._layout.placements)}, but the gradient of this tensor is laid out "
+            f"{list(wanted.placements)}; use grad.redistribute(placements={list(wanted.placements)})"
+        )
+    comm = tensor._layout.mesh.comm
+    parts = comm.pick(comm.structure(leaf_local(tensor)), grad._local)
+    for value, part in zip(values(tensor), parts, strict=True):
+        value.grad = part
+    tensor.__dict__["_grad"] = (list(parts), grad)
+
+
+# -- backward --------------------------------------------------------------------------------------------------------------
+def _roots(tensor: Any, grad: Any, what: str) -> tuple[list[torch.Tensor], list[Any]]:
+    """The local tensors to start from and their gradients."""
+    layout = tensor._layout
+    if any(p.is_partial() and not p.is_partial("sum") for p in layout.placements):
+        tensor = _replicated_partials(tensor)
+        layout = tensor._layout
+    comm = layout.mesh.comm
+    outs = comm.values(tensor._local)
+    if grad is None:
+        if _numel(layout) != 1:
+            raise RuntimeError(f"{what}: grad can be implicitly created only for scalar outputs")
+        return list(outs), [torch.ones_like(v) for v in outs]
+    if not isinstance(grad, Wrapper):
+        raise LayoutError(f"{what}: the gradient must be a DTensor, got {type(grad).__name__}; distribute_tensor it")
+    if grad._layout.shape != layout.shape:
+        raise RuntimeError(f"{what}: gradient of shape {grad._layout.shape} for a tensor of shape {layout.shape}")
+    wanted = grad_layout(layout).replace(dtype=grad._layout.dtype, stride=grad._layout.stride)
+    local = move(grad._local, grad._layout, wanted, Note("backward"))
+    return list(outs), list(comm.pick(comm.structure(tensor._local), local))
+
+
+def _numel(layout: Layout) -> int:
+    n = 1
+    for size in layout.shape:
+        n *= size
+    return n
+
+
+def _replicated_partials(tensor: Any) -> Any:
+    """The tensor with every Partial that is not a sum reduced, differentiably."""
+    layout = tensor._layout
+    places = [REPLICATE if p.is_partial() and not p.is_partial("sum") else p for p in layout.placements]
+    target = layout.replace(placements=places)
+    return wrap(move(tensor._local, layout, target, Note("backward")), target)
+
+
+def backward(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None, **_: Any) -> None:  # fmt: skip
+    """torch.autograd.backward on distributed (and plain) tensors: all ranks start together."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    grads = [grad_tensors] * len(tensors) if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else list(grad_tensors)  # fmt: skip
+    roots: list[Any] = []
+    seeds: list[Any] = []
+    for tensor, grad in zip(tensors, grads, strict=True):
+        if isinstance(tensor, Wrapper):
+            outs, start = _roots(tensor, grad, "backward")
+        else:
+            outs, start = [tensor], [grad]
+        roots += outs
+        seeds += start
+    flat = None
+    if inputs is not None:
+        inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        flat = [v for t in inputs for v in (values(t) if isinstance(t, Wrapper) else (t,))]
+    with relaxed():
+        torch.autograd.backward(roots, seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=flat)
+
+
+def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False, only_inputs: bool = True, allow_unused: Any = None, is_grads_batched: bool = False, materialize_grads: bool = False) -> Any:  # fmt: skip
+    """torch.autograd.grad on distributed tensors."""
+    if is_grads_batched:
+        raise AutogradError("autograd.grad: is_grads_batched is not supported on distributed tensors; loop over them")
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    seeds_in = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else list(grad_outputs or [None] * len(outputs))
+    roots: list[Any] = []
+    seeds: list[Any] = []
+    for out, seed in zip(outputs, seeds_in, strict=True):
+        outs, start = _roots(out, seed, "autograd.grad") if isinstance(out, Wrapper) else ([out], [seed])
+        roots += outs
+        seeds += start
+    groups = [values(t) if isinstance(t, Wrapper) else (t,) for t in inputs]
+    with relaxed():
+        found = iter(
+            torch.autograd.grad(
+                roots,
+                [v for group in groups for v in group],
+                seeds,
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+                allow_unused=allow_unused,
+                materialize_grads=materialize_grads,
+            )
+        )
+    results = []
+    for tensor, group in zip(inputs, groups, strict=True):
+        parts = [next(found) for _ in group]
+        if not isinstance(tensor, Wrapper) or parts[0] is None:
+            results.append(parts[0])
+        else:
+            comm = tensor._layout.mesh.comm
+            results.append(wrap(comm.rebuild(leaf_local(tensor), parts), grad_layout(tensor._layout)))
+    return tuple(results)
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------------------
+def register_hook(tensor: Any, hook: Callable[[Any], Any]) -> RemovableHandle:
+    """The hook sees the gradient as a distributed tensor, whole, and may replace it."""
+    if not first(tensor).requires_grad:
+        raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+    layout = grad_layout(tensor._layout)
+
+    def on_local(local: Any) -> Any:
+        result = hook(wrap(local, layout))
+        if result is None:
+            return local
+        return move(result._local, result._layout, layout, Note("hook"))
+
+    comm = tensor._layout.mesh.comm
+    if not comm.simulated:
+        return first(tensor).register_hook(on_local)
+    hooks = tensor.__dict__.get("_hooks")
+    if hooks is None:
+        if getattr(tensor._local, "used", False):
+            raise AutogradError(
+                "register_hook on a simulated mesh must come before the first use of the tensor: "
+                "the ranks' gradients meet in a node that later uses go through"
+            )
+        hooks = tensor._hooks = {}
+        if first(tensor).is_leaf:
+            tensor._leaf = tensor._local
+        tensor._local = joined(comm, tensor._local, hooks)
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = on_local
+    return handle
+
+
+def register_post_accumulate_grad_hook(tensor: Any, hook: Callable[[Any], None]) -> RemovableHandle:
+    """The hook runs once the gradient of the whole tensor has been accumulated."""
+    parts = values(tensor)
+    if not parts[0].is_leaf:
+        raise RuntimeError("post accumulate grad hooks cannot be registered on non-leaf tensors")
+    arrived: set[int] = set()
+
+    def on_part(value: torch.Tensor) -> None:
+        arrived.add(id(value))
+        if len(arrived) == len(parts):
+            arrived.clear()
+            hook(tensor)
+
+    handles = [value.register_post_accumulate_grad_hook(on_part) for value in parts]
+    return _Handles(handles)  # type: ignore[return-value]
+
+
+class _Handles:
+    """Several handles removed as one."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._all = handles
+
+    def remove(self) -> None:
+        for handle in self._all:
+            handle.remove()
+
+    def __enter__(self) -> _Handles:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.remove()

@@ -1,0 +1,342 @@
+"""DTensor: a tensor over a mesh that behaves as if it lived on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise import surface
+from shardwise.comm.bridge import collapse, own_each, regrade
+from shardwise.comm.record import Note
+from shardwise.engine.call import call_function, call_overload
+from shardwise.engine.context import relaxed
+from shardwise.errors import LayoutError, MeshError, MoveError
+from shardwise.layout import Layout, Placement, as_placements
+from shardwise.layout.placement import REPLICATE
+from shardwise.mesh import as_mesh
+from shardwise.move import move
+from shardwise.sizes import layout_of_locals
+from shardwise.wrapper import Wrapper, wrap
+
+
+class DTensor(Wrapper):
+    """A tensor of global shape whose values lie on the ranks of a mesh, as its placements say.
+
+    Make one with `distribute_tensor`, `DTensor.from_local` or the factories. Everything torch does with a tensor works
+    on it; autograd runs in the local tensors.
+    """
+
+    # -- where it lives ------------------------------------------------------------------------------------------------
+    @property
+    def device_mesh(self) -> Any:
+        return self._layout.mesh.source
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self._layout.placements
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        """The interned layout: tiles, local shapes, offsets."""
+        return self._layout
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size(self._layout.shape)
+
+    # -- in and out ------------------------------------------------------------------------------------------------------
+    @staticmethod
+    def from_local(
+        local: torch.Tensor,
+        device_mesh: Any = None,
+        placements: Sequence[Any] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Any] | None = None,
+        assume_even: bool = False,
+    ) -> DTensor:
+        """What each rank holds, as one tensor; differentiable. Uneven locals give their true global shape.
+
+        Without `shape`, sizes are exchanged (one small collective) unless `assume_even` says that every rank holds as
+        much as this one. `run_check` also compares dtypes and dims across ranks, and takes Replicate values from the
+        first coordinate. `grad_placements` says how the gradient of `local` is laid out (default: as the tensor's).
+        """
+        if isinstance(local, DTensor) or not isinstance(local, torch.Tensor):
+            raise LayoutError(f"from_local: local must be a plain tensor, got {type(local).__name__}")
+        mesh = as_mesh(device_mesh)
+        places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
+        local, layout = layout_of_locals(local, mesh, places, shape, stride, run_check, assume_even)
+        if grad_placements is not None:
+            mine, theirs = surface.grad_layout(layout), layout.replace(placements=as_placements(grad_placements))
+            note = Note("from_local")
+            local = regrade(mesh.comm, local, lambda g: move(g, mine, theirs, note))
+        return wrap(local, layout)
+
+    def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+        """What this rank holds (a RankTensor on a simulated mesh), differentiable.
+
+        `grad_placements` says how the gradient that comes back for it is laid out (default: as this tensor's own)."""
+        comm, local = self._layout.mesh.comm, self._local
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return local
+        if grad_placements is not None:
+            mine = surface.grad_layout(self._layout)
+            theirs = self._layout.replace(placements=as_placements(grad_placements))
+            local = regrade(comm, own_each(comm, local), lambda g: move(g, theirs, mine, Note("to_local")))
+        return own_each(comm, local)
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Sequence[Any] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same values in another layout, differentiable."""
+        if device_mesh is not None and as_mesh(device_mesh) is not self._layout.mesh:
+            raise MoveError(
+                f"redistribute: from {self._layout.mesh!r} to {as_mesh(device_mesh)!r}: moves across meshes are not "
+                f"supported; gather with full_tensor() and distribute_tensor on the other mesh"
+            )
+        if forward_dtype is not None or backward_dtype is not None:
+            return _redistribute_as(self, placements, forward_dtype, backward_dtype)
+        if placements is None:
+            return self
+        target = self._layout.replace(placements=tuple(placements), stride=None)
+        if target.placements == self._layout.placements:
+            return self
+        return wrap(move(self._local, self._layout, target, Note("redistribute")), target)
+
+    def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+        """The whole value as a plain tensor, differentiable."""
+        layout = self._layout
+        whole = layout.replace(placements=(REPLICATE,) * len(layout.placements), stride=None)
+        local = move(self._local, layout, whole, Note("full_tensor"))
+        comm = layout.mesh.comm
+        if grad_placements is not None and torch.is_grad_enabled() and self.requires_grad:
+            theirs = whole.replace(placements=as_placements(grad_placements))
+            local = regrade(comm, own_each(comm, local), lambda g: move(g, theirs, whole, Note("full_tensor")))
+        return collapse(comm, local)
+
+    # -- autograd --------------------------------------------------------------------------------------------------------
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return surface.first(self).requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        surface.set_requires_grad(self, flag)
+
+    @property
+    def grad(self) -> DTensor | None:  # type: ignore[override]
+        return surface.get_grad(self)
+
+    @grad.setter
+    def grad(self, value: DTensor | None) -> None:
+        surface.set_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        surface.set_grad(self, None)
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        return surface.first(self).grad_fn
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return surface.first(self).is_leaf
+
+    @property
+    def retains_grad(self) -> bool:  # type: ignore[override]
+        return surface.first(self).retains_grad
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        return surface.first(self)._version
+
+    @property
+    def data(self) -> DTensor:  # type: ignore[override]
+        comm = self._layout.mesh.comm
+        local = surface.leaf_local(self)
+        return wrap(comm.rebuild(local, [v.data for v in comm.values(local)]), self._layout)
+
+    @data.setter
+    def data(self, value: DTensor) -> None:
+        _set_data(self, value)
+
+    def backward(self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:  # type: ignore[override]  # fmt: skip
+        surface.backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:  # type: ignore[override]
+        return surface.set_requires_grad(self, requires_grad)
+
+    def retain_grad(self) -> None:  # type: ignore[override]
+        surface.retain_grad(self)
+
+    def register_hook(self, hook: Callable[[Any], Any]) -> Any:  # type: ignore[override]
+        return surface.register_hook(self, hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:  # type: ignore[override]
+        return surface.register_post_accumulate_grad_hook(self, hook)
+
+    def detach_(self) -> DTensor:  # type: ignore[override]
+        for value in surface.values(self):
+            value.detach_()
+        return self
+
+    # -- plain values ------------------------------------------------------------------------------------------------------
+    def _whole(self) -> torch.Tensor:
+        """The value for the program to look at: asking for it is asking for the communication."""
+        with relaxed(), torch.no_grad():
+            return self.full_tensor()
+
+    def item(self) -> Any:  # type: ignore[override]
+        return self._whole().item()
+
+    def tolist(self) -> Any:  # type: ignore[override]
+        return self._whole().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self._whole().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:  # type: ignore[override]
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def __bool__(self) -> bool:
+        return bool(self._whole())
+
+    def __int__(self) -> int:
+        return int(self._whole())
+
+    def __float__(self) -> float:
+        return float(self._whole())
+
+    def __index__(self) -> int:
+        return self._whole().__index__()
+
+    def __complex__(self) -> complex:
+        return complex(self._whole())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    # -- copies ------------------------------------------------------------------------------------------------------------
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:  # type: ignore[override]
+        if id(self) in memo:
+            return memo[id(self)]
+        comm = self._layout.mesh.comm
+        local = surface.leaf_local(self)
+        copies = [value.__deepcopy__({}) for value in comm.values(local)]
+        result = wrap(comm.rebuild(local, copies), self._layout)
+        memo[id(self)] = result
+        if getattr(self, "_is_param", False):
+            result._is_param = True  # type: ignore[attr-defined]
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # type: ignore[override]
+        layout = self._layout
+        state = (layout.placements, layout.shape, layout.stride, layout.dtype, str(layout.device))
+        comm = layout.mesh.comm
+        local = surface.leaf_local(self)
+        parts = [v.detach() for v in comm.values(local)]
+        flags = (self.requires_grad, bool(getattr(self, "_is_param", False)))
+        return _rebuild, (parts, comm.structure(local), layout.mesh.source, state, flags)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        layout = self._layout
+        kind = "Parameter of DTensor" if getattr(self, "_is_param", False) else "DTensor"
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        places = ", ".join(map(repr, layout.placements))
+        head = f"{kind}(shape={layout.shape}, dtype={layout.dtype}, placements=[{places}], mesh={layout.mesh!r}{grad})"
+        local = self._local
+        return f"{head}\n{local!r}" if layout.mesh.comm.simulated else f"{head}\nlocal: {local!r}"
+
+    # -- torch comes in here ---------------------------------------------------------------------------------------------
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(*args, **kwargs) if kwargs else special(*args)
+        return call_function(cls, func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call_overload(cls, func, args, kwargs)
+
+
+def _redistribute_as(tensor: DTensor, placements: Any, forward: torch.dtype | None, backward: torch.dtype | None) -> DTensor:  # fmt: skip
+    """A redistribute whose values travel as `forward` and whose gradients as `backward`."""
+    if forward is not None and forward != tensor.dtype:
+        tensor = tensor.to(forward)
+    if backward is not None and tensor.requires_grad:
+        comm, layout = tensor._layout.mesh.comm, tensor._layout
+        convert = comm.bind(torch.Tensor.to)
+        tensor = wrap(regrade(comm, tensor._local, lambda g: convert(g, layout.dtype)), layout)
+        out = tensor.redistribute(placements=placements)
+        return wrap(regrade(comm, out._local, lambda g: convert(g, backward)), out._layout)
+    return tensor.redistribute(placements=placements)
+
+
+def _set_data(tensor: DTensor, value: Any) -> None:
+    """tensor.data = value: other values (of another dtype or layout, if need be) under the same autograd identity."""
+    if not isinstance(value, DTensor):
+        raise LayoutError(f"data: expected a DTensor, got {type(value).__name__}; distribute_tensor it first")
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    comm = tensor._layout.mesh.comm
+    local = surface.leaf_local(tensor)
+    if value._layout.mesh is not tensor._layout.mesh:
+        raise MeshError(f"data: on {value._layout.mesh!r}, the tensor on {tensor._layout.mesh!r}")
+    if comm.structure(local) != comm.structure(value._local):
+        flag = tensor.requires_grad
+        tensor._local = comm.rebuild(value._local, [v.detach().requires_grad_(flag) for v in comm.values(value._local)])
+        tensor.__dict__.pop("_leaf", None)
+        tensor.__dict__.pop("_hooks", None)
+    else:
+        for mine, theirs in zip(comm.values(local), comm.values(value._local), strict=True):
+            mine.data = theirs
+    tensor._layout = value._layout
+    tensor._spreads = None
+
+
+def _rebuild(parts: Any, structure: Any, source: Any, state: Any, flags: Any) -> DTensor:
+    placements, shape, stride, dtype, device = state
+    mesh = as_mesh(source)
+    requires_grad, is_param = flags
+    local = mesh.comm.assemble(structure, parts)
+    result = wrap(local, Layout.make(mesh, placements, shape, dtype, stride, parts[0].device))
+    surface.set_requires_grad(result, requires_grad)
+    if is_param:
+        result._is_param = True
+    return result
+
+
+def _method(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(self, name)(*args, **kwargs)
+
+
+_T = torch.Tensor
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.autograd.backward: surface.backward,
+    torch.autograd.grad: surface.grad,
+    _T.__repr__: DTensor.__repr__,
+    _T.__deepcopy__: DTensor.__deepcopy__,
+    _T.__reduce_ex__: DTensor.__reduce_ex__,
+} | {
+    getattr(_T, name): _method(name)
+    for name in "backward requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook detach_ item tolist"
+    " numpy __array__ __bool__ __int__ __float__ __index__ __complex__ __format__".split()
+}
+for _name in ("requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad", "data", "_version"):
+    _SPECIAL[getattr(_T, _name).__get__] = lambda self, _name=_name: getattr(self, _name)
+for _name in ("requires_grad", "grad", "data"):
+    _SPECIAL[getattr(_T, _name).__set__] = lambda self, value, _name=_name: setattr(self, _name, value)

@@ -1,0 +1,35 @@
+"""The bare wrapper: a tensor of global shape outside, a local value and its layout inside.
+
+It lives below the public class so that the engine can make results; `concrete` is the class those results get.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.layout import Layout
+
+_make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose values live in `_local` as `_layout` says. To C++ it never requires grad."""
+
+    _local: Any
+    _layout: Layout
+    _spreads: dict[Any, Any] | None = None
+    concrete: type[Wrapper]
+
+    def __init_subclass__(cls) -> None:
+        if not hasattr(Wrapper, "concrete"):
+            Wrapper.concrete = cls
+
+
+def wrap(local: Any, layout: Layout) -> Any:
+    """The tensor that holds `local` as `layout` says."""
+    self = _make(Wrapper.concrete, layout.shape, strides=layout.stride, dtype=layout.dtype, device=layout.device)
+    self._local = local
+    self._layout = layout
+    return self
