@@ -1,5 +1,6 @@
 """shardwise: tensors that live on many devices and behave as if they lived on one."""
 
+from shardwise import debug
 from shardwise.api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 from shardwise.comm.simulation import RankTensor
 from shardwise.engine.cache import cache_info, clear_caches

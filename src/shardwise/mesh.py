@@ -210,7 +210,7 @@ def simulate(shape: int | Sequence[int], *, axis_names: Sequence[str] | None = N
     SimulatedMesh(dp=2, tp=4, device='cpu')
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not sizes or not all(isinstance(k, int) and k > 0 for k in sizes):
+    if not sizes or not all(isinstance(k, int) and not isinstance(k, bool) and k > 0 for k in sizes):
         raise MeshError(f"simulate: shape must be one or more ints > 0, got {shape!r}")
     names = tuple(axis_names) if axis_names is not None else tuple(str(i) for i in range(len(sizes)))
     if len(names) != len(sizes) or len(set(names)) != len(names):

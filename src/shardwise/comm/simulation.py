@@ -122,6 +122,22 @@ def map_ranks(
     return joined(results)
 
 
+_LIST_OPS = ("_foreach_", "_fused_")  # torch's ops on lists of tensors
+
+
+def map_positions(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], keys: Sequence[Any]) -> Any:
+    """A list op, one position at a time: tensors at different positions are shared by different ranks."""
+    count = max(len(a) for a in args if isinstance(a, (list, tuple)))
+
+    def at(value: Any, j: int) -> Any:
+        return [value[j]] if isinstance(value, (list, tuple)) and len(value) == count else value
+
+    results = [
+        map_ranks(func, [at(a, j) for a in args], {k: at(v, j) for k, v in kwargs.items()}, keys) for j in range(count)
+    ]
+    return None if results[0] is None else [r[0] for r in results]
+
+
 def _is_many(x: Any) -> bool:
     return isinstance(x, (RankTensor, PerRank))
 
@@ -221,6 +237,9 @@ class SimulatedComm(Comm):
 
     def bind(self, func: Callable[..., Any], axes: Sequence[int] = ()) -> Callable[..., Any]:
         keys = [(spectator, *(coords[a] for a in axes)) for spectator, coords in zip(self.spectators, self.grid, strict=True)]  # fmt: skip
+
+        if getattr(func, "__name__", "").startswith(_LIST_OPS):
+            return lambda *args, **kwargs: map_positions(func, args, kwargs, keys)
 
         def on_all_ranks(*args: Any, **kwargs: Any) -> Any:
             return map_ranks(func, args, kwargs, keys)

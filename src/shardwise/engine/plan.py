@@ -18,7 +18,7 @@ from shardwise.errors import MeshError, StrictError
 from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
 from shardwise.move.steps import MoveStep, Spread
-from shardwise.rules.spec import Algorithm, Assignment, Operand
+from shardwise.rules.spec import Algorithm, Operand, PerCoords
 from shardwise.wrapper import Wrapper, wrap
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
@@ -132,7 +132,7 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
     if assignment.local is None:
         invoke, takes_all = comm.bind(func, split), True
     else:
-        invoke, takes_all = comm.bind(assignment.local(inputs, outputs), split), False
+        invoke, takes_all = bind_local(comm, assignment.local(inputs, outputs), split), False
     if in_place:
         finish: Callable[[Any, Any], Any] = lambda args, _: args[0]  # noqa: E731
     elif tree.is_leaf() and is_tensor[0]:
@@ -160,6 +160,14 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
         return finish(args, invoke(*(fetch(locals, local_kwargs, path) for path in paths)))
 
     return run
+
+
+def bind_local(comm: Any, local: Any, split: Sequence[int]) -> Callable[..., Any]:
+    """A rule's local call as a function of local values."""
+    if not isinstance(local, PerCoords):
+        return comm.bind(local, split)
+    bound, value = comm.bind(local.func, split), comm.per_rank(local.of)
+    return lambda *locals: bound(*locals, value)
 
 
 def split_axes(mesh: Any, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[int, ...]:
@@ -234,4 +242,4 @@ def _places(layout: Layout) -> str:
     return "[" + ", ".join(map(str, layout.placements)) + "]"
 
 
-__all__ = ["Assignment", "CallShape", "Plan", "build_plan", "op_name", "refuse", "spread"]
+__all__ = ["CallShape", "Plan", "build_plan", "op_name", "refuse", "spread"]

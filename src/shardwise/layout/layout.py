@@ -71,6 +71,7 @@ class Layout:
         with _lock:
             found = _interned.get(key)
             if found is None:
+                _check_sizes(shape, stride)
                 found = Layout.__new__(Layout)
                 found.mesh, found.placements, found.shape = mesh, placements, shape
                 found.stride, found.dtype, found.device = stride, dtype, device
@@ -153,8 +154,11 @@ class Layout:
 
     def holders(self, index: Sequence[int]) -> tuple[int, ...]:
         """The ranks that hold the element at a global index."""
-        if len(index) != self.ndim or not all(0 <= i < n for i, n in zip(index, self.shape, strict=True)):
-            raise LayoutError(f"index {tuple(index)} is outside of shape {self.shape}")
+        whole = isinstance(index, Sequence) and len(index) == self.ndim
+        if not whole or not all(isinstance(i, int) and 0 <= i < n for i, n in zip(index, self.shape, strict=True)):
+            raise LayoutError(
+                f"index {index!r} is outside of shape {self.shape}; give {self.ndim} ints, 0 <= index[d] < shape[d]"
+            )
         return tuple(
             rank
             for rank in self.mesh.ranks
@@ -172,6 +176,13 @@ class Layout:
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
+def _check_sizes(shape: tuple[Any, ...], stride: tuple[Any, ...]) -> None:
+    if not all(isinstance(n, int) and n >= 0 for n in shape):
+        raise LayoutError(f"shape = {shape}: sizes must be ints >= 0")
+    if len(stride) != len(shape):
+        raise LayoutError(f"stride = {stride}: {len(stride)} strides for a shape of {len(shape)} dims {shape}")
+
+
 def check_placements(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[Placement, ...]:
     """The placements in canonical form: dims counted from the front, explicit splits that equal chunks as chunks."""
     if len(placements) != len(mesh.shape):
@@ -188,7 +199,7 @@ def check_placements(mesh: Any, placements: tuple[Placement, ...], shape: tuple[
             if not 0 <= dim < len(shape):
                 raise LayoutError(
                     f"placements[{axis}] = {placement!r}: dim {placement.dim} is out of range for a tensor of shape "
-                    f"{shape} ({len(shape)} dims)"
+                    f"{shape}; " + (f"use {-len(shape)} to {len(shape) - 1}" if shape else "it has no dim to shard")
                 )
             placement = placement.at(dim)
             if placement.pieces is not None:
@@ -207,19 +218,24 @@ def _check_pieces(mesh: Any, outer: tuple[Placement, ...], axis: int, shard: Sha
         pieces = pieces * len(parents)
     if len(pieces) != len(parents):
         raise LayoutError(
-            f"placements[{axis}] = {shard!r}: {len(pieces)} rows of sizes for {len(parents)} coordinates of the axes "
-            f"that cut dim {shard.dim} before it"
+            f"placements[{axis}] = {shard!r}: {len(pieces)} rows of sizes, but the axes before it cut dim {shard.dim} into "
+            f"{len(parents)} parts; give {len(parents)} rows, or one for all"
         )
     for parent, row in zip(parents, pieces, strict=True):
-        n = count(parent)
         if len(row) != parts:
             raise LayoutError(
                 f"placements[{axis}] = {shard!r}: {len(row)} sizes for a mesh axis of {parts} ranks; give {parts}"
             )
-        if normalize(part for r in row for part in r) != normalize([(0, n)]) or sum(map(count, row)) != n:
+        n, given = count(parent), sum(map(count, row))
+        if given != n:
             raise LayoutError(
-                f"placements[{axis}] = {shard!r}: the sizes add up to {sum(map(count, row))}, but there are {n} "
+                f"placements[{axis}] = {shard!r}: the sizes {tuple(map(count, row))} add up to {given}, but there are {n} "
                 f"indices of dim {shard.dim} of shape {shape} to deal out"
+            )
+        if normalize(part for r in row for part in r) != normalize([(0, n)]):
+            raise LayoutError(
+                f"placements[{axis}] = {shard!r}: the pieces overlap or leave holes; they must deal out each of the {n} "
+                f"indices [0, {n}) of dim {shard.dim} of shape {shape} once"
             )
     if all(row == chunk_pieces(count(parent), parts) for parent, row in zip(parents, pieces, strict=True)):
         return Shard(shard.dim)

@@ -78,7 +78,7 @@ class Shard(Placement):
                 raise LayoutError("Shard: give sizes or pieces, not both")
             pieces = _pieces_of_sizes(sizes)
         elif pieces is not None:
-            pieces = tuple(tuple(normalize(part) for part in row) for row in pieces)
+            pieces = _checked_pieces(pieces)
         object.__setattr__(self, "dim", dim)
         object.__setattr__(self, "pieces", pieces)
         object.__setattr__(self, "_hash", hash(("Shard", dim, pieces)))
@@ -168,31 +168,50 @@ def _rebuild_shard(dim: int, pieces: Any) -> Shard:
     return Shard(dim, pieces=pieces)
 
 
-def _pieces_of_sizes(sizes: Sequence[Any]) -> Pieces:
-    rows = sizes if len(sizes) and isinstance(sizes[0], (tuple, list)) else (sizes,)
+def _pieces_of_sizes(sizes: Any) -> Pieces:
+    if not isinstance(sizes, (tuple, list)):
+        raise LayoutError(f"Shard: sizes must be a sequence of ints, one a rank of the axis, got {sizes!r}")
+    rows = sizes if sizes and isinstance(sizes[0], (tuple, list)) else (sizes,)
     for row in rows:
+        if not isinstance(row, (tuple, list)):
+            raise LayoutError(f"Shard: sizes must be ints, or one row of ints for each outer part, got {row!r} in {sizes}")
         for size in row:
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
                 raise LayoutError(f"Shard: sizes must be ints >= 0, got {size!r} in {tuple(sizes)}")
     return tuple(sizes_to_pieces(tuple(row)) for row in rows)
 
 
-def as_placement(value: Any) -> Placement:
+def _checked_pieces(pieces: Any) -> Pieces:
+    try:
+        return tuple(tuple(normalize(part) for part in row) for row in pieces)
+    except (TypeError, ValueError) as error:
+        raise LayoutError(
+            f"Shard: pieces must be rows of parts of (start, stop) intervals, as ((((0, 2), (4, 6)), ((2, 4),)),), "
+            f"got {pieces!r}"
+        ) from error
+
+
+def as_placement(value: Any, name: str = "placement") -> Placement:
     """Our placement for `value`: one of ours as it is, one of torch's by what it says of itself."""
     if isinstance(value, Placement):
         return value
-    if hasattr(value, "is_shard") and hasattr(value, "is_replicate"):
+    if hasattr(value, "is_shard") and hasattr(value, "is_replicate") and not isinstance(value, type):
         if value.is_replicate():
             return REPLICATE
         if value.is_partial():
             return Partial(str(getattr(value, "reduce_op", "sum")))
         if hasattr(value, "dim") and not hasattr(value, "split_factor"):
             return Shard(value.dim)
-    raise LayoutError(f"not a placement: {value!r}; use Replicate(), Shard(dim) or Partial(op)")
+    raise LayoutError(f"{name} = {value!r} is not a placement; use Replicate(), Shard(dim) or Partial(op)")
 
 
 def as_placements(values: Iterable[Any] | Any) -> tuple[Placement, ...]:
     """A tuple of our placements; a single placement counts as a sequence of one."""
     if isinstance(values, Placement) or hasattr(values, "is_replicate"):
         values = (values,)
-    return tuple(as_placement(value) for value in values)
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise LayoutError(
+            f"placements = {values!r} ({type(values).__name__}): expected a sequence of placements, one a mesh axis, "
+            f"as [Shard(0), Replicate()]"
+        )
+    return tuple(as_placement(value, f"placements[{axis}]") for axis, value in enumerate(values))

@@ -107,6 +107,9 @@ def _places(layout: Layout) -> str:
 
 def plan_move(src_layout: Layout, dst_layout: Layout) -> MovePlan:
     """What a redistribute from one layout to the other would do."""
+    for name, layout in (("src_layout", src_layout), ("dst_layout", dst_layout)):
+        if not isinstance(layout, Layout):
+            raise MoveError(f"plan_move: {name} must be a Layout, got {layout!r}; a DTensor's is its .layout")
     return MovePlan(src_layout, dst_layout, plan_steps(src_layout, dst_layout))
 
 

@@ -1,3 +1,18 @@
 """The operator rules, one file a family. Importing this package registers them all."""
 
-from shardwise.rules import pointwise  # noqa: F401
+from shardwise.rules import (  # noqa: F401
+    attention,
+    create,
+    embedding,
+    index,
+    join,
+    lists,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    random,
+    reduce,
+    slicing,
+    view,
+)

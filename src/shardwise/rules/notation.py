@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ def _term(text: str) -> Term:
     return Term(tuple(names), frozenset(whole), optional)
 
 
-def factors(line: Line, operands: Sequence[Operand], linear: str = "none", joint: frozenset[int] | None = None) -> Factors:  # fmt: skip
+def factors(line: Line, operands: Sequence[Operand], linear: str = "none", **more: Any) -> Factors:
     """The line applied to operands: variadic factors spelled out, broadcast dims of size 1 set free."""
     sizes: dict[str, int] = {}
     rank: dict[str, int] = {}
@@ -83,7 +83,7 @@ def factors(line: Line, operands: Sequence[Operand], linear: str = "none", joint
     outputs = [
         tuple(None if n in whole else n for n in _spell(term, rank, None)) for term in line.outputs
     ]
-    return Factors(inputs, outputs, linear, joint)
+    return Factors(inputs, outputs, linear, **more)
 
 
 def _spell(term: Term, rank: dict[str, int], ndim: int | None) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def _spell(term: Term, rank: dict[str, int], ndim: int | None) -> tuple[str, ...
     return tuple(out)
 
 
-def line(names: str, text: str, linear: str = "none", joint: frozenset[int] | None = None) -> None:
+def line(names: str, text: str, linear: str = "none", **more: Any) -> None:
     """Register a rule that is nothing but its line. Tensor operands are taken in the order of the call."""
     parsed = parse(text)
     least = sum(not term.optional for term in parsed.inputs)
@@ -113,7 +113,7 @@ def line(names: str, text: str, linear: str = "none", joint: frozenset[int] | No
             fixed = sum(not n.startswith("*") for n in term.names)
             if op.ndim != fixed and (op.ndim < fixed or fixed == len(term.names)):
                 return None
-        return factors(parsed, operands, linear, joint)
+        return factors(parsed, operands, linear, **more)
 
     from_line.__doc__ = text
     rule(names)(from_line)

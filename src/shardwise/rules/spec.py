@@ -11,7 +11,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.move.cost import DEFAULT_COST
 
 Places = tuple[Placement, ...]
-LocalCall = Callable[..., Any]  # takes the local values of the operands, in order
+LocalCall = Any  # a function of the operands' local values, in order, or PerCoords
 
 
 class Operand:
@@ -47,6 +47,13 @@ class Operand:
             if other != axis and isinstance(p, Shard):
                 n /= self.layout.mesh.shape[other]
         return n
+
+
+class PerCoords:
+    """A local call whose last argument is `of(coords)` on each rank."""
+
+    def __init__(self, func: Callable[..., Any], of: Callable[[tuple[int, ...]], Any]) -> None:
+        self.func, self.of = func, of
 
 
 @dataclass
@@ -98,7 +105,7 @@ class Factors:
     joint: frozenset[int] | None = None  # the operands `linear` speaks of; None: all
     reduce: dict[str, str] = field(default_factory=dict)
     local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
-    whole: frozenset[str] = frozenset()  # factors that may not be cut
+    addends: frozenset[int] = frozenset()  # operands added to the result: where it is a sum of parts, one part has them
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
         ins: list[list[Placement]] = [[] for _ in operands]
@@ -136,7 +143,7 @@ class Factors:
         for i, placement in enumerate(present):
             if isinstance(placement, Shard):
                 factor = self.inputs[i][placement.dim]
-                if factor is None or factor in self.whole:
+                if factor is None:
                     continue
                 cut = _fitting(operands[i].layout, axis, placement, before[i])
                 if (factor, cut.pieces) not in seen:
@@ -148,16 +155,22 @@ class Factors:
                 stays = (self.joint or frozenset(range(len(present)))) if self.linear == "joint" else frozenset({i})
                 if (placement, stays) not in seen:
                     seen.add((placement, stays))
-                    ins = tuple(placement if j in stays else REPLICATE for j in range(len(present)))
+                    if i in self.addends and self.linear == "each":
+                        continue  # the product is not a part of anything, so the addend must be whole too
+                    parts = stays | self.addends
+                    ins = tuple(placement if j in parts else REPLICATE for j in range(len(present)))
                     found.append(Choice(ins, (placement,) * len(self.outputs), f"stay {placement}"))
         found.append(Choice((REPLICATE,) * len(present), (REPLICATE,) * len(self.outputs), "replicate"))
         return found
 
     def cut(self, factor: str, shard: Shard) -> Choice:
         """The choice that cuts `factor` the way `shard` does."""
-        ins = tuple(shard.at(f.index(factor)) if factor in f else REPLICATE for f in self.inputs)
-        outs: tuple[Placement, ...] = tuple(
-            shard.at(f.index(factor)) if factor in f else Partial(self.reduce.get(factor, "sum")) for f in self.outputs
+        part = Partial(self.reduce.get(factor, "sum"))
+        outs: tuple[Placement, ...] = tuple(shard.at(f.index(factor)) if factor in f else part for f in self.outputs)
+        added = part if part in outs else REPLICATE
+        ins = tuple(
+            shard.at(f.index(factor)) if factor in f else added if i in self.addends else REPLICATE
+            for i, f in enumerate(self.inputs)
         )
         return Choice(ins, outs, f"cut {factor}")
 

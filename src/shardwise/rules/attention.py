@@ -1,0 +1,86 @@
+"""Attention: batch and head dims pass, queries too unless the causal mask counts them; keys are whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from shardwise.layout import Shard
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Algorithm, Factors, Operand
+
+
+@rule("scaled_dot_product_attention")
+def attention(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if dropout_p > 0.0:
+        return Algorithm(attention_with_dropout)
+    batch = max(q.ndim, k.ndim, v.ndim) - 2
+    sizes = [max(_size(op, i, batch) for op in (q, k, v)) for i in range(batch)]
+    grouped = enable_gqa and batch > 0 and _size(q, batch - 1, batch) != _size(k, batch - 1, batch)
+
+    def leading(op: Operand) -> list[str | None]:
+        names: list[str | None] = []
+        for i in range(batch - (op.ndim - 2), batch):
+            if grouped and i == batch - 1:
+                names.append("heads" if _heads_may_be_cut((q, k, v)) else None)
+            else:
+                names.append(f"b{i}" if _size(op, i, batch) == sizes[i] else None)
+        return names
+
+    rows = None if is_causal else "l"
+    out = [f"b{i}" for i in range(batch)]
+    if grouped:
+        out[-1] = "heads"
+    inputs = [(*leading(q), rows, None), (*leading(k), None, None), (*leading(v), None, "e")]
+    if isinstance(attn_mask, Operand):
+        mask_batch: list[str | None] = []
+        for i in range(batch - (attn_mask.ndim - 2), batch):
+            fits = _size(attn_mask, i, batch) == sizes[i] and not (grouped and i == batch - 1)
+            mask_batch.append(f"b{i}" if fits else None)
+        inputs.append((*mask_batch, rows if attn_mask.ndim > 1 and attn_mask.shape[-2] == q.shape[-2] else None, None))
+    return Factors(inputs, [(*out, rows, "e")], linear="each", joint=frozenset({2}))
+
+
+def _size(op: Operand, batch_dim: int, batch: int) -> int:
+    """The size of a batch dim counted in the broadcast result."""
+    dim = batch_dim - (batch - (op.ndim - 2))
+    return op.shape[dim] if dim >= 0 else 1
+
+
+def _heads_may_be_cut(operands: tuple[Operand, ...]) -> bool:
+    """Grouped queries: query and key heads are cut alike only where both divide evenly."""
+    for op in operands:
+        parts = 1
+        for axis, p in enumerate(op.layout.placements):
+            if isinstance(p, Shard) and p.dim == op.ndim - 3:
+                if p.pieces is not None:
+                    return False
+                parts *= op.layout.mesh.shape[axis]
+        if any(other.shape[-3] % parts for other in operands):
+            return False
+    return True
+
+
+def attention_with_dropout(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, scale: Any = None, enable_gqa: bool = False) -> Any:  # fmt: skip
+    """The definition, spelled out, so that dropout draws what one device would draw."""
+    if enable_gqa:
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+        v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+    scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype is torch.bool else scores + attn_mask
+    return torch.nn.functional.dropout(scores.softmax(-1), dropout_p) @ v

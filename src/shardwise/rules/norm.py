@@ -1,0 +1,25 @@
+"""Normalisation over trailing dims: those are whole, what stands before them passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.rules.notation import operands_in
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Factors, Operand
+
+
+@rule("layer_norm rms_norm")
+def layer_norm(x: Operand, normalized_shape: Any, *args: Any, **kwargs: Any) -> Factors:
+    count = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+    names = tuple(f"d{i}" if i < x.ndim - count else None for i in range(x.ndim))
+    scale_and_shift = list(operands_in((*args, *kwargs.values())))
+    return Factors([names, *((None,) * op.ndim for op in scale_and_shift)], [names])
+
+
+@rule("normalize")
+def normalize(x: Operand, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, **kwargs: Any) -> Factors | None:
+    if not isinstance(dim, int) or kwargs:
+        return None
+    names = tuple(None if i == dim % x.ndim else f"d{i}" for i in range(x.ndim))
+    return Factors([names], [names])

@@ -1,0 +1,200 @@
+"""Ops that only rename, cut or merge indices: the data stays where it is and the result has another split.
+
+A relayout says, for every output dim, which input dim it comes from and how a set of held indices changes on the way.
+An input dim whose cut cannot be carried over (it does not fall on a factor boundary) is gathered first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import RuleError
+from shardwise.layout import Layout, Placement
+from shardwise.layout.layout import shards_from_table
+from shardwise.layout.placement import REPLICATE
+from shardwise.layout.split import Intervals, intersect, normalize, repeat, shift
+from shardwise.rules.spec import Assignment, LocalCall, Operand, PerCoords, Places
+
+MOST_PIECES = 4096  # a split of more intervals a rank than this is gathered instead
+
+SetMap = Callable[[Intervals], Intervals | None]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Where the cut of one input dim goes: a dim of the output, and what becomes of a held set."""
+
+    dim: int
+    change: SetMap
+
+    def fits(self, sets: set[Intervals]) -> bool:
+        """Whether every one of these sets can go there."""
+        changed = [self.change(held) for held in sets]
+        return all(c is not None and len(c) <= MOST_PIECES for c in changed)
+
+
+@dataclass
+class Relayout:
+    """One operand in; `carry(dim)` lists, for each output, the places a cut of that dim may go (none: it must be whole).
+
+    `local(inputs, outputs)` makes the local call. Any Partial stays: elements are only renamed.
+    """
+
+    outputs: int
+    carry: Callable[[int], Sequence[Sequence[Carried]]]
+    local: Callable[[list[Layout], list[Layout]], LocalCall]
+
+    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
+        if pinned:
+            raise RuleError("an in-place op that changes a tensor's shape cannot be done on a distributed tensor")
+        layout = operands[0].layout
+        places = list(layout.placements)
+        carried: dict[int, list[Carried]] = {}
+        for dim in {p.dim for p in places if p.is_shard()}:  # type: ignore[attr-defined]
+            goes = self._checked(layout, dim)
+            if goes is None:
+                places = [REPLICATE if p.is_shard(dim) else p for p in places]
+            else:
+                carried[dim] = goes
+        source = layout.replace(placements=tuple(places))
+        shapes = [tuple(o.shape) for o in outputs]
+        outs = [self._places(source, carried, o, shapes[o]) for o in range(self.outputs)]
+        return Assignment([source.placements], outs, self.local)
+
+    def _checked(self, layout: Layout, dim: int) -> list[Carried] | None:
+        """Where the cut of `dim` goes, if it can go there whole for every rank."""
+        sets = {layout.held(dim, coords) for coords in _grid(layout.mesh.shape, layout.axes_of(dim))}
+        goes = [next((c for c in ways if c.fits(sets)), None) for ways in self.carry(dim)]
+        if len(goes) != self.outputs or any(c is None for c in goes):
+            return None
+        return goes  # type: ignore[return-value]
+
+    def _places(self, source: Layout, carried: dict[int, list[Carried]], output: int, shape: tuple[int, ...]) -> Places:
+        """The output's placements: for each output dim, the nested Shards of the axes that cut what feeds it."""
+        out: list[Placement] = [REPLICATE if p.is_shard() else p for p in source.placements]
+        feeding: dict[int, list[tuple[int, SetMap]]] = {}
+        for dim, goes in carried.items():
+            feeding.setdefault(goes[output].dim, []).append((dim, goes[output].change))
+        for target, feeds in feeding.items():
+            axes = sorted(axis for dim, _ in feeds for axis in source.axes_of(dim))
+            whole: Intervals = normalize([(0, shape[target])])
+
+            def table(c: tuple[int, ...], feeds: Any = feeds, axes: Any = axes, whole: Any = whole) -> Intervals:
+                coords = [0] * len(source.placements)
+                for axis, i in zip(axes, c, strict=True):
+                    coords[axis] = i
+                held = whole
+                for dim, change in feeds:
+                    held = intersect(held, change(source.held(dim, coords)) or ())
+                return held
+
+            shards = shards_from_table([source.mesh.shape[a] for a in axes], shape[target], table, target)
+            for axis, shard in zip(axes, shards, strict=True):
+                out[axis] = shard
+        return tuple(out)
+
+
+def _grid(sizes: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Coordinates that differ on `axes` only."""
+    return list(itertools.product(*(range(k) if a in axes else (0,) for a, k in enumerate(sizes))))
+
+
+# -- local calls ---------------------------------------------------------------------------------------------------------
+def same_call(func: Callable[..., Any], *statics: Any, **named: Any) -> Callable[[list[Layout], list[Layout]], LocalCall]:
+    """The op itself, with the same static arguments on every rank."""
+    return lambda inputs, outputs: lambda x: func(x, *statics, **named)
+
+
+def call_with(
+    func: Callable[..., Any], of: Callable[[Layout, list[Layout], tuple[int, ...]], Any]
+) -> Callable[[list[Layout], list[Layout]], LocalCall]:
+    """func(x, value), where value = of(input layout, output layouts, coords) on each rank."""
+
+    def make(inputs: list[Layout], outputs: list[Layout]) -> LocalCall:
+        return PerCoords(func, lambda coords: of(inputs[0], outputs, coords))
+
+    return make
+
+
+# -- how sets change -------------------------------------------------------------------------------------------------------
+def unchanged(held: Intervals) -> Intervals:
+    return held
+
+
+def sliced(start: int, stop: int, step: int) -> SetMap:
+    """Where the indices start, start+step, ... < stop of a held set go."""
+
+    def change(held: Intervals) -> Intervals | None:
+        if step != 1 and len(held) > 1:
+            return None  # the picked indices are not evenly spaced in what a rank holds
+        kept = shift(intersect(held, normalize([(start, stop)])), -start)
+        return normalize((-(-a // step), -(-b // step)) for a, b in kept)
+
+    return change
+
+
+def flipped(n: int) -> SetMap:
+    return lambda held: normalize((n - b, n - a) for a, b in held)
+
+
+def regrouped(sizes_in: Sequence[int], dim: int, sizes_out: Sequence[int]) -> list[Carried]:
+    """For a reshape of `sizes_in` to `sizes_out`: the output dims that may take the cut of input dim `dim`, best first.
+
+    The held set, seen in units of what stands to the right of the output dim, must be whole units; an output dim that
+    is larger repeats it, a smaller one must find the same set in each of its blocks.
+    """
+    n, right = sizes_in[dim], math.prod(sizes_in[dim + 1 :])
+    if 0 in sizes_in:
+        return []
+    ways: list[tuple[int, Carried]] = []
+    for target, size in enumerate(sizes_out):
+        right_out = math.prod(sizes_out[target + 1 :])
+        if right_out % right == 0:
+            unit = right_out // right
+            if n % unit:
+                continue
+            change, space = _divided(unit), n // unit
+        elif right % right_out == 0:
+            change, space = _scaled(right // right_out), n * (right // right_out)
+        else:
+            continue
+        if size % space == 0:
+            times = size // space
+            ways.append((times, Carried(target, _then(change, _repeated(space, times)))))
+        elif space % size == 0 and size > 1:
+            ways.append((1, Carried(target, _then(change, _periodic(size, space // size)))))
+    return [way for _, way in sorted(ways, key=lambda w: w[0])]
+
+
+def _repeated(space: int, times: int) -> SetMap:
+    return lambda held: None if len(held) * times > MOST_PIECES else repeat(held, space, times)
+
+
+def _divided(by: int) -> SetMap:
+    return lambda held: None if any(a % by or b % by for a, b in held) else tuple((a // by, b // by) for a, b in held)
+
+
+def _scaled(by: int) -> SetMap:
+    return lambda held: tuple((a * by, b * by) for a, b in held)
+
+
+def _then(first: SetMap, second: SetMap) -> SetMap:
+    def change(held: Intervals) -> Intervals | None:
+        middle = first(held)
+        return None if middle is None else second(middle)
+
+    return change
+
+
+def _periodic(period: int, times: int) -> SetMap:
+    """The set within one block, if every block has the same."""
+
+    def change(held: Intervals) -> Intervals | None:
+        block = intersect(held, ((0, period),))
+        return block if repeat(block, period, times) == held else None
+
+    return change

@@ -1,0 +1,174 @@
+"""Slices along any dim, cut or not: because splits are exact, a slice of a cut dim is another split, and stays put."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.layout import Layout
+from shardwise.layout.split import count, intersect, normalize, positions
+from shardwise.rules.registry import rule
+from shardwise.rules.relayout import Carried, Relayout, call_with, flipped, same_call, sliced, unchanged
+from shardwise.rules.spec import Factors, Operand, PerCoords
+from shardwise.rules.view import dim_of
+
+Range = tuple[int, int, int]  # start, stop, step
+
+
+def slices(x: Operand, dim: int, ranges: Sequence[Range], func: Callable[..., Any]) -> Relayout:
+    """One output a range of `dim`. func(x, [(start, length, step), ...]) makes a rank's parts from local positions."""
+
+    def carry(d: int) -> list[list[Carried]]:
+        return [[Carried(d, sliced(*r) if d == dim else unchanged)] for r in ranges]
+
+    def local_ranges(source: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> list[Range]:
+        return [_local_range(source, dim, r, coords) for r in ranges]
+
+    return Relayout(len(ranges), carry, call_with(func, local_ranges))
+
+
+def _local_range(source: Layout, dim: int, wanted: Range, coords: tuple[int, ...]) -> Range:
+    """Where the wanted indices stand in what a rank holds."""
+    start, stop, step = wanted
+    held = source.held(dim, coords)
+    if step == 1:
+        before = count(intersect(held, ((0, start),)))
+        inside = count(intersect(held, normalize([(start, stop)])))
+        return before, before + inside, 1
+    if not held:
+        return 0, 0, 1
+    a, b = held[0]  # a single interval: `sliced` saw to it
+    first = max(start, start + -(-(a - start) // step) * step)
+    last = min(stop, b)
+    return (first - a, last - a, step) if first < last else (0, 0, 1)
+
+
+def _slice_one(dim: int) -> Callable[..., Any]:
+    def cut(x: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
+        start, stop, step = ranges[0]
+        return torch.ops.aten.slice(x, dim, start, stop, step)
+
+    return cut
+
+
+def _slice_many(dim: int, container: type) -> Callable[..., Any]:
+    def cut(x: torch.Tensor, ranges: Sequence[Range]) -> Any:
+        return container(torch.ops.aten.slice(x, dim, *r) for r in ranges)
+
+    return cut
+
+
+@rule("narrow")
+def narrow(x: Operand, dim: int, start: Any, length: int) -> Relayout | None:
+    if isinstance(start, Operand):
+        return None
+    d = dim_of(dim, x.ndim)
+    first = start + x.shape[d] if start < 0 else start
+    return slices(x, d, [(first, first + length, 1)], _slice_one(d))
+
+
+@rule("slice")
+def slice_(x: Operand, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Relayout:
+    d = dim_of(dim, x.ndim)
+    return slices(x, d, [clipped(start, end, step, x.shape[d])], _slice_one(d))
+
+
+def clipped(start: Any, end: Any, step: Any, n: int) -> Range:
+    """The range a Python slice of positive step means on n indices."""
+    a, b, s = slice(start, end, step).indices(n)
+    return a, max(a, b), s
+
+
+def parts_of(sizes: Sequence[int]) -> list[Range]:
+    out, at = [], 0
+    for size in sizes:
+        out.append((at, at + size, 1))
+        at += size
+    return out
+
+
+@rule("split split_with_sizes unsafe_split unsafe_split_with_sizes")
+def split(x: Operand, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> Relayout:
+    wanted = split_size_or_sections if split_size_or_sections is not None else next(iter(named.values()))
+    d = dim_of(dim, x.ndim)
+    n = x.shape[d]
+    if isinstance(wanted, int):
+        wanted = [min(wanted, n - i) for i in range(0, n, wanted)] if wanted and n else [n]
+    return slices(x, d, parts_of(wanted), _slice_many(d, tuple))
+
+
+@rule("chunk unsafe_chunk")
+def chunk(x: Operand, chunks: int, dim: int = 0) -> Relayout:
+    d = dim_of(dim, x.ndim)
+    n = x.shape[d]
+    size = -(-n // chunks) if n else 0
+    sizes = [min(size, n - i) for i in range(0, n, size)] if size else [0] * chunks
+    return slices(x, d, parts_of(sizes), _slice_many(d, tuple))
+
+
+@rule("tensor_split")
+def tensor_split(x: Operand, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Relayout | None:
+    wanted = indices_or_sections if indices_or_sections is not None else next(iter(named.values()))
+    if isinstance(wanted, Operand):
+        return None
+    d = dim_of(dim, x.ndim)
+    n = x.shape[d]
+    if isinstance(wanted, int):
+        small, extra = divmod(n, wanted)
+        ranges = parts_of([small + (i < extra) for i in range(wanted)])
+    else:
+        edges = [0, *(clipped(None, i, 1, n)[1] for i in wanted), n]
+        ranges = [(a, max(a, b), 1) for a, b in zip(edges, edges[1:], strict=False)]
+    return slices(x, d, ranges, _slice_many(d, tuple))
+
+
+@rule("flip fliplr flipud")
+def flip(x: Operand, *dims: Any, **named: Any) -> Relayout:
+    wanted = dims or tuple(named.values())
+    flat = wanted[0] if wanted and isinstance(wanted[0], (tuple, list)) else wanted
+    turned = {dim_of(d, x.ndim) for d in flat}
+
+    def carry(d: int) -> list[list[Carried]]:
+        return [[Carried(d, flipped(x.shape[d]) if d in turned else unchanged)]]
+
+    return Relayout(1, carry, same_call(torch.flip, tuple(turned)))
+
+
+@rule("select")
+def select(x: Operand, dim: int, index: Any) -> Factors | None:
+    """Of a cut dim, the holder of the index keeps it and the others add zeros: a Partial sum, and nothing moves."""
+    if isinstance(index, Operand):
+        return None
+    d = dim_of(dim, x.ndim)
+    at = index + x.shape[d] if index < 0 else index
+    names = tuple(f"d{i}" for i in range(x.ndim))
+
+    def local(inputs: list[Layout], outputs: list[Layout]) -> Any:
+        layout = inputs[0]
+        if not layout.axes_of(d):
+            return lambda v: v.select(d, at)
+        return _picker(layout, d, at)
+
+    reduce = "sum" if x.dtype is not torch.bool else "bor"
+    return Factors([names], [(*names[:d], *names[d + 1 :])], linear="joint", reduce={names[d]: reduce}, local=local)
+
+
+def _picker(layout: Layout, dim: int, index: int) -> Any:
+    position = lambda coords: positions(layout.held(dim, coords), ((index, index + 1),))  # noqa: E731
+
+    def pick(x: torch.Tensor, found: Any) -> torch.Tensor:
+        start = found[0][0] if found else 0
+        mine = x.narrow(dim, start, 1 if found else 0)
+        return mine.any(dim) if x.dtype is torch.bool else mine.sum(dim, dtype=x.dtype)  # of nothing: zeros
+
+    return PerCoords(pick, position)
+
+
+@rule("unbind")
+def unbind(x: Operand, dim: int = 0) -> Factors:
+    """The dim that is taken apart must be whole."""
+    d = dim_of(dim, x.ndim)
+    names = tuple(None if i == d else f"d{i}" for i in range(x.ndim))
+    return Factors([names], [(*names[:d], *names[d + 1 :])] * x.shape[d], linear="joint")
