@@ -10,7 +10,6 @@ import torch
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Partial, Placement, Shard
-from shardwise.layout.layout import shards_from_table
 from shardwise.layout.split import count
 
 Shapes = dict[tuple[int, ...], tuple[int, ...]]  # by mesh coordinates
@@ -27,43 +26,50 @@ def layout_of_locals(
 ) -> tuple[Any, Layout]:
     """The local value in the backend's form, and the layout under which the ranks hold it."""
     comm = mesh.comm
-    local = comm.adopt(local, tuple(a for a, p in enumerate(placements) if not p.is_replicate()))
-    first = comm.first(local)
     if len(placements) != len(mesh.shape):
         raise LayoutError(
             f"placements: {len(placements)} given {list(placements)} for a mesh of {len(mesh.shape)} axes "
             f"{mesh.shape}; give one an axis"
         )
+    local = comm.adopt(local, tuple(a for a, p in enumerate(placements) if not p.is_replicate()))
+    first = comm.first(local)
     check_reductions(placements, first.dtype)
-    placements = tuple(p.at(p.dim + first.ndim) if isinstance(p, Shard) and p.dim < 0 else p for p in placements)
-    for axis, p in enumerate(placements):
-        if isinstance(p, Shard) and not 0 <= p.dim < first.ndim:
+    cut = any(isinstance(p, Shard) and k > 1 for p, k in zip(placements, mesh.shape, strict=True))
+    shapes: Shapes | None = None
+    if run_check or (cut and shape is None and not assume_even):
+        shapes = comm.all_shapes(local)  # before any check of this rank's own tensor: all ranks must come here
+        _check_dims(shapes)
+    placements = _from_the_front(placements, first)
+    if shape is None and (cut or run_check):
+        shape, placements = _global(mesh, placements, shapes or _same_everywhere(mesh, first))
+    elif shape is None:
+        shape = tuple(first.shape)
+    layout = Layout.make(mesh, placements, shape, first.dtype, stride or _stride_like(first, shape), first.device)
+    for coords, mine in (shapes or {c: tuple(comm.at(local, c).shape) for c in comm.played()}).items():
+        if mine != layout.local_shape_at(coords):
             raise LayoutError(
-                f"placements[{axis}] = {p!r}: dim {p.dim} is out of range for a local tensor of {first.ndim} dims "
-                f"{tuple(first.shape)}"
+                f"shape={tuple(shape)}: under {list(placements)} the rank at {coords} holds "
+                f"{layout.local_shape_at(coords)}, but its local tensor is {mine}"
             )
     if run_check:
         local = comm.first_of_replicas(local, tuple(a for a, p in enumerate(placements) if p.is_replicate()))
-    if shape is not None:
-        layout = Layout.make(mesh, placements, tuple(shape), first.dtype, stride or _stride_like(first, shape), first.device)
-        for coords in comm.played():
-            mine = tuple(comm.at(local, coords).shape)
-            if mine != layout.local_shape_at(coords):
-                raise LayoutError(
-                    f"shape={tuple(shape)}: under {list(placements)} the rank at {coords} holds "
-                    f"{layout.local_shape_at(coords)}, but its local tensor is {mine}"
-                )
-        return local, layout
-    cut = any(isinstance(p, Shard) and k > 1 for p, k in zip(placements, mesh.shape, strict=True))
-    if not cut and not run_check:
-        shape = tuple(first.shape)
-        return local, Layout.make(mesh, placements, shape, first.dtype, stride or _stride_like(first, shape), first.device)
-    if assume_even:
-        shapes = {c: tuple(first.shape) for c in itertools.product(*(range(k) for k in mesh.shape))}
-    else:
-        shapes = comm.all_shapes(local)
-    shape, placements = _global(mesh, placements, shapes)
-    return local, Layout.make(mesh, placements, shape, first.dtype, stride or _stride_like(first, shape), first.device)
+    return local, layout
+
+
+def _from_the_front(placements: tuple[Placement, ...], local: torch.Tensor) -> tuple[Placement, ...]:
+    """The placements with dims counted from the front."""
+    placements = tuple(p.at(p.dim + local.ndim) if isinstance(p, Shard) and p.dim < 0 else p for p in placements)
+    for axis, p in enumerate(placements):
+        if isinstance(p, Shard) and not 0 <= p.dim < local.ndim:
+            raise LayoutError(
+                f"placements[{axis}] = {p!r}: dim {p.dim} is out of range for a local tensor of {local.ndim} dims "
+                f"{tuple(local.shape)}"
+            )
+    return placements
+
+
+def _same_everywhere(mesh: Any, local: torch.Tensor) -> Shapes:
+    return {c: tuple(local.shape) for c in itertools.product(*(range(k) for k in mesh.shape))}
 
 
 def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> None:
@@ -75,44 +81,46 @@ def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> Non
                 raise LayoutError(f"placements[{axis}] = {p!r}: bitwise reductions need an integer or bool dtype, got {dtype}")
 
 
+def _check_dims(shapes: Shapes) -> None:
+    some = next(iter(shapes.values()))
+    for coords, shape in shapes.items():
+        if len(shape) != len(some):
+            raise LayoutError(f"from_local: the ranks differ in dims: {some} and, at {coords}, {shape}")
+
+
 def _global(mesh: Any, placements: tuple[Placement, ...], shapes: Shapes) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
     """The global shape, and the placements with the sizes the ranks really hold."""
-    some = next(iter(shapes.values()))
+    total = list(next(iter(shapes.values())))
     out = list(placements)
-    total = list(some)
-    for dim in range(len(some)):
+    for dim in range(len(total)):
         axes = tuple(a for a, p in enumerate(placements) if p.is_shard(dim))
         sizes: dict[tuple[int, ...], int] = {}
         for coords, shape in shapes.items():
-            if len(shape) != len(some):
-                raise LayoutError(f"from_local: the ranks differ in dims: {some} and, at {coords}, {shape}")
             key = tuple(coords[a] for a in axes)
             if sizes.setdefault(key, shape[dim]) != shape[dim]:
                 raise LayoutError(
                     f"from_local: ranks that must agree hold different sizes of dim {dim}: {sizes[key]} and "
                     f"{shape[dim]} at coordinates {coords} (shapes {shapes})"
                 )
-        if not axes:
-            continue
-        starts, at = {}, 0
-        for key in sorted(sizes):
-            starts[key] = (at, at + sizes[key])
-            at += sizes[key]
-        total[dim] = at
-        found = shards_from_table(
-            [mesh.shape[a] for a in axes], at, lambda c, s=starts: ((s[c],) if s[c][0] < s[c][1] else ()), dim
-        )
-        for axis, shard in zip(axes, found, strict=True):
-            given = placements[axis]
-            if isinstance(given, Shard) and given.pieces is not None and given.pieces != shard.pieces:
-                counts = [count(part) for part in given.pieces[0]]
-                if counts != [count(p) for p in shard.row(at, mesh.shape[axis], 0)]:
-                    raise LayoutError(
-                        f"placements[{axis}] = {given!r}: the ranks hold {[sizes[k] for k in sorted(sizes)]} of dim {dim}"
-                    )
-                continue
-            out[axis] = shard
+        total[dim] = sum(sizes.values())
+        for depth, axis in enumerate(axes):
+            rows: dict[tuple[int, ...], list[int]] = {}  # by the coordinates outside of this axis
+            for key in sorted(sizes):
+                row = rows.setdefault(key[:depth], [0] * mesh.shape[axis])
+                row[key[depth]] += sizes[key]
+            out[axis] = _with_sizes(placements[axis], axis, list(rows.values()))
     return tuple(total), tuple(out)
+
+
+def _with_sizes(shard: Any, axis: int, rows: list[list[int]]) -> Shard:
+    """The Shard under which the ranks hold so much; one that says itself how much must agree."""
+    if shard.pieces is None:
+        return Shard(shard.dim, sizes=rows)
+    given = [[count(part) for part in row] for row in shard.pieces]
+    if (given * len(rows) if len(given) == 1 else given) != rows:
+        held = rows[0] if len(rows) == 1 else rows
+        raise LayoutError(f"placements[{axis}] = {shard!r}: the ranks hold {held} indices of dim {shard.dim}")
+    return shard
 
 
 def _stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:

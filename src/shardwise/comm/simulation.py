@@ -18,7 +18,7 @@ from shardwise.errors import LayoutError, MeshError
 
 
 class PerRank(tuple):
-    """One plain value a rank, given where a local function takes one value."""
+    """One plain, hashable value a rank, given where a local function takes one value."""
 
 
 class RankTensor(torch.Tensor):
@@ -114,7 +114,7 @@ def map_ranks(
         if written and leaves and isinstance(leaves[0], RankTensor):
             key: Any = id(mine[0])  # one write a value: ranks that share it agree on what is written
         else:
-            key = (keys[rank] if keys else None, *(id(m) for x, m in zip(leaves, mine, strict=True) if _is_many(x)))
+            key = (keys[rank] if keys else None, *(_identity(x, m) for x, m in zip(leaves, mine, strict=True) if _is_many(x)))  # fmt: skip
         if key not in done:
             call_args, call_kwargs = tree_unflatten(mine, tree)
             done[key] = func(*call_args, **call_kwargs)
@@ -140,6 +140,11 @@ def map_positions(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
 
 def _is_many(x: Any) -> bool:
     return isinstance(x, (RankTensor, PerRank))
+
+
+def _identity(x: Any, mine: Any) -> Any:
+    """What tells a rank's argument apart: the tensor itself, or the (hashable) plain value."""
+    return id(mine) if isinstance(x, RankTensor) else mine
 
 
 def _at(x: Any, rank: int) -> Any:

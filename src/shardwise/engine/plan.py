@@ -123,7 +123,7 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
     metas = [o for o in outs if isinstance(o, torch.Tensor)]
     outputs = [
         Layout.make(call.mesh, p, tuple(o.shape), o.dtype, o.stride(), call.layouts[0].device if o.device.type == "meta" else o.device)
-        for o, p in zip(metas, assignment.outputs, strict=True)
+        for o, p in ([] if in_place else zip(metas, assignment.outputs, strict=True))
     ]  # fmt: skip
     split = split_axes(call.mesh, inputs, outputs)
     moves = operand_moves(call, inputs, split)

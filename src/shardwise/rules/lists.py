@@ -25,7 +25,6 @@ class Columns:
     columns: Sequence[Sequence[Operand]]
     shared: Sequence[Operand]
     linear: str
-    outputs: int
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
         ins: dict[int, tuple[Placement, ...]] = {}
@@ -41,7 +40,7 @@ class Columns:
             outs.append(found.outputs[0])
         for op in self.shared:
             ins[op.index] = (REPLICATE,) * len(op.layout.placements)
-        return Assignment([ins[i] for i in range(len(operands))], outs * (1 if self.outputs else 0))
+        return Assignment([ins[i] for i in range(len(operands))], outs)
 
 
 def _columns(args: Sequence[Any]) -> tuple[list[list[Operand]], list[Operand]]:
@@ -52,21 +51,12 @@ def _columns(args: Sequence[Any]) -> tuple[list[list[Operand]], list[Operand]]:
 def _foreach(name: str) -> None:
     linear = "joint" if name in _JOINT else "each" if name in _EACH else "none"
 
-    def elementwise(*args: Any, **kwargs: Any) -> Columns | None:
+    def elementwise(*args: Any, **kwargs: Any) -> Columns:
         columns, shared = _columns((*args, *kwargs.values()))
         scalars_only = len(columns[0]) == 1 and linear == "joint" and name in ("_foreach_add", "_foreach_sub")
-        return Columns(columns, shared, "none" if scalars_only else linear, outputs=1)
+        return Columns(columns, shared, "none" if scalars_only else linear)
 
-    def written(*args: Any, **kwargs: Any) -> Columns | None:
-        found = elementwise(*args, **kwargs)
-        if found is not None:
-            found.outputs = 0
-        return found
-
-    if hasattr(torch, name):
-        rule(name)(elementwise)
-    if hasattr(torch, name + "_"):
-        rule(name + "_")(written)
+    rule(name)(elementwise)
 
 
 for _name in (
@@ -92,4 +82,4 @@ def fused_optimizer(*args: Any, **kwargs: Any) -> Columns | None:
         placed = {op.layout.placements for op in column if op.ndim or column[0].ndim == 0}
         if len(placed) != 1 or any(p.is_partial() for p in column[0].layout.placements):
             return None
-    return Columns(columns, shared, "none", outputs=0)
+    return Columns(columns, shared, "none")

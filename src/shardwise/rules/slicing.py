@@ -23,8 +23,8 @@ def slices(x: Operand, dim: int, ranges: Sequence[Range], func: Callable[..., An
     def carry(d: int) -> list[list[Carried]]:
         return [[Carried(d, sliced(*r) if d == dim else unchanged)] for r in ranges]
 
-    def local_ranges(source: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> list[Range]:
-        return [_local_range(source, dim, r, coords) for r in ranges]
+    def local_ranges(source: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> tuple[Range, ...]:
+        return tuple(_local_range(source, dim, r, coords) for r in ranges)
 
     return Relayout(len(ranges), carry, call_with(func, local_ranges))
 

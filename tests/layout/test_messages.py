@@ -1,0 +1,224 @@
+"""What bad input says: the argument, its value, and what would be right."""
+
+import pytest
+import torch
+
+from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, distribute_tensor, plan_move, simulate
+from shardwise.errors import LayoutError, MeshError, MoveError, ShardwiseError
+from shardwise.layout import Layout, as_placements
+from shardwise.mesh import as_mesh
+
+
+def on(mesh_shape, placements, shape, **more):
+    return Layout.make(as_mesh(simulate(mesh_shape)), placements, shape, torch.float32, **more)
+
+
+def overlapping():
+    return Shard(0, pieces=[[[(0, 2)], [(1, 3)]]])
+
+
+BAD_LAYOUTS = {
+    "too few placements": (
+        lambda: on((2, 2), [Shard(0)], (4, 4)),
+        "placements: 1 given (Shard(dim=0)) for a mesh of 2 axes (2, 2); give one an axis",
+    ),
+    "too many placements": (
+        lambda: on((2,), [Shard(0), Replicate()], (4, 4)),
+        "placements: 2 given (Shard(dim=0), Replicate()) for a mesh of 1 axes (2,); give one an axis",
+    ),
+    "dim too large": (
+        lambda: on((2, 2), [Replicate(), Shard(2)], (4, 4)),
+        "placements[1] = Shard(dim=2): dim 2 is out of range for a tensor of shape (4, 4); use -2 to 1",
+    ),
+    "dim too small": (
+        lambda: on((2,), [Shard(-3, sizes=(1, 3))], (4, 4)),
+        "placements[0] = Shard(dim=-3, sizes=(1, 3)): dim -3 is out of range for a tensor of shape (4, 4); use -2 to 1",
+    ),
+    "no dims": (
+        lambda: on((2,), [Shard(0)], ()),
+        "placements[0] = Shard(dim=0): dim 0 is out of range for a tensor of shape (); it has no dim to shard",
+    ),
+    "sizes do not add up": (
+        lambda: on((4,), [Shard(0, sizes=(1, 2, 3, 4))], (4, 4)),
+        "placements[0] = Shard(dim=0, sizes=(1, 2, 3, 4)): the sizes (1, 2, 3, 4) add up to 10, but there are 4 indices "
+        "of dim 0 of shape (4, 4) to deal out",
+    ),
+    "sizes do not add up to a nested part": (
+        lambda: on((2, 2), [Shard(0), Shard(0, sizes=((1, 3), (1, 3)))], (7,)),
+        "placements[1] = Shard(dim=0, sizes=((1, 3), (1, 3))): the sizes (1, 3) add up to 4, but there are 3 indices "
+        "of dim 0 of shape (7,) to deal out",
+    ),
+    "wrong count of sizes": (
+        lambda: on((4,), [Shard(0, sizes=(1, 3))], (4,)),
+        "placements[0] = Shard(dim=0, sizes=(1, 3)): 2 sizes for a mesh axis of 4 ranks; give 4",
+    ),
+    "wrong count of rows": (
+        lambda: on((2, 2), [Shard(0), Shard(0, sizes=((1, 3), (1, 3), (1, 3)))], (8,)),
+        "placements[1] = Shard(dim=0, sizes=((1, 3), (1, 3), (1, 3))): 3 rows of sizes, but the axes before it cut dim 0 "
+        "into 2 parts; give 2 rows, or one for all",
+    ),
+    "pieces overlap": (
+        lambda: on((2,), [overlapping()], (4,)),
+        f"placements[0] = {overlapping()!r}: the pieces overlap or leave holes; they must deal out each of the 4 indices "
+        "[0, 4) of dim 0 of shape (4,) once",
+    ),
+    "negative shape": (lambda: on((2,), [Shard(0)], (4, -1)), "shape = (4, -1): sizes must be ints >= 0"),
+    "shape of floats": (lambda: on((2,), [Shard(0)], (4, 2.5)), "shape = (4, 2.5): sizes must be ints >= 0"),
+    "stride of another shape": (
+        lambda: on((2,), [Shard(0)], (4, 4), stride=(1,)),
+        "stride = (1,): 1 strides for a shape of 2 dims (4, 4)",
+    ),
+}
+
+BAD_PLACEMENTS = {
+    "dim not an int": (lambda: Shard("0"), "Shard: dim must be an int, got '0' (str)"),
+    "dim a bool": (lambda: Shard(True), "Shard: dim must be an int, got True (bool)"),
+    "negative size": (lambda: Shard(0, sizes=(3, -1)), "Shard: sizes must be ints >= 0, got -1 in (3, -1)"),
+    "fractional size": (lambda: Shard(0, sizes=[1.5]), "Shard: sizes must be ints >= 0, got 1.5 in (1.5,)"),
+    "one size": (
+        lambda: Shard(0, sizes=5),
+        "Shard: sizes must be a sequence of ints, one a rank of the axis, got 5",
+    ),
+    "rows and sizes mixed": (
+        lambda: Shard(0, sizes=((1, 2), 3)),
+        "Shard: sizes must be ints, or one row of ints for each outer part, got 3 in ((1, 2), 3)",
+    ),
+    "sizes and pieces": (
+        lambda: Shard(0, sizes=(1,), pieces=[[[(0, 1)]]]),
+        "Shard: give sizes or pieces, not both",
+    ),
+    "flat pieces": (
+        lambda: Shard(0, pieces=[(0, 1)]),
+        "Shard: pieces must be rows of parts of (start, stop) intervals, as ((((0, 2), (4, 6)), ((2, 4),)),), "
+        "got [(0, 1)]",
+    ),
+    "unknown reduction": (
+        lambda: Partial("mean"),
+        "Partial: reduce_op must be one of sum, avg, product, max, min, band, bor, bxor, got 'mean'",
+    ),
+    "not a placement": (
+        lambda: as_placements([Replicate(), "S"]),
+        "placements[1] = 'S' is not a placement; use Replicate(), Shard(dim) or Partial(op)",
+    ),
+    "a class": (
+        lambda: as_placements([Replicate]),
+        "placements[0] = <class 'shardwise.layout.placement.Replicate'> is not a placement; use Replicate(), Shard(dim) "
+        "or Partial(op)",
+    ),
+    "not a sequence": (
+        lambda: as_placements(0),
+        "placements = 0 (int): expected a sequence of placements, one a mesh axis, as [Shard(0), Replicate()]",
+    ),
+    "a string": (
+        lambda: as_placements("RS"),
+        "placements = 'RS' (str): expected a sequence of placements, one a mesh axis, as [Shard(0), Replicate()]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LAYOUTS.values(), ids=list(BAD_LAYOUTS))
+def test_layouts(case):
+    fails_with(LayoutError, *case)
+
+
+@pytest.mark.parametrize("case", BAD_PLACEMENTS.values(), ids=list(BAD_PLACEMENTS))
+def test_placements(case):
+    fails_with(LayoutError, *case)
+
+
+def fails_with(kind, make, text):
+    with pytest.raises(kind) as caught:
+        make()
+    assert str(caught.value) == text
+    assert isinstance(caught.value, ShardwiseError)
+
+
+@pytest.mark.parametrize("index", [(4, 0), (-1, 0), (0,), (0, 0, 0), 3, (0.5, 0), "ab"])
+def test_index(index):
+    layout = on((2,), [Shard(0)], (4, 4))
+    text = f"index {index!r} is outside of shape (4, 4); give 2 ints, 0 <= index[d] < shape[d]"
+    fails_with(LayoutError, lambda: layout.holders(index), text)
+
+
+def test_ranks_and_axes():
+    layout = on((2, 2), [Shard(0), Replicate()], (4, 4))
+    fails_with(MeshError, lambda: layout.tiles(4), "rank 4 is not in the mesh of ranks [0, 1, 2, 3]")
+    fails_with(MeshError, lambda: layout.local_shape(-1), "rank -1 is not in the mesh of ranks [0, 1, 2, 3]")
+    fails_with(MeshError, lambda: layout.mesh.axis("tp"), "axis 'tp' is not one of ('0', '1')")
+    fails_with(MeshError, lambda: layout.mesh.axis(2), "axis 2 is out of range for a mesh of 2 axes (2, 2)")
+
+
+def test_meshes():
+    for shape in ((2, 0), (), "ab", True, (2.0,)):
+        fails_with(MeshError, lambda s=shape: simulate(s), f"simulate: shape must be one or more ints > 0, got {shape!r}")
+    text = "simulate: axis_names ('x', 'x') must name each of the 2 axes of (2, 2) once"
+    fails_with(MeshError, lambda: simulate((2, 2), axis_names=("x", "x")), text)
+    text = "device_mesh: expected a DeviceMesh or simulate(...), got 3 (int)"
+    fails_with(MeshError, lambda: as_mesh(3), text)
+    text = "device_mesh: None given and no mesh is active; pass a mesh or use `with mesh:`"
+    fails_with(MeshError, lambda: as_mesh(None), text)
+    text = "mesh axis 'pp' is not one of ('dp', 'tp')"
+    fails_with(MeshError, lambda: simulate((2, 2), axis_names=("dp", "tp"))["pp"], text)
+
+
+def test_moves():
+    here = on((2,), [Shard(0)], (4, 4))
+    there = on((3,), [Shard(0)], (4, 4))
+    text = "cannot move from mesh mesh(0=2) to mesh mesh(0=3): layouts must be on one mesh"
+    fails_with(MoveError, lambda: plan_move(here, there), text)
+    wide = here.replace(dtype=torch.float64)
+    fails_with(MoveError, lambda: plan_move(here, wide), f"a move keeps shape and dtype, but {here} and {wide} differ")
+    text = "plan_move: dst_layout must be a Layout, got [Replicate()]; a DTensor's is its .layout"
+    fails_with(MoveError, lambda: plan_move(here, [Replicate()]), text)
+
+
+def test_a_bad_call_leaves_its_tensor_alone():
+    mesh = simulate(2)
+    x = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    for places in ([Shard(1)], [Shard(0), Shard(0)], ["S"], [Shard(0, sizes=(1, 1))]):
+        with pytest.raises(LayoutError):
+            x.redistribute(placements=places)
+    assert x.placements == (Shard(0),)
+    assert torch.equal(x.full_tensor(), torch.arange(6.0))
+
+
+def test_reductions_a_dtype_cannot_do():
+    mesh = simulate(2)
+    text = "placements[0] = Partial(avg): an average of torch.int64 is not a torch.int64; use a float dtype"
+    fails_with(LayoutError, lambda: distribute_tensor(torch.arange(3), mesh, [Partial("avg")]), text)
+    fails_with(LayoutError, lambda: DTensor.from_local(torch.arange(3), mesh, [Partial("avg")]), text)
+    text = "placements[0] = Partial(band): bitwise reductions need an integer or bool dtype, got torch.float32"
+    fails_with(LayoutError, lambda: distribute_tensor(torch.ones(3), mesh, [Partial("band")]), text)
+
+
+def test_from_local():
+    mesh = simulate((2, 2))
+    two, three = torch.ones(2, 3), torch.ones(3, 3)
+
+    def tall(placements, ranks, **more):
+        return lambda: DTensor.from_local(RankTensor(ranks), mesh, placements, **more)
+
+    text = "placements[0] = Shard(dim=2): dim 2 is out of range for a local tensor of 2 dims (2, 3)"
+    fails_with(LayoutError, tall([Shard(2), Replicate()], [two] * 4), text)
+    text = "placements: 1 given [Shard(dim=0)] for a mesh of 2 axes (2, 2); give one an axis"
+    fails_with(LayoutError, tall([Shard(0)], [two] * 4), text)
+    with pytest.raises(LayoutError, match=r"ranks that must agree hold different sizes of dim 0: 2 and 3 at coordinates"):
+        tall([Shard(0), Replicate()], [two, three, two, two])()
+    with pytest.raises(LayoutError, match=r"the ranks differ in dims: \(2, 3\) and, at \(0, 1\), \(2,\)"):
+        tall([Shard(0), Shard(0)], [two, torch.ones(2), two, two])()
+    with pytest.raises(LayoutError, match=r"the ranks differ in dims: \(\) and, at \(0, 1\), \(2,\)"):
+        DTensor.from_local(RankTensor([torch.ones(()), *[torch.ones(2)] * 3]), mesh, [Replicate()] * 2, run_check=True)
+    text = (
+        "shape=(9, 3): under [Shard(dim=0), Replicate()] the rank at (0, 0) holds (5, 3), but its local tensor is (2, 3)"
+    )
+    fails_with(LayoutError, tall([Shard(0), Replicate()], [two] * 4, shape=(9, 3)), text)
+    text = "placements[0] = Shard(dim=0, sizes=(1, 3)): the ranks hold [2, 2] indices of dim 0"
+    fails_with(LayoutError, tall([Shard(0, sizes=(1, 3)), Replicate()], [two] * 4), text)
+    text = "placements[1] = Shard(dim=0, sizes=(2, 3)): the ranks hold [[2, 3], [3, 2]] indices of dim 0"
+    fails_with(LayoutError, tall([Shard(0), Shard(0, sizes=(2, 3))], [two, three, three, two]), text)
+    with pytest.raises(LayoutError, match=r"the rank at \(1, 0\) holds \(2, 3\), but its local tensor is \(3, 3\)"):
+        tall([Shard(0), Replicate()], [two, two, three, three], shape=(4, 3), run_check=True)()
+    with pytest.raises(LayoutError, match="local must be a plain tensor, got list"):
+        DTensor.from_local([1.0], mesh)
+    with pytest.raises(MeshError, match="a RankTensor of 3 ranks on a simulated mesh of 4"):
+        tall([Shard(0), Replicate()], [two] * 3)()
