@@ -76,9 +76,13 @@ def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> Non
     for axis, p in enumerate(placements):
         if isinstance(p, Partial):
             if p.reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-                raise LayoutError(f"placements[{axis}] = {p!r}: an average of {dtype} is not a {dtype}; use a float dtype")
+                raise LayoutError(
+                    f"placements[{axis}] = {p!r}: an average of {dtype} is not a {dtype}; use a float dtype"
+                )
             if p.reduce_op in ("band", "bor", "bxor") and (dtype.is_floating_point or dtype.is_complex):
-                raise LayoutError(f"placements[{axis}] = {p!r}: bitwise reductions need an integer or bool dtype, got {dtype}")
+                raise LayoutError(
+                    f"placements[{axis}] = {p!r}: bitwise reductions need an integer or bool dtype, got {dtype}"
+                )
 
 
 def _check_dims(shapes: Shapes) -> None:
@@ -88,7 +92,9 @@ def _check_dims(shapes: Shapes) -> None:
             raise LayoutError(f"from_local: the ranks differ in dims: {some} and, at {coords}, {shape}")
 
 
-def _global(mesh: Any, placements: tuple[Placement, ...], shapes: Shapes) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
+def _global(
+    mesh: Any, placements: tuple[Placement, ...], shapes: Shapes
+) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
     """The global shape, and the placements with the sizes the ranks really hold."""
     total = list(next(iter(shapes.values())))
     out = list(placements)

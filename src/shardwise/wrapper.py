@@ -5,6 +5,7 @@ It lives below the public class so that the engine can make results; `concrete` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,20 @@ class Wrapper(torch.Tensor):
     def __init_subclass__(cls) -> None:
         if not hasattr(Wrapper, "concrete"):
             Wrapper.concrete = cls
+
+
+def wrapper_of(layout: Layout) -> Callable[[Any], Any]:
+    """`wrap` for one layout, with everything looked up beforehand: this runs once a call."""
+    cls, shape, stride, dtype, device = Wrapper.concrete, layout.shape, layout.stride, layout.dtype, layout.device
+    make = _make
+
+    def wrap_local(local: Any) -> Any:
+        self = make(cls, shape, strides=stride, dtype=dtype, device=device)
+        self._local = local
+        self._layout = layout
+        return self
+
+    return wrap_local
 
 
 def wrap(local: Any, layout: Layout) -> Any:

@@ -23,6 +23,7 @@ PLANS = PlanCache(maxsize=8192)
 register_cache("plans", PLANS.info, PLANS.reset)
 
 _TRUE, _FALSE = object(), object()  # True == 1 and hashes alike: plans must tell them apart
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_grad_enabled = torch.is_grad_enabled
 _is_forward_grad_enabled = torch._C._is_fwd_grad_enabled  # type: ignore[attr-defined]
 
@@ -47,6 +48,9 @@ def call_function(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, A
             elif kind is float:
                 key.append(float)
                 locals.append(arg)
+            elif kind is slice:
+                key.append((slice, arg.start, arg.stop, arg.step))
+                locals.append(arg)
             else:
                 frozen, local = freeze(arg)
                 key.append(frozen)
@@ -59,6 +63,8 @@ def call_function(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, A
                 key.append(frozen)
         else:
             kwargs = local_kwargs = {}
+        if _is_any_autocast_enabled():
+            key.append(autocast_state())
         whole_key = tuple(key)
         plan = PLANS.get(whole_key)
     except _PlainTensor:
@@ -79,6 +85,13 @@ def call_overload(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, A
         return call_function(cls, func, args, kwargs)
 
 
+def autocast_state() -> tuple[Any, ...]:
+    """What autocast would do to a call, for the key of its plan."""
+    return tuple(
+        torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    )
+
+
 def freeze(arg: Any) -> tuple[Any, Any]:
     """A hashable key for an argument, and the argument with local values for tensors."""
     if isinstance(arg, Wrapper):
@@ -91,12 +104,13 @@ def freeze(arg: Any) -> tuple[Any, Any]:
     if isinstance(arg, torch.Tensor):
         raise _PlainTensor
     if kind is slice:
-        return (slice, *(freeze(x)[0] for x in (arg.start, arg.stop, arg.step))), arg
+        return (slice, arg.start, arg.stop, arg.step), arg
     if isinstance(arg, (list, tuple)):
+        plain = [item if type(item) in _PLAIN else _slice_key(item) for item in arg]
+        if _OTHER not in plain:
+            return (kind, *plain), arg
         pairs = [freeze(item) for item in arg]
-        frozen = (list if isinstance(arg, list) else tuple, *(k for k, _ in pairs))
-        if kind is torch.Size or all(type(item) is int for item in arg):
-            return frozen, arg
+        frozen = (kind, *(k for k, _ in pairs))
         values = [v for _, v in pairs]
         return frozen, values if isinstance(arg, list) else tuple(values)
     if isinstance(arg, dict):
@@ -106,6 +120,14 @@ def freeze(arg: Any) -> tuple[Any, Any]:
     except TypeError:
         return (kind, id(arg)), arg
     return arg, arg
+
+
+_PLAIN = frozenset({int, str, type(None), type(Ellipsis), torch.dtype})
+_OTHER = object()
+
+
+def _slice_key(item: Any) -> Any:
+    return (slice, item.start, item.stop, item.step) if type(item) is slice else _OTHER
 
 
 def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:

@@ -18,8 +18,8 @@ from shardwise.errors import MeshError, StrictError
 from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
 from shardwise.move.steps import MoveStep, Spread
-from shardwise.rules.spec import Algorithm, Operand, PerCoords
-from shardwise.wrapper import Wrapper, wrap
+from shardwise.rules.spec import Algorithm, Operand, PerCoords, Result
+from shardwise.wrapper import Wrapper, wrap, wrapper_of
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
 Path = tuple[Any, ...]
@@ -84,6 +84,22 @@ def common_mesh(name: str, layouts: Sequence[Layout]) -> Any:
     return mesh
 
 
+def device_of(out: Any, default: Any) -> Any:
+    """Where an output lives: where the operands do, unless the op says another place."""
+    device = getattr(out, "device", default)
+    return default if device.type == "meta" else device
+
+
+def autocast_wrapper(layout: Layout) -> Callable[[Any], Any]:
+    """Under autocast the local result knows the dtype; meta kernels do not."""
+
+    def wrap_local(local: Any) -> Any:
+        dtype = layout.mesh.comm.first(local).dtype
+        return wrap(local, layout if dtype == layout.dtype else layout.replace(dtype=dtype))
+
+    return wrap_local
+
+
 class CallShape:
     """A call with its tensors named: operands for rules, metas for shapes."""
 
@@ -113,17 +129,18 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
     if isinstance(spec, Algorithm):
         run = spec.run
         return lambda args, kwargs, locals, local_kwargs: run(*args, **kwargs)
-    result = call.run_meta()
-    outs, tree = tree_flatten(result)
-    is_tensor = [isinstance(out, torch.Tensor) for out in outs]
-    assignment = spec.assign(call.operands, [o for o in outs if isinstance(o, torch.Tensor)], in_place)
+    known = getattr(spec, "result", None)
+    outs, tree = ([known], tree_flatten(0)[1]) if known is not None else tree_flatten(call.run_meta())
+    is_tensor = [isinstance(out, (torch.Tensor, Result)) for out in outs]
+    metas = [out for out, yes in zip(outs, is_tensor, strict=True) if yes]
+    assignment = spec.assign(call.operands, metas, in_place)
     if assignment is None:
         return None
+    device = call.layouts[0].device
     inputs = [layout.replace(placements=p) for layout, p in zip(call.layouts, assignment.inputs, strict=True)]
-    metas = [o for o in outs if isinstance(o, torch.Tensor)]
-    outputs = [
-        Layout.make(call.mesh, p, tuple(o.shape), o.dtype, o.stride(), call.layouts[0].device if o.device.type == "meta" else o.device)
-        for o, p in ([] if in_place else zip(metas, assignment.outputs, strict=True))
+    outputs = [] if in_place else [
+        Layout.make(call.mesh, p, tuple(o.shape), o.dtype, o.stride(), device_of(o, device))
+        for o, p in zip(metas, assignment.outputs, strict=True)
     ]  # fmt: skip
     split = split_axes(call.mesh, inputs, outputs)
     moves = operand_moves(call, inputs, split)
@@ -132,14 +149,20 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
     if assignment.local is None:
         invoke, takes_all = comm.bind(func, split), True
     else:
-        invoke, takes_all = bind_local(comm, assignment.local(inputs, outputs), split), False
+        invoke, takes_all = bind_local(comm, assignment.local(inputs, outputs), split, len(inputs)), False
     if in_place:
         finish: Callable[[Any, Any], Any] = lambda args, _: args[0]  # noqa: E731
-    elif tree.is_leaf() and is_tensor[0]:
-        layout = outputs[0]
         if not moves and takes_all:
-            return lambda args, kwargs, locals, local_kwargs: wrap(invoke(*locals, **local_kwargs), layout)
-        finish = lambda _, out: wrap(out, layout)  # noqa: E731
+            return lambda args, kwargs, locals, local_kwargs: (invoke(*locals, **local_kwargs), args[0])[1]
+    elif tree.is_leaf() and is_tensor[0]:
+        wrap_one = wrapper_of(outputs[0]) if not torch._C._is_any_autocast_enabled() else autocast_wrapper(outputs[0])
+        if not moves and takes_all:
+            return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(*locals, **local_kwargs))
+        if not moves and call.paths == [(0,)]:
+            return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(locals[0]))
+        if not moves and call.paths == [(0,), (1,)]:
+            return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(locals[0], locals[1]))
+        finish = lambda _, out: wrap_one(out)  # noqa: E731
     else:
         finish = _wrap_many(outputs, is_tensor, tree)
     paths = call.paths
@@ -162,11 +185,13 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
     return run
 
 
-def bind_local(comm: Any, local: Any, split: Sequence[int]) -> Callable[..., Any]:
+def bind_local(comm: Any, local: Any, split: Sequence[int], count: int) -> Callable[..., Any]:
     """A rule's local call as a function of local values."""
     if not isinstance(local, PerCoords):
         return comm.bind(local, split)
     bound, value = comm.bind(local.func, split), comm.per_rank(local.of)
+    if count == 1:
+        return lambda local: bound(local, value)
     return lambda *locals: bound(*locals, value)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from shardwise.errors import LayoutError
-from shardwise.layout.placement import Placement, Shard, as_placements
+from shardwise.layout.placement import Partial, Placement, Shard, as_placements
 from shardwise.layout.split import Intervals, chunk_pieces, compose, count, normalize, positions
 
 
@@ -190,6 +190,7 @@ def check_placements(mesh: Any, placements: tuple[Placement, ...], shape: tuple[
             f"placements: {len(placements)} given ({', '.join(map(repr, placements))}) for a mesh of "
             f"{len(mesh.shape)} axes {tuple(mesh.shape)}; give one an axis"
         )
+    _check_reductions_commute(mesh, placements)
     if not any(isinstance(p, Shard) and (p.pieces is not None or p.dim < 0 or p.dim >= len(shape)) for p in placements):
         return placements
     out: list[Placement] = []
@@ -208,6 +209,16 @@ def check_placements(mesh: Any, placements: tuple[Placement, ...], shape: tuple[
     return tuple(out)
 
 
+def _check_reductions_commute(mesh: Any, placements: tuple[Placement, ...]) -> None:
+    """The order in which axes are reduced must not matter: sums and averages mix, others only with themselves."""
+    ops = {p.reduce_op: axis for axis, p in enumerate(placements) if isinstance(p, Partial) and mesh.shape[axis] > 1}
+    if len(ops) > 1 and not ops.keys() <= {"sum", "avg"}:
+        pair = ", ".join(f"placements[{axis}] = {placements[axis]!r}" for axis in sorted(ops.values()))
+        raise LayoutError(
+            f"{pair}: these reductions do not commute, so the value would depend on their order; reduce one first"
+        )
+
+
 def _check_pieces(mesh: Any, outer: tuple[Placement, ...], axis: int, shard: Shard, shape: tuple[int, ...]) -> Shard:
     """Each row must deal out exactly what its parent holds; equal to a chunk split, it becomes one."""
     parts = mesh.shape[axis]
@@ -218,8 +229,8 @@ def _check_pieces(mesh: Any, outer: tuple[Placement, ...], axis: int, shard: Sha
         pieces = pieces * len(parents)
     if len(pieces) != len(parents):
         raise LayoutError(
-            f"placements[{axis}] = {shard!r}: {len(pieces)} rows of sizes, but the axes before it cut dim {shard.dim} into "
-            f"{len(parents)} parts; give {len(parents)} rows, or one for all"
+            f"placements[{axis}] = {shard!r}: {len(pieces)} rows of sizes, but the axes before it cut dim {shard.dim} "
+            f"into {len(parents)} parts; give {len(parents)} rows, or one for all"
         )
     for parent, row in zip(parents, pieces, strict=True):
         if len(row) != parts:
@@ -229,13 +240,13 @@ def _check_pieces(mesh: Any, outer: tuple[Placement, ...], axis: int, shard: Sha
         n, given = count(parent), sum(map(count, row))
         if given != n:
             raise LayoutError(
-                f"placements[{axis}] = {shard!r}: the sizes {tuple(map(count, row))} add up to {given}, but there are {n} "
-                f"indices of dim {shard.dim} of shape {shape} to deal out"
+                f"placements[{axis}] = {shard!r}: the sizes {tuple(map(count, row))} add up to {given}, but there are "
+                f"{n} indices of dim {shard.dim} of shape {shape} to deal out"
             )
         if normalize(part for r in row for part in r) != normalize([(0, n)]):
             raise LayoutError(
-                f"placements[{axis}] = {shard!r}: the pieces overlap or leave holes; they must deal out each of the {n} "
-                f"indices [0, {n}) of dim {shard.dim} of shape {shape} once"
+                f"placements[{axis}] = {shard!r}: the pieces overlap or leave holes; they must deal out each of "
+                f"the {n} indices [0, {n}) of dim {shard.dim} of shape {shape} once"
             )
     if all(row == chunk_pieces(count(parent), parts) for parent, row in zip(parents, pieces, strict=True)):
         return Shard(shard.dim)
@@ -256,7 +267,7 @@ def parent_sets(mesh: Any, outer: Sequence[Placement], dim: int, n: int) -> list
     return sets
 
 
-# -- from a table of sets back to one placement an axis -----------------------------------------------------------------
+# -- from a table of sets back to one placement an axis --------------------------------------------------------------
 def shards_from_table(
     axis_sizes: Sequence[int], n: int, table: Callable[[tuple[int, ...]], Intervals], dim: int
 ) -> tuple[Shard, ...]:

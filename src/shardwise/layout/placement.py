@@ -174,7 +174,9 @@ def _pieces_of_sizes(sizes: Any) -> Pieces:
     rows = sizes if sizes and isinstance(sizes[0], (tuple, list)) else (sizes,)
     for row in rows:
         if not isinstance(row, (tuple, list)):
-            raise LayoutError(f"Shard: sizes must be ints, or one row of ints for each outer part, got {row!r} in {sizes}")
+            raise LayoutError(
+                f"Shard: sizes must be ints, or one row of ints for each outer part, got {row!r} in {tuple(sizes)}"
+            )
         for size in row:
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
                 raise LayoutError(f"Shard: sizes must be ints >= 0, got {size!r} in {tuple(sizes)}")

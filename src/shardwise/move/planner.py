@@ -166,7 +166,7 @@ class _Planner:
         return self.layout.placements[axis]
 
     def _may_cut(self, axis: int) -> bool:
-        """Whether the target's cut on `axis` can be made now: nothing nested inside, nothing outside still to change."""
+        """Whether the target's cut on `axis` can be made now: nothing nested inside, nothing outside to change."""
         goal = self._goal(axis)
         if not isinstance(goal, Shard):
             return False
@@ -216,9 +216,8 @@ class _Planner:
         if isinstance(goal, Shard):
             self._slice(axis)
         elif isinstance(goal, Partial):
-            if goal.reduce_op in ("sum", "product", "bxor"):
-                self.steps.append(ToPartial(self.layout, axis, goal.reduce_op))
-            else:  # avg, max, min, and, or of equal values is the value
+            if goal.reduce_op == "product":
                 self.steps.append(Spread(self.layout, axis))
+            self.steps.append(ToPartial(self.layout, axis, goal.reduce_op))
             self.layout = self._with(axis, goal)
         self.pending.discard(axis)

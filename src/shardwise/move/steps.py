@@ -143,7 +143,7 @@ class AllReduce(MoveStep):
     uniform = True
 
     def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
-        return local
+        return local.contiguous()
 
     def bytes_in(self, coords: Coords) -> int:
         return 2 * (self.ranks - 1) * self.bytes_at(coords) // self.ranks
@@ -168,27 +168,39 @@ class Spread(MoveStep):
 
 @dataclass(frozen=True, eq=False)
 class ToPartial(MoveStep):
-    """Replicate -> Partial: the first coordinate keeps the value, the others hold the neutral element."""
+    """Replicate -> Partial: the first coordinate keeps the value, the others hold the neutral element; where equal parts
+    reduce to themselves (avg, max, min, and, or), everyone keeps it."""
 
     reduce_op: str = "sum"
 
     def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
-        if coords[self.axis] == 0:
-            return local.clone()
-        return torch.ones_like(local) if self.reduce_op == "product" else torch.zeros_like(local)
+        if coords[self.axis] == 0 or self.reduce_op not in ("sum", "product", "bxor"):
+            return local.clone(memory_format=torch.contiguous_format)
+        neutral = 1 if self.reduce_op == "product" else 0
+        return torch.full_like(local, neutral, memory_format=torch.contiguous_format)
 
     @property
     def partner(self) -> MoveStep:
-        if self.reduce_op != "sum":
-            return super().partner
-        return Nothing(self.layout, self.axis)
+        if self.reduce_op == "sum":
+            return TakeFirst(self.layout, self.axis)
+        if self.reduce_op == "product":
+            return OnFirst(self.layout, self.axis)
+        return AllReduce(self.layout, self.axis)  # each part has a part of the gradient
 
 
-class Nothing(MoveStep):
-    """The gradient of Replicate -> Partial(sum)."""
+class TakeFirst(MoveStep):
+    """The gradient of Replicate -> Partial(sum): the parts of a sum all have the gradient of the sum, so nothing moves."""
 
     def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         return local.view_as(local)
+
+    @property
+    def partner(self) -> MoveStep:
+        return ToPartial(self.layout, self.axis)
+
+
+class OnFirst(ToPartial):
+    """The gradient of Replicate -> Partial(product), before it is added up: the other coordinates hold constants."""
 
     @property
     def partner(self) -> MoveStep:
@@ -273,14 +285,14 @@ class TakePart(MoveStep):
         return GatherParts(self.layout, self.axis)
 
 
-# -- index sets on tensors -------------------------------------------------------------------------------------------------
+# -- index sets on tensors -------------------------------------------------------------------------------------------
 def _with_dim(shape: Sequence[int], dim: int, row: Sequence[Intervals]) -> list[tuple[int, ...]]:
     return [(*shape[:dim], count(part), *shape[dim + 1 :]) for part in row]
 
 
 @lru_cache(maxsize=256)
 def _index(intervals: Intervals) -> torch.Tensor:
-    return torch.cat([torch.arange(a, b) for a, b in intervals])
+    return torch.cat([torch.arange(a, b, device="cpu") for a, b in intervals])
 
 
 def take(x: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:

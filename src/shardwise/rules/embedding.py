@@ -39,7 +39,10 @@ def embedding(first: Operand, second: Operand, padding_idx: Any = None, *args: A
     def local(inputs: list[Layout], outputs: list[Layout]) -> Any:
         layout = inputs[table.index]
         if not layout.axes_of(0):
-            return lambda a, b: F.embedding(*((b, a) if first is table else (a, b)), padding_idx, None, 2.0, by_freq, sparse)  # fmt: skip
+            pad = -1 if padding_idx is None else padding_idx
+            if first is table:
+                return lambda table, ids: torch.embedding(table, ids, pad, by_freq, sparse)
+            return lambda ids, table: torch.embedding(table, ids, pad, by_freq, sparse)
 
         def look_up(a: torch.Tensor, b: torch.Tensor, held: Any) -> torch.Tensor:
             return masked_lookup(*((b, a) if first is table else (a, b)), held, size, padding_idx)

@@ -5,16 +5,31 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.layout import contiguous_stride
 from shardwise.rules.notation import factors, line, parse
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Factors, Operand
+from shardwise.rules.spec import Factors, Operand, Result
 
 line("mm", "m k, k n -> m n", linear="each")
 line("bmm", "b m k, b k n -> b m n", linear="each")
 line("mv", "m k, k -> m", linear="each")
 line("dot vdot", "k, k -> ", linear="each")
 line("outer ger", "m, n -> m n", linear="each")
-line("linear", "*b k, n k, n? -> *b n", linear="each", joint=frozenset({0, 1}), addends=frozenset({2}))
+
+
+_LINEAR = parse("*b k, n k, n? -> *b n")
+
+
+@rule("linear")
+def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Factors | None:
+    """``*b k, n k, n? -> *b n``: the bias joins the one part of a sum, if k is cut."""
+    operands = [op for op in (x, weight, bias) if op is not None]
+    if weight.ndim != 2 or not all(isinstance(op, Operand) for op in operands):
+        return None
+    known = x.shape[-1:] == weight.shape[1:] and len({op.dtype for op in operands}) == 1
+    shape = (*x.shape[:-1], weight.shape[0])
+    result = Result(shape, x.dtype, contiguous_stride(shape)) if known else None
+    return factors(_LINEAR, operands, "each", joint=frozenset({0, 1}), addends=frozenset({2}), result=result)
 
 
 @rule("matmul")

@@ -47,17 +47,22 @@ def _local_range(source: Layout, dim: int, wanted: Range, coords: tuple[int, ...
 
 def _slice_one(dim: int) -> Callable[..., Any]:
     def cut(x: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
-        start, stop, step = ranges[0]
-        return torch.ops.aten.slice(x, dim, start, stop, step)
+        return _cut(x, dim, *ranges[0])
 
     return cut
 
 
 def _slice_many(dim: int, container: type) -> Callable[..., Any]:
     def cut(x: torch.Tensor, ranges: Sequence[Range]) -> Any:
-        return container(torch.ops.aten.slice(x, dim, *r) for r in ranges)
+        return container(_cut(x, dim, *r) for r in ranges)
 
     return cut
+
+
+def _cut(x: torch.Tensor, dim: int, start: int, stop: int, step: int) -> torch.Tensor:
+    if step == 1:
+        return x.narrow(dim, start, stop - start)
+    return torch.ops.aten.slice(x, dim, start, stop, step)
 
 
 @rule("narrow")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shardwise.layout import Layout, Partial, Placement, Shard
 from shardwise.layout.placement import REPLICATE
@@ -12,6 +12,17 @@ from shardwise.move.cost import DEFAULT_COST
 
 Places = tuple[Placement, ...]
 LocalCall = Any  # a function of the operands' local values, in order, or PerCoords
+
+
+class Result(NamedTuple):
+    """Shape, dtype and stride of one output, where a rule knows them without asking torch's meta kernels."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    strides: tuple[int, ...]
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
 
 
 class Operand:
@@ -105,6 +116,7 @@ class Factors:
     joint: frozenset[int] | None = None  # the operands `linear` speaks of; None: all
     reduce: dict[str, str] = field(default_factory=dict)
     local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
+    result: Result | None = None  # of a single output; without it torch's meta kernel is asked
     addends: frozenset[int] = frozenset()  # operands added to the result: where it is a sum of parts, one part has them
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
