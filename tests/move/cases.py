@@ -105,3 +105,26 @@ def check_holds(locals_by_rank, dealt: Dealt, whole: torch.Tensor, **tolerance) 
 
 def _agree(one: Coords, other: Coords, apart_from) -> bool:
     return all(i == j for axis, (i, j) in enumerate(zip(one, other, strict=True)) if axis not in apart_from)
+
+
+# -- real processes: this rank's side of a move ----------------------------------------------------------------------------
+@dataclass
+class Parts:
+    """All parts of a laid-out value in one leaf: a leading dim for each Partial axis, then the global shape."""
+
+    dealt: Dealt
+    every: torch.Tensor
+
+    def whole(self) -> torch.Tensor:
+        return reduced(self.every, self.dealt)
+
+    def at(self, coords: Coords, of: torch.Tensor | None = None) -> torch.Tensor:
+        """What the rank at `coords` holds of `of`, a tensor like `every`."""
+        axes = [axis for axis, p in enumerate(self.dealt.placements) if p.is_partial()]
+        of = self.every.detach() if of is None else of
+        return self.dealt.part(of[tuple(coords[axis] for axis in axes)], coords).contiguous()
+
+
+def all_parts(dealt: Dealt, dtype=torch.float64, seed=0) -> Parts:
+    sizes = [dealt.mesh_shape[axis] for axis, p in enumerate(dealt.placements) if p.is_partial()]
+    return Parts(dealt, values((*sizes, *dealt.shape), dtype, torch.Generator().manual_seed(seed)))

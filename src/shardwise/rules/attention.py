@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from shardwise.layout import Shard
+from shardwise.layout import Layout, Shard
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Algorithm, Factors, Operand
 
@@ -24,7 +26,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Any:
     if dropout_p > 0.0:
-        return Algorithm(attention_with_dropout)
+        return Algorithm(attention_by_definition)
     batch = max(q.ndim, k.ndim, v.ndim) - 2
     sizes = [max(_size(op, i, batch) for op in (q, k, v)) for i in range(batch)]
     grouped = enable_gqa and batch > 0 and _size(q, batch - 1, batch) != _size(k, batch - 1, batch)
@@ -49,7 +51,20 @@ def attention(
             fits = _size(attn_mask, i, batch) == sizes[i] and not (grouped and i == batch - 1)
             mask_batch.append(f"b{i}" if fits else None)
         inputs.append((*mask_batch, rows if attn_mask.ndim > 1 and attn_mask.shape[-2] == q.shape[-2] else None, None))
-    return Factors(inputs, [(*out, rows, "e")], linear="each", joint=frozenset({2}))
+    causal, grouping = is_causal, enable_gqa
+
+    def local(layouts: list[Layout], outputs: list[Layout]) -> Callable[..., Any]:
+        plain_mask = None if isinstance(attn_mask, Operand) else attn_mask
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = plain_mask) -> torch.Tensor:
+            if q.numel() and v.numel():
+                return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouping)
+            # fused kernels drop the graph of an empty shard; every rank must build the same one
+            return attention_by_definition(q, k, v, mask, 0.0, causal, scale, grouping)
+
+        return attend
+
+    return Factors(inputs, [(*out, rows, "e")], linear="each", joint=frozenset({2}), local=local)
 
 
 def _size(op: Operand, batch_dim: int, batch: int) -> int:
@@ -72,7 +87,7 @@ def _heads_may_be_cut(operands: tuple[Operand, ...]) -> bool:
     return True
 
 
-def attention_with_dropout(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, scale: Any = None, enable_gqa: bool = False) -> Any:  # fmt: skip
+def attention_by_definition(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, scale: Any = None, enable_gqa: bool = False) -> Any:  # fmt: skip
     """The definition, spelled out, so that dropout draws what one device would draw."""
     if enable_gqa:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
@@ -83,4 +98,5 @@ def attention_with_dropout(q: Any, k: Any, v: Any, attn_mask: Any = None, dropou
         scores = scores.masked_fill(~allowed, float("-inf"))
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype is torch.bool else scores + attn_mask
-    return torch.nn.functional.dropout(scores.softmax(-1), dropout_p) @ v
+    weights = scores.softmax(-1)
+    return (F.dropout(weights, dropout_p) if dropout_p else weights) @ v

@@ -24,8 +24,9 @@ def elementwise_loss(name: str) -> None:
     @rule(name)
     def loss(*args: Any, reduction: Any = "mean", **kwargs: Any) -> Any:
         operands = list(operands_in((*args, *kwargs.values())))
-        if len(args) > 3 or not isinstance(reduction, str) or "size_average" in kwargs or "reduce" in kwargs:
-            return None
+        legacy = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
+        if legacy or not isinstance(reduction, str) or any(type(a) in (int, bool) for a in args):
+            return None  # aten's own spelling, with a number for the reduction, goes by its decomposition
         if reduction == "none":
             return broadcast(operands)
         if _replicated(operands):

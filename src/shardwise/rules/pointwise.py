@@ -71,13 +71,13 @@ def filled_like(x: Operand, *args: Any, **kwargs: Any) -> Factors:
 
 @rule("to type float double half bfloat16 int long short char byte bool cpu cuda type_as _to_copy chalf cfloat cdouble")
 def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors:
-    """A Partial sum survives a cast between floating types (or to the same), not one that rounds to integers."""
+    """A Partial sum survives a cast that loses nothing; before one that rounds, the sum is taken."""
     others = list(operands_in((*args, *kwargs.values())))
     if others:  # type_as, to(other): the other gives its dtype only
         return Factors([broadcast([x]).inputs[0], *([None] * o.ndim for o in others)], [broadcast([x]).outputs[0]])
     wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
-    keeps = all(d.is_floating_point == x.dtype.is_floating_point and d.is_complex == x.dtype.is_complex for d in wanted)
-    return broadcast([x], linear="joint" if keeps and wanted else "none")
+    keeps = wanted and all(torch.promote_types(d, x.dtype) == d and d.is_floating_point for d in wanted)
+    return broadcast([x], linear="joint" if keeps else "none")
 
 
 @rule("add sub subtract")

@@ -1,0 +1,36 @@
+"""Every rule of the transformer set, forward and backward, on random layouts of 1-D to 3-D simulated meshes."""
+
+import pytest
+
+from shardwise import simulate
+from tests.harness import check
+from tests.ops.cases import CASES
+from tests.workers import device_mesh, run_ranks
+
+MESHES = [(3,), (2, 2), (2, 1, 3)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_simulated(name, mesh):
+    function, tensors = CASES[name]
+    check(function, tensors, simulate(mesh), limit=8, seed=len(name))
+
+
+def on_gloo(rank, world_size, names, shape):
+    for name in names:
+        function, tensors = CASES[name]
+        try:
+            check(function, tensors, device_mesh(shape), limit=3, seed=len(name) + 1)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+GROUPS = [list(CASES)[i::6] for i in range(6)]
+
+
+@pytest.mark.parametrize("group", range(len(GROUPS)))
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+def test_gloo(group, shape):
+    world = 2 if shape == (2,) else 4
+    run_ranks(on_gloo, world, GROUPS[group], shape, timeout=110)
