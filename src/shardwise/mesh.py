@@ -203,7 +203,9 @@ def _current_mesh() -> Any:
 _worlds: dict[tuple[Any, ...], SimulatedMesh] = {}
 
 
-def simulate(shape: int | Sequence[int], *, axis_names: Sequence[str] | None = None, device: str = "cpu") -> SimulatedMesh:  # fmt: skip
+def simulate(
+    shape: int | Sequence[int], *, axis_names: Sequence[str] | None = None, device: str = "cpu"
+) -> SimulatedMesh:
     """A mesh of simulated ranks in this process. Equal calls give the same mesh.
 
     >>> simulate((2, 4), axis_names=("dp", "tp"))

@@ -131,7 +131,7 @@ def _with_sizes(shard: Any, axis: int, rows: list[list[int]]) -> Shard:
 
 def _stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Dense strides for `shape`, with the dims in the order they have in the local tensor's memory."""
-    order = sorted(range(local.ndim), key=lambda d: (-local.stride(d), d))
+    order = sorted(range(local.ndim), key=lambda d: (-local.stride()[d], d))
     stride, step = [0] * local.ndim, 1
     for dim in reversed(order):
         stride[dim] = step

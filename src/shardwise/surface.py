@@ -4,6 +4,8 @@ lives in the local tensors. The layout of a gradient follows from the layout of 
 
 from __future__ import annotations
 
+import functools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -197,38 +199,53 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any 
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------------------
-def register_hook(tensor: Any, hook: Callable[[Any], Any]) -> RemovableHandle:
+def register_hook(tensor: Any, hook: Callable[[Any], Any]) -> Any:
     """The hook sees the gradient as a distributed tensor, whole, and may replace it."""
     if not first(tensor).requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
-    layout = grad_layout(tensor._layout)
+    layout, comm = grad_layout(tensor._layout), tensor._layout.mesh.comm
 
     def on_local(local: Any) -> Any:
         result = hook(wrap(local, layout))
         if result is None:
             return local
+        if not isinstance(result, Wrapper):
+            raise LayoutError(f"hook: returned a {type(result).__name__}; return a DTensor or None")
         return move(result._local, result._layout, layout, Note("hook"))
 
-    comm = tensor._layout.mesh.comm
-    if not comm.simulated:
-        return first(tensor).register_hook(on_local)
+    parts, structure = values(tensor), comm.structure(leaf_local(tensor))
+    if len(parts) == 1:  # one graph: a rank of a process group, or simulated ranks that share their value
+        return parts[0].register_hook(lambda g: comm.pick(structure, on_local(comm.assemble(structure, [g])))[0])
     hooks = tensor.__dict__.get("_hooks")
     if hooks is None:
-        if getattr(tensor._local, "used", False):
-            raise AutogradError(
-                "register_hook on a simulated mesh must come before the first use of the tensor: "
-                "the ranks' gradients meet in a node that later uses go through"
-            )
-        hooks = tensor._hooks = {}
+        if tensor._local.used:
+            return _register_late(parts, lambda grads: hook(wrap(comm.assemble(structure, grads), layout)))
+        hooks = OrderedDict()
         if first(tensor).is_leaf:
             tensor._leaf = tensor._local
-        tensor._local = joined(comm, tensor._local, hooks)
+        tensor._local, tensor._hooks = joined(comm, tensor._local, hooks), hooks
     handle = RemovableHandle(hooks)
     hooks[handle.id] = on_local
     return handle
 
 
-def register_post_accumulate_grad_hook(tensor: Any, hook: Callable[[Any], None]) -> RemovableHandle:
+def _register_late(parts: Sequence[torch.Tensor], hook: Callable[[list[torch.Tensor]], Any]) -> _Handles:
+    """A hook on simulated ranks whose values are in use: it can watch the gradients once the last one is there, but the
+    others are on their way by then."""
+    arrived: dict[int, torch.Tensor] = {}
+
+    def on_part(i: int, grad: torch.Tensor) -> None:
+        arrived[i] = grad
+        if len(arrived) == len(parts) and hook([arrived.pop(j) for j in range(len(parts))]) is not None:
+            raise AutogradError(
+                "register_hook: a hook that replaces the gradient must be registered before the first use of the tensor "
+                "on a simulated mesh, where the ranks' gradients meet in a node that only later uses go through"
+            )
+
+    return _Handles([part.register_hook(functools.partial(on_part, i)) for i, part in enumerate(parts)])
+
+
+def register_post_accumulate_grad_hook(tensor: Any, hook: Callable[[Any], None]) -> _Handles:
     """The hook runs once the gradient of the whole tensor has been accumulated."""
     parts = values(tensor)
     if not parts[0].is_leaf:
@@ -242,7 +259,7 @@ def register_post_accumulate_grad_hook(tensor: Any, hook: Callable[[Any], None])
             hook(tensor)
 
     handles = [value.register_post_accumulate_grad_hook(on_part) for value in parts]
-    return _Handles(handles)  # type: ignore[return-value]
+    return _Handles(handles)
 
 
 class _Handles:

@@ -71,9 +71,8 @@ class DTensor(Wrapper):
         places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
         local, layout = layout_of_locals(local, mesh, places, shape, stride, run_check, assume_even)
         if grad_placements is not None:
-            mine, theirs = surface.grad_layout(layout), layout.replace(placements=as_placements(grad_placements))
-            note = Note("from_local")
-            local = regrade(mesh.comm, local, lambda g: move(g, mine, theirs, note))
+            mine, theirs = surface.grad_layout(layout), _grad_layout_given(layout, grad_placements)
+            local = regrade(mesh.comm, local, lambda g: move(g, mine, theirs, Note("from_local")))
         return wrap(local, layout)
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
@@ -84,8 +83,7 @@ class DTensor(Wrapper):
         if not (torch.is_grad_enabled() and self.requires_grad):
             return local
         if grad_placements is not None:
-            mine = surface.grad_layout(self._layout)
-            theirs = self._layout.replace(placements=as_placements(grad_placements))
+            mine, theirs = surface.grad_layout(self._layout), _grad_layout_given(self._layout, grad_placements)
             local = regrade(comm, own_each(comm, local), lambda g: move(g, theirs, mine, Note("to_local")))
         return own_each(comm, local)
 
@@ -120,7 +118,7 @@ class DTensor(Wrapper):
         local = move(self._local, layout, whole, Note("full_tensor"))
         comm = layout.mesh.comm
         if grad_placements is not None and torch.is_grad_enabled() and self.requires_grad:
-            theirs = whole.replace(placements=as_placements(grad_placements))
+            theirs = _grad_layout_given(whole, grad_placements)
             local = regrade(comm, own_each(comm, local), lambda g: move(g, theirs, whole, Note("full_tensor")))
         return collapse(comm, local)
 
@@ -271,6 +269,19 @@ class DTensor(Wrapper):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return call_overload(cls, func, args, kwargs)
+
+
+def _grad_layout_given(layout: Layout, grad_placements: Sequence[Any]) -> Layout:
+    """The layout the user gives the gradient of a local tensor, which must be as large as the tensor on every rank."""
+    given = layout.replace(placements=as_placements(grad_placements))
+    for coords in layout.mesh.comm.played():
+        if given.local_shape_at(coords) != layout.local_shape_at(coords):
+            raise LayoutError(
+                f"grad_placements = {list(given.placements)}: the rank at {coords} would have a gradient of shape "
+                f"{given.local_shape_at(coords)} for its local tensor of shape {layout.local_shape_at(coords)} under "
+                f"{list(layout.placements)}; use the same Shard, or Replicate() or Partial() where there is none"
+            )
+    return given
 
 
 def _redistribute_as(tensor: DTensor, placements: Any, forward: torch.dtype | None, backward: torch.dtype | None) -> DTensor:  # fmt: skip

@@ -40,8 +40,8 @@ BAD_LAYOUTS = {
     ),
     "sizes do not add up": (
         lambda: on((4,), [Shard(0, sizes=(1, 2, 3, 4))], (4, 4)),
-        "placements[0] = Shard(dim=0, sizes=(1, 2, 3, 4)): the sizes (1, 2, 3, 4) add up to 10, but there are 4 indices "
-        "of dim 0 of shape (4, 4) to deal out",
+        "placements[0] = Shard(dim=0, sizes=(1, 2, 3, 4)): the sizes (1, 2, 3, 4) add up to 10, but there are 4 "
+        "indices of dim 0 of shape (4, 4) to deal out",
     ),
     "sizes do not add up to a nested part": (
         lambda: on((2, 2), [Shard(0), Shard(0, sizes=((1, 3), (1, 3)))], (7,)),
@@ -54,13 +54,18 @@ BAD_LAYOUTS = {
     ),
     "wrong count of rows": (
         lambda: on((2, 2), [Shard(0), Shard(0, sizes=((1, 3), (1, 3), (1, 3)))], (8,)),
-        "placements[1] = Shard(dim=0, sizes=((1, 3), (1, 3), (1, 3))): 3 rows of sizes, but the axes before it cut dim 0 "
-        "into 2 parts; give 2 rows, or one for all",
+        "placements[1] = Shard(dim=0, sizes=((1, 3), (1, 3), (1, 3))): 3 rows of sizes, but the axes before it cut "
+        "dim 0 into 2 parts; give 2 rows, or one for all",
     ),
     "pieces overlap": (
         lambda: on((2,), [overlapping()], (4,)),
-        f"placements[0] = {overlapping()!r}: the pieces overlap or leave holes; they must deal out each of the 4 indices "
-        "[0, 4) of dim 0 of shape (4,) once",
+        f"placements[0] = {overlapping()!r}: the pieces overlap or leave holes; they must deal out each of the 4 "
+        "indices [0, 4) of dim 0 of shape (4,) once",
+    ),
+    "reductions that do not commute": (
+        lambda: on((2, 2), [Partial(), Partial("max")], (4,)),
+        "placements[0] = Partial(sum), placements[1] = Partial(max): these reductions do not commute, so the value "
+        "would depend on their order; reduce one first",
     ),
     "negative shape": (lambda: on((2,), [Shard(0)], (4, -1)), "shape = (4, -1): sizes must be ints >= 0"),
     "shape of floats": (lambda: on((2,), [Shard(0)], (4, 2.5)), "shape = (4, 2.5): sizes must be ints >= 0"),
@@ -102,8 +107,8 @@ BAD_PLACEMENTS = {
     ),
     "a class": (
         lambda: as_placements([Replicate]),
-        "placements[0] = <class 'shardwise.layout.placement.Replicate'> is not a placement; use Replicate(), Shard(dim) "
-        "or Partial(op)",
+        "placements[0] = <class 'shardwise.layout.placement.Replicate'> is not a placement; use Replicate(), "
+        "Shard(dim) or Partial(op)",
     ),
     "not a sequence": (
         lambda: as_placements(0),
@@ -124,6 +129,12 @@ def test_layouts(case):
 @pytest.mark.parametrize("case", BAD_PLACEMENTS.values(), ids=list(BAD_PLACEMENTS))
 def test_placements(case):
     fails_with(LayoutError, *case)
+
+
+def test_reductions_that_commute():
+    assert on((2, 2), [Partial(), Partial("avg")], (4,)).is_partial
+    assert on((2, 2), [Partial("max"), Partial("max")], (4,)).is_partial
+    assert on((2, 1), [Partial("max"), Partial("sum")], (4,)).is_partial  # one rank reduces nothing
 
 
 def fails_with(kind, make, text):
@@ -150,7 +161,9 @@ def test_ranks_and_axes():
 
 def test_meshes():
     for shape in ((2, 0), (), "ab", True, (2.0,)):
-        fails_with(MeshError, lambda s=shape: simulate(s), f"simulate: shape must be one or more ints > 0, got {shape!r}")
+        fails_with(
+            MeshError, lambda s=shape: simulate(s), f"simulate: shape must be one or more ints > 0, got {shape!r}"
+        )
     text = "simulate: axis_names ('x', 'x') must name each of the 2 axes of (2, 2) once"
     fails_with(MeshError, lambda: simulate((2, 2), axis_names=("x", "x")), text)
     text = "device_mesh: expected a DeviceMesh or simulate(...), got 3 (int)"
@@ -202,15 +215,14 @@ def test_from_local():
     fails_with(LayoutError, tall([Shard(2), Replicate()], [two] * 4), text)
     text = "placements: 1 given [Shard(dim=0)] for a mesh of 2 axes (2, 2); give one an axis"
     fails_with(LayoutError, tall([Shard(0)], [two] * 4), text)
-    with pytest.raises(LayoutError, match=r"ranks that must agree hold different sizes of dim 0: 2 and 3 at coordinates"):
+    with pytest.raises(LayoutError, match="ranks that must agree hold different sizes of dim 0: 2 and 3 at"):
         tall([Shard(0), Replicate()], [two, three, two, two])()
     with pytest.raises(LayoutError, match=r"the ranks differ in dims: \(2, 3\) and, at \(0, 1\), \(2,\)"):
         tall([Shard(0), Shard(0)], [two, torch.ones(2), two, two])()
     with pytest.raises(LayoutError, match=r"the ranks differ in dims: \(\) and, at \(0, 1\), \(2,\)"):
         DTensor.from_local(RankTensor([torch.ones(()), *[torch.ones(2)] * 3]), mesh, [Replicate()] * 2, run_check=True)
-    text = (
-        "shape=(9, 3): under [Shard(dim=0), Replicate()] the rank at (0, 0) holds (5, 3), but its local tensor is (2, 3)"
-    )
+    text = "shape=(9, 3): under [Shard(dim=0), Replicate()] the rank at (0, 0) holds (5, 3), but its local tensor "
+    text += "is (2, 3)"
     fails_with(LayoutError, tall([Shard(0), Replicate()], [two] * 4, shape=(9, 3)), text)
     text = "placements[0] = Shard(dim=0, sizes=(1, 3)): the ranks hold [2, 2] indices of dim 0"
     fails_with(LayoutError, tall([Shard(0, sizes=(1, 3)), Replicate()], [two] * 4), text)

@@ -1,4 +1,4 @@
-"""Every change of layout on simulated meshes: values, gradients, second derivatives, and what the plan says it costs."""
+"""Every change of layout on simulated meshes: values, gradients, second derivatives, and what the plan says of it."""
 
 import itertools
 import random
@@ -41,14 +41,14 @@ def check_gradients(root, ours, theirs, weight, second):
 
 
 def check_typed_gradient(given, moved, dst, weight):
-    """A gradient laid out as the result (a sum's parts all have the whole one) comes back as the gradient of the value."""
+    """A gradient laid out as the result (parts of a sum all have the whole one) comes back as that of the value."""
     locals_ = moved.to_local().ranks
     seeds = [dst.part(weight, coords) for coords in grid(dst.mesh_shape)]
     found = torch.autograd.grad(locals_, given.root, seeds, retain_graph=True)[0]
     torch.testing.assert_close(found, torch.autograd.grad(given.whole, given.root, weight, retain_graph=True)[0])
 
 
-# -- all pairs -----------------------------------------------------------------------------------------------------------
+# -- all pairs -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("shape", [(8, 4), (5, 3), (2, 3), (0, 3)], ids=str)
 @pytest.mark.parametrize("before", EVERY)
 def test_all_pairs_on_one_axis(before, shape):
@@ -115,7 +115,7 @@ def test_there_and_back(mesh_shape, shape, rng):
     check_holds(x.redistribute(placements=src.placements).to_local().ranks, src, given.whole)
 
 
-# -- gradients that need a closer look -----------------------------------------------------------------------------------
+# -- gradients that need a closer look -------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_ties_share_the_gradient_as_in_torch(op):
     parts = [torch.tensor([1.0, 2.0, 3.0], requires_grad=True), torch.tensor([1.0, 5.0, 3.0], requires_grad=True)]
@@ -186,7 +186,7 @@ def test_sub_meshes_move_apart_from_each_other():
         torch.testing.assert_close(ours.detach(), theirs)
 
 
-# -- dtypes and memory formats --------------------------------------------------------------------------------------------
+# -- dtypes and memory formats ---------------------------------------------------------------------------------------
 DTYPES = [
     torch.float16,
     torch.bfloat16,
@@ -273,10 +273,12 @@ def test_expanded_and_strided_locals():
 def test_conjugated_locals():
     parts = [torch.randn(2, 3, dtype=torch.complex64) for _ in range(2)]
     x = DTensor.from_local(RankTensor([part.conj() for part in parts]), simulate(2), [Shard(0)])
-    torch.testing.assert_close(x.redistribute(placements=[Shard(1)]).full_tensor(), torch.cat(parts).conj().resolve_conj())
+    torch.testing.assert_close(
+        x.redistribute(placements=[Shard(1)]).full_tensor(), torch.cat(parts).conj().resolve_conj()
+    )
 
 
-# -- from what the ranks hold ----------------------------------------------------------------------------------------------
+# -- from what the ranks hold ----------------------------------------------------------------------------------------
 @deterministic(80)
 @given(mesh_shapes, shapes, rngs)
 def test_from_local_finds_the_true_shape(mesh_shape, shape, rng):
@@ -308,7 +310,7 @@ def test_from_local_takes_replicas_from_the_first_rank():
     assert [v.tolist() for v in x.to_local().ranks] == [[0, 0], [0, 0], [2, 2], [2, 2]]
 
 
-# -- what a plan says ------------------------------------------------------------------------------------------------------
+# -- what a plan says ------------------------------------------------------------------------------------------------
 @pytest.fixture
 def ledger():
     entries = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -42,29 +43,24 @@ class Ledger:
     def table(self) -> Table:
         """Equal communications of one source line together, as a rich table."""
         out = Table("op", "collective", "axis", "pass", "count", "bytes", "source", "reason")
-        counts: Counter[tuple[Any, ...]] = Counter()
-        sizes: Counter[tuple[Any, ...]] = Counter()
+        counts: Counter[tuple[str, ...]] = Counter()
+        sizes: Counter[tuple[str, ...]] = Counter()
         for e in self.entries:
             key = (e.op, e.kind, e.axis, "backward" if e.backward else "forward", e.source, e.reason)
             counts[key] += 1
             sizes[key] += e.bytes
         for key, count in counts.items():
-            op, kind, axis, direction, source, reason = key
-            out.add_row(op, kind, axis, direction, str(count), f"{sizes[key]:,}", source, reason)
+            *left, source, reason = key
+            out.add_row(*left, str(count), f"{sizes[key]:,}", source, reason)
         return out
 
     def __repr__(self) -> str:
-        console = Console(width=160, record=True, file=_Nowhere())
+        head = f"{len(self)} communications, {self.total_bytes:,} bytes"
+        if not self.entries:
+            return head
+        console = Console(width=160, file=io.StringIO())
         console.print(self.table())
-        return f"{len(self)} communications, {self.total_bytes:,} bytes\n{console.export_text()}"
-
-
-class _Nowhere:
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        pass
+        return f"{head}\n{console.file.getvalue()}"  # type: ignore[attr-defined]
 
 
 def ledger() -> Ledger:

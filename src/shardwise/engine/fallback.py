@@ -39,14 +39,14 @@ def replicated(func: Any, call: CallShape) -> Plan:
     whole = [layout.replace(placements=(REPLICATE,) * len(layout.placements)) for layout in call.layouts]
     moves = [(i, plan_steps(a, b), False) for i, (a, b) in enumerate(zip(call.layouts, whole, strict=True))]
     moves = [(i, steps, flag) for i, steps, flag in moves if steps]
-    paths, moved = call.paths, {i for i, _, _ in moves}
+    name, paths, layouts, moved = call.name, call.paths, call.layouts, {i for i, _, _ in moves}
     invoke = comm.bind(func)
     note = Note(call.name, reason="no rule: gathered and computed on every rank")
     written = _written_paths(func, call)
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if moves and is_strict():
-            refuse(call.name, moves, call.layouts, whole)
+            refuse(name, moves, layouts, whole)
         for i, steps, _ in moves:
             put(locals, local_kwargs, paths[i], run_move(fetch(args, kwargs, paths[i])._local, comm, steps, note))
         result = invoke(*locals, **local_kwargs)
@@ -54,7 +54,7 @@ def replicated(func: Any, call: CallShape) -> Plan:
         for i in written:
             tensor, value = fetch(args, kwargs, paths[i]), fetch(locals, local_kwargs, paths[i])
             if i in moved:
-                back = run_move(value, comm, plan_steps(whole[i], call.layouts[i]), note)
+                back = run_move(value, comm, plan_steps(whole[i], layouts[i]), note)
                 comm.bind(torch.Tensor.copy_)(tensor._local, back)
             originals[id(value)] = tensor
         return tree_map_only(torch.Tensor, lambda x: originals.get(id(x)) or _wrap_replicated(x, mesh), result)

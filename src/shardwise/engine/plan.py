@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm.record import Note
+from shardwise.engine.aliasing import after_write, before_write, note_copy
 from shardwise.engine.context import is_strict
 from shardwise.errors import MeshError, StrictError
 from shardwise.layout import Layout
@@ -31,6 +32,8 @@ def op_name(func: Any) -> str:
     if schema is not None:
         return schema.name.removeprefix("aten::")
     name = getattr(func, "__name__", str(func))
+    if name == "__getitem__":
+        return "x[...]"
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     return name
@@ -119,16 +122,22 @@ class CallShape:
 
     def run_meta(self) -> Any:
         """The call on meta tensors: global shapes, strides and dtypes of the result; torch's own errors for bad input."""
-        args, kwargs = self.with_tensors([meta_like(layout) for layout in self.layouts])
+        self.metas = [meta_like(layout) for layout in self.layouts]
+        args, kwargs = self.with_tensors(self.metas)
         with torch.no_grad():
             return self.func(*args, **kwargs)
+
+    def base_of(self, out: Any) -> int | None:
+        """The operand that `out`, a result of `run_meta`, is a view of."""
+        base = getattr(out, "_base", None)
+        return next((i for i, meta in enumerate(self.metas) if meta is base), None) if base is not None else None
 
 
 def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | None:
     """The plan a spec leads to; None where the result cannot be written into the first operand as it is laid out."""
     if isinstance(spec, Algorithm):
-        run = spec.run
-        return lambda args, kwargs, locals, local_kwargs: run(*args, **kwargs)
+        program = spec.run
+        return lambda args, kwargs, locals, local_kwargs: program(*args, **kwargs)
     known = getattr(spec, "result", None)
     outs, tree = ([known], tree_flatten(0)[1]) if known is not None else tree_flatten(call.run_meta())
     is_tensor = [isinstance(out, (torch.Tensor, Result)) for out in outs]
@@ -150,10 +159,14 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
         invoke, takes_all = comm.bind(func, split), True
     else:
         invoke, takes_all = bind_local(comm, assignment.local(inputs, outputs), split, len(inputs)), False
+    base = next((i for i in map(call.base_of, metas) if i is not None), None)
+    copied_view = base is not None and (
+        any(i == base and not spread_only for i, _, spread_only in moves) or not assignment.aliases(inputs)
+    )
     if in_place:
         finish: Callable[[Any, Any], Any] = lambda args, _: args[0]  # noqa: E731
-        if not moves and takes_all:
-            return lambda args, kwargs, locals, local_kwargs: (invoke(*locals, **local_kwargs), args[0])[1]
+    elif copied_view:
+        finish = _wrap_copied_view(call.name, call.paths[base or 0], outputs, is_tensor, tree)
     elif tree.is_leaf() and is_tensor[0]:
         wrap_one = wrapper_of(outputs[0]) if not torch._C._is_any_autocast_enabled() else autocast_wrapper(outputs[0])
         if not moves and takes_all:
@@ -165,12 +178,17 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
         finish = lambda _, out: wrap_one(out)  # noqa: E731
     else:
         finish = _wrap_many(outputs, is_tensor, tree)
-    paths = call.paths
+    # what the plan keeps: never the call itself, which holds its tensors
+    name, paths, layouts = call.name, call.paths, call.layouts
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        if in_place:
+            written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            for target in written:
+                before_write(target, name)
         if moves:
             if is_strict():
-                refuse(call.name, moves, call.layouts, inputs)
+                refuse(name, moves, layouts, inputs)
             for i, steps, spread_only in moves:
                 tensor = fetch(args, kwargs, paths[i])
                 if spread_only:
@@ -179,8 +197,13 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
                     value = run_move(tensor._local, comm, steps, note)
                 put(locals, local_kwargs, paths[i], value)
         if takes_all:
-            return finish(args, invoke(*locals, **local_kwargs))
-        return finish(args, invoke(*(fetch(locals, local_kwargs, path) for path in paths)))
+            result = invoke(*locals, **local_kwargs)
+        else:
+            result = invoke(*(fetch(locals, local_kwargs, path) for path in paths))
+        if in_place:
+            for target in written:
+                after_write(target)
+        return finish(args, result)
 
     return run
 
@@ -246,6 +269,19 @@ def _wrap_many(outputs: Sequence[Layout], is_tensor: Sequence[bool], tree: Any) 
         flat, _ = tree_flatten(result, is_leaf=lambda x: isinstance(x, torch.Tensor))
         wrapped = [wrap(x, next(layouts)) if t else x for x, t in zip(flat, is_tensor, strict=True)]
         return tree_unflatten(wrapped, tree)
+
+    return finish
+
+
+def _wrap_copied_view(name: str, base: Path, outputs: Sequence[Layout], is_tensor: Sequence[bool], tree: Any) -> Any:
+    wrap_all = _wrap_many(outputs, is_tensor, tree)
+
+    def finish(args: Any, result: Any) -> Any:
+        wrapped = wrap_all(args, result)
+        for copy in tree_flatten(wrapped)[0]:
+            if not isinstance(base[0], str):
+                note_copy(fetch(args, {}, base), copy, name)
+        return wrapped
 
     return finish
 

@@ -51,6 +51,7 @@ class Layout:
     stride: tuple[int, ...]
     dtype: Any
     device: Any
+    _sets: dict[Any, Intervals]  # what `held` has found
     is_plain: bool  # every axis of more than one coordinate is Replicate
 
     @staticmethod

@@ -168,8 +168,9 @@ class Spread(MoveStep):
 
 @dataclass(frozen=True, eq=False)
 class ToPartial(MoveStep):
-    """Replicate -> Partial: the first coordinate keeps the value, the others hold the neutral element; where equal parts
-    reduce to themselves (avg, max, min, and, or), everyone keeps it."""
+    """Replicate -> Partial: the first coordinate keeps the value, the others hold the neutral element.
+
+    Where equal parts reduce to themselves (avg, max, min, and, or), everyone keeps it."""
 
     reduce_op: str = "sum"
 
@@ -189,7 +190,7 @@ class ToPartial(MoveStep):
 
 
 class TakeFirst(MoveStep):
-    """The gradient of Replicate -> Partial(sum): the parts of a sum all have the gradient of the sum, so nothing moves."""
+    """The gradient of Replicate -> Partial(sum): all parts of a sum have the gradient of the sum, so nothing moves."""
 
     def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         return local.view_as(local)

@@ -2,6 +2,7 @@
 
 from shardwise.rules import (  # noqa: F401
     attention,
+    convert,
     create,
     embedding,
     index,

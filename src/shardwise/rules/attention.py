@@ -75,16 +75,10 @@ def _size(op: Operand, batch_dim: int, batch: int) -> int:
 
 def _heads_may_be_cut(operands: tuple[Operand, ...]) -> bool:
     """Grouped queries: query and key heads are cut alike only where both divide evenly."""
-    for op in operands:
-        parts = 1
-        for axis, p in enumerate(op.layout.placements):
-            if isinstance(p, Shard) and p.dim == op.ndim - 3:
-                if p.pieces is not None:
-                    return False
-                parts *= op.layout.mesh.shape[axis]
-        if any(other.shape[-3] % parts for other in operands):
-            return False
-    return True
+    cuts = [(axis, p) for op in operands for axis, p in enumerate(op.layout.placements) if p.is_shard(op.ndim - 3)]
+    parts = math.prod(operands[0].mesh.shape[axis] for axis in {axis for axis, _ in cuts})
+    regular = all(isinstance(p, Shard) and p.pieces is None for _, p in cuts)
+    return regular and all(op.shape[-3] % parts == 0 for op in operands)
 
 
 def attention_by_definition(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, scale: Any = None, enable_gqa: bool = False) -> Any:  # fmt: skip

@@ -135,7 +135,7 @@ def put_item(x: Any, index: Any, value: Any) -> None:
     if kept:
         raise RuleError("assigning through an index that mixes integers with tensors is not supported; use tensors only")
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=x.dtype, device=x.device)
-    view.index_put_(_as_tensors(left, view), value.to(view.dtype))
+    torch.ops.aten.index_put_(view, _as_tensors(left, view), value.to(view.dtype))
 
 
 @rule("index")

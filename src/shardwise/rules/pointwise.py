@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from shardwise.rules.notation import operands_in
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Factors, Operand
@@ -67,17 +65,6 @@ def zeros_like(x: Operand, *args: Any, **kwargs: Any) -> Factors:
 @rule("ones_like full_like empty_like fill")
 def filled_like(x: Operand, *args: Any, **kwargs: Any) -> Factors:
     return broadcast(list(operands_in((x, *args, *kwargs.values()))))
-
-
-@rule("to type float double half bfloat16 int long short char byte bool cpu cuda type_as _to_copy chalf cfloat cdouble")
-def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors:
-    """A Partial sum survives a cast that loses nothing; before one that rounds, the sum is taken."""
-    others = list(operands_in((*args, *kwargs.values())))
-    if others:  # type_as, to(other): the other gives its dtype only
-        return Factors([broadcast([x]).inputs[0], *([None] * o.ndim for o in others)], [broadcast([x]).outputs[0]])
-    wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
-    keeps = wanted and all(torch.promote_types(d, x.dtype) == d and d.is_floating_point for d in wanted)
-    return broadcast([x], linear="joint" if keeps else "none")
 
 
 @rule("add sub subtract")

@@ -157,7 +157,9 @@ def select(x: Operand, dim: int, index: Any) -> Factors | None:
         return _picker(layout, d, at)
 
     reduce = "sum" if x.dtype is not torch.bool else "bor"
-    return Factors([names], [(*names[:d], *names[d + 1 :])], linear="joint", reduce={names[d]: reduce}, local=local)
+    outs = (*names[:d], *names[d + 1 :])
+    stays = lambda inputs: not inputs[0].axes_of(d)  # noqa: E731
+    return Factors([names], [outs], linear="joint", reduce={names[d]: reduce}, local=local, aliases=stays)
 
 
 def _picker(layout: Layout, dim: int, index: int) -> Any:

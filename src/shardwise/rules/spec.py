@@ -74,7 +74,7 @@ class Assignment:
     inputs: list[Places]
     outputs: list[Places]
     local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
-    aliases: bool = True  # a view op's result still shares memory with its operand
+    aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # whether a view op's result shares memory with its operand
 
 
 class Spec(Protocol):
@@ -116,6 +116,7 @@ class Factors:
     joint: frozenset[int] | None = None  # the operands `linear` speaks of; None: all
     reduce: dict[str, str] = field(default_factory=dict)
     local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
+    aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # as in Assignment
     result: Result | None = None  # of a single output; without it torch's meta kernel is asked
     addends: frozenset[int] = frozenset()  # operands added to the result: where it is a sum of parts, one part has them
 
@@ -130,7 +131,7 @@ class Factors:
                 ins[i].append(placement)
             for o, placement in enumerate(best.outputs):
                 outs[o].append(placement)
-        return Assignment([tuple(p) for p in ins], [tuple(p) for p in outs], self.local)
+        return Assignment([tuple(p) for p in ins], [tuple(p) for p in outs], self.local, self.aliases)
 
     def choose(self, operands: Sequence[Operand], axis: int, before: list[list[Placement]], pinned: bool = False) -> Choice | None:  # fmt: skip
         """The cheapest choice for one axis; of equal ones the first, and one without a pending sum before one with."""

@@ -1,0 +1,96 @@
+"""What torch.distributed.checkpoint asks of a tensor: the boxes this process can write, those it wants read, and the
+memory behind each box.
+
+A box is a tile of the layout, so uneven, strided and nested splits need nothing special. Replicas offer the same boxes
+and the checkpoint planner writes each once, sharing the work among the holders. On a simulated mesh this process holds
+every rank's boxes: it writes each once and reads each into every tensor that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout
+from shardwise.layout.layout import Tile
+from shardwise.surface import leaf_local
+
+
+def write_items(fqn: str, tensor: Any) -> list[WriteItem]:
+    """One item for each distinct box held here."""
+    layout: Layout = tensor._layout
+    _refuse_partial(layout, f"saving {fqn!r}")
+    boxes = dict.fromkeys(tile for tile, _, _ in _held(tensor))
+    if 0 in layout.shape:  # no rank holds anything, but the name must be in the checkpoint
+        boxes = {Tile((0,) * layout.ndim, layout.shape): None}
+    properties = TensorProperties(dtype=layout.dtype, requires_grad=tensor.requires_grad)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, torch.Size(box.offsets)),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(_chunk(box), properties, torch.Size(layout.shape)),
+        )
+        for box in boxes
+    ]
+
+
+def chunk_list(tensor: Any) -> list[ChunkStorageMetadata]:
+    """The boxes to read, one for each piece of memory that holds one."""
+    _refuse_partial(tensor._layout, "loading into a tensor")
+    return [_chunk(tile) for tile, _, _ in _held(tensor)]
+
+
+def tensor_shard(tensor: Any, index: MetadataIndex) -> torch.Tensor:
+    """The memory of the box at `index.offset`: a view to write from or read into."""
+    layout: Layout = tensor._layout
+    if 0 in layout.shape:
+        return torch.empty(layout.shape, dtype=layout.dtype, device=layout.device)
+    held = list(_held(tensor))
+    if index.offset is None:
+        raise LayoutError(f"{index.fqn!r}: a distributed tensor is read and written by box; the index has no offset")
+    offsets = tuple(index.offset)
+    hint = index.index  # when reading, the position in chunk_list; when writing, that in the checkpoint
+    if hint is not None and hint < len(held) and held[hint][0].offsets == offsets:
+        held = [held[hint]]
+    for tile, value, start in held:
+        if tile.offsets == offsets:
+            for dim, (a, n) in enumerate(zip(start, tile.sizes, strict=True)):
+                value = value.narrow(dim, a, n)
+            return value
+    raise LayoutError(f"{index.fqn!r}: no box at {offsets} is held here; there are {[t.offsets for t, _, _ in held]}")
+
+
+def _held(tensor: Any) -> Iterator[tuple[Tile, torch.Tensor, tuple[int, ...]]]:
+    """Every box in every distinct local tensor of this process, with where it starts in there."""
+    layout: Layout = tensor._layout
+    comm, local = layout.mesh.comm, leaf_local(tensor)
+    values = comm.values(local)
+    seen: set[int] = set()
+    for coords, i in zip(comm.played(), comm.structure(local) or (0,), strict=True):
+        if i not in seen:
+            seen.add(i)
+            for tile in layout.tiles_at(coords):
+                start = (_before(layout, dim, coords, offset) for dim, offset in enumerate(tile.offsets))
+                yield tile, values[i].detach(), tuple(start)
+
+
+def _before(layout: Layout, dim: int, coords: tuple[int, ...], offset: int) -> int:
+    """How many indices of `dim` below `offset` are held at `coords`: where a piece starts in the local tensor."""
+    return sum(b - a for a, b in layout.held(dim, coords) if b <= offset)
+
+
+def _chunk(tile: Tile) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(tile.offsets), torch.Size(tile.sizes))
+
+
+def _refuse_partial(layout: Layout, doing: str) -> None:
+    if layout.is_partial:
+        raise LayoutError(
+            f"{doing}: laid out {list(layout.placements)}, the ranks hold parts of values, which a checkpoint cannot "
+            f"say; redistribute it to Replicate() or Shard(dim) first"
+        )

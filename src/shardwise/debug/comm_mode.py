@@ -1,0 +1,168 @@
+"""CommDebugMode: how many collectives a program runs, and in which module, as torch's context manager counts them."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers torch.ops.c10d_functional
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from shardwise.comm.record import Entry, listeners
+from shardwise.debug.trace import ModuleTrace, Operation
+from shardwise.engine.plan import op_name
+from shardwise.wrapper import Wrapper
+
+_functional = torch.ops.c10d_functional
+_OPS: dict[str, Any] = {
+    "all_gather": _functional.all_gather_into_tensor,
+    "all_reduce": _functional.all_reduce,
+    "reduce_scatter": _functional.reduce_scatter_tensor,
+    "all_to_all": _functional.all_to_all_single,
+    "broadcast": _functional.broadcast,
+    "scatter": torch.ops.c10d.scatter_,
+    "send_recv": torch.ops.c10d.send,
+}
+_LOOKS = ("__get__", "__set__", "__repr__", "__format__")  # attribute access and printing are no operations
+
+
+class CommDebugMode:
+    """Counts the collectives inside, by kind and by module; entering it starts from zero.
+
+    What distributed tensors communicate counts, and the functional collectives of torch that the program itself calls.
+
+        with CommDebugMode() as mode:
+            model(x).sum().backward()
+        assert mode.get_comm_counts()[torch.ops.c10d_functional.all_reduce] == 1
+        print(mode.generate_comm_debug_tracing_table(noise_level=0))
+
+    Noise levels: 0 the collectives of each module; 1 its distributed operations too; 2 the plain ones too; 3 also those
+    that only look at a tensor differently. The backward pass shows its collectives: its operations are those of the
+    local tensors' own graphs.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self.root = ModuleTrace("Global")
+        self._path: list[ModuleTrace] = [self.root]
+        self._starts: list[int] = []
+        self._names: dict[int, str] = {}
+
+    # -- on and off -----------------------------------------------------------------------------------------------------
+    def __enter__(self) -> CommDebugMode:
+        self._reset()
+        self._heard = listeners()
+        self._heard.append(self._hear)
+        self._functions = _Functions(self)
+        self._functions.__enter__()
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._functions.__exit__(*exc)
+        self._heard.remove(self._hear)
+
+    # -- what happens -----------------------------------------------------------------------------------------------------
+    def _enter_module(self, module: torch.nn.Module, inputs: Any) -> None:
+        if len(self._path) == 1:  # the outermost module names those inside
+            top = type(module).__name__
+            self._names = {id(m): f"{top}.{name}" if name else top for name, m in module.named_modules()}
+        name = self._names.get(id(module), type(module).__name__)
+        self._path.append(self._path[-1].child(name, module))
+        self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+    def _leave_module(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if self._starts:  # a module entered before the mode was is not ours
+            span = self._starts.pop(), torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            self._path.pop().spans.append(span)
+
+    def _hear(self, entry: Entry) -> None:
+        self._count(_OPS.get(entry.kind, entry.kind), entry.backward)
+
+    def _count(self, op: Any, backward: bool) -> None:
+        """A backward collective belongs to the module whose forward made its autograd node."""
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        backward = backward or node is not None
+        path = self.root.path_to(node._sequence_nr()) if node is not None and len(self._path) == 1 else self._path
+        for module in path:
+            module.collectives[backward][op] += 1
+
+    def _saw(self, func: Any, args: Any, kwargs: Any) -> None:
+        namespace = str(func).split(".")[0]
+        if namespace in ("_c10d_functional", "_c10d_functional_autograd"):
+            known = getattr(_functional, op_name(func).rpartition("::")[2].split(".")[0], None)
+            if known is not None and known is not _functional.wait_tensor:
+                self._count(known, False)
+            return
+        if getattr(func, "__name__", "") in _LOOKS:
+            return
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
+        ours = [x._layout for x in tensors if isinstance(x, Wrapper)]
+        shapes = [str(x._layout.shape if isinstance(x, Wrapper) else tuple(x.shape)) for x in tensors]
+        mesh = repr(ours[0].mesh) if ours else ""
+        shardings = [str(layout.placements) for layout in ours]
+        self._path[-1].operations.append(Operation(op_name(func), shapes, shardings, mesh))
+
+    # -- answers ------------------------------------------------------------------------------------------------------------
+    def get_comm_counts(self) -> dict[Any, int]:
+        """How often each collective ran, keyed by the ops of torch.ops.c10d_functional."""
+        counts: defaultdict[Any, int] = defaultdict(int)
+        for passed in self.root.collectives.values():
+            for op, n in passed.items():
+                counts[op] += n
+        return counts
+
+    def get_total_counts(self) -> int:
+        return sum(self.get_comm_counts().values())
+
+    def get_parameter_info(self) -> dict[str, dict[str, Any]]:
+        """The parameters of every module that ran: {module: {name: parameter}}."""
+        return {m.fqn: dict(m.parameters) for m in self.root.walk() if m.parameters}
+
+    def get_sharding_info(self) -> dict[str, Any]:
+        """The placements of every distributed parameter: {module.name: placements}."""
+        return {
+            f"{fqn}.{name}": tuple(p._layout.placements)
+            for fqn, params in self.get_parameter_info().items()
+            for name, p in params.items()
+            if isinstance(p, Wrapper)
+        }
+
+    def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
+        """The modules as an indented tree, with their collectives and, from level 1, their operations."""
+        return "\n".join(self.root.lines(noise_level)) + "\n"
+
+    def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
+        Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level))
+
+    def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
+        """The same tree for programs."""
+        Path(file_name).write_text(json.dumps(self.root.as_json(noise_level), indent=4))
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{op}: {n}" for op, n in self.get_comm_counts().items())
+        return f"CommDebugMode(total={self.get_total_counts()}{', ' + counts if counts else ''})"
+
+
+class _Functions(TorchFunctionMode):
+    """Shows the torch functions that the program calls, not those that they call in turn."""
+
+    def __init__(self, mode: CommDebugMode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.mode._saw(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,101 @@
+"""A picture of who holds what: one cell for each rectangle of indices, with the ranks that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout
+from shardwise.tensor import DTensor
+
+Range = tuple[int, int]
+_COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan", "bright_red", "bright_green", "bright_blue")
+
+
+def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
+    """Print which ranks hold which rectangle of a tensor of at most 2 dims; the first rank of the mesh prints."""
+    if not isinstance(dtensor, DTensor):
+        raise LayoutError(f"visualize_sharding: expected a DTensor, got {type(dtensor).__name__}")
+    layout = dtensor.layout
+    if layout.ndim > 2:
+        raise LayoutError(
+            f"visualize_sharding: a tensor of {layout.ndim} dims {layout.shape} has no picture; "
+            f"select or flatten it to 2 dims, or print layout.tiles(rank)"
+        )
+    if not layout.mesh.comm.simulated and any(layout.mesh.comm.coords):
+        return
+    rows, columns, cells = grid(layout)
+    titles = [_title("Col", r) if layout.ndim == 2 else _title("Row", r) if layout.ndim else "value" for r in columns]
+    names = [_title("Row", r) if layout.ndim == 2 else "" for r in rows]
+    text = [[_holders(ranks) for ranks in row] for row in cells]
+    if header:
+        print(header)
+    places = ", ".join(map(str, layout.placements))
+    print(f"shape {layout.shape}, placements [{places}], {layout.mesh!r}")
+    if use_rich:
+        Console().print(_rich_table(titles, names, text))
+    else:
+        print(_plain_table(titles, names, text))
+    idle = [rank for rank in layout.mesh.ranks if not all(layout.local_shape(rank))]
+    if idle:
+        print(f"holding nothing: {_holders(idle)}")
+
+
+def grid(layout: Layout) -> tuple[list[Range], list[Range], list[list[list[int]]]]:
+    """The rectangles of a layout: row ranges, column ranges, and the ranks that hold each (row, column).
+
+    A tensor of one dim is one row; one of no dims a single cell.
+    """
+    cuts = [_ranges(layout, dim) for dim in range(layout.ndim)]
+    rows, columns = ([[(0, 1)]] * (2 - layout.ndim) + cuts)[-2:]
+    cells = [
+        [[rank for rank in layout.mesh.ranks if _holds(layout, rank, (r[0], c[0]))] for c in columns] for r in rows
+    ]
+    return rows, columns, cells
+
+
+def _ranges(layout: Layout, dim: int) -> list[Range]:
+    """`dim` cut wherever some rank's part begins or ends."""
+    marks = {
+        mark
+        for rank in layout.mesh.ranks
+        for interval in layout.held(dim, layout.mesh.coords(rank))
+        for mark in interval
+    }
+    edges = sorted(marks)
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def _holds(layout: Layout, rank: int, index: Sequence[int]) -> bool:
+    coords = layout.mesh.coords(rank)
+    own = index[2 - layout.ndim :]
+    return all(any(a <= i < b for a, b in layout.held(dim, coords)) for dim, i in enumerate(own))
+
+
+def _title(name: str, indices: Range) -> str:
+    first, last = indices[0], indices[1] - 1
+    return f"{name} {first}" if first == last else f"{name} {first}-{last}"
+
+
+def _holders(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def _plain_table(titles: list[str], names: list[str], cells: list[list[str]]) -> str:
+    lines = [["", *titles], *([name, *row] for name, row in zip(names, cells, strict=True))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("  ".join(map(str.ljust, line, widths)).strip() if not widths[0] else "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)  # fmt: skip
+
+
+def _rich_table(titles: list[str], names: list[str], cells: list[list[str]]) -> Table:
+    """The same, each set of holders in a colour of its own."""
+    table = Table("", *titles, show_lines=True)
+    distinct = list(dict.fromkeys(text for row in cells for text in row))
+    colour = {text: _COLOURS[i % len(_COLOURS)] for i, text in enumerate(distinct)}
+    for name, row in zip(names, cells, strict=True):
+        table.add_row(name, *(f"[{colour[text]}]{text}[/]" for text in row))
+    return table

@@ -1,0 +1,76 @@
+"""Views that had to be copied. In torch a view shares memory with its base; where a view op had to move data, it
+cannot. Reading such a copy is right until its base is written: from then on using it raises. So does writing to it.
+
+Nothing is kept, and nothing costs, until the first such copy is made.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+from shardwise.errors import RuleError
+
+
+class _Copy(NamedTuple):
+    tensor: weakref.ref[Any]
+    name: str
+
+
+_of_base: dict[int, list[_Copy]] = {}  # by the storage the view would have shared
+_of_copy: dict[int, list[_Copy]] = {}  # by the storage the copy has
+
+
+def _storage(tensor: Any) -> int:
+    return tensor._layout.mesh.comm.first(tensor._local).untyped_storage()._cdata
+
+
+def note_copy(base: Any, copy: Any, name: str) -> None:
+    """`copy` is what `name` made of `base`; torch would have made it a view."""
+    for table, tensor in ((_of_base, base), (_of_copy, copy)):
+        key = _storage(tensor)
+        ref = weakref.ref(copy, lambda _, table=table, key=key: _forget(table, key))
+        table.setdefault(key, []).append(_Copy(ref, name))
+
+
+def _forget(table: dict[int, list[_Copy]], key: int) -> None:
+    alive = [copy for copy in table.get(key, ()) if copy.tensor() is not None]
+    if alive:
+        table[key] = alive
+    else:
+        table.pop(key, None)
+
+
+def before_write(target: Any, op: str) -> None:
+    """Raise if `target` is such a copy: its base would not see the write."""
+    if _of_copy:
+        for copy in _of_copy.get(_storage(target), ()):
+            if copy.tensor() is not None:
+                raise RuleError(
+                    f"{op} would write to the result of {copy.name} of shape {tuple(target.shape)}. In torch it is a view; "
+                    f"on this layout it had to be a copy, so its base would not see the write. Write to its .clone(), or "
+                    f"redistribute the base so that {copy.name} moves nothing"
+                )
+
+
+def after_write(target: Any) -> None:
+    """Copies of views of `target` no longer show what it holds: make their next use raise."""
+    if _of_base:
+        for copy in _of_base.pop(_storage(target), ()):
+            tensor = copy.tensor()
+            if tensor is not None:
+                tensor._layout = _Stale(copy.name)
+
+
+class _Stale:
+    """Stands in for the layout of a copied view whose base was written: no plan knows it, and asking it raises."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["name"] = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        name = self.__dict__["name"]
+        raise RuleError(
+            f"the result of {name} is used after its base was written in place. In torch it is a view and would show the "
+            f"write; on this layout it had to be a copy. Take it again after the write, or .clone() it before"
+        )

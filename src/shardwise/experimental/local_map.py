@@ -1,0 +1,157 @@
+"""local_map: a function of local tensors as a function of distributed ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.errors import LayoutError, MeshError
+from shardwise.layout import Placement, as_placements
+from shardwise.mesh import Mesh, as_mesh
+from shardwise.tensor import DTensor
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: Any = None,
+    in_placements: Sequence[Any] | None = None,
+    in_grad_placements: Sequence[Any] | None = None,
+    device_mesh: Any = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """`func`, which takes what one rank holds, as a function of DTensors; differentiable. Also a decorator.
+
+    `out_placements` says how the outputs are laid out: placements for a single output, a tuple with one entry for each
+    flattened output otherwise (None for what is not a tensor; a tensor with None is replicated).
+    `in_placements`, one entry for each flattened positional argument, is what `func` needs; an argument laid out
+    otherwise raises LayoutError, or is redistributed if `redistribute_inputs`. None takes any layout. Plain tensors are
+    passed as they are.
+    `in_grad_placements` says how the gradients that `func` gives its inputs are laid out, where not as the inputs: a
+    replicated input of which each rank uses a part has the gradient [Partial()].
+    `device_mesh` is where the outputs live; default: the first DTensor's mesh.
+
+    On a simulated mesh `func` is called for the ranks one after another with plain tensors, and must not communicate.
+
+    >>> from shardwise import Partial, Shard, distribute_tensor, simulate
+    >>> mesh = simulate(4)
+    >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    >>> total = local_map(lambda part: part.sum(), out_placements=[Partial()])
+    >>> total(x).item()
+    28.0
+    """
+    if func is None:
+        return functools.partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+    name = getattr(func, "__name__", repr(func))
+
+    @functools.wraps(func)
+    def on_distributed(*args: Any, **kwargs: Any) -> Any:
+        flat, tree = tree_flatten((args, kwargs))
+        positional = len(tree_flatten(args)[0])
+        ours = [x for x in flat if isinstance(x, DTensor)]
+        if not ours:
+            return func(*args, **kwargs)
+        mesh = as_mesh(device_mesh) if device_mesh is not None else ours[0]._layout.mesh
+        needs = _one_each(in_placements, positional, len(flat), "in_placements", name)
+        grads = _one_each(in_grad_placements, positional, len(flat), "in_grad_placements", name)
+        locals = [
+            _localized(x, need, grad, mesh, redistribute_inputs, f"{name}: argument {i}") if isinstance(x, DTensor) else x
+            for i, (x, need, grad) in enumerate(zip(flat, needs, grads, strict=True))
+        ]
+        out_tree: list[Any] = []
+
+        def on_one_rank(*leaves: Any) -> tuple[Any, ...]:
+            call_args, call_kwargs = tree_unflatten(leaves, tree)
+            outs, spec = tree_flatten(func(*call_args, **call_kwargs))
+            out_tree.append(spec)
+            return tuple(outs)
+
+        # Ranks share a call where all they get and give is the same: not along an axis that any of it is split on.
+        split = _split_axes(ours, mesh, _flat_placements(out_placements))
+        outs = mesh.comm.bind(on_one_rank, split)(*locals)
+        places = _out_placements(out_placements, len(outs), name)
+        wrapped = [_wrapped(out, p, mesh, f"{name}: output {i}") for i, (out, p) in enumerate(zip(outs, places, strict=True))]
+        return tree_unflatten(wrapped, out_tree[0])
+
+    return on_distributed
+
+
+# -- in ----------------------------------------------------------------------------------------------------------------
+def _one_each(given: Sequence[Any] | None, positional: int, total: int, what: str, name: str) -> list[Any]:
+    """The placements for each flattened argument; keyword arguments are taken as they are laid out."""
+    if given is None:
+        return [None] * total
+    if len(given) != positional:
+        raise LayoutError(
+            f"{name}: {what} has {len(given)} entries for {positional} flattened positional arguments; give one for "
+            f"each, None for what is not a tensor"
+        )
+    return [None if p is None else as_placements(p) for p in given] + [None] * (total - positional)
+
+
+def _localized(tensor: DTensor, need: Any, grad: Any, mesh: Mesh, redistribute: bool, what: str) -> Any:
+    """What `func` gets for one tensor."""
+    comm = tensor._layout.mesh.comm
+    if comm.simulated != mesh.comm.simulated or len(comm.played()) != len(mesh.comm.played()):
+        raise MeshError(f"{what} is on {tensor._layout.mesh!r}, which is not of the same world as {mesh!r}")
+    if need is not None:
+        wanted = tensor._layout.replace(placements=need)
+        if wanted.placements != tensor._layout.placements:
+            if not redistribute:
+                raise LayoutError(
+                    f"{what} is laid out {list(tensor.placements)}, in_placements asks for {list(need)}; redistribute "
+                    f"it, or pass redistribute_inputs=True"
+                )
+            tensor = tensor.redistribute(placements=need)
+    return tensor.to_local(grad_placements=grad)
+
+
+# -- out ---------------------------------------------------------------------------------------------------------------
+def _is_single(placements: Any) -> bool:
+    """Whether this is the layout of one output: a list, a placement, or a tuple of placements."""
+    if not isinstance(placements, tuple):
+        return True
+    return bool(placements) and all(isinstance(p, Placement) or hasattr(p, "is_replicate") for p in placements)
+
+
+def _flat_placements(placements: Any) -> list[tuple[Placement, ...]]:
+    every = [placements] if _is_single(placements) else list(placements)
+    return [as_placements(p) for p in every if p is not None]
+
+
+def _out_placements(placements: Any, outputs: int, name: str) -> list[Any]:
+    every = [placements] if _is_single(placements) else list(placements)
+    if placements is None:
+        every = [None] * outputs
+    if len(every) != outputs:
+        raise LayoutError(
+            f"{name}: out_placements has {len(every)} entries for {outputs} flattened outputs; give a tuple with one "
+            f"for each, None for what is not a tensor"
+        )
+    return every
+
+
+def _split_axes(inputs: Sequence[DTensor], mesh: Mesh, outputs: Sequence[tuple[Placement, ...]]) -> tuple[int, ...]:
+    layouts = [x.placements for x in inputs if x._layout.mesh is mesh] + [p for p in outputs if len(p) == len(mesh.shape)]
+    return tuple(axis for axis in range(len(mesh.shape)) if any(not p[axis].is_replicate() for p in layouts))
+
+
+def _wrapped(out: Any, placements: Any, mesh: Mesh, what: str) -> Any:
+    if isinstance(out, DTensor):
+        raise LayoutError(f"{what} is a DTensor; the function of local_map takes and gives local tensors")
+    if isinstance(out, torch.Tensor):
+        return DTensor.from_local(out, mesh, placements)
+    if placements is not None:
+        raise LayoutError(f"{what} is {out!r}, not a tensor, but out_placements says {list(placements)}; give None for it")
+    return out

@@ -1,0 +1,57 @@
+"""Casts and changes of device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.rules.notation import operands_in
+from shardwise.rules.pointwise import broadcast
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Algorithm, Factors, Operand
+from shardwise.wrapper import wrap
+
+
+@rule("to float double half bfloat16 int long short char byte bool type_as _to_copy chalf cfloat cdouble")
+def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
+    """A Partial sum survives a cast that loses nothing; before one that rounds, the sum is taken."""
+    given = (*args, *kwargs.values())
+    if any(isinstance(a, (torch.device, str)) for a in given):
+        return Algorithm(to_device)
+    others = list(operands_in(given))
+    names = broadcast([x])
+    if others:  # type_as, to(other): the other gives its dtype only
+        return Factors([names.inputs[0], *([None] * o.ndim for o in others)], names.outputs)
+    wanted = [a for a in given if isinstance(a, torch.dtype)]
+    keeps = wanted and all(torch.promote_types(d, x.dtype) == d and d.is_floating_point for d in wanted)
+    return broadcast([x], linear="joint" if keeps else "none")
+
+
+@rule("type")
+def type_(x: Operand, dtype: Any = None, **kwargs: Any) -> Any:
+    """x.type(dtype) is a cast; x.type() and x.type("torch.FloatTensor") are torch's own business."""
+    return cast(x, dtype) if isinstance(dtype, torch.dtype) else None
+
+
+def to_device(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """x.to(device, dtype, ...): first the cast, then each local tensor to the device."""
+    dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
+    if dtypes:
+        x = x.to(dtypes[0])
+    comm = x._layout.mesh.comm
+    before = comm.values(x._local)
+    local = comm.bind(torch.Tensor.to)(x._local, *args, **kwargs)
+    if all(a is b for a, b in zip(before, comm.values(local), strict=True)):
+        return x
+    return wrap(local, x._layout.replace(device=comm.first(local).device))
+
+
+@rule("cpu")
+def cpu(x: Operand, **kwargs: Any) -> Algorithm:
+    return Algorithm(lambda x, **kwargs: to_device(x, "cpu", **kwargs))
+
+
+@rule("cuda")
+def cuda(x: Operand, device: Any = None, **kwargs: Any) -> Algorithm:
+    return Algorithm(lambda x, device=None, **kwargs: to_device(x, "cuda" if device is None else device, **kwargs))
