@@ -1,6 +1,6 @@
 """shardwise: tensors that live on many devices and behave as if they lived on one."""
 
-from shardwise import debug
+from shardwise import debug, experimental
 from shardwise.api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 from shardwise.comm.simulation import RankTensor
 from shardwise.engine.cache import cache_info, clear_caches
@@ -15,6 +15,7 @@ from shardwise.errors import (
     ShardwiseError,
     StrictError,
 )
+from shardwise.experimental import implicit_replication, local_map
 from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
 from shardwise.mesh import DeviceMesh, init_device_mesh, simulate
 from shardwise.move import plan_move

@@ -34,7 +34,7 @@ class Mesh:
         self.device = device
         self.comm = comm
         self.world = _world()
-        self.ranks: tuple[int, ...] = tuple(int(r) for r in source.mesh.flatten().tolist())
+        self.ranks: tuple[int, ...] = _ranks_of(source)
         grid = itertools.product(*(range(k) for k in self.shape))
         self._coords = dict(zip(self.ranks, grid, strict=True))
 
@@ -95,6 +95,13 @@ def _world() -> Any:
     return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
 
 
+def _ranks_of(source: Any) -> tuple[int, ...]:
+    """A simulated mesh knows its ranks as ints: it may be met first in a fake mode, where tensors have no values."""
+    if isinstance(source, SimulatedMesh):
+        return source.ranks
+    return tuple(int(r) for r in source.mesh.flatten().tolist())
+
+
 def _device_of(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
@@ -119,10 +126,15 @@ class SimulatedMesh:
             [tuple(c[a] for a in axes) for c in grid],
             [tuple(x for a, x in enumerate(c) if a not in axes) for c in grid],
         )
-        numbers = torch.arange(math.prod(world)).view(world)
-        others = [a for a in range(len(world)) if a not in axes]
-        self.mesh = numbers.permute(*others, *axes).reshape(-1, *self.shape)[0]
+        spots = {c: rank for rank, c in enumerate(grid)}
+        here = itertools.product(*(range(k) for k in self.shape))
+        self.ranks = tuple(spots[tuple(c[axes.index(a)] if a in axes else 0 for a in range(len(world)))] for c in here)
         self._children: dict[tuple[int, ...], SimulatedMesh] = {}
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        """The ranks, as a DeviceMesh has them; of a sub-mesh, those of its first group."""
+        return torch.tensor(self.ranks, device="cpu").view(self.shape)
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.comm.bridge import joined
+from shardwise.comm.bridge import joined, regrade, share
 from shardwise.comm.record import Note
 from shardwise.engine.context import relaxed
 from shardwise.errors import AutogradError, LayoutError
@@ -32,6 +32,33 @@ def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 def grad_layout(layout: Layout) -> Layout:
     return layout.replace(placements=grad_placements(layout.placements))
+
+
+def as_gradient(layout: Layout, local: Any) -> Any:
+    """What autograd computed for the local value of a tensor laid out so, as a distributed tensor.
+
+    Every part of a sum gets the gradient of the sum. As a Replicate tensor it has gradients of its own (second
+    derivatives), of which one part takes all, since autograd adds up what the parts have."""
+    result, sums, comm = grad_layout(layout), summed_axes(layout), layout.mesh.comm
+    if sums and torch.is_grad_enabled() and comm.first(local).requires_grad:
+        parts = result.replace(placements=[Partial() if a in sums else p for a, p in enumerate(result.placements)])
+        local = share(comm, regrade(comm, local, lambda g: move(g, result, parts, Note("backward"))), sums)
+    dtype = comm.first(local).dtype
+    return wrap(local, result if dtype == result.dtype else result.replace(dtype=dtype))
+
+
+def from_gradient(layout: Layout, grad: Any, what: str) -> Any:
+    """The other way: a gradient someone gives, as autograd takes it for the local value of a tensor laid out so."""
+    if not isinstance(grad, Wrapper):
+        raise LayoutError(f"{what}: the gradient must be a DTensor, got {type(grad).__name__}; distribute_tensor it")
+    if grad._layout.shape != layout.shape:
+        raise RuntimeError(f"{what}: gradient of shape {grad._layout.shape} for a tensor of shape {layout.shape}")
+    wanted = grad_layout(layout).replace(dtype=grad._layout.dtype, stride=grad._layout.stride)
+    return move(grad._local, grad._layout, wanted, Note(what), summed_axes(layout))
+
+
+def summed_axes(layout: Layout) -> tuple[int, ...]:
+    return tuple(axis for axis, p in enumerate(layout.placements) if p.is_partial("sum"))
 
 
 def values(tensor: Any) -> tuple[torch.Tensor, ...]:
@@ -70,12 +97,7 @@ def get_grad(tensor: Any) -> Any:
     kept = tensor.__dict__.get("_grad")
     if kept is not None and all(a is b for a, b in zip(kept[0], grads, strict=True)):
         return kept[1]
-    comm = tensor._layout.mesh.comm
-    local = comm.rebuild(leaf_local(tensor), grads)
-    layout = grad_layout(tensor._layout)
-    if grads[0].dtype != layout.dtype:
-        layout = layout.replace(dtype=grads[0].dtype)
-    wrapped = wrap(local, layout)
+    wrapped = as_gradient(tensor._layout, tensor._layout.mesh.comm.rebuild(leaf_local(tensor), grads))
     tensor.__dict__["_grad"] = (grads, wrapped)
     return wrapped
 
@@ -98,9 +120,14 @@ def set_grad(tensor: Any, grad: Any) -> None:
         )
     comm = tensor._layout.mesh.comm
     parts = comm.pick(comm.structure(leaf_local(tensor)), grad._local)
+    if len(set(map(id, parts))) < len(parts):  # the parts of a sum share its gradient, but each accumulates its own
+        parts = tuple(part.clone() for part in parts)
+        grad = None
     for value, part in zip(values(tensor), parts, strict=True):
         value.grad = part
-    tensor.__dict__["_grad"] = (list(parts), grad)
+    tensor.__dict__.pop("_grad", None)
+    if grad is not None:
+        tensor.__dict__["_grad"] = (list(parts), grad)
 
 
 # -- backward --------------------------------------------------------------------------------------------------------------
@@ -116,12 +143,7 @@ def _roots(tensor: Any, grad: Any, what: str) -> tuple[list[torch.Tensor], list[
         if _numel(layout) != 1:
             raise RuntimeError(f"{what}: grad can be implicitly created only for scalar outputs")
         return list(outs), [torch.ones_like(v) for v in outs]
-    if not isinstance(grad, Wrapper):
-        raise LayoutError(f"{what}: the gradient must be a DTensor, got {type(grad).__name__}; distribute_tensor it")
-    if grad._layout.shape != layout.shape:
-        raise RuntimeError(f"{what}: gradient of shape {grad._layout.shape} for a tensor of shape {layout.shape}")
-    wanted = grad_layout(layout).replace(dtype=grad._layout.dtype, stride=grad._layout.stride)
-    local = move(grad._local, grad._layout, wanted, Note("backward"))
+    local = from_gradient(layout, grad, what)
     return list(outs), list(comm.pick(comm.structure(tensor._local), local))
 
 
@@ -193,8 +215,8 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any 
         if not isinstance(tensor, Wrapper) or parts[0] is None:
             results.append(parts[0])
         else:
-            comm = tensor._layout.mesh.comm
-            results.append(wrap(comm.rebuild(leaf_local(tensor), parts), grad_layout(tensor._layout)))
+            layout = tensor._layout
+            results.append(as_gradient(layout, layout.mesh.comm.rebuild(leaf_local(tensor), parts)))
     return tuple(results)
 
 
@@ -203,15 +225,11 @@ def register_hook(tensor: Any, hook: Callable[[Any], Any]) -> Any:
     """The hook sees the gradient as a distributed tensor, whole, and may replace it."""
     if not first(tensor).requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
-    layout, comm = grad_layout(tensor._layout), tensor._layout.mesh.comm
+    layout, comm = tensor._layout, tensor._layout.mesh.comm
 
     def on_local(local: Any) -> Any:
-        result = hook(wrap(local, layout))
-        if result is None:
-            return local
-        if not isinstance(result, Wrapper):
-            raise LayoutError(f"hook: returned a {type(result).__name__}; return a DTensor or None")
-        return move(result._local, result._layout, layout, Note("hook"))
+        result = hook(as_gradient(layout, local))
+        return local if result is None else from_gradient(layout, result, "hook")
 
     parts, structure = values(tensor), comm.structure(leaf_local(tensor))
     if len(parts) == 1:  # one graph: a rank of a process group, or simulated ranks that share their value
@@ -219,7 +237,7 @@ def register_hook(tensor: Any, hook: Callable[[Any], Any]) -> Any:
     hooks = tensor.__dict__.get("_hooks")
     if hooks is None:
         if tensor._local.used:
-            return _register_late(parts, lambda grads: hook(wrap(comm.assemble(structure, grads), layout)))
+            return _register_late(parts, lambda grads: hook(as_gradient(layout, comm.assemble(structure, grads))))
         hooks = OrderedDict()
         if first(tensor).is_leaf:
             tensor._leaf = tensor._local

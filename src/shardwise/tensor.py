@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from shardwise import surface
-from shardwise.comm.bridge import collapse, own_each, regrade
+from shardwise import checkpoint, surface
+from shardwise.comm.bridge import collapse, own_each, regrade, share
 from shardwise.comm.record import Note
 from shardwise.engine.call import call_function, call_overload
 from shardwise.engine.context import relaxed
 from shardwise.errors import LayoutError, MeshError, MoveError
-from shardwise.layout import Layout, Placement, as_placements
-from shardwise.layout.placement import REPLICATE
-from shardwise.mesh import as_mesh
+from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
+from shardwise.layout.placement import REPLICATE, _rebuild_shard
+from shardwise.mesh import DeviceMesh, _submesh, as_mesh
 from shardwise.move import move
 from shardwise.sizes import layout_of_locals
 from shardwise.wrapper import Wrapper, wrap
@@ -72,8 +72,9 @@ class DTensor(Wrapper):
         local, layout = layout_of_locals(local, mesh, places, shape, stride, run_check, assume_even)
         if grad_placements is not None:
             mine, theirs = surface.grad_layout(layout), _grad_layout_given(layout, grad_placements)
-            local = regrade(mesh.comm, local, lambda g: move(g, mine, theirs, Note("from_local")))
-        return wrap(local, layout)
+            local = regrade(mesh.comm, local, lambda g: move(g, mine, theirs, Note("from_local", backward=True)))
+        replicas = [axis for axis, p in enumerate(layout.placements) if p.is_replicate()]
+        return wrap(share(mesh.comm, local, replicas), layout)
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """What this rank holds (a RankTensor on a simulated mesh), differentiable.
@@ -84,7 +85,8 @@ class DTensor(Wrapper):
             return local
         if grad_placements is not None:
             mine, theirs = surface.grad_layout(self._layout), _grad_layout_given(self._layout, grad_placements)
-            local = regrade(comm, own_each(comm, local), lambda g: move(g, theirs, mine, Note("to_local")))
+            note = Note("to_local", backward=True)
+            local = regrade(comm, own_each(comm, local), lambda g: move(g, theirs, mine, note))
         return own_each(comm, local)
 
     def redistribute(
@@ -119,7 +121,8 @@ class DTensor(Wrapper):
         comm = layout.mesh.comm
         if grad_placements is not None and torch.is_grad_enabled() and self.requires_grad:
             theirs = _grad_layout_given(whole, grad_placements)
-            local = regrade(comm, own_each(comm, local), lambda g: move(g, theirs, whole, Note("full_tensor")))
+            note = Note("full_tensor", backward=True)
+            local = regrade(comm, own_each(comm, local), lambda g: move(g, theirs, whole, note))
         return collapse(comm, local)
 
     # -- autograd --------------------------------------------------------------------------------------------------------
@@ -206,8 +209,9 @@ class DTensor(Wrapper):
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         return self._whole().numpy(force=force)
 
-    def __array__(self, dtype: Any = None) -> Any:  # type: ignore[override]
-        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:  # type: ignore[override]
+        value = self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+        return value.copy() if copy else value
 
     def __bool__(self) -> bool:
         return bool(self._whole())
@@ -257,6 +261,16 @@ class DTensor(Wrapper):
         head = f"{kind}(shape={layout.shape}, dtype={layout.dtype}, placements=[{places}], mesh={layout.mesh!r}{grad})"
         local = self._local
         return f"{head}\n{local!r}" if layout.mesh.comm.simulated else f"{head}\nlocal: {local!r}"
+
+    # -- torch.distributed.checkpoint --------------------------------------------------------------------------------------
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return checkpoint.write_items(fqn, object)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return checkpoint.chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return checkpoint.tensor_shard(self, index)
 
     # -- torch comes in here ---------------------------------------------------------------------------------------------
     @classmethod
@@ -351,3 +365,6 @@ for _name in ("requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad", "da
     _SPECIAL[getattr(_T, _name).__get__] = lambda self, _name=_name: getattr(self, _name)
 for _name in ("requires_grad", "grad", "data"):
     _SPECIAL[getattr(_T, _name).__set__] = lambda self, value, _name=_name: setattr(self, _name, value)
+
+# What a pickled tensor is made of: torch.load(weights_only=True) may build these.
+torch.serialization.add_safe_globals([_rebuild, _rebuild_shard, Replicate, Partial, _submesh, DeviceMesh])

@@ -48,3 +48,11 @@ def wrap(local: Any, layout: Layout) -> Any:
     self._local = local
     self._layout = layout
     return self
+
+
+def rebind(target: Any, value: Any) -> Any:
+    """`target`, now holding what `value` holds: shape, dtype and layout included."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.data.__set__(target, value)  # type: ignore[attr-defined]
+    target._local, target._layout, target._spreads = value._local, value._layout, None
+    return target

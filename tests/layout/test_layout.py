@@ -57,6 +57,21 @@ def test_held_of_the_first_axes_is_the_parent(mesh_shape, shape, rng):
             assert runs(mine) == layout.held(placement.dim, coords, axis + 1)
 
 
+@deterministic(100)
+@given(mesh_shapes, st.integers(0, 12), rngs)
+def test_every_axis_on_one_dim(mesh_shape, n, rng):
+    """Each outer part deals in its own way; row() finds the row of the part that the coordinates are in."""
+    dealt = Dealt(mesh_shape, (n,))
+    for _ in mesh_shape:
+        dealt.cut(0, rng.choice(("sizes", "pieces")), rng)
+    layout = dealt.layout()
+    for coords in grid(mesh_shape):
+        held = list(range(n))
+        for axis, i in enumerate(coords):
+            held = [held[at] for at in spell(layout.row(axis, coords)[i])]
+        assert held == dealt.held(coords, 0) == spell(layout.held(0, coords))
+
+
 @deterministic(150)
 @given(mesh_shapes, shapes, rngs)
 def test_tiles_cover_what_is_held_once_and_in_order(mesh_shape, shape, rng):
@@ -128,6 +143,10 @@ def test_sub_mesh_has_the_ranks_of_its_axes():
     layout = Layout.make(as_mesh(mesh["tp"]), [Shard(0)], (5,), torch.float32)
     assert [layout.local_shape(rank) for rank in layout.mesh.ranks] == [(2,), (2,), (1,)]
     assert layout.holders((4,)) == (2,)
+    assert mesh.mesh.tolist() == [[0, 1, 2], [3, 4, 5]] and mesh["tp"].mesh.tolist() == [0, 1, 2]
+    assert mesh["dp"].mesh.tolist() == [0, 3]
+    other = Layout.make(as_mesh(mesh["tp", "dp"]), [Shard(0), Shard(1)], (3, 2), torch.float32)
+    assert other.mesh.ranks == (0, 3, 1, 4, 2, 5) and other.holders((1, 1)) == (4,)
 
 
 # -- one object for equal layouts ------------------------------------------------------------------------------------
@@ -320,9 +339,9 @@ def test_copies_and_pickles_of_a_layout_are_the_layout(mesh_shape, shape, rng):
     assert pickle.loads(pickle.dumps(layout)) is layout
 
 
-def test_a_pickle_of_a_sub_mesh_layout():
-    mesh = simulate((2, 3), axis_names=("dp", "tp"))
-    layout = Layout.make(as_mesh(mesh["tp"]), [Shard(0)], (5,), torch.float32, stride=(1,))
+def test_a_pickle_keeps_sub_mesh_stride_and_device():
+    mesh = as_mesh(simulate((2, 3), axis_names=("dp", "tp"))["tp"])
+    layout = Layout.make(mesh, [Shard(0)], (5, 2), torch.float32, stride=(1, 5), device=torch.device("meta"))
     assert pickle.loads(pickle.dumps(layout)) is layout
 
 

@@ -200,6 +200,8 @@ def test_reductions_a_dtype_cannot_do():
     text = "placements[0] = Partial(avg): an average of torch.int64 is not a torch.int64; use a float dtype"
     fails_with(LayoutError, lambda: distribute_tensor(torch.arange(3), mesh, [Partial("avg")]), text)
     fails_with(LayoutError, lambda: DTensor.from_local(torch.arange(3), mesh, [Partial("avg")]), text)
+    whole = distribute_tensor(torch.arange(3), mesh)
+    fails_with(LayoutError, lambda: whole.redistribute(placements=[Partial("avg")]), text)
     text = "placements[0] = Partial(band): bitwise reductions need an integer or bool dtype, got torch.float32"
     fails_with(LayoutError, lambda: distribute_tensor(torch.ones(3), mesh, [Partial("band")]), text)
 

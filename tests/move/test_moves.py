@@ -6,9 +6,11 @@ import random
 import pytest
 import torch
 from hypothesis import given
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, distribute_tensor, plan_move, simulate
-from shardwise.comm.record import listeners
+from shardwise.comm.record import Note, listeners
+from shardwise.move import move
 from tests.layout.brute import Dealt, deal, deterministic, grid, mesh_shapes, rngs, shapes
 from tests.move.cases import PARTIALS, PLAIN, UNEVEN, check_holds, placed, source
 
@@ -145,6 +147,22 @@ def test_a_leaf_gets_a_gradient_laid_out_as_itself():
         torch.testing.assert_close(x.grad.full_tensor(), whole.cos())
 
 
+@pytest.mark.parametrize("before", ["R", "S0", "S1", "S0 sizes", "S1 pieces", "P sum", "P avg", "P max"])
+def test_a_spread_value_gets_the_sum_of_the_gradients(before):
+    """A Replicate operand of a call that each rank does differently: the ranks' gradients add up, twice."""
+    src, dst = placed((3,), (5, 4), [before], 1), placed((3,), (5, 4), ["R"])
+    given = source(src, requires_grad=True)
+    weights = torch.rand(3, 5, 4, dtype=torch.float64)
+    layout = given.on(src).layout
+    spread = move(given.on(src)._local, layout, dst.layout(), Note("test"), spread=(0,))
+    ours = sum((local.sin() * w).sum() for local, w in zip(spread.ranks, weights, strict=True))
+    theirs = sum((given.whole.sin() * w).sum() for w in weights)
+    for _ in range(2):
+        (ours,) = torch.autograd.grad(ours.sum(), given.root, create_graph=True)
+        (theirs,) = torch.autograd.grad(theirs.sum(), given.root, create_graph=True)
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_no_graph_where_nothing_needs_one():
     x = distribute_tensor(torch.ones(4), simulate(2), [Shard(0)])
     assert not x.redistribute(placements=[Replicate()]).requires_grad
@@ -276,6 +294,19 @@ def test_conjugated_locals():
     torch.testing.assert_close(
         x.redistribute(placements=[Shard(1)]).full_tensor(), torch.cat(parts).conj().resolve_conj()
     )
+
+
+def test_strided_moves_in_fake_mode_leave_nothing_behind():
+    """What a move in a fake or meta setting makes is not used later by a real one."""
+    strided = Shard(0, pieces=[[[(0, 1), (5, 6)], [(1, 5)]]])
+    name = ("met first in a fake mode",)
+    with FakeTensorMode():
+        mesh = simulate(2, axis_names=name)
+        assert distribute_tensor(torch.empty(6), mesh, [strided]).full_tensor().shape == (6,)
+    with torch.device("meta"):
+        assert distribute_tensor(torch.empty(6), mesh, [strided]).full_tensor().is_meta
+        assert simulate((2, 2), axis_names=("first", "meta"))["meta"].mesh.tolist() == [0, 1]
+    assert torch.equal(distribute_tensor(torch.arange(6), mesh, [strided]).full_tensor(), torch.arange(6))
 
 
 # -- from what the ranks hold ----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Moves on real processes give what simulated ones give: values, gradients, second derivatives, shapes, errors."""
 
+import copy
 import itertools
 import random
 from unittest import mock
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.process_group import ALL_GATHER
 from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, distribute_tensor, plan_move, simulate
 from shardwise.comm.record import listeners
 from shardwise.errors import CommError, LayoutError, MeshError
@@ -160,7 +162,6 @@ def nans(rank, world_size):
     ]
 
 
-@pytest.mark.xfail(reason="gloo's max and min drop a nan or keep it by the order of the ranks", strict=True)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_nan_stays_a_nan(world_size):
     assert run_ranks(nans, world_size) == [[[True, True, False, False]] * 6] * world_size
@@ -188,6 +189,18 @@ def twisted(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_locals_that_are_not_contiguous(world_size):
     assert run_ranks(twisted, world_size) == [True] * world_size
+
+
+def copies(rank, world_size):
+    """Layouts on a process group stay one object through copies; a mesh made twice gives equal results."""
+    mesh = device_mesh((2, 2))
+    layout = distribute_tensor(torch.ones(5, 3), mesh, [Shard(0), Replicate()]).layout
+    assert copy.copy(layout) is layout and copy.deepcopy(layout) is layout
+    return layout.local_shape(rank)
+
+
+def test_copies_of_a_layout():
+    assert run_ranks(copies, 4) == [(3, 3), (3, 3), (2, 3), (2, 3)]
 
 
 # -- from_local ------------------------------------------------------------------------------------------------------
@@ -317,7 +330,7 @@ def failures(rank, world_size):
     x = distribute_tensor(whole, mesh, [Shard(0), Replicate()])
     part = DTensor.from_local(whole, mesh, [Replicate(), Partial()])
     calls = {
-        "all_gather_into_tensor": lambda: x.full_tensor(),
+        ALL_GATHER: lambda: x.full_tensor(),
         "all_reduce": lambda: part.full_tensor(),
         "all_to_all_single": lambda: x.redistribute(placements=[Shard(1), Replicate()]),
         "broadcast": lambda: distribute_tensor(whole, mesh, [Replicate(), Replicate()]),
@@ -330,13 +343,13 @@ def failures(rank, world_size):
                 call()
             assert isinstance(caught.value.__cause__, RuntimeError)
             said[name] = str(caught.value)
-    with mock.patch.object(dist, "all_gather_into_tensor", side_effect=RuntimeError("timed out")):
+    with mock.patch.object(dist, ALL_GATHER, side_effect=RuntimeError("timed out")):
         leaf = distribute_tensor(whole, mesh, [Replicate(), Replicate()]).requires_grad_()
         y = leaf.redistribute(placements=[Shard(0), Replicate()])
         with pytest.raises(CommError) as caught:
             y.backward(distribute_tensor(whole, mesh, [Shard(0), Replicate()]))
         said["backward"] = str(caught.value)
-    with mock.patch.object(dist, "all_gather_into_tensor", side_effect=RuntimeError("timed out")):
+    with mock.patch.object(dist, ALL_GATHER, side_effect=RuntimeError("timed out")):
         with pytest.raises(CommError) as caught:
             DTensor.from_local(whole, mesh, [Shard(0), Replicate()])
         said["from_local"] = str(caught.value)
@@ -348,7 +361,7 @@ def test_a_failed_collective_names_itself_and_its_axis():
     for rank, said in enumerate(run_ranks(failures, 4)):
         coords = grid((2, 2))[rank]
         peer = "connection closed by peer"
-        assert said["all_gather_into_tensor"] == failed("all_gather", "dp", coords, peer)
+        assert said[ALL_GATHER] == failed("all_gather", "dp", coords, peer)
         assert said["all_reduce"] == failed("all_reduce", "tp", coords, peer)
         assert said["all_to_all_single"] == failed("all_to_all", "dp", coords, peer)
         assert said["broadcast"] == failed("broadcast", "dp", coords, peer)

@@ -185,6 +185,20 @@ def to_local_is_differentiable(mesh):
         same(leaf.grad, 2 * weight, str(places))
 
 
+def from_local_meets_others(mesh):
+    """Values that came back from local code and one that never left: each gradient is counted once."""
+    for places in layouts(mesh, x(5, 4)):
+        leaf, other = distribute_tensor(x(5, 4), mesh).requires_grad_(), laid_out(x(5, 4, seed=3), mesh, places, True)
+        back = DTensor.from_local(leaf.to_local() * 2, mesh, [R] * mesh.ndim)
+        (back * other).sum().backward()
+        same(leaf.grad, 2 * x(5, 4, seed=3), str(places))
+        same(other.grad, 2 * x(5, 4), str(places))
+        copies = DTensor.from_local(own_copies(x(5, 4), mesh).detach(), mesh, [R] * mesh.ndim)
+        other.grad = None
+        (copies * other).sum().backward()
+        same(other.grad, x(5, 4), str(places))
+
+
 def to_local_grad_placements(mesh):
     """Each rank uses a replicated value on its own rows: the gradient comes back as parts."""
     value = x(6, 4)
@@ -311,7 +325,7 @@ CHECKS = [
     distribute_all_placements, distribute_partial, distribute_keeps_what_it_is, distribute_owns_its_memory,
     distribute_default_is_replicate, from_local_finds_the_global_shape, from_local_with_shape, from_local_keeps_memory_order,
     from_local_default_is_replicate, from_local_assume_even, from_local_is_differentiable, from_local_grad_placements,
-    to_local_is_the_local_tensor, to_local_is_differentiable, to_local_grad_placements, redistribute_everywhere,
+    to_local_is_the_local_tensor, to_local_is_differentiable, from_local_meets_others, to_local_grad_placements, redistribute_everywhere,
     redistribute_to_the_same_is_self, redistribute_with_dtypes, full_tensor_is_differentiable, full_tensor_grad_placements,
     factories, factory_arguments, random_factories_advance_the_stream,
 ]  # fmt: skip

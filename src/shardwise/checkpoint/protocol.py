@@ -4,25 +4,33 @@ memory behind each box.
 A box is a tile of the layout, so uneven, strided and nested splits need nothing special. Replicas offer the same boxes
 and the checkpoint planner writes each once, sharing the work among the holders. On a simulated mesh this process holds
 every rank's boxes: it writes each once and reads each into every tensor that holds it.
+
+torch.distributed.checkpoint is imported where it is needed: that takes half a second, and a program that comes here has
+done it already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.layout.layout import Tile
 from shardwise.surface import leaf_local
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
 
 def write_items(fqn: str, tensor: Any) -> list[WriteItem]:
     """One item for each distinct box held here."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
     layout: Layout = tensor._layout
     _refuse_partial(layout, f"saving {fqn!r}")
     boxes = dict.fromkeys(tile for tile, _, _ in _held(tensor))
@@ -85,6 +93,8 @@ def _before(layout: Layout, dim: int, coords: tuple[int, ...], offset: int) -> i
 
 
 def _chunk(tile: Tile) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     return ChunkStorageMetadata(torch.Size(tile.offsets), torch.Size(tile.sizes))
 
 

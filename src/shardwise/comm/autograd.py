@@ -6,9 +6,9 @@
 | gather-and-spread       | reduce-scatter                   |
 | all-reduce              | spread                           |
 | all-to-all              | all-to-all back                  |
-| replicate -> partial    | nothing                          |
+| replicate -> partial    | take the first coordinate's      |
 
-Because a partner's partner is the step itself (or does nothing twice), second derivatives come out exact.
+Because a partner's partner is the step itself, second derivatives come out exact.
 """
 
 from __future__ import annotations

@@ -18,10 +18,19 @@ Coords = tuple[int, ...]
 class Step(Protocol):
     """One step of a move, as a backend sees it: pure local work around one exchange along one axis."""
 
-    kind: str  # "all_gather", "all_reduce", "reduce_scatter", "all_to_all" or "local"
-    axis: int
-    reduce_op: str
-    uniform: bool  # every coordinate of the axis gets the same value
+    @property
+    def kind(self) -> str:
+        """all_gather, all_reduce, reduce_scatter, all_to_all or local."""
+
+    @property
+    def axis(self) -> int: ...
+
+    @property
+    def reduce_op(self) -> str: ...
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every coordinate of the axis gets the same value."""
 
     @property
     def partner(self) -> Step:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,28 @@ def own_each(comm: Comm, local: Any) -> Any:
     return comm.assemble(tuple(range(len(outs))), outs)
 
 
+class _Share(torch.autograd.Function):
+    """Of ranks that agree, all get the first one's value; the gradient goes to every one of them."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: Comm, before: Any, after: Any, *values: torch.Tensor) -> Any:
+        ctx.comm, ctx.before, ctx.after = comm, before, after
+        return tuple(v.view_as(v) for v in comm.pick(after, comm.assemble(before, values)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None, None, *ctx.comm.pick(ctx.before, ctx.comm.assemble(ctx.after, grads))
+
+
+def share(comm: Comm, local: Any, axes: Sequence[int]) -> Any:
+    """A local value in which simulated ranks share one tensor along the Replicate `axes`, as results of ops do: else a
+    tensor that meets it would take part in a call for each rank, and its gradient would be counted as often."""
+    if not comm.simulated:
+        return local
+    before, after = comm.structure(local), comm.structure(comm.first_of_replicas(local, axes))
+    return local if before == after else comm.assemble(after, _Share.apply(comm, before, after, *comm.values(local)))
+
+
 class _Collapse(torch.autograd.Function):
     """The value all ranks agree on, as one plain tensor; its gradient goes to every holder."""
 
@@ -78,7 +100,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Comm, structure: Any, hooks: Any, *values: torch.Tensor) -> Any:
         ctx.comm, ctx.structure, ctx.hooks = comm, structure, hooks
-        return tuple(v.view_as(v) for v in values)
+        return tuple(v.detach() for v in values)  # no views: a step may write to the values later
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -15,6 +15,9 @@ from shardwise.comm.simulation import reduce_parts
 from shardwise.errors import CommError, MeshError
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}  # fmt: skip
+# torch 2.13 has new names for these two
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 _WIRE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8, torch.float16, torch.bfloat16}
 
 _MOST_DIMS = 16
@@ -144,7 +147,7 @@ class ProcessGroupComm(Comm):
             wire = torch.nn.functional.pad(wire, (0, longest - wire.numel()))
         out = wire.new_empty(longest * len(shapes))
         if longest:
-            dist.all_gather_into_tensor(out, wire, group=self.group(axis))
+            getattr(dist, ALL_GATHER)(out, wire, group=self.group(axis))
         rows = out.view(len(shapes), longest)
         return [_from_wire(rows[i, :n], mine.dtype, s) for i, (n, s) in enumerate(zip(counts, shapes, strict=True))]
 
@@ -153,8 +156,11 @@ class ProcessGroupComm(Comm):
         if wire is None:  # no backend reduces this: gather the parts and reduce here
             everyone = self._gather(step.axis, mine, [tuple(mine.shape)] * self.shape[step.axis])
             return reduce_parts(everyone, step.reduce_op)
-        wire = wire.clone(memory_format=torch.contiguous_format)
+        ordered = mine.is_floating_point() and step.reduce_op in ("max", "min")
+        wire = _ordered(wire, step.reduce_op) if ordered else wire.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(wire, op=_REDUCE[step.reduce_op], group=self.group(step.axis))
+        if ordered:
+            return _unordered(wire, step.reduce_op).to(mine.dtype)
         return torch.view_as_complex(wire) if mine.is_complex() else wire
 
     def _reduce_scatter(self, step: Step, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -164,7 +170,7 @@ class ProcessGroupComm(Comm):
         if even and mine.dtype in _WIRE and step.reduce_op in _REDUCE and dist.get_backend(group) == "nccl":
             out = torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
             send = torch.cat([_as_wire(part) for part in parts])
-            dist.reduce_scatter_tensor(out.view(-1), send, op=_REDUCE[step.reduce_op], group=group)
+            getattr(dist, REDUCE_SCATTER)(out.view(-1), send, op=_REDUCE[step.reduce_op], group=group)
             return out
         return reduce_parts(self._all_to_all(step, parts), step.reduce_op)
 
@@ -209,3 +215,20 @@ def _reducible(x: torch.Tensor, op: str) -> torch.Tensor | None:
         return torch.view_as_real(x.resolve_conj()) if op == "sum" else None
     return x if x.dtype in _WIRE else None
 
+
+
+def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:
+    """Floats as integers of the same order, with NaN the winner of the reduction: backends lose NaNs in max and min."""
+    x = x if x.dtype == torch.float64 else x.float()
+    bits = x.contiguous().view(torch.int64 if x.dtype == torch.float64 else torch.int32)
+    limits = torch.iinfo(bits.dtype)
+    ints = torch.where(bits < 0, bits ^ limits.max, bits)
+    return ints.masked_fill(x.isnan(), limits.max if op == "max" else limits.min)
+
+
+def _unordered(ints: torch.Tensor, op: str) -> torch.Tensor:
+    """The floats behind `_ordered`."""
+    limits = torch.iinfo(ints.dtype)
+    lost = ints == (limits.max if op == "max" else limits.min)
+    bits = torch.where(ints < 0, ints ^ limits.max, ints)
+    return bits.view(torch.float64 if ints.dtype == torch.int64 else torch.float32).masked_fill(lost, float("nan"))

@@ -201,8 +201,8 @@ _T = torch.Tensor
 _SURFACE: dict[Any, Callable[..., Any]] = {
     _T.shape.__get__: _shape,  # type: ignore[attr-defined]
     _T.size: _size,
-    _T.grad.__get__: _grad,  # type: ignore[attr-defined]
-    _T.grad.__set__: _set_grad,  # type: ignore[attr-defined]
+    _T.grad.__get__: _grad,  # type: ignore[union-attr]
+    _T.grad.__set__: _set_grad,  # type: ignore[union-attr]
     _T.backward: _backward,
     _T.__repr__: RankTensor.__repr__,
     _T.__deepcopy__: RankTensor.__deepcopy__,

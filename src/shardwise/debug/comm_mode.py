@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from shardwise.comm.record import Entry, listeners
+from shardwise.comm.simulation import RankTensor
 from shardwise.debug.trace import ModuleTrace, Operation
 from shardwise.engine.plan import op_name
 from shardwise.wrapper import Wrapper
@@ -28,7 +29,7 @@ _OPS: dict[str, Any] = {
     "scatter": torch.ops.c10d.scatter_,
     "send_recv": torch.ops.c10d.send,
 }
-_LOOKS = ("__get__", "__set__", "__repr__", "__format__")  # attribute access and printing are no operations
+_NO_OPERATIONS = ("__get__", "__set__", "__repr__", "__format__", "backward")
 
 
 class CommDebugMode:
@@ -55,7 +56,7 @@ class CommDebugMode:
         self._starts: list[int] = []
         self._names: dict[int, str] = {}
 
-    # -- on and off -----------------------------------------------------------------------------------------------------
+    # -- on and off ----------------------------------------------------------------------------------------------------
     def __enter__(self) -> CommDebugMode:
         self._reset()
         self._heard = listeners()
@@ -74,7 +75,7 @@ class CommDebugMode:
         self._functions.__exit__(*exc)
         self._heard.remove(self._hear)
 
-    # -- what happens -----------------------------------------------------------------------------------------------------
+    # -- what happens --------------------------------------------------------------------------------------------------
     def _enter_module(self, module: torch.nn.Module, inputs: Any) -> None:
         if len(self._path) == 1:  # the outermost module names those inside
             top = type(module).__name__
@@ -106,16 +107,16 @@ class CommDebugMode:
             if known is not None and known is not _functional.wait_tensor:
                 self._count(known, False)
             return
-        if getattr(func, "__name__", "") in _LOOKS:
+        if getattr(func, "__name__", "") in _NO_OPERATIONS:
             return
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
         ours = [x._layout for x in tensors if isinstance(x, Wrapper)]
-        shapes = [str(x._layout.shape if isinstance(x, Wrapper) else tuple(x.shape)) for x in tensors]
+        shapes = [str(_shape(x)) for x in tensors]
         mesh = repr(ours[0].mesh) if ours else ""
         shardings = [str(layout.placements) for layout in ours]
         self._path[-1].operations.append(Operation(op_name(func), shapes, shardings, mesh))
 
-    # -- answers ------------------------------------------------------------------------------------------------------------
+    # -- answers -------------------------------------------------------------------------------------------------------
     def get_comm_counts(self) -> dict[Any, int]:
         """How often each collective ran, keyed by the ops of torch.ops.c10d_functional."""
         counts: defaultdict[Any, int] = defaultdict(int)
@@ -154,6 +155,14 @@ class CommDebugMode:
     def __repr__(self) -> str:
         counts = ", ".join(f"{op}: {n}" for op, n in self.get_comm_counts().items())
         return f"CommDebugMode(total={self.get_total_counts()}{', ' + counts if counts else ''})"
+
+
+def _shape(tensor: Any) -> Any:
+    if isinstance(tensor, Wrapper):
+        return tensor._layout.shape
+    if isinstance(tensor, RankTensor):  # the ranks may differ
+        return [tuple(value.shape) for value in tensor.ranks]
+    return tuple(tensor.shape)
 
 
 class _Functions(TorchFunctionMode):

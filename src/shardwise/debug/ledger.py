@@ -46,9 +46,9 @@ class Ledger:
         counts: Counter[tuple[str, ...]] = Counter()
         sizes: Counter[tuple[str, ...]] = Counter()
         for e in self.entries:
-            key = (e.op, e.kind, e.axis, "backward" if e.backward else "forward", e.source, e.reason)
-            counts[key] += 1
-            sizes[key] += e.bytes
+            row = (e.op, e.kind, e.axis, "backward" if e.backward else "forward", e.source, e.reason)
+            counts[row] += 1
+            sizes[row] += e.bytes
         for key, count in counts.items():
             *left, source, reason = key
             out.add_row(*left, str(count), f"{sizes[key]:,}", source, reason)

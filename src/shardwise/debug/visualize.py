@@ -27,14 +27,17 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
         )
     if not layout.mesh.comm.simulated and any(layout.mesh.comm.coords):
         return
-    rows, columns, cells = grid(layout)
-    titles = [_title("Col", r) if layout.ndim == 2 else _title("Row", r) if layout.ndim else "value" for r in columns]
-    names = [_title("Row", r) if layout.ndim == 2 else "" for r in rows]
-    text = [[_holders(ranks) for ranks in row] for row in cells]
     if header:
         print(header)
     places = ", ".join(map(str, layout.placements))
     print(f"shape {layout.shape}, placements [{places}], {layout.mesh!r}")
+    if 0 in layout.shape:
+        print("no elements")
+        return
+    rows, columns, cells = grid(layout)
+    titles = [_title("Col", r) if layout.ndim == 2 else _title("Row", r) if layout.ndim else "value" for r in columns]
+    names = [_title("Row", r) if layout.ndim == 2 else "" for r in rows]
+    text = [[_holders(ranks) for ranks in row] for row in cells]
     if use_rich:
         Console().print(_rich_table(titles, names, text))
     else:
@@ -86,9 +89,11 @@ def _holders(ranks: Sequence[int]) -> str:
 
 def _plain_table(titles: list[str], names: list[str], cells: list[list[str]]) -> str:
     lines = [["", *titles], *([name, *row] for name, row in zip(names, cells, strict=True))]
+    if not any(names):
+        lines = [line[1:] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
-    return "\n".join("  ".join(map(str.ljust, line, widths)).strip() if not widths[0] else "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)  # fmt: skip
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def _rich_table(titles: list[str], names: list[str], cells: list[list[str]]) -> Table:

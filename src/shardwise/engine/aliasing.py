@@ -6,6 +6,7 @@ Nothing is kept, and nothing costs, until the first such copy is made.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, NamedTuple
 
@@ -29,11 +30,11 @@ def note_copy(base: Any, copy: Any, name: str) -> None:
     """`copy` is what `name` made of `base`; torch would have made it a view."""
     for table, tensor in ((_of_base, base), (_of_copy, copy)):
         key = _storage(tensor)
-        ref = weakref.ref(copy, lambda _, table=table, key=key: _forget(table, key))
+        ref = weakref.ref(copy, functools.partial(_forget, table, key))
         table.setdefault(key, []).append(_Copy(ref, name))
 
 
-def _forget(table: dict[int, list[_Copy]], key: int) -> None:
+def _forget(table: dict[int, list[_Copy]], key: int, _: Any) -> None:
     alive = [copy for copy in table.get(key, ()) if copy.tensor() is not None]
     if alive:
         table[key] = alive

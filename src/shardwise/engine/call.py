@@ -10,18 +10,21 @@ from typing import Any
 import torch
 
 from shardwise.engine.cache import PlanCache, register_cache
-from shardwise.engine.fallback import decomposed, replicated, written_back
+from shardwise.engine.context import refuses_plain
+from shardwise.engine.fallback import rebound, replicated, written_back
 from shardwise.engine.plan import CallShape, Plan, build_plan, op_name
 from shardwise.errors import AutogradError, MeshError, StrictError
-from shardwise.engine.context import is_strict
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules import registry
+from shardwise.rules.relayout import Relayout
+from shardwise.rules.spec import Gathered
 from shardwise.wrapper import Wrapper, wrap
 
 PLANS = PlanCache(maxsize=8192)
 register_cache("plans", PLANS.info, PLANS.reset)
 
+ANY_FLOAT: set[Any] = set()  # functions whose plans do not depend on float arguments: a learning rate fills no cache
 _TRUE, _FALSE = object(), object()  # True == 1 and hashes alike: plans must tell them apart
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_grad_enabled = torch.is_grad_enabled
@@ -46,20 +49,20 @@ def call_function(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, A
                 key.append(arg)
                 locals.append(arg)
             elif kind is float:
-                key.append(float)
+                key.append(float if func in ANY_FLOAT else (float, arg))
                 locals.append(arg)
             elif kind is slice:
                 key.append((slice, arg.start, arg.stop, arg.step))
                 locals.append(arg)
             else:
-                frozen, local = freeze(arg)
+                frozen, local = freeze(arg, func in ANY_FLOAT)
                 key.append(frozen)
                 locals.append(local)
         if kwargs:
             local_kwargs = {}
             for name, arg in kwargs.items():
                 key.append(name)
-                frozen, local_kwargs[name] = freeze(arg)
+                frozen, local_kwargs[name] = freeze(arg, func in ANY_FLOAT)
                 key.append(frozen)
         else:
             kwargs = local_kwargs = {}
@@ -81,7 +84,7 @@ def call_function(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, A
 
 def call_overload(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     """An aten op on distributed tensors, recorded by autograd on the local tensors."""
-    with torch.overrides.enable_reentrant_dispatch(), torch._C.DisableTorchFunctionSubclass():
+    with torch.overrides.enable_reentrant_dispatch(), torch._C._EnableTorchFunction():
         return call_function(cls, func, args, kwargs)
 
 
@@ -92,7 +95,7 @@ def autocast_state() -> tuple[Any, ...]:
     )
 
 
-def freeze(arg: Any) -> tuple[Any, Any]:
+def freeze(arg: Any, any_float: bool = False) -> tuple[Any, Any]:
     """A hashable key for an argument, and the argument with local values for tensors."""
     if isinstance(arg, Wrapper):
         return arg._layout, arg._local
@@ -100,7 +103,7 @@ def freeze(arg: Any) -> tuple[Any, Any]:
     if kind is bool:
         return (_TRUE if arg else _FALSE), arg
     if kind is float or kind is complex:
-        return kind, arg
+        return (kind if any_float else (kind, arg)), arg
     if isinstance(arg, torch.Tensor):
         raise _PlainTensor
     if kind is slice:
@@ -109,7 +112,7 @@ def freeze(arg: Any) -> tuple[Any, Any]:
         plain = [item if type(item) in _PLAIN else _slice_key(item) for item in arg]
         if _OTHER not in plain:
             return (kind, *plain), arg
-        pairs = [freeze(item) for item in arg]
+        pairs = [freeze(item, any_float) for item in arg]
         frozen = (kind, *(k for k, _ in pairs))
         values = [v for _, v in pairs]
         return frozen, values if isinstance(arg, list) else tuple(values)
@@ -132,30 +135,25 @@ def _slice_key(item: Any) -> Any:
 
 def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     """The plan for a call never seen before."""
-    is_overload = isinstance(func, torch._ops.OpOverload)
     found = registry.find(func) if "out" not in kwargs else None
     call = CallShape(func, args, kwargs)
     if found is not None:
+        if found.any_float:
+            ANY_FLOAT.add(func)
         operand_args, operand_kwargs = call.with_tensors(call.operands)
         spec = found.rule(*operand_args, **operand_kwargs)
         if spec is not None:
+            if found.in_place and isinstance(spec, Relayout):
+                return rebound(func)
+            if isinstance(spec, Gathered):
+                return replicated(func, call, spec.reason)
             plan = build_plan(func, spec, call, found.in_place)
-            if plan is not None:
-                return plan
-            return written_back(func, call)
+            return plan if plan is not None else written_back(func, call)
     if "out" in kwargs and isinstance(kwargs["out"], Wrapper):
         return _into_out(func)
-    if is_overload:
-        return _overload_plan(func, call)
+    if isinstance(func, torch._ops.OpOverload):
+        return replicated(func, call)
     return lambda args, kwargs, locals, local_kwargs: _lower(func, args, kwargs)
-
-
-def _overload_plan(func: Any, call: CallShape) -> Plan:
-    if not all(layout.is_plain for layout in call.layouts):
-        plan = decomposed(func)
-        if plan is not None:
-            return plan
-    return replicated(func, call)
 
 
 def _lower(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -181,7 +179,7 @@ def _into_out(func: Any) -> Plan:
 # -- plain tensors count as replicated ---------------------------------------------------------------------------------
 def with_plain_wrapped(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """The arguments with every plain tensor wrapped as Replicate on the mesh of the others."""
-    if is_strict():
+    if refuses_plain():
         raise StrictError(
             f"{name}: a plain tensor meets a distributed one under strict(); "
             f"make it a DTensor with distribute_tensor(x, mesh, [Replicate(), ...])"

@@ -48,4 +48,20 @@ class relaxed:
         _state.depth, _state.switched = self.saved
 
 
+class implicit_replication:
+    """Inside: plain tensors that meet distributed ones count as replicated, under strict() too."""
+
+    def __enter__(self) -> implicit_replication:
+        _state.replicating = getattr(_state, "replicating", 0) + 1
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        _state.replicating -= 1
+
+
+def refuses_plain() -> bool:
+    """Whether a plain tensor may not meet a distributed one."""
+    return is_strict() and not getattr(_state, "replicating", 0)
+
+
 Runner = Callable[[Any, Any, Any], Any]

@@ -1,4 +1,5 @@
-"""What happens to an op without a rule: decompose it, else gather its operands and compute it everywhere alike.
+"""What happens to an op without a rule: gather its operands and compute it everywhere alike. (Composite ops never get
+here: torch takes them apart on the way down.)
 
 Always right, never cheap: it shows in the ledger with its reason, and strict() refuses it.
 """
@@ -17,23 +18,13 @@ from shardwise.engine.plan import CallShape, Plan, fetch, put, refuse
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps, run_move
-from shardwise.wrapper import wrap
+from shardwise.wrapper import rebind, wrap
 
 
-def decomposed(func: Any) -> Plan | None:
-    """The op as a composition of simpler ones, if torch knows one that changes nothing and draws no numbers."""
-    table = torch._decomp.decomposition_table
-    if func not in table or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
-        return None
-    if any(r.alias_info is not None for r in func._schema.returns):
-        return None
-    body = table[func]
-    if body.__module__.startswith("torch._refs"):  # written in prims, which write into fresh tensors
-        return None
-    return lambda args, kwargs, locals, local_kwargs: body(*args, **kwargs)
+NO_RULE = "no rule: gathered and computed on every rank"
 
 
-def replicated(func: Any, call: CallShape) -> Plan:
+def replicated(func: Any, call: CallShape, reason: str = NO_RULE) -> Plan:
     """Gather every operand, compute the op on all ranks, write back what the op changes."""
     mesh, comm = call.mesh, call.mesh.comm
     whole = [layout.replace(placements=(REPLICATE,) * len(layout.placements)) for layout in call.layouts]
@@ -41,7 +32,7 @@ def replicated(func: Any, call: CallShape) -> Plan:
     moves = [(i, steps, flag) for i, steps, flag in moves if steps]
     name, paths, layouts, moved = call.name, call.paths, call.layouts, {i for i, _, _ in moves}
     invoke = comm.bind(func)
-    note = Note(call.name, reason="no rule: gathered and computed on every rank")
+    note = Note(call.name, reason)
     written = _written_paths(func, call)
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
@@ -93,6 +84,12 @@ def written_back(func: Any, call: CallShape) -> Plan:
     if functional is not None:
         return run
     return replicated(func, call)
+
+
+def rebound(func: Any) -> Plan:
+    """An in-place op that changes its target's shape (unsqueeze_, t_): the target becomes the view."""
+    functional = functional_form(func)
+    return lambda args, kwargs, locals, local_kwargs: rebind(args[0], functional(*args, **kwargs))
 
 
 def functional_form(func: Any) -> Any:

@@ -65,15 +65,17 @@ def local_map(
         mesh = as_mesh(device_mesh) if device_mesh is not None else ours[0]._layout.mesh
         needs = _one_each(in_placements, positional, len(flat), "in_placements", name)
         grads = _one_each(in_grad_placements, positional, len(flat), "in_grad_placements", name)
-        locals = [
-            _localized(x, need, grad, mesh, redistribute_inputs, f"{name}: argument {i}") if isinstance(x, DTensor) else x
-            for i, (x, need, grad) in enumerate(zip(flat, needs, grads, strict=True))
-        ]
+        locals = list(flat)
+        for i, x in enumerate(flat):
+            if isinstance(x, DTensor):
+                locals[i] = _localized(x, needs[i], grads[i], mesh, redistribute_inputs, f"{name}: argument {i}")
         out_tree: list[Any] = []
 
         def on_one_rank(*leaves: Any) -> tuple[Any, ...]:
             call_args, call_kwargs = tree_unflatten(leaves, tree)
             outs, spec = tree_flatten(func(*call_args, **call_kwargs))
+            if any(isinstance(out, DTensor) for out in outs):
+                raise LayoutError(f"{name} gives a DTensor; the function of local_map takes and gives local tensors")
             out_tree.append(spec)
             return tuple(outs)
 
@@ -81,13 +83,13 @@ def local_map(
         split = _split_axes(ours, mesh, _flat_placements(out_placements))
         outs = mesh.comm.bind(on_one_rank, split)(*locals)
         places = _out_placements(out_placements, len(outs), name)
-        wrapped = [_wrapped(out, p, mesh, f"{name}: output {i}") for i, (out, p) in enumerate(zip(outs, places, strict=True))]
+        wrapped = [_wrapped(out, places[i], mesh, f"{name}: output {i}") for i, out in enumerate(outs)]
         return tree_unflatten(wrapped, out_tree[0])
 
     return on_distributed
 
 
-# -- in ----------------------------------------------------------------------------------------------------------------
+# -- in --------------------------------------------------------------------------------------------------------------
 def _one_each(given: Sequence[Any] | None, positional: int, total: int, what: str, name: str) -> list[Any]:
     """The placements for each flattened argument; keyword arguments are taken as they are laid out."""
     if given is None:
@@ -117,7 +119,7 @@ def _localized(tensor: DTensor, need: Any, grad: Any, mesh: Mesh, redistribute: 
     return tensor.to_local(grad_placements=grad)
 
 
-# -- out ---------------------------------------------------------------------------------------------------------------
+# -- out -------------------------------------------------------------------------------------------------------------
 def _is_single(placements: Any) -> bool:
     """Whether this is the layout of one output: a list, a placement, or a tuple of placements."""
     if not isinstance(placements, tuple):
@@ -132,8 +134,6 @@ def _flat_placements(placements: Any) -> list[tuple[Placement, ...]]:
 
 def _out_placements(placements: Any, outputs: int, name: str) -> list[Any]:
     every = [placements] if _is_single(placements) else list(placements)
-    if placements is None:
-        every = [None] * outputs
     if len(every) != outputs:
         raise LayoutError(
             f"{name}: out_placements has {len(every)} entries for {outputs} flattened outputs; give a tuple with one "
@@ -143,15 +143,16 @@ def _out_placements(placements: Any, outputs: int, name: str) -> list[Any]:
 
 
 def _split_axes(inputs: Sequence[DTensor], mesh: Mesh, outputs: Sequence[tuple[Placement, ...]]) -> tuple[int, ...]:
-    layouts = [x.placements for x in inputs if x._layout.mesh is mesh] + [p for p in outputs if len(p) == len(mesh.shape)]
+    layouts = [x.placements for x in inputs if x._layout.mesh is mesh]
+    layouts += [p for p in outputs if len(p) == len(mesh.shape)]
     return tuple(axis for axis in range(len(mesh.shape)) if any(not p[axis].is_replicate() for p in layouts))
 
 
 def _wrapped(out: Any, placements: Any, mesh: Mesh, what: str) -> Any:
-    if isinstance(out, DTensor):
-        raise LayoutError(f"{what} is a DTensor; the function of local_map takes and gives local tensors")
     if isinstance(out, torch.Tensor):
         return DTensor.from_local(out, mesh, placements)
     if placements is not None:
-        raise LayoutError(f"{what} is {out!r}, not a tensor, but out_placements says {list(placements)}; give None for it")
+        raise LayoutError(
+            f"{what} is {out!r}, not a tensor, but out_placements says {list(placements)}; give None for it"
+        )
     return out

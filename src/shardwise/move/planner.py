@@ -28,6 +28,7 @@ from shardwise.move.steps import (
     Spread,
     ToPartial,
 )
+from shardwise.sizes import check_reductions
 
 
 class MovePlan:
@@ -120,6 +121,7 @@ def plan_steps(src: Layout, dst: Layout, spread: tuple[int, ...] = ()) -> tuple[
         raise MoveError(f"cannot move from mesh {src.mesh!r} to mesh {dst.mesh!r}: layouts must be on one mesh")
     if src.shape != dst.shape or src.dtype != dst.dtype:
         raise MoveError(f"a move keeps shape and dtype, but {src} and {dst} differ")
+    check_reductions(dst.placements, dst.dtype)
     return tuple(_Planner(src, dst, spread).plan())
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy
 import torch
 
 from shardwise.comm.base import Coords
@@ -292,8 +293,13 @@ def _with_dim(shape: Sequence[int], dim: int, row: Sequence[Intervals]) -> list[
 
 
 @lru_cache(maxsize=256)
-def _index(intervals: Intervals) -> torch.Tensor:
-    return torch.cat([torch.arange(a, b, device="cpu") for a, b in intervals])
+def _indices(intervals: Intervals) -> numpy.ndarray:
+    return numpy.concatenate([numpy.arange(a, b) for a, b in intervals])
+
+
+def _index(intervals: Intervals, like: torch.Tensor) -> torch.Tensor:
+    """An index tensor, made anew: one kept could come from a fake or inference mode."""
+    return torch.as_tensor(_indices(intervals), device=like.device)
 
 
 def take(x: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
@@ -301,7 +307,7 @@ def take(x: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
     if is_contiguous(intervals):
         a, b = intervals[0] if intervals else (0, 0)
         return x.narrow(dim, a, b - a).clone(memory_format=torch.contiguous_format)
-    return x.index_select(dim, _index(intervals).to(x.device))
+    return x.index_select(dim, _index(intervals, x))
 
 
 def put_together(parts: Sequence[torch.Tensor], dim: int, row: Sequence[Intervals]) -> torch.Tensor:
@@ -311,5 +317,5 @@ def put_together(parts: Sequence[torch.Tensor], dim: int, row: Sequence[Interval
     if all(a[1] <= b[0] for a, b in zip(order, order[1:], strict=False)):
         return whole
     out = torch.empty_like(whole)
-    out.index_copy_(dim, _index(order).to(whole.device), whole)
+    out.index_copy_(dim, _index(order, whole), whole)
     return out

@@ -16,4 +16,5 @@ from shardwise.rules import (  # noqa: F401
     reduce,
     slicing,
     view,
+    whole,
 )

@@ -13,7 +13,7 @@ from shardwise.rules.spec import Algorithm, Factors, Operand
 from shardwise.wrapper import wrap
 
 
-@rule("to float double half bfloat16 int long short char byte bool type_as _to_copy chalf cfloat cdouble")
+@rule("to float double half bfloat16 int long short char byte bool type_as chalf cfloat cdouble")
 def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
     """A Partial sum survives a cast that loses nothing; before one that rounds, the sum is taken."""
     given = (*args, *kwargs.values())
@@ -45,6 +45,17 @@ def to_device(x: Any, *args: Any, **kwargs: Any) -> Any:
     if all(a is b for a, b in zip(before, comm.values(local), strict=True)):
         return x
     return wrap(local, x._layout.replace(device=comm.first(local).device))
+
+
+@rule("_to_copy")
+def to_copy(x: Operand, **kwargs: Any) -> Algorithm:
+    """aten's cast names a device even where it stays."""
+
+    def run(x: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **unused: Any) -> Any:
+        x = x.clone() if dtype is None or dtype == x.dtype else x.to(dtype)
+        return x if device is None else to_device(x, device, memory_format=memory_format or torch.preserve_format)
+
+    return Algorithm(run)
 
 
 @rule("cpu")

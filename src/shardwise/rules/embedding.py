@@ -25,7 +25,7 @@ def embedding(first: Operand, second: Operand, padding_idx: Any = None, *args: A
     if max_norm is not None:
         return None  # rewrites the rows it looks up: by the fallback, which writes them back
     sparse = (args[-1] if len(args) > 3 else False) or kwargs.get("sparse", False)
-    where = tuple(f"i{d}" for d in range(ids.ndim))
+    where: tuple[str | None, ...] = tuple(f"i{d}" for d in range(ids.ndim))
     rows = None if by_freq or sparse or not _in_order(table.layout) else "v"
     if by_freq or sparse:
         where = (None,) * ids.ndim

@@ -56,7 +56,7 @@ def _foreach(name: str) -> None:
         scalars_only = len(columns[0]) == 1 and linear == "joint" and name in ("_foreach_add", "_foreach_sub")
         return Columns(columns, shared, "none" if scalars_only else linear)
 
-    rule(name)(elementwise)
+    rule(name, any_float=True)(elementwise)
 
 
 for _name in (
@@ -74,7 +74,7 @@ def foreach_norm(tensors: Sequence[Operand], ord: Any = 2, dtype: Any = None) ->
     return Algorithm(each)
 
 
-@rule("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_")
+@rule("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_", any_float=True)
 def fused_optimizer(*args: Any, **kwargs: Any) -> Columns | None:
     """Steps on local tensors where parameter, gradient and state are laid out alike."""
     columns, shared = _columns(args)

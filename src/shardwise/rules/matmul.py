@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.layout import contiguous_stride
 from shardwise.rules.notation import factors, line, parse
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Factors, Operand, Result
+from shardwise.rules.spec import Algorithm, Factors, Operand, Result
 
 line("mm", "m k, k n -> m n", linear="each")
 line("bmm", "b m k, b k n -> b m n", linear="each")
@@ -40,6 +40,14 @@ def matmul(x: Operand, y: Operand, **kwargs: Any) -> Factors:
     return factors(parse(f"{left}, {right} -> {out}"), [x, y], linear="each")
 
 
+@rule("rmatmul")
+def rmatmul(y: Operand, x: Operand) -> Factors:
+    """y.__rmatmul__(x) is x @ y."""
+    product = matmul(x, y)
+    product.inputs = [product.inputs[1], product.inputs[0]]
+    return product
+
+
 def _plus_product(text: str, addend: Operand, x: Operand, y: Operand) -> Factors:
     """An addend that is broadcast to the product of two others."""
     product = factors(parse(text), [x, y], linear="each")
@@ -62,8 +70,14 @@ def baddbmm(addend: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: An
 
 
 @rule("addmv")
-def addmv(addend: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Factors:
-    return _plus_product("m k, k -> m", addend, x, y)
+def addmv(addend: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Algorithm:
+    """By its parts: torch's kernel does not broadcast the addend of an empty product."""
+
+    def run(addend: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        product = alpha * (x @ y)
+        return product if beta == 0 else beta * addend + product
+
+    return Algorithm(run)
 
 
 @rule("einsum")

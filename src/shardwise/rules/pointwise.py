@@ -28,7 +28,7 @@ def broadcast(operands: list[Operand], outputs: int = 1, **more: Any) -> Factors
 def pointwise(names: str, *, outputs: int = 1) -> None:
     """Ops that are linear in nothing."""
 
-    @rule(names)
+    @rule(names, any_float=True)
     def elementwise(*args: Any, **kwargs: Any) -> Factors:
         return broadcast(list(operands_in((*args, *kwargs.values()))), outputs)
 
@@ -44,55 +44,55 @@ pointwise(
 pointwise(
     "atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift copysign eq ne lt le gt ge"
     " floor_divide fmod remainder fmax fmin maximum minimum gcd lcm heaviside hypot igamma igammac ldexp logaddexp logaddexp2"
-    " logical_and logical_or logical_xor nextafter pow float_power xlogy xlog1py zeta isclose polar complex"
+    " logical_and logical_or logical_xor nextafter rdiv pow float_power xlogy xlog1py zeta isclose polar complex"
     " gammainc gammaincc addcdiv"
     " sigmoid_backward tanh_backward gelu_backward silu_backward threshold_backward softplus_backward"
 )
 
 
-@rule("neg positive clone contiguous real imag conj conj_physical resolve_conj resolve_neg detach alias")
+@rule("neg positive clone contiguous real imag conj conj_physical resolve_conj resolve_neg detach alias", any_float=True)
 def unary_linear(x: Operand, *args: Any, **kwargs: Any) -> Factors:
     """Linear in its one operand: a Partial sum stays one."""
     return broadcast([x], linear="joint")
 
 
-@rule("zeros_like zero")
+@rule("zeros_like zero", any_float=True)
 def zeros_like(x: Operand, *args: Any, **kwargs: Any) -> Factors:
     """Zeros are a Partial sum of zeros."""
     return broadcast([x], linear="joint")
 
 
-@rule("ones_like full_like empty_like fill")
+@rule("ones_like full_like empty_like fill", any_float=True)
 def filled_like(x: Operand, *args: Any, **kwargs: Any) -> Factors:
     return broadcast(list(operands_in((x, *args, *kwargs.values()))))
 
 
-@rule("add sub subtract")
+@rule("add sub subtract", any_float=True)
 def add(x: Any, y: Any, *args: Any, **kwargs: Any) -> Factors:
     """Linear in both together; a number counts as a constant, so it is not."""
     operands = list(operands_in((x, y)))
     return broadcast(operands, linear="joint" if len(operands) == 2 else "none")
 
 
-@rule("mul multiply")
+@rule("mul multiply", any_float=True)
 def mul(x: Any, y: Any, *args: Any, **kwargs: Any) -> Factors:
     """Linear in each. A number is one more factor that does not depend on the rank."""
     return broadcast(list(operands_in((x, y))), linear="each")
 
 
-@rule("div divide true_divide")
+@rule("div divide true_divide", any_float=True)
 def div(x: Any, y: Any, *, rounding_mode: Any = None, **kwargs: Any) -> Factors:
     operands = list(operands_in((x, y)))
     over = isinstance(x, Operand) and rounding_mode is None and x.dtype.is_floating_point
     return broadcast(operands, linear="each" if over else "none", joint=frozenset({0}))
 
 
-@rule("lerp addcmul where masked_fill")
+@rule("lerp addcmul where masked_fill", any_float=True)
 def several(*args: Any, **kwargs: Any) -> Factors:
     return broadcast(list(operands_in((*args, *kwargs.values()))))
 
 
-@rule("copy")
+@rule("copy", any_float=True)
 def copy(x: Operand, y: Operand, *args: Any, **kwargs: Any) -> Factors:
     """The target takes the source's values: a Partial target takes a Partial source."""
     same = x.dtype.is_floating_point == y.dtype.is_floating_point

@@ -103,7 +103,7 @@ def logsumexp(x: Operand, dim: Any, keepdim: bool = False) -> Any:
 @rule("vector_norm linalg_vector_norm")
 def vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     dims = dims_of(dim, x.ndim)
-    if needs_stages(x, dims) and ord not in (0, float("inf"), float("-inf")):
+    if needs_stages(x, dims) and 0 < ord < float("inf"):  # the others have no value for a rank that holds nothing
         func = lambda v, dims, keepdim: torch.linalg.vector_norm(v, ord, dims, keepdim, dtype=dtype)  # noqa: E731
         return Algorithm(lambda x, *args, **kwargs: two_stages(func, x, dims, keepdim))
     return whole_along(x, dims, keepdim)
@@ -111,9 +111,9 @@ def vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False
 
 @rule("norm")
 def norm(x: Operand, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Any:
-    """torch.norm of a vector-like kind is linalg.vector_norm; matrix norms go by their parts."""
-    order = 2 if p is None or (p == "fro" and (dim is None or isinstance(dim, int) or len(dim) <= 2)) else p
-    if isinstance(order, str) or kwargs:
+    """torch.norm of a vector-like kind is linalg.vector_norm; a nuclear norm goes by its parts."""
+    order = 2 if p is None or p == "fro" else p
+    if isinstance(order, str) or isinstance(order, Operand) or kwargs:
         return None
     return Algorithm(lambda x, *args, **named: torch.linalg.vector_norm(x, order, dim, keepdim, dtype=dtype))
 
@@ -165,6 +165,6 @@ def along(names: str, outputs: int = 1, default: int = -1) -> None:
         return whole_along(x, (dim_of(dim, x.ndim),), True, outputs)
 
 
-along("softmax log_softmax softmin _softmax _log_softmax cumsum cumprod logcumsumexp")
+along("softmax log_softmax softmin _softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp")
 along("cummax cummin", outputs=2)
 

@@ -12,18 +12,20 @@ import torch.nn.functional as F
 
 Rule = Callable[..., Any]  # (operands and static arguments as in the call) -> spec, or None: no rule for this form
 
-_NAMESPACES = (torch, torch.Tensor, F, torch.special, torch.linalg, torch._C._nn, torch._C._special, torch._C._linalg)
+_C: Any = torch._C
+_NAMESPACES = (torch, torch.Tensor, F, torch.special, torch.linalg, _C._nn, _C._special, _C._linalg)
 _rules: dict[str, Rule] = {}
+_any_float: set[str] = set()
 _by_function: dict[Any, Found | None] = {}
 
 _OPERATORS = {
     "add": "__add__ __radd__ __iadd__", "sub": "__sub__ __rsub__ __isub__ subtract rsub", "mul": "__mul__ __rmul__ __imul__ multiply",
-    "div": "__truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ divide true_divide", "floor_divide": "__floordiv__ __rfloordiv__ __ifloordiv__",
+    "div": "__truediv__ __itruediv__ __div__ __idiv__ divide true_divide", "rdiv": "__rtruediv__ __rdiv__", "floor_divide": "__floordiv__ __rfloordiv__ __ifloordiv__",
     "remainder": "__mod__ __rmod__ __imod__", "pow": "__pow__ __rpow__ __ipow__", "neg": "__neg__ negative", "abs": "__abs__ absolute",
     "eq": "__eq__", "ne": "__ne__ not_equal", "lt": "__lt__ less", "le": "__le__ less_equal", "gt": "__gt__ greater", "ge": "__ge__ greater_equal",
     "bitwise_and": "__and__ __rand__ __iand__", "bitwise_or": "__or__ __ror__ __ior__", "bitwise_xor": "__xor__ __rxor__ __ixor__",
     "bitwise_not": "__invert__", "bitwise_left_shift": "__lshift__ __rlshift__ __ilshift__", "bitwise_right_shift": "__rshift__ __rrshift__ __irshift__",
-    "matmul": "__matmul__ __rmatmul__",
+    "matmul": "__matmul__", "rmatmul": "__rmatmul__",
 }  # fmt: skip
 _SPELLINGS = {name: op for op, names in _OPERATORS.items() for name in names.split()}
 _NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__init__", "__iter__"}
@@ -35,16 +37,22 @@ class Found(NamedTuple):
     rule: Rule
     name: str
     in_place: bool
+    any_float: bool  # a plan holds for every value of a float argument
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register the function below as the rule of these ops (names separated by spaces)."""
+def rule(*names: str, any_float: bool = False) -> Callable[[Rule], Rule]:
+    """Register the function below as the rule of these ops (names separated by spaces).
+
+    `any_float` promises that nothing the rule answers depends on the value of a float argument.
+    """
 
     def register(function: Rule) -> Rule:
         for name in (n for text in names for n in text.split()):
             if name in _rules:
                 raise ValueError(f"op {name!r} has a rule already")
             _rules[name] = function
+            if any_float:
+                _any_float.add(name)
         _by_function.clear()
         return function
 
@@ -90,7 +98,7 @@ def _named(name: str, writes: bool) -> Found | None:
         if candidate is not None:
             candidate = _SPELLINGS.get(candidate, candidate)
             if candidate in _rules:
-                return Found(_rules[candidate], candidate, writes)
+                return Found(_rules[candidate], candidate, writes, candidate in _any_float)
     return None
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.errors import RuleError
 from shardwise.layout import Layout, Placement
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
@@ -49,8 +48,6 @@ class Relayout:
     local: Callable[[list[Layout], list[Layout]], LocalCall]
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
-        if pinned:
-            raise RuleError("an in-place op that changes a tensor's shape cannot be done on a distributed tensor")
         layout = operands[0].layout
         places = list(layout.placements)
         carried: dict[int, list[Carried]] = {}

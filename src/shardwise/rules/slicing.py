@@ -11,8 +11,8 @@ from shardwise.layout import Layout
 from shardwise.layout.split import count, intersect, normalize, positions
 from shardwise.rules.registry import rule
 from shardwise.rules.relayout import Carried, Relayout, call_with, flipped, same_call, sliced, unchanged
-from shardwise.rules.spec import Factors, Operand, PerCoords
-from shardwise.rules.view import dim_of
+from shardwise.rules.spec import Algorithm, Factors, Operand, PerCoords
+from shardwise.rules.view import dim_of, ints
 
 Range = tuple[int, int, int]  # start, stop, step
 
@@ -114,10 +114,10 @@ def chunk(x: Operand, chunks: int, dim: int = 0) -> Relayout:
 
 
 @rule("tensor_split")
-def tensor_split(x: Operand, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Relayout | None:
+def tensor_split(x: Operand, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Relayout | Algorithm:
     wanted = indices_or_sections if indices_or_sections is not None else next(iter(named.values()))
     if isinstance(wanted, Operand):
-        return None
+        return Algorithm(lambda x, where, dim=0: x.tensor_split(where.tolist(), dim))
     d = dim_of(dim, x.ndim)
     n = x.shape[d]
     if isinstance(wanted, int):
@@ -129,11 +129,19 @@ def tensor_split(x: Operand, indices_or_sections: Any = None, dim: int = 0, **na
     return slices(x, d, ranges, _slice_many(d, tuple))
 
 
-@rule("flip fliplr flipud")
+@rule("fliplr")
+def fliplr(x: Operand) -> Relayout:
+    return flip(x, 1)
+
+
+@rule("flipud")
+def flipud(x: Operand) -> Relayout:
+    return flip(x, 0)
+
+
+@rule("flip")
 def flip(x: Operand, *dims: Any, **named: Any) -> Relayout:
-    wanted = dims or tuple(named.values())
-    flat = wanted[0] if wanted and isinstance(wanted[0], (tuple, list)) else wanted
-    turned = {dim_of(d, x.ndim) for d in flat}
+    turned = {dim_of(d, x.ndim) for d in ints(dims or tuple(named.values()))}
 
     def carry(d: int) -> list[list[Carried]]:
         return [[Carried(d, flipped(x.shape[d]) if d in turned else unchanged)]]

@@ -93,6 +93,13 @@ class Algorithm:
 
 
 @dataclass(frozen=True)
+class Gathered:
+    """No better way than to gather every operand and compute the op on all ranks; the ledger shows the reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Choice:
     """One way to treat one axis."""
 

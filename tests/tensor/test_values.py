@@ -1,0 +1,198 @@
+"""Plain Python values out of a distributed tensor, and plain operands into its ops."""
+
+import math
+import operator
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise import DTensor, MeshError, Partial, Shard, StrictError, debug, distribute_tensor, simulate, strict
+from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, on_one_axis, same, x
+
+VALUE = x(5, 4)
+
+
+def numbers(mesh):
+    for value in (x(), torch.tensor(7), torch.tensor(True), torch.tensor(1 + 2j), torch.tensor(2.5)):
+        for places in layouts(mesh, value, partial=value.dtype.is_floating_point):
+            mine = laid_out(value, mesh, places)
+            assert type(mine.item()) is type(value.item()) and mine.item() == pytest.approx(value.item()), places
+            assert mine.tolist() == pytest.approx(value.tolist())
+            assert bool(mine) == bool(value)
+            if not value.is_complex():
+                assert float(mine) == pytest.approx(float(value)) and math.floor(float(mine)) == math.floor(float(value))
+                assert int(mine) == int(value)
+            assert complex(mine) == pytest.approx(complex(value))
+    total = laid_out(VALUE, mesh, on_one_axis(mesh, Shard(0))).sum()
+    assert total.placements[0] == Partial() or total.placements[0] == R
+    assert total.item() == pytest.approx(VALUE.sum().item())
+    assert (total > -100).item() is True
+    assert "yes" == ("yes" if total > -100 else "no")
+    assert not (total > 1e9)
+    assert range(10)[distribute_tensor(torch.tensor(3), mesh)] == 3
+    one = distribute_tensor(x(1, 1), mesh, on_one_axis(mesh, Shard(0)))
+    assert one.item() == x(1, 1).item() and bool(one) is True
+    with pytest.raises(RuntimeError, match="cannot be converted to Scalar"):
+        distribute_tensor(VALUE, mesh).item()
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        bool(distribute_tensor(VALUE, mesh, on_one_axis(mesh, Shard(0))) > 0)
+
+
+def arrays(mesh):
+    for places in layouts(mesh, VALUE):
+        mine = laid_out(VALUE, mesh, places)
+        assert np.allclose(mine.tolist(), VALUE.tolist())
+        assert isinstance(mine.numpy(), np.ndarray)
+        np.testing.assert_allclose(mine.numpy(), VALUE.numpy(), atol=1e-12)
+        np.testing.assert_allclose(np.asarray(mine), VALUE.numpy(), atol=1e-12)
+        np.testing.assert_allclose(np.array(mine, dtype=np.float32), VALUE.float().numpy(), atol=1e-6)
+        leaf = laid_out(VALUE, mesh, places, requires_grad=True)
+        with pytest.raises(RuntimeError, match=r"Use tensor.detach\(\).numpy\(\)"):
+            leaf.numpy()
+        np.testing.assert_allclose(leaf.numpy(force=True), VALUE.numpy(), atol=1e-12)
+        np.testing.assert_allclose(leaf.detach().numpy(), VALUE.numpy(), atol=1e-12)
+
+
+def container_protocol(mesh):
+    for places in layouts(mesh, VALUE):
+        mine = laid_out(VALUE, mesh, places)
+        assert len(mine) == 5 and mine.numel() == 20 and mine.dim() == mine.ndim == 2
+        assert mine.size() == VALUE.size() and mine.size(1) == 4 and mine.shape == VALUE.shape
+        assert isinstance(mine.shape, torch.Size) and mine.stride() == (4, 1) and mine.is_contiguous()
+        assert mine.element_size() == 8 and mine.nbytes == 160 and mine.device.type == "cpu" and mine.is_floating_point()
+        rows = list(mine)
+        assert len(rows) == 5
+        for row, want in zip(rows, VALUE, strict=True):
+            same(row, want, str(places))
+        a, b, c, d, e = mine
+        same(e, VALUE[4], str(places))
+        exact = distribute_tensor(VALUE, mesh)
+        assert VALUE[1, 2].item() in exact and 1e9 not in exact
+        with pytest.raises(TypeError, match="len.. of a 0-d tensor"):
+            len(mine.sum())
+        with pytest.raises(TypeError, match="iteration over a 0-d tensor"):
+            list(mine.sum())
+        with pytest.raises(IndexError, match="out of bounds|out of range"):
+            mine[7]
+        assert {mine: 1}[mine] == 1 and hash(mine) == hash(mine) and mine is not mine.clone()
+        assert len({mine, mine, mine.clone()}) == 2
+
+
+def comparisons(mesh):
+    for places in layouts(mesh, VALUE):
+        mine = distribute_tensor(VALUE, mesh, places)
+        other = distribute_tensor(VALUE, mesh, on_one_axis(mesh, Shard(1)))
+        assert torch.equal(mine, other) is True and mine.equal(other) is True
+        assert torch.equal(mine, VALUE) is True
+        assert torch.equal(mine, other + 1) is False
+        assert torch.allclose(mine, other + 1e-12) is True and torch.allclose(mine, other + 1) is False
+        assert torch.equal(mine, other[:3]) is False
+        eq = mine == other
+        assert isinstance(eq, DTensor) and eq.dtype == torch.bool and bool(eq.all()) and not bool((mine != other).any())
+        torch.testing.assert_close(mine.full_tensor(), VALUE)
+        assert torch.is_tensor(mine) and isinstance(mine, torch.Tensor)
+
+
+def text(mesh):
+    scalar = distribute_tensor(torch.tensor(3.14159), mesh)
+    assert f"{scalar:.2f}" == "3.14" and f"{scalar:8.3f}" == "   3.142"
+    total = distribute_tensor(VALUE, mesh, on_one_axis(mesh, Shard(0))).sum()
+    assert f"{total:.4f}" == f"{VALUE.sum():.4f}"
+    for value in (x(), x(0, 3), x(5, 4), x(300, 300)):
+        for places in layouts(mesh, value):
+            mine = laid_out(value, mesh, places)
+            for shown in (repr(mine), str(mine)):
+                assert shown.startswith("DTensor(") and f"shape={tuple(value.shape)}" in shown, shown
+                assert repr(mine.placements[0]) in shown and len(shown) < 12_000, len(shown)
+            assert "requires_grad=True" in repr(laid_out(value, mesh, places, requires_grad=True))
+    assert "Parameter" in repr(torch.nn.Parameter(distribute_tensor(VALUE, mesh)))
+    assert "float16" in repr(distribute_tensor(VALUE.half(), mesh))
+    with pytest.raises(TypeError):
+        format(distribute_tensor(VALUE, mesh), ".2f")
+
+
+BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, torch.maximum, operator.lt, operator.eq]
+
+
+def plain_operands(mesh):
+    """Numbers and plain tensors count as replicated, on either side."""
+    others = [2, 0.5, torch.tensor(2.0), VALUE.abs(), VALUE.abs()[0], VALUE.abs()[:, :1], np.float64(3.0)]
+    for places in layouts(mesh, VALUE):
+        mine, plain = laid_out(VALUE.abs() + 1, mesh, places), VALUE.abs() + 1
+        for op in BINARY:
+            for other in others:
+                if op is torch.maximum and not isinstance(other, torch.Tensor):
+                    continue
+                where = f"{op} {other} {places}"
+                same(op(mine, other), op(plain, other), where)
+                if not isinstance(other, np.float64):
+                    same(op(other, mine), op(other, plain), where)
+        same(VALUE.t() @ mine, VALUE.t() @ plain, str(places))
+        same(mine @ VALUE.t(), plain @ VALUE.t(), str(places))
+        same(torch.cat([mine, VALUE]), torch.cat([plain, VALUE]), str(places))
+        same(torch.where(VALUE > 0, mine, 0.0), torch.where(VALUE > 0, plain, 0.0), str(places))
+        same(mine.copy_(VALUE), VALUE, str(places))
+
+
+def strict_refuses_what_was_not_asked_for(mesh):
+    first, second = (distribute_tensor(VALUE, mesh, on_one_axis(mesh, Shard(d))) for d in (0, 1))
+    with strict():
+        with pytest.raises(StrictError, match=r"add: a plain tensor meets a distributed one.*distribute_tensor"):
+            first + VALUE
+        with pytest.raises(StrictError) as caught:
+            first + second
+        message = str(caught.value)
+        for part in ("add would communicate under strict()", "shape (5, 4)", "S(0)", "S(1)", "redistribute(placements=["):
+            assert part in message, message
+        exec_fix = message[message.index("placements=[") :].rstrip(")").removeprefix("placements=")
+        wanted = eval(exec_fix, {"Shard": Shard, "Replicate": type(R), "Partial": Partial})
+        moved = (second if "operand 1" in message.split(":", 1)[1][:12] else first).redistribute(placements=wanted)
+        if moved.placements == first.placements:
+            same(first + moved, VALUE * 2)
+        same(first + 1, VALUE + 1)
+        same(first * first, VALUE * VALUE)
+        same(first.sum().redistribute(placements=[R] * mesh.ndim), VALUE.sum())
+        assert first.full_tensor().equal(VALUE)
+        assert first.sum().item() == pytest.approx(VALUE.sum().item())
+        if mesh.shape[0] > 1:
+            with pytest.raises(StrictError, match="sort would communicate"):
+                first.sort(0)
+    same(first + VALUE, VALUE * 2)
+    strict.enable()
+    try:
+        with pytest.raises(StrictError):
+            first + second
+    finally:
+        strict.disable()
+    same(first + second, VALUE * 2)
+
+
+def strict_allows_backward(mesh):
+    """The backward pass of what was asked for was asked for too."""
+    leaf = distribute_tensor(VALUE, mesh, on_one_axis(mesh, Shard(0))).requires_grad_()
+    weight = distribute_tensor(x(4, 3), mesh).requires_grad_()
+    with strict(), debug.ledger() as log:
+        (leaf @ weight).sum().backward()
+    plain, plain_weight = VALUE.clone().requires_grad_(), x(4, 3).requires_grad_()
+    (plain @ plain_weight).sum().backward()
+    same(leaf.grad, plain.grad)
+    same(weight.grad, plain_weight.grad)
+    assert [e.kind for e in log if e.backward] == ["all_reduce"]
+
+
+CHECKS = [
+    numbers, arrays, container_protocol, comparisons, text, plain_operands, strict_refuses_what_was_not_asked_for,
+    strict_allows_backward,
+]  # fmt: skip
+test_simulated, test_processes = checked_on(__name__, CHECKS)
+
+
+def test_operands_on_different_meshes():
+    a = distribute_tensor(VALUE, simulate((2,), axis_names=("a",)), [Shard(0)])
+    b = distribute_tensor(VALUE, simulate((3,), axis_names=("b",)), [Shard(0)])
+    for op in (torch.add, torch.mul, lambda s, t: s @ t.t(), lambda s, t: torch.cat([s, t]), lambda s, t: s.copy_(t)):
+        with pytest.raises(MeshError, match=r"different meshes, mesh\(a=2\) and mesh\(b=3\); redistribute"):
+            op(a, b)
+    same(a, VALUE)
+    same(b, VALUE)
