@@ -17,7 +17,8 @@ def part_of(x, layout, coords, weights):
     """What the rank at `coords` holds of `x`: its tiles, weighted by its share of every Partial axis."""
     for dim in range(x.dim()):
         held = layout.held(dim, coords)
-        x = x.index_select(dim, torch.tensor([i for a, b in held for i in range(a, b)], dtype=torch.long))
+        index = torch.tensor([i for a, b in held for i in range(a, b)], dtype=torch.long, device=x.device)
+        x = x.index_select(dim, index)
     for axis, placement in enumerate(layout.placements):
         if placement.is_partial():
             x = x * weights[axis][coords[axis]]
@@ -108,7 +109,7 @@ def check(function, tensors, mesh, limit=8, seed=0, grad=True, tolerance=1e-10, 
     wanted = tree_flatten(want)[0]
     roots = [w for w in wanted if isinstance(w, torch.Tensor) and w.requires_grad]
     generator = torch.Generator().manual_seed(seed + 1)
-    seeds = [torch.randn(w.shape, generator=generator, dtype=w.dtype) for w in roots]
+    seeds = [torch.randn(w.shape, generator=generator, dtype=w.dtype).to(w.device) for w in roots]
     if roots:
         torch.autograd.backward(roots, seeds)
     shape = as_mesh(mesh).shape

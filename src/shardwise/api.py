@@ -43,8 +43,10 @@ def distribute_tensor(
         )
     if hasattr(tensor, "ranks"):
         raise LayoutError("distribute_tensor: a RankTensor holds local values; use DTensor.from_local(x, mesh, placements)")
+    _check_strided(tensor.layout)
     layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, None, _home(tensor, mesh))
     check_reductions(layout.placements, tensor.dtype)
+    _check_source(mesh, src_data_rank)
     value = tensor.detach()
     if value.device.type != layout.device.type:
         value = value.to(layout.device)
@@ -55,6 +57,17 @@ def distribute_tensor(
     if isinstance(tensor, torch.nn.Parameter):
         result._is_param = True
     return result
+
+
+def _check_strided(layout: torch.layout) -> None:
+    if layout is not torch.strided:
+        raise LayoutError(f"layout: only torch.strided tensors can be distributed, got {layout}")
+
+
+def _check_source(mesh: Mesh, source: int | None) -> None:
+    for axis, k in enumerate(mesh.shape):
+        if source is not None and k > 1 and not 0 <= source < k:
+            raise LayoutError(f"src_data_rank={source} is not a coordinate of mesh axis {axis} of {k} ranks")
 
 
 def _home(tensor: torch.Tensor, mesh: Mesh) -> torch.device:
@@ -83,8 +96,6 @@ def _deal(value: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
     comm = layout.mesh.comm
     for axis, placement in enumerate(layout.placements):
         k = layout.mesh.shape[axis]
-        if not 0 <= source < k and k > 1:
-            raise LayoutError(f"src_data_rank={source} is not a coordinate of mesh axis {axis} of {k} ranks")
         if isinstance(placement, Shard):
             parts = [take(value, placement.dim, part) for part in layout.row(axis, comm.coords)]
             value = comm.scatter(parts, axis, source) if k > 1 else parts[0]
@@ -109,6 +120,8 @@ def distribute_module(
     `partition_fn(name, submodule, mesh)` lays out what it wants to; what it leaves is replicated.
     `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run around the module's forward.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise LayoutError(f"distribute_module: module must be a torch.nn.Module, got {type(module).__name__}")
     mesh = as_mesh(device_mesh)
     made: dict[int, Any] = {}  # tied parameters stay tied
 
@@ -161,8 +174,7 @@ def _make(fill: Any, size: Any, dtype: Any, layout: Any, requires_grad: bool, de
 
 
 def _layout_for(size: Any, dtype: Any, layout: Any, device_mesh: Any, placements: Any) -> Layout:
-    if layout is not torch.strided:
-        raise LayoutError(f"layout: only torch.strided tensors can be distributed, got {layout}")
+    _check_strided(layout)
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
     for n in shape:
         if not isinstance(n, int) or n < 0:

@@ -44,6 +44,10 @@ def layout_of_locals(
         shape, placements = _global(mesh, placements, shapes or _same_everywhere(mesh, first))
     elif shape is None:
         shape = tuple(first.shape)
+    if len(shape) != first.ndim:
+        raise LayoutError(
+            f"shape={tuple(shape)}: {len(shape)} dims given for local tensors of {first.ndim} dims {tuple(first.shape)}"
+        )
     layout = Layout.make(mesh, placements, shape, first.dtype, stride or _stride_like(first, shape), first.device)
     for coords, mine in (shapes or {c: tuple(comm.at(local, c).shape) for c in comm.played()}).items():
         if mine != layout.local_shape_at(coords):
@@ -79,6 +83,8 @@ def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> Non
                 raise LayoutError(
                     f"placements[{axis}] = {p!r}: an average of {dtype} is not a {dtype}; use a float dtype"
                 )
+            if p.reduce_op in ("max", "min") and dtype.is_complex:
+                raise LayoutError(f"placements[{axis}] = {p!r}: {dtype} has no order; use a real dtype")
             if p.reduce_op in ("band", "bor", "bxor") and (dtype.is_floating_point or dtype.is_complex):
                 raise LayoutError(
                     f"placements[{axis}] = {p!r}: bitwise reductions need an integer or bool dtype, got {dtype}"

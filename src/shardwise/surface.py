@@ -248,16 +248,16 @@ def register_hook(tensor: Any, hook: Callable[[Any], Any]) -> Any:
 
 
 def _register_late(parts: Sequence[torch.Tensor], hook: Callable[[list[torch.Tensor]], Any]) -> _Handles:
-    """A hook on simulated ranks whose values are in use: it can watch the gradients once the last one is there, but the
-    others are on their way by then."""
+    """A hook on simulated ranks whose values are in use: it can watch the gradients once the last one is there, but
+    the others are on their way by then."""
     arrived: dict[int, torch.Tensor] = {}
 
     def on_part(i: int, grad: torch.Tensor) -> None:
         arrived[i] = grad
         if len(arrived) == len(parts) and hook([arrived.pop(j) for j in range(len(parts))]) is not None:
             raise AutogradError(
-                "register_hook: a hook that replaces the gradient must be registered before the first use of the tensor "
-                "on a simulated mesh, where the ranks' gradients meet in a node that only later uses go through"
+                "register_hook: a hook that replaces the gradient must be registered before the first use of the "
+                "tensor on a simulated mesh, where the ranks' gradients meet in a node that only later uses go through"
             )
 
     return _Handles([part.register_hook(functools.partial(on_part, i)) for i, part in enumerate(parts)])

@@ -301,7 +301,7 @@ def _grad_layout_given(layout: Layout, grad_placements: Sequence[Any]) -> Layout
 def _redistribute_as(tensor: DTensor, placements: Any, forward: torch.dtype | None, backward: torch.dtype | None) -> DTensor:  # fmt: skip
     """A redistribute whose values travel as `forward` and whose gradients as `backward`."""
     if forward is not None and forward != tensor.dtype:
-        tensor = tensor.to(forward)
+        tensor = tensor.to(forward)  # type: ignore[assignment]
     if backward is not None and tensor.requires_grad:
         comm, layout = tensor._layout.mesh.comm, tensor._layout
         convert = comm.bind(torch.Tensor.to)
@@ -358,8 +358,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.__reduce_ex__: DTensor.__reduce_ex__,
 } | {
     getattr(_T, name): _method(name)
-    for name in "backward requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook detach_ item tolist"
-    " numpy __array__ __bool__ __int__ __float__ __index__ __complex__ __format__".split()
+    for name in ["backward", "requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "detach_", "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__format__"]
 }
 for _name in ("requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad", "data", "_version"):
     _SPECIAL[getattr(_T, _name).__get__] = lambda self, _name=_name: getattr(self, _name)

@@ -1,5 +1,5 @@
-"""What the checks of this folder share. A check is a function of a mesh: it runs on simulated meshes and, in workers, on
-real ones, and compares with plain torch."""
+"""What the checks of this folder share. A check is a function of a mesh: it runs on simulated meshes and, in workers,
+on real ones, and compares with plain torch."""
 
 import functools
 import random

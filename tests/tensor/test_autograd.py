@@ -200,7 +200,7 @@ def retain_grad_on_a_non_leaf(mesh):
 
 
 def hooks_observe(mesh):
-    for plain, leaf, where in leaves(mesh):
+    for _, leaf, where in leaves(mesh):
         seen = []
         handle = leaf.register_hook(lambda g, seen=seen: seen.append(g))
         hidden = leaf * 2
@@ -245,7 +245,7 @@ def hooks_replace_with_another_layout(mesh):
 
 def hooks_after_use(mesh):
     """Registered between forward and backward, a hook still sees the gradient."""
-    for plain, leaf, where in leaves(mesh):
+    for _, leaf, where in leaves(mesh):
         seen = []
         hidden = leaf * 2
         out = (hidden * hidden).sum()

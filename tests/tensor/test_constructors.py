@@ -4,11 +4,17 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import DTensor, LayoutError, MeshError, Partial, RankTensor, Replicate, Shard, debug, distribute_tensor
-from shardwise import simulate
-from shardwise.mesh import as_mesh
+from shardwise import (
+    DTensor,
+    LayoutError,
+    Partial,
+    RankTensor,
+    Shard,
+    debug,
+    distribute_tensor,
+)
 from tests.harness import part_of
-from tests.tensor.common import R, is_simulated, layouts, laid_out, locals_of, on_one_axis, same, checked_on, x
+from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, on_one_axis, same, x
 
 VALUES = {
     "even": x(4, 4), "uneven": x(5, 7), "fewer rows than ranks": x(1, 2), "empty": x(0, 3), "scalar": x(), "cube": x(2, 3, 4),

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import shardwise
-from shardwise import DTensor, LayoutError, Partial, Shard, distribute_module, distribute_tensor
+from shardwise import DTensor, Shard, distribute_module, distribute_tensor
 from tests.tensor.common import R, checked_on, laid_out, layouts, on_one_axis, same, x
 
 

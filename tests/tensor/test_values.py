@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise import DTensor, MeshError, Partial, Shard, StrictError, debug, distribute_tensor, simulate, strict
-from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, on_one_axis, same, x
+from tests.tensor.common import R, checked_on, laid_out, layouts, on_one_axis, same, x
 
 VALUE = x(5, 4)
 
@@ -28,7 +28,7 @@ def numbers(mesh):
     assert total.placements[0] == Partial() or total.placements[0] == R
     assert total.item() == pytest.approx(VALUE.sum().item())
     assert (total > -100).item() is True
-    assert "yes" == ("yes" if total > -100 else "no")
+    assert ("yes" if total > -100 else "no") == "yes"
     assert not (total > 1e9)
     assert range(10)[distribute_tensor(torch.tensor(3), mesh)] == 3
     one = distribute_tensor(x(1, 1), mesh, on_one_axis(mesh, Shard(0)))

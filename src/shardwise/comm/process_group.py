@@ -200,6 +200,8 @@ def _width(dtype: torch.dtype) -> int:
 def _as_wire(x: torch.Tensor) -> torch.Tensor:
     """A flat tensor of a dtype every backend carries."""
     flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.numel() <= 1:  # contiguous whatever its stride says, but a view of another dtype asks for 1
+        flat = flat.as_strided(flat.shape, (1,))
     return flat if x.dtype in _WIRE else flat.view(torch.uint8)
 
 

@@ -101,6 +101,10 @@ class Layout:
         """The mesh axes that cut `dim`, outermost first."""
         return tuple(axis for axis, p in enumerate(self.placements) if p.is_shard(dim))
 
+    def is_cut(self, dim: int) -> bool:
+        """Whether ranks hold different indices of `dim` (an axis of one rank cuts nothing)."""
+        return any(self.mesh.shape[axis] > 1 for axis in self.axes_of(dim))
+
     def held(self, dim: int, coords: Sequence[int], axes: int | None = None) -> Intervals:
         """The indices of `dim` that the rank at `coords` holds, looking only at the first `axes` mesh axes."""
         cutting = tuple(a for a in self.axes_of(dim) if axes is None or a < axes)

@@ -38,7 +38,7 @@ def embedding(first: Operand, second: Operand, padding_idx: Any = None, *args: A
 
     def local(inputs: list[Layout], outputs: list[Layout]) -> Any:
         layout = inputs[table.index]
-        if not layout.axes_of(0):
+        if not layout.is_cut(0):
             pad = -1 if padding_idx is None else padding_idx
             if first is table:
                 return lambda table, ids: torch.embedding(table, ids, pad, by_freq, sparse)

@@ -79,7 +79,7 @@ def classification(
     inputs: list[Any] = [tuple(names), tuple(names) if probabilities else tuple(batch)]
     if isinstance(weight, Operand):
         inputs.append((None,))
-    cut = any(p.is_shard() and op.layout.shape and inputs[i][p.dim] for i, op in enumerate((x, target)) for p in op.layout.placements)  # type: ignore[attr-defined]  # fmt: skip
+    cut = any(name and op.layout.is_cut(d) for names, op in zip(inputs, (x, target)) for d, name in enumerate(names))
     if reduction == "mean" and cut:
         return Algorithm(_mean_by_parts(func, probabilities))
     return Factors(inputs, [tuple(batch) if reduction == "none" else ()])

@@ -61,7 +61,7 @@ def mean(x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> F
 
     def local(inputs: list[Layout], outputs: list[Layout]) -> Callable[..., Any]:
         dtype = outputs[0].dtype
-        if not any(inputs[0].axes_of(d) for d in dims):
+        if not any(inputs[0].is_cut(d) for d in dims):
             return lambda v: torch.mean(v, dims, keepdim, dtype=dtype) if dims else v.mean(dtype=dtype)
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         return lambda v: (v.sum(dims, keepdim, dtype=wide) / n).to(dtype)
@@ -89,7 +89,7 @@ def two_stages(func: Callable[..., Any], x: Any, dims: tuple[int, ...], keepdim:
 
 def needs_stages(x: Operand, dims: tuple[int, ...]) -> bool:
     """Whether a reduced dim is cut and no pending sum is in the way."""
-    return any(x.layout.axes_of(d) for d in dims) and not x.layout.is_partial
+    return any(x.layout.is_cut(d) for d in dims) and not x.layout.is_partial
 
 
 @rule("logsumexp")

@@ -160,13 +160,13 @@ def select(x: Operand, dim: int, index: Any) -> Factors | None:
 
     def local(inputs: list[Layout], outputs: list[Layout]) -> Any:
         layout = inputs[0]
-        if not layout.axes_of(d):
+        if not layout.is_cut(d):
             return lambda v: v.select(d, at)
         return _picker(layout, d, at)
 
     reduce = "sum" if x.dtype is not torch.bool else "bor"
     outs = (*names[:d], *names[d + 1 :])
-    stays = lambda inputs: not inputs[0].axes_of(d)  # noqa: E731
+    stays = lambda inputs: not inputs[0].is_cut(d)  # noqa: E731
     return Factors([names], [outs], linear="joint", reduce={names[d]: reduce}, local=local, aliases=stays)
 
 
