@@ -86,8 +86,9 @@ def _lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> Any:
     local = comm.shared(value)
     for step in plan_steps(whole, layout):
         local = comm.run(step, local)
-    if any(v is value for v in comm.values(local)):  # the result owns its memory
-        local = comm.rebuild(local, [v.clone(memory_format=torch.contiguous_format) if v is value else v for v in comm.values(local)])  # fmt: skip
+    own = value.untyped_storage().data_ptr()  # the result has memory of its own
+    copies = [v.clone(memory_format=torch.contiguous_format) if v.untyped_storage().data_ptr() == own else v for v in comm.values(local)]
+    local = comm.rebuild(local, copies)
     return local
 
 

@@ -37,8 +37,9 @@ def layout_of_locals(
     cut = any(isinstance(p, Shard) and k > 1 for p, k in zip(placements, mesh.shape, strict=True))
     shapes: Shapes | None = None
     if run_check or (cut and shape is None and not assume_even):
-        shapes = comm.all_shapes(local)  # before any check of this rank's own tensor: all ranks must come here
-        _check_dims(shapes)
+        kinds = comm.all_kinds(local)  # before any check of this rank's own tensor: all ranks must come here
+        shapes = {coords: shape for coords, (_, shape) in kinds.items()}
+        _check_agreement(kinds)
     placements = _from_the_front(placements, first)
     if shape is None and (cut or run_check):
         shape, placements = _global(mesh, placements, shapes or _same_everywhere(mesh, first))
@@ -91,11 +92,14 @@ def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> Non
                 )
 
 
-def _check_dims(shapes: Shapes) -> None:
-    some = next(iter(shapes.values()))
-    for coords, shape in shapes.items():
+def _check_agreement(kinds: dict[tuple[int, ...], tuple[str, tuple[int, ...]]]) -> None:
+    """All ranks hold the same dtype and number of dims."""
+    dtype, some = next(iter(kinds.values()))
+    for coords, (other, shape) in kinds.items():
         if len(shape) != len(some):
             raise LayoutError(f"from_local: the ranks differ in dims: {some} and, at {coords}, {shape}")
+        if other != dtype:
+            raise LayoutError(f"from_local: the ranks differ in dtype: {dtype} and, at {coords}, {other}")
 
 
 def _global(

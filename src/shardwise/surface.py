@@ -30,6 +30,7 @@ def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def grad_layout(layout: Layout) -> Layout:
     return layout.replace(placements=grad_placements(layout.placements))
 
@@ -54,9 +55,10 @@ def from_gradient(layout: Layout, grad: Any, what: str) -> Any:
     if grad._layout.shape != layout.shape:
         raise RuntimeError(f"{what}: gradient of shape {grad._layout.shape} for a tensor of shape {layout.shape}")
     wanted = grad_layout(layout).replace(dtype=grad._layout.dtype, stride=grad._layout.stride)
-    return move(grad._local, grad._layout, wanted, Note(what), summed_axes(layout))
+    return move(grad._local, grad._layout, wanted, Note(what, backward=what == "hook"), summed_axes(layout))
 
 
+@functools.lru_cache(maxsize=4096)
 def summed_axes(layout: Layout) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(layout.placements) if p.is_partial("sum"))
 

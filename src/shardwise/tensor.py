@@ -16,7 +16,7 @@ from shardwise.errors import LayoutError, MeshError, MoveError
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
 from shardwise.layout.placement import REPLICATE, _rebuild_shard
 from shardwise.mesh import DeviceMesh, _submesh, as_mesh
-from shardwise.move import move
+from shardwise.move import move, plan_steps
 from shardwise.sizes import layout_of_locals
 from shardwise.wrapper import Wrapper, wrap
 
@@ -45,6 +45,24 @@ class DTensor(Wrapper):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return torch.Size(self._layout.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._layout.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._layout.device
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._layout.shape)
+
+    def dim(self) -> int:
+        return len(self._layout.shape)
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        return self.shape if dim is None else self.shape[dim]
 
     # -- in and out ------------------------------------------------------------------------------------------------------
     @staticmethod
@@ -108,9 +126,12 @@ class DTensor(Wrapper):
             return _redistribute_as(self, placements, forward_dtype, backward_dtype)
         if placements is None:
             return self
-        target = self._layout.replace(placements=tuple(placements), stride=None)
-        if target.placements == self._layout.placements:
+        target = self._layout.replace(placements=as_placements(placements))
+        if target is self._layout:
             return self
+        if not plan_steps(self._layout, target):  # axes of one rank: another name for the same
+            return wrap(self._local, target)
+        target = target.replace(stride=None)
         return wrap(move(self._local, self._layout, target, Note("redistribute")), target)
 
     def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:

@@ -55,6 +55,8 @@ def run_steps(comm: Comm, steps: Sequence[Step], local: Any, note: Note, heard: 
     if torch.is_grad_enabled():
         values = comm.values(local)
         if any(v.requires_grad for v in values):
+            if comm.simulated:
+                local.used = True
             box = [comm, steps, local, note]
             outs = _Move.apply(box, *values)
             return comm.assemble(box[-1], outs)

@@ -109,8 +109,8 @@ class Comm(ABC):
         """A tensor the user holds, as a local value whose ranks share no tensor along `axes`."""
 
     @abstractmethod
-    def all_shapes(self, local: Any) -> dict[Coords, tuple[int, ...]]:
-        """The local shape of every rank of the mesh (one small exchange)."""
+    def all_kinds(self, local: Any) -> dict[Coords, tuple[str, tuple[int, ...]]]:
+        """The dtype and local shape of every rank of the mesh (one small exchange)."""
 
     @abstractmethod
     def first_of_replicas(self, local: Any, axes: Sequence[int]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.base import Comm
+from shardwise.comm.record import hearing, listeners
 
 
 class _Regrade(torch.autograd.Function):
@@ -15,12 +16,13 @@ class _Regrade(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, comm: Comm, structure: Any, convert: Callable[[Any], Any], *values: torch.Tensor) -> Any:
-        ctx.comm, ctx.structure, ctx.convert = comm, structure, convert
+        ctx.comm, ctx.structure, ctx.convert, ctx.heard = comm, structure, convert, listeners()
         return tuple(v.view_as(v) for v in values)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        back = ctx.convert(ctx.comm.assemble(ctx.structure, grads))
+        with hearing(ctx.heard):
+            back = ctx.convert(ctx.comm.assemble(ctx.structure, grads))
         return None, None, None, *ctx.comm.pick(ctx.structure, back)
 
 
@@ -30,31 +32,8 @@ def regrade(comm: Comm, local: Any, convert: Callable[[Any], Any]) -> Any:
     return comm.assemble(structure, _Regrade.apply(comm, structure, convert, *comm.values(local)))
 
 
-class _OwnEach(torch.autograd.Function):
-    """Each rank gets a value of its own; of the gradients, each distinct value takes its first holder's."""
-
-    @staticmethod
-    def forward(ctx: Any, comm: Comm, structure: Any, *values: torch.Tensor) -> Any:
-        ctx.comm, ctx.structure = comm, structure
-        return tuple(values[i].view_as(values[i]) for i in structure)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        every = ctx.comm.assemble(tuple(range(len(grads))), grads)
-        return None, None, *ctx.comm.pick(ctx.structure, every)
-
-
-def own_each(comm: Comm, local: Any) -> Any:
-    """A local value in which no two ranks share a tensor, for user code that may treat them differently."""
-    structure = comm.structure(local)
-    if structure is None or len(set(structure)) == len(structure):
-        return local
-    outs = _OwnEach.apply(comm, structure, *comm.values(local))
-    return comm.assemble(tuple(range(len(outs))), outs)
-
-
-class _Share(torch.autograd.Function):
-    """Of ranks that agree, all get the first one's value; the gradient goes to every one of them."""
+class _Regroup(torch.autograd.Function):
+    """The same values, shared by other ranks: each group takes its first member's. The gradient takes the way back."""
 
     @staticmethod
     def forward(ctx: Any, comm: Comm, before: Any, after: Any, *values: torch.Tensor) -> Any:
@@ -63,7 +42,20 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, None, None, *ctx.comm.pick(ctx.before, ctx.comm.assemble(ctx.after, grads))
+        return None, None, None, *_Regroup.apply(ctx.comm, ctx.after, ctx.before, *grads)
+
+
+def regroup(comm: Comm, local: Any, after: Any) -> Any:
+    """`local` with the tensors shared as the structure `after` says."""
+    before = comm.structure(local)
+    if before == after:
+        return local
+    return comm.assemble(after, _Regroup.apply(comm, before, after, *comm.values(local)))
+
+
+def own_each(comm: Comm, local: Any) -> Any:
+    """A local value in which no two ranks share a tensor, for user code that may treat them differently."""
+    return regroup(comm, local, tuple(range(len(comm.structure(local))))) if comm.simulated else local
 
 
 def share(comm: Comm, local: Any, axes: Sequence[int]) -> Any:
@@ -71,27 +63,31 @@ def share(comm: Comm, local: Any, axes: Sequence[int]) -> Any:
     tensor that meets it would take part in a call for each rank, and its gradient would be counted as often."""
     if not comm.simulated:
         return local
-    before, after = comm.structure(local), comm.structure(comm.first_of_replicas(local, axes))
-    return local if before == after else comm.assemble(after, _Share.apply(comm, before, after, *comm.values(local)))
-
-
-class _Collapse(torch.autograd.Function):
-    """The value all ranks agree on, as one plain tensor; its gradient goes to every holder."""
-
-    @staticmethod
-    def forward(ctx: Any, *values: torch.Tensor) -> torch.Tensor:
-        ctx.count = len(values)
-        return values[0].view_as(values[0])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return (grad,) * ctx.count
+    return regroup(comm, local, comm.structure(comm.first_of_replicas(local, axes)))
 
 
 def collapse(comm: Comm, local: Any) -> torch.Tensor:
     """The plain tensor behind a Replicate local value."""
-    values = comm.values(local)
-    return values[0] if len(values) == 1 else _Collapse.apply(*values)
+    if not comm.simulated:
+        return local
+    return comm.values(regroup(comm, local, (0,) * len(comm.structure(local))))[0]
+
+
+class _Replaced(torch.autograd.Function):
+    """Another value in the place of one; the gradient is the old one's."""
+
+    @staticmethod
+    def forward(ctx: Any, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return new.view_as(new)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+def replaced(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`new`, with the autograd history of `old`."""
+    return _Replaced.apply(old, new) if old.requires_grad else new
 
 
 class _Joined(torch.autograd.Function):

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.base import Comm, Coords, Step
+from shardwise.comm.bridge import replaced
+from shardwise.comm.record import Note, record
 from shardwise.comm.simulation import reduce_parts
 from shardwise.errors import CommError, MeshError
 
@@ -21,6 +23,7 @@ REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single
 _WIRE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8, torch.float16, torch.bfloat16}
 
 _MOST_DIMS = 16
+_DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
 
 
 class ProcessGroupComm(Comm):
@@ -73,30 +76,30 @@ class ProcessGroupComm(Comm):
     def adopt(self, local: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         return local
 
-    def all_shapes(self, local: torch.Tensor) -> dict[Coords, tuple[int, ...]]:
-        sizes = torch.zeros(_MOST_DIMS + 1, dtype=torch.int64)
-        sizes[0] = local.ndim
-        sizes[1 : 1 + local.ndim] = torch.tensor(local.shape)
-        table = sizes.to(local.device)
+    def all_kinds(self, local: torch.Tensor) -> dict[Coords, tuple[str, tuple[int, ...]]]:
+        row = [_DTYPES.index(str(local.dtype)), local.ndim, *local.shape]
+        table = torch.tensor(row + [0] * (_MOST_DIMS + 2 - len(row)), device=local.device)
         for axis in reversed(range(len(self.shape))):
             if self.shape[axis] > 1:
+                record(self, "all_gather", axis, (self.shape[axis] - 1) * table.nbytes, Note("from_local", "sizes"))
                 with self._naming("all_gather", axis):
                     table = torch.stack(self._gather(axis, table, [tuple(table.shape)] * self.shape[axis]))
             else:
                 table = table.unsqueeze(0)
-        rows = table.view(-1, _MOST_DIMS + 1).tolist()
+        rows = table.view(-1, _MOST_DIMS + 2).tolist()
         grid = itertools.product(*(range(k) for k in self.shape))
-        return {coords: tuple(row[1 : 1 + row[0]]) for coords, row in zip(grid, rows, strict=True)}
+        return {c: (_DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for c, row in zip(grid, rows, strict=True)}
 
     def first_of_replicas(self, local: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         for axis in axes:
             if self.shape[axis] > 1:
-                local = self.broadcast(local, axis, 0)
+                local = replaced(local, self.broadcast(local, axis, 0))
         return local
 
     def broadcast(self, local: torch.Tensor, axis: int, source: int) -> torch.Tensor:
         """What the coordinate `source` holds."""
         wire = _as_wire(local.detach()).clone()
+        record(self, "broadcast", axis, 0 if self.coords[axis] == source else wire.nbytes, Note("broadcast"))
         with self._naming("broadcast", axis):
             dist.broadcast(wire, group=self.group(axis), group_src=source)
         return _from_wire(wire, local.dtype, local.shape)
@@ -107,6 +110,7 @@ class ProcessGroupComm(Comm):
         longest = max(part.numel() for part in parts) * _width(parts[0].dtype)
         wires = [torch.nn.functional.pad(w, (0, longest - w.numel())) for w in map(_as_wire, parts)]
         out = torch.empty_like(wires[me])
+        record(self, "scatter", axis, 0 if me == source else parts[me].nbytes, Note("distribute_tensor"))
         with self._naming("scatter", axis):
             dist.scatter(out, wires if me == source else None, group=self.group(axis), group_src=source)
         mine = parts[me]

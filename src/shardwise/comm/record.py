@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,18 +45,38 @@ def listeners() -> list[Any]:
     return found
 
 
+@contextmanager
+def hearing(heard: list[Any]) -> Iterator[None]:
+    """Inside, these ledgers listen: for work that autograd may do in a thread of its own."""
+    saved, _state.listeners = listeners(), heard
+    try:
+        yield
+    finally:
+        _state.listeners = saved
+
+
 def for_backward(note: Note, source: str | None) -> Note:
     return replace(note, backward=True, source=source)
 
 
 def record_step(comm: Comm, step: Step, note: Note, heard: list[Any]) -> None:
     """Tell every listener of one step; next to free when nobody listens."""
-    if not heard or step.kind == "local":
-        return
-    total = sum(step.bytes_in(coords) for coords in comm.played())
-    axis, source = comm.axis_names[step.axis], note.source or user_line()
+    if heard and step.kind != "local":
+        total = sum(step.bytes_in(coords) for coords in comm.played())
+        _tell(comm, step.kind, step.axis, total, note, heard)
+
+
+def record(comm: Comm, kind: str, axis: int, received: int, note: Note) -> None:
+    """Tell of a communication that is not a step of a move."""
+    heard = listeners()
+    if heard:
+        _tell(comm, kind, axis, received, note, heard)
+
+
+def _tell(comm: Comm, kind: str, axis: int, received: int, note: Note, heard: list[Any]) -> None:
+    name, source = comm.axis_names[axis], note.source or user_line()
     for listener in heard:
-        listener(Entry(note.op, step.kind, axis, total, source, note.backward, note.reason))
+        listener(Entry(note.op, kind, name, received, source, note.backward, note.reason))
 
 
 def user_line() -> str:

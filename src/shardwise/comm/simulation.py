@@ -101,10 +101,6 @@ def map_ranks(
 ) -> Any:
     """`func` on each rank's values. Ranks whose inputs are the same objects (and keys equal) share one call."""
     leaves, tree = tree_flatten((tuple(args), kwargs), is_leaf=lambda leaf: isinstance(leaf, PerRank))
-    if torch.is_grad_enabled():
-        for leaf in leaves:
-            if isinstance(leaf, RankTensor):
-                leaf.used = True
     count = next(len(x.ranks) if isinstance(x, RankTensor) else len(x) for x in leaves if _is_many(x))
     written = func in _IN_PLACE or _writes(func)
     done: dict[Any, Any] = {}
@@ -119,6 +115,10 @@ def map_ranks(
             call_args, call_kwargs = tree_unflatten(mine, tree)
             done[key] = func(*call_args, **call_kwargs)
         results.append(done[key])
+    if torch.is_grad_enabled() and any(isinstance(r, torch.Tensor) and r.requires_grad for r in tree_flatten(results)[0]):
+        for leaf in leaves:
+            if isinstance(leaf, RankTensor):
+                leaf.used = True
     return joined(results)
 
 
@@ -197,10 +197,20 @@ def _size(self: RankTensor, dim: int | None = None) -> Any:
     return _shape(self) if dim is None else common(self, lambda v: v.shape[dim], f"size({dim})")
 
 
+def _numel(self: RankTensor) -> int:
+    return common(self, torch.Tensor.numel, "number of elements")
+
+
+def _len(self: RankTensor) -> int:
+    return common(self, len, "length")
+
+
 _T = torch.Tensor
 _SURFACE: dict[Any, Callable[..., Any]] = {
     _T.shape.__get__: _shape,  # type: ignore[attr-defined]
     _T.size: _size,
+    _T.numel: _numel,
+    _T.__len__: _len,
     _T.grad.__get__: _grad,  # type: ignore[union-attr]
     _T.grad.__set__: _set_grad,  # type: ignore[union-attr]
     _T.backward: _backward,
@@ -269,7 +279,8 @@ class SimulatedComm(Comm):
         return local.ranks[0]
 
     def shared(self, value: torch.Tensor) -> RankTensor:
-        return RankTensor([value] * len(self.grid))
+        views = {spectator: value.view_as(value) for spectator in self.spectators[1:]} | {self.spectators[0]: value}
+        return RankTensor([views[spectator] for spectator in self.spectators])
 
     def at(self, local: Any, coords: Coords) -> torch.Tensor:
         return local.ranks[self.grid.index(coords)]
@@ -287,8 +298,8 @@ class SimulatedComm(Comm):
                 taken.add(id(value))
         return RankTensor([views[(id(v), s, *(c[a] for a in axes))] for v, c, s in zip(ranks, self.grid, self.spectators, strict=True)])  # fmt: skip
 
-    def all_shapes(self, local: Any) -> dict[Coords, tuple[int, ...]]:
-        return {coords: tuple(value.shape) for coords, value in zip(self.grid, local.ranks, strict=True)}
+    def all_kinds(self, local: Any) -> dict[Coords, tuple[str, tuple[int, ...]]]:
+        return {c: (str(value.dtype), tuple(value.shape)) for c, value in zip(self.grid, local.ranks, strict=True)}
 
     def first_of_replicas(self, local: Any, axes: Sequence[int]) -> RankTensor:
         values = list(local.ranks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 _state = threading.local()
@@ -63,5 +62,3 @@ def refuses_plain() -> bool:
     """Whether a plain tensor may not meet a distributed one."""
     return is_strict() and not getattr(_state, "replicating", 0)
 
-
-Runner = Callable[[Any, Any, Any], Any]
