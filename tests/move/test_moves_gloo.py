@@ -242,7 +242,6 @@ def checked_locals(rank, world_size):
     return values, local.grad.tolist()
 
 
-@pytest.mark.xfail(reason="a broadcast loses the graph of the local tensor", strict=True)
 def test_from_local_run_check_keeps_the_gradient():
     found = run_ranks(checked_locals, 4)
     assert [grad for _, grad in found] == [[0, 0], [0, 0], [4, 4], [4, 4]]

@@ -89,21 +89,17 @@ def _on_ranks(rank, world_size, module, names, shape):
             raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
 
 
-def checked_on(module, checks, simulated=SIMULATED, real=REAL, known=None):
-    """The checks of a module as tests: one by one on simulated meshes, all in one go on each real one.
-
-    `known` says of some checks why they do not pass yet."""
-    known = known or {}
-    marked = [pytest.param(c, marks=pytest.mark.xfail(reason=known[c])) if c in known else c for c in checks]
+def checked_on(module, checks, simulated=SIMULATED, real=REAL):
+    """The checks of a module as tests: one by one on simulated meshes, all in one go on each real one."""
 
     @pytest.mark.parametrize("shape", simulated, ids=str)
-    @pytest.mark.parametrize("check", marked, ids=lambda c: c.__name__)
+    @pytest.mark.parametrize("check", checks, ids=lambda c: c.__name__)
     def test_simulated(check, shape):
         check(simulate(shape, axis_names=tuple("abc"[: len(shape)])))
 
     @pytest.mark.parametrize("shape", real, ids=str)
     def test_processes(shape):
-        names = [c.__name__ for c in checks if c not in known]
+        names = [c.__name__ for c in checks]
         run_ranks(_on_ranks, functools.reduce(int.__mul__, shape), module, names, shape, timeout=100)
 
     return test_simulated, test_processes

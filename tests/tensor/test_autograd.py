@@ -677,9 +677,4 @@ CHECKS = [
     spread_of_a_non_leaf_after_in_place, spread_under_no_grad_then_grad, a_kept_spread_survives_backward,
     gradients_of_mixed_plain_and_distributed, views_of_views_alias, in_place_on_a_maximum,
 ]  # fmt: skip
-KNOWN = {
-    hooks_after_a_move: "simulation does not count a move as a use, so the hook is put where this gradient does not pass",
-    views_of_views_alias: "a write through a select of a copy, or through a view that the fallback computed, is lost",
-    in_place_on_a_maximum: "the fallback writes into the gathered copy only",
-}
-test_simulated, test_processes = checked_on(__name__, CHECKS, known=KNOWN)
+test_simulated, test_processes = checked_on(__name__, CHECKS)

@@ -95,10 +95,7 @@ CASES = {
     "module mesh": (lambda: distribute_module(torch.nn.Linear(2, 2), "cpu"), MeshError, "device_mesh: expected a DeviceMesh"),
     "module type": (lambda: distribute_module(VALUE, LINE), ShardwiseError, "distribute_module: module must be a torch.nn.Module, got Tensor"),
 }  # fmt: skip
-KNOWN = {"ranks disagree in dtype": "run_check compares shapes only"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xfail(reason=KNOWN[n])) if n in KNOWN else n for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_message(name):
     make, kind, text = CASES[name]
     with pytest.raises(kind, match=re.escape(text)) as caught:

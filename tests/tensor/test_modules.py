@@ -367,8 +367,4 @@ CHECKS = [
     deep_copies, pickles, saved_and_loaded, swapping, casts, to_meta_and_empty, born_on_meta, zeroing_and_freezing, initialisers,
     resets, sparse_initialiser, casts_that_change_nothing,
 ]  # fmt: skip
-KNOWN = {
-    sparse_initialiser: "assigning through an index that mixes integers with tensors",
-    casts_that_change_nothing: "a new wrapper around the same local tensors comes back",
-}
-test_simulated, test_processes = checked_on(__name__, CHECKS, known=KNOWN)
+test_simulated, test_processes = checked_on(__name__, CHECKS)

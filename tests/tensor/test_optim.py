@@ -111,17 +111,7 @@ def run_optimizer(mesh, name):
                     assert state.placements == p.placements, f"{name}: state {key} is not laid out as its parameter"
 
 
-KNOWN_OPTIMIZERS = {
-    "SGD fused": "no meta kernel for _fused_sgd_", "Adagrad fused": "no meta kernel for _fused_adagrad_",
-    "AdamW tensor lr": "a 0-d tensor as value= or alpha=", "LBFGS": "a 0-d tensor as value= or alpha=",
-    "LBFGS line search": "a 0-d tensor as value= or alpha=",
-    "Rprop": "x[mask] = number on a 0-d tensor", "Rprop foreach": "x[mask] = number on a 0-d tensor",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.xfail(reason=KNOWN_OPTIMIZERS[n])) if n in KNOWN_OPTIMIZERS else n for n in OPTIMIZERS]
-)  # fmt: skip
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name):
     run_optimizer(simulate((2, 2) if len(name) % 2 else (3,)), name)
 

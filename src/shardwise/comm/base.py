@@ -96,6 +96,10 @@ class Comm(ABC):
     def first(self, local: Any) -> torch.Tensor:
         """The plain tensor of the first rank played here."""
 
+    def same(self, one: Any, other: Any) -> bool:
+        """Whether two local values are the same tensors."""
+        return one is other
+
     @abstractmethod
     def shared(self, value: torch.Tensor) -> Any:
         """The local value in which every rank holds `value`."""

@@ -278,6 +278,9 @@ class SimulatedComm(Comm):
     def first(self, local: Any) -> torch.Tensor:
         return local.ranks[0]
 
+    def same(self, one: Any, other: Any) -> bool:
+        return all(a is b for a, b in zip(one.ranks, other.ranks, strict=True))
+
     def shared(self, value: torch.Tensor) -> RankTensor:
         views = {spectator: value.view_as(value) for spectator in self.spectators[1:]} | {self.spectators[0]: value}
         return RankTensor([views[spectator] for spectator in self.spectators])

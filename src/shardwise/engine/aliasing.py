@@ -16,6 +16,7 @@ from shardwise.errors import RuleError
 class _Copy(NamedTuple):
     tensor: weakref.ref[Any]
     name: str
+    base: int  # the storage of what it is a copy of
 
 
 _of_base: dict[int, list[_Copy]] = {}  # by the storage the view would have shared
@@ -28,10 +29,21 @@ def _storage(tensor: Any) -> int:
 
 def note_copy(base: Any, copy: Any, name: str) -> None:
     """`copy` is what `name` made of `base`; torch would have made it a view."""
-    for table, tensor in ((_of_base, base), (_of_copy, copy)):
-        key = _storage(tensor)
+    origin = _storage(base)
+    _note(copy, name, next((c.base for c in _of_copy.get(origin, ())), origin))
+
+
+def note_view(base: Any, view: Any) -> None:
+    """`view` shares memory with `base`: a view of a copy is one more copy."""
+    if _of_copy:
+        for copy in _of_copy.get(_storage(base), ())[:1]:
+            _note(view, copy.name, copy.base)
+
+
+def _note(copy: Any, name: str, base: int) -> None:
+    for table, key in ((_of_base, base), (_of_copy, _storage(copy))):
         ref = weakref.ref(copy, functools.partial(_forget, table, key))
-        table.setdefault(key, []).append(_Copy(ref, name))
+        table.setdefault(key, []).append(_Copy(ref, name, base))
 
 
 def _forget(table: dict[int, list[_Copy]], key: int, _: Any) -> None:

@@ -140,6 +140,9 @@ def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     if found is not None:
         if found.any_float:
             ANY_FLOAT.add(func)
+        given = [name for name in found.numbers if isinstance(kwargs.get(name), Wrapper)]
+        if given:
+            return _with_numbers(func, given)
         operand_args, operand_kwargs = call.with_tensors(call.operands)
         spec = found.rule(*operand_args, **operand_kwargs)
         if spec is not None:
@@ -154,6 +157,15 @@ def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     if isinstance(func, torch._ops.OpOverload):
         return replicated(func, call)
     return lambda args, kwargs, locals, local_kwargs: _lower(func, args, kwargs)
+
+
+def _with_numbers(func: Any, names: list[str]) -> Plan:
+    """A call that gives 0-d tensors where torch takes numbers."""
+
+    def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
+        return func(*args, **{k: v.item() if k in names else v for k, v in kwargs.items()})
+
+    return run
 
 
 def _lower(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

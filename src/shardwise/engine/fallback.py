@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm.record import Note
+from shardwise.engine.aliasing import after_write, before_write, note_copy
 from shardwise.engine.context import is_strict
-from shardwise.engine.plan import CallShape, Plan, fetch, put, refuse
+from shardwise.engine.plan import CallShape, Path, Plan, fetch, put, refuse
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps, run_move
+from shardwise.rules.registry import writes_first
 from shardwise.wrapper import rebind, wrap
 
 
@@ -34,10 +36,13 @@ def replicated(func: Any, call: CallShape, reason: str = NO_RULE) -> Plan:
     invoke = comm.bind(func)
     note = Note(call.name, reason)
     written = _written_paths(func, call)
+    viewed = _viewed_path(func, call) if moves else None
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if moves and is_strict():
             refuse(name, moves, layouts, whole)
+        for i in written:
+            before_write(fetch(args, kwargs, paths[i]), name)
         for i, steps, _ in moves:
             put(locals, local_kwargs, paths[i], run_move(fetch(args, kwargs, paths[i])._local, comm, steps, note))
         result = invoke(*locals, **local_kwargs)
@@ -47,8 +52,13 @@ def replicated(func: Any, call: CallShape, reason: str = NO_RULE) -> Plan:
             if i in moved:
                 back = run_move(value, comm, plan_steps(whole[i], layouts[i]), note)
                 comm.bind(torch.Tensor.copy_)(tensor._local, back)
+            after_write(tensor)
             originals[id(value)] = tensor
-        return tree_map_only(torch.Tensor, lambda x: originals.get(id(x)) or _wrap_replicated(x, mesh), result)
+        wrapped = tree_map_only(torch.Tensor, lambda x: originals.get(id(x)) or _wrap_replicated(x, mesh), result)
+        if viewed is not None:
+            for copy in tree_flatten(wrapped)[0]:
+                note_copy(fetch(args, kwargs, viewed), copy, name)
+        return wrapped
 
     return run
 
@@ -59,11 +69,23 @@ def _wrap_replicated(local: Any, mesh: Any) -> Any:
     return wrap(local, Layout.make(mesh, places, tuple(first.shape), first.dtype, first.stride(), first.device))
 
 
+def _viewed_path(func: Any, call: CallShape) -> Path | None:
+    """The path to the tensor whose memory torch's result would share, if any."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable or not any(r.alias_info is not None for r in schema.returns):
+        return None
+    shared = [a.name for a in schema.arguments if a.alias_info is not None]
+    index = {a.name: i for i, a in enumerate(schema.arguments)}
+    return next((path for path in call.paths if path[0] in shared or path[0] in [index[n] for n in shared]), None)
+
+
 def _written_paths(func: Any, call: CallShape) -> list[int]:
     """Which tensors of the call the op writes into."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if not writes_first(func):
         return []
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return [i for i, path in enumerate(call.paths) if path[0] == 0]
     found = []
     for i, path in enumerate(call.paths):
         named = [a for a in schema.arguments if a.name == path[0]]

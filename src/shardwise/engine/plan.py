@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm.record import Note
-from shardwise.engine.aliasing import after_write, before_write, note_copy
+from shardwise.engine.aliasing import after_write, before_write, note_copy, note_view
 from shardwise.engine.context import is_strict
 from shardwise.errors import MeshError, StrictError
 from shardwise.layout import Layout
@@ -113,6 +113,7 @@ class CallShape:
         self.tensors = [tensor for _, tensor in found]
         self.layouts: list[Layout] = [t._layout for t in self.tensors]
         self.mesh = common_mesh(self.name, self.layouts)
+        self.metas: list[torch.Tensor] = []
         self.operands = [Operand(layout, i) for i, layout in enumerate(self.layouts)]
 
     def with_tensors(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -130,7 +131,10 @@ class CallShape:
     def base_of(self, out: Any) -> int | None:
         """The operand that `out`, a result of `run_meta`, is a view of."""
         base = getattr(out, "_base", None)
-        return next((i for i, meta in enumerate(self.metas) if meta is base), None) if base is not None else None
+        return next((i for i, meta in enumerate(self.metas) if meta is base or meta is out), None)
+
+
+_LEAF = tree_flatten(0)[1]
 
 
 def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | None:
@@ -139,7 +143,10 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
         program = spec.run
         return lambda args, kwargs, locals, local_kwargs: program(*args, **kwargs)
     known = getattr(spec, "result", None)
-    outs, tree = ([known], tree_flatten(0)[1]) if known is not None else tree_flatten(call.run_meta())
+    if in_place and getattr(spec, "in_place_without_meta", False):
+        outs, tree = [], tree_flatten(())[1]
+    else:
+        outs, tree = ([known], _LEAF) if known is not None else tree_flatten(call.run_meta())
     is_tensor = [isinstance(out, (torch.Tensor, Result)) for out in outs]
     metas = [out for out, yes in zip(outs, is_tensor, strict=True) if yes]
     assignment = spec.assign(call.operands, metas, in_place)
@@ -169,13 +176,19 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
         finish = _wrap_copied_view(call.name, call.paths[base or 0], outputs, is_tensor, tree)
     elif tree.is_leaf() and is_tensor[0]:
         wrap_one = wrapper_of(outputs[0]) if not torch._C._is_any_autocast_enabled() else autocast_wrapper(outputs[0])
-        if not moves and takes_all:
+        if base == 0 and call.paths[0] == (0,):
+            wrap_one = _wrap_view(wrap_one)
+            finish = lambda args, out: wrap_one(out, args[0])  # noqa: E731
+            if not moves and call.paths == [(0,)] and not takes_all:
+                return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(locals[0]), args[0])
+        elif not moves and takes_all:
             return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(*locals, **local_kwargs))
-        if not moves and call.paths == [(0,)]:
+        elif not moves and call.paths == [(0,)]:
             return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(locals[0]))
-        if not moves and call.paths == [(0,), (1,)]:
+        elif not moves and call.paths == [(0,), (1,)]:
             return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(locals[0], locals[1]))
-        finish = lambda _, out: wrap_one(out)  # noqa: E731
+        else:
+            finish = lambda _, out: wrap_one(out)  # noqa: E731
     else:
         finish = _wrap_many(outputs, is_tensor, tree)
     # what the plan keeps: never the call itself, which holds its tensors
@@ -261,6 +274,19 @@ def spread(tensor: Any, steps: tuple[MoveStep, ...], note: Note) -> Any:
     value = run_move(local, comm, steps, note)
     kept[key] = (local, version, value)
     return value
+
+
+def _wrap_view(wrap_one: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """For results that share memory with the tensor they come from, or are that tensor (contiguous, to)."""
+
+    def wrap_view(out: Any, base: Any) -> Any:
+        if base._layout.mesh.comm.same(out, base._local):
+            return base
+        view = wrap_one(out)
+        note_view(base, view)
+        return view
+
+    return wrap_view
 
 
 def _wrap_many(outputs: Sequence[Layout], is_tensor: Sequence[bool], tree: Any) -> Callable[[Any, Any], Any]:

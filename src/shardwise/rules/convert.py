@@ -13,7 +13,7 @@ from shardwise.rules.spec import Algorithm, Factors, Operand
 from shardwise.wrapper import wrap
 
 
-@rule("to float double half bfloat16 int long short char byte bool type_as chalf cfloat cdouble")
+@rule("to type_as")
 def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
     """A Partial sum survives a cast that loses nothing; before one that rounds, the sum is taken."""
     given = (*args, *kwargs.values())
@@ -24,8 +24,26 @@ def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
     if others:  # type_as, to(other): the other gives its dtype only
         return Factors([names.inputs[0], *([None] * o.ndim for o in others)], names.outputs)
     wanted = [a for a in given if isinstance(a, torch.dtype)]
-    keeps = wanted and all(torch.promote_types(d, x.dtype) == d and d.is_floating_point for d in wanted)
-    return broadcast([x], linear="joint" if keeps else "none")
+    same = all(d == x.dtype for d in wanted)
+    keeps = same or all(torch.promote_types(d, x.dtype) == d and d.is_floating_point for d in wanted)
+    return broadcast([x], linear="joint" if keeps else "none", any_partial=same)
+
+
+_NAMED = {
+    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16, "int": torch.int32,
+    "long": torch.int64, "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "bool": torch.bool,
+    "chalf": torch.complex32, "cfloat": torch.complex64, "cdouble": torch.complex128,
+}  # fmt: skip
+
+
+def _named_cast(name: str, dtype: torch.dtype) -> None:
+    @rule(name)
+    def to_dtype(x: Operand, *args: Any, **kwargs: Any) -> Any:
+        return cast(x, dtype)
+
+
+for _name, _dtype in _NAMED.items():
+    _named_cast(_name, _dtype)
 
 
 @rule("type")

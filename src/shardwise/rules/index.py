@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import RuleError
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.registry import rule
 from shardwise.rules.slicing import clipped, select, slice_
@@ -116,26 +115,36 @@ def setitem(x: Any, index: Any, value: Any) -> Any:
 def put_item(x: Any, index: Any, value: Any) -> None:
     """Write through a view where the index is basic, with index_put_ where it is not."""
     entries = spelled_out(index, x.dim())
-    actions, left = basic_actions(entries, x.shape, keep_selected=True)
+    if any(_is_tensor(entry) for entry in entries):
+        return _put_at_tensors(x, entries, value)
+    view = x
+    for _, function, arguments in basic_actions(entries, x.shape, keep_selected=True)[0]:
+        view = function(view, *arguments)
+    if not isinstance(value, torch.Tensor):
+        view.fill_(value)
+        return None
+    for dim, entry in enumerate(entries):  # the value has no dim where an integer was
+        at = value.dim() - (len(entries) - dim - 1)
+        if isinstance(entry, int) and at >= 0:
+            value = value.unsqueeze(at)
+    if view.dim() < value.dim():
+        value = value.reshape(value.shape[value.dim() - view.dim() :])
+    view.copy_(value.to(view.dtype) if value.dtype != view.dtype else value)
+    return None
+
+
+def _put_at_tensors(x: Any, entries: list[Any], value: Any) -> None:
+    value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    value = value.to(x.dtype)
+    if x.dim() == 0:  # the only index left is a mask: whether to write at all
+        x.copy_(torch.where(_as_tensors(entries, x)[0], value, x))
+        return
+    entries = [torch.tensor(e, device=x.device) if type(e) is int else e for e in entries]
+    actions, left = basic_actions(entries, x.shape)
     view = x
     for _, function, arguments in actions:
         view = function(view, *arguments)
-    kept = [i for i, entry in enumerate(entries) if isinstance(entry, int) and type(entry) is not bool]
-    if all(entry is None for entry in left):
-        if isinstance(value, torch.Tensor):
-            for dim in kept:  # the value has no dim where an integer was
-                at = value.dim() - (len(left) - dim - 1)
-                value = value.unsqueeze(at) if at >= 0 else value
-            if view.dim() < value.dim():
-                value = value.reshape(value.shape[value.dim() - view.dim() :])
-            view.copy_(value.to(view.dtype) if value.dtype != view.dtype else value)
-        else:
-            view.fill_(value)
-        return
-    if kept:
-        raise RuleError("assigning through an index that mixes integers with tensors is not supported; use tensors only")
-    value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=x.dtype, device=x.device)
-    torch.ops.aten.index_put_(view, _as_tensors(left, view), value.to(view.dtype))
+    torch.ops.aten.index_put_(view, _as_tensors(left, view), value)
 
 
 @rule("index")

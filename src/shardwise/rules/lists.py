@@ -22,6 +22,8 @@ _EACH = {"_foreach_mul"}
 class Columns:
     """`columns[j]` are the operands at position j of the lists; `shared` are single tensors that meet every position."""
 
+    in_place_without_meta = True  # fused steps have no meta kernels, and need none
+
     columns: Sequence[Sequence[Operand]]
     shared: Sequence[Operand]
     linear: str

@@ -45,21 +45,21 @@ pointwise(
     "atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift copysign eq ne lt le gt ge"
     " floor_divide fmod remainder fmax fmin maximum minimum gcd lcm heaviside hypot igamma igammac ldexp logaddexp logaddexp2"
     " logical_and logical_or logical_xor nextafter rdiv pow float_power xlogy xlog1py zeta isclose polar complex"
-    " gammainc gammaincc addcdiv"
+    " gammainc gammaincc"
     " sigmoid_backward tanh_backward gelu_backward silu_backward threshold_backward softplus_backward"
 )
 
 
-@rule("neg positive clone contiguous real imag conj conj_physical resolve_conj resolve_neg detach alias", any_float=True)
+@rule("neg real imag conj conj_physical resolve_conj resolve_neg", any_float=True)
 def unary_linear(x: Operand, *args: Any, **kwargs: Any) -> Factors:
     """Linear in its one operand: a Partial sum stays one."""
     return broadcast([x], linear="joint")
 
 
-@rule("zeros_like zero", any_float=True)
-def zeros_like(x: Operand, *args: Any, **kwargs: Any) -> Factors:
-    """Zeros are a Partial sum of zeros."""
-    return broadcast([x], linear="joint")
+@rule("positive clone contiguous detach alias zeros_like zero", any_float=True)
+def copied(x: Operand, *args: Any, **kwargs: Any) -> Factors:
+    """Parts of any reduction are copied as they are; and any reduction of zeros is zero."""
+    return broadcast([x], linear="joint", any_partial=True)
 
 
 @rule("ones_like full_like empty_like fill", any_float=True)
@@ -67,7 +67,7 @@ def filled_like(x: Operand, *args: Any, **kwargs: Any) -> Factors:
     return broadcast(list(operands_in((x, *args, *kwargs.values()))))
 
 
-@rule("add sub subtract", any_float=True)
+@rule("add sub subtract", any_float=True, numbers=("alpha",))
 def add(x: Any, y: Any, *args: Any, **kwargs: Any) -> Factors:
     """Linear in both together; a number counts as a constant, so it is not."""
     operands = list(operands_in((x, y)))
@@ -87,7 +87,8 @@ def div(x: Any, y: Any, *, rounding_mode: Any = None, **kwargs: Any) -> Factors:
     return broadcast(operands, linear="each" if over else "none", joint=frozenset({0}))
 
 
-@rule("lerp addcmul where masked_fill", any_float=True)
+@rule("addcmul addcdiv", any_float=True, numbers=("value",))
+@rule("lerp where masked_fill", any_float=True)
 def several(*args: Any, **kwargs: Any) -> Factors:
     return broadcast(list(operands_in((*args, *kwargs.values()))))
 
@@ -95,8 +96,7 @@ def several(*args: Any, **kwargs: Any) -> Factors:
 @rule("copy", any_float=True)
 def copy(x: Operand, y: Operand, *args: Any, **kwargs: Any) -> Factors:
     """The target takes the source's values: a Partial target takes a Partial source."""
-    same = x.dtype.is_floating_point == y.dtype.is_floating_point
-    return broadcast([x, y], linear="joint" if same else "none")
+    return broadcast([x, y], linear="joint" if x.dtype == y.dtype else "none", any_partial=True)
 
 
 @rule("tril triu")

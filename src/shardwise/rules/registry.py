@@ -16,6 +16,7 @@ _C: Any = torch._C
 _NAMESPACES = (torch, torch.Tensor, F, torch.special, torch.linalg, _C._nn, _C._special, _C._linalg)
 _rules: dict[str, Rule] = {}
 _any_float: set[str] = set()
+_numbers: dict[str, tuple[str, ...]] = {}
 _by_function: dict[Any, Found | None] = {}
 
 _OPERATORS = {
@@ -38,12 +39,14 @@ class Found(NamedTuple):
     name: str
     in_place: bool
     any_float: bool  # a plan holds for every value of a float argument
+    numbers: tuple[str, ...]  # keyword arguments that are numbers, even if a 0-d tensor is given
 
 
-def rule(*names: str, any_float: bool = False) -> Callable[[Rule], Rule]:
+def rule(*names: str, any_float: bool = False, numbers: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
     """Register the function below as the rule of these ops (names separated by spaces).
 
-    `any_float` promises that nothing the rule answers depends on the value of a float argument.
+    `any_float` promises that nothing the rule answers depends on the value of a float argument; `numbers` names the
+    keyword arguments torch takes as numbers.
     """
 
     def register(function: Rule) -> Rule:
@@ -53,6 +56,7 @@ def rule(*names: str, any_float: bool = False) -> Callable[[Rule], Rule]:
             _rules[name] = function
             if any_float:
                 _any_float.add(name)
+            _numbers[name] = numbers
         _by_function.clear()
         return function
 
@@ -78,8 +82,7 @@ def _find(func: Any) -> Found | None:
         name = schema.name.removeprefix("aten::")
         if any(a.is_out for a in schema.arguments):
             return None
-        writes = schema.is_mutable
-        return _named(name, writes)
+        return _named(name, writes_first(func))
     name = getattr(func, "__name__", None)
     if name is None:
         return None
@@ -88,9 +91,18 @@ def _find(func: Any) -> Found | None:
         return _named(name, False) if name in _rules else None
     if not _belongs(func, name):
         return None
-    writes = name.endswith("_") and not name.endswith("__")
-    writes |= name.startswith("__i") and name not in _NOT_IN_PLACE or name == "__setitem__"
-    return _named(name, writes)
+    return _named(name, writes_first(func))
+
+
+def writes_first(func: Any) -> bool:
+    """Whether a function writes into its first argument: by its schema, or by torch's naming."""
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        return schema.is_mutable
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return (name.startswith("__i") and name not in _NOT_IN_PLACE) or name == "__setitem__"
+    return name.endswith("_")
 
 
 def _named(name: str, writes: bool) -> Found | None:
@@ -98,7 +110,7 @@ def _named(name: str, writes: bool) -> Found | None:
         if candidate is not None:
             candidate = _SPELLINGS.get(candidate, candidate)
             if candidate in _rules:
-                return Found(_rules[candidate], candidate, writes, candidate in _any_float)
+                return Found(_rules[candidate], candidate, writes, candidate in _any_float, _numbers[candidate])
     return None
 
 

@@ -121,6 +121,7 @@ class Factors:
     outputs: Sequence[Sequence[str | None]]
     linear: str = "none"
     joint: frozenset[int] | None = None  # the operands `linear` speaks of; None: all
+    any_partial: bool = False  # parts of any reduction may stay, not of sums only: elements are copied, not computed with
     reduce: dict[str, str] = field(default_factory=dict)
     local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # as in Assignment
@@ -169,7 +170,7 @@ class Factors:
                 if (factor, cut.pieces) not in seen:
                     seen.add((factor, cut.pieces))
                     found.append(self.cut(factor, cut))
-            elif isinstance(placement, Partial) and self.linear != "none" and placement.reduce_op in ("sum", "avg"):
+            elif isinstance(placement, Partial) and self.linear != "none" and (self.any_partial or placement.reduce_op in ("sum", "avg")):  # fmt: skip
                 if self.joint is not None and i not in self.joint:
                     continue
                 stays = (self.joint or frozenset(range(len(present)))) if self.linear == "joint" else frozenset({i})
