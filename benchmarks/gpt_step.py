@@ -1,6 +1,6 @@
 """Time one eager training step of a GPT on one GPU: plain torch, torch's DTensor, shardwise; a mesh of one rank.
 
-    python benchmarks/gpt_step.py
+python benchmarks/gpt_step.py
 """
 
 import argparse
@@ -77,7 +77,15 @@ def timed(step, options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    for name, default in dict(layers=12, width=768, heads=12, context=1024, batch=8, vocabulary=50304, steps=10).items():
+    for name, default in {
+        "layers": 12,
+        "width": 768,
+        "heads": 12,
+        "context": 1024,
+        "batch": 8,
+        "vocabulary": 50304,
+        "steps": 10,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--optimizer", action="store_true", help="include the AdamW step")
     options = parser.parse_args()
@@ -103,7 +111,8 @@ def main():
     for _ in range(5):
         for name, step in steps.items():
             best[name] = min(best[name], timed(step, options))
-    table = Table("library", "step (ms)", "/ torch", title=f"{options.layers} layers x {options.width}, batch {options.batch} x {options.context}, bf16, {options.device}")
+    model = f"{options.layers} layers x {options.width}, batch {options.batch} x {options.context}"
+    table = Table("library", "step (ms)", "/ torch", title=f"{model}, bf16, {options.device}")
     for name, value in best.items():
         table.add_row(name, f"{value:.2f}", f"{value / best['torch']:.3f}x")
     Console(width=100).print(table)

@@ -36,12 +36,14 @@ def spread_out(x, mesh, placements, seed=0, requires_grad=False):
         weights.append([*share, 1 - sum(share)])
     if inner.comm.simulated:
         cache = {}  # ranks on a Replicate axis share one tensor
+
         def at(rank):
             coords = inner.coords(rank)
             key = tuple(None if p.is_replicate() else c for p, c in zip(layout.placements, coords, strict=True))
             if key not in cache:
                 cache[key] = part_of(x, layout, coords, weights)
             return cache[key]
+
         local = RankTensor([at(rank) for rank in inner.ranks])
     else:
         local = part_of(x, layout, inner.comm.coords, weights)
@@ -124,7 +126,9 @@ def check(function, tensors, mesh, limit=8, seed=0, grad=True, tolerance=1e-10, 
             assert len(got) == len(wanted), where
             for g, w in zip(got, wanted, strict=True):
                 compare(g, w, where, tolerance, exact_type)
-            mine_roots = [g for g, w in zip(got, wanted, strict=True) if isinstance(w, torch.Tensor) and w.requires_grad]
+            mine_roots = [
+                g for g, w in zip(got, wanted, strict=True) if isinstance(w, torch.Tensor) and w.requires_grad
+            ]
             if roots:
                 starts = [spread_out(s, mesh, [Replicate()] * len(shape)) for s in seeds]
                 torch.autograd.backward(mine_roots, starts)
@@ -147,12 +151,12 @@ def compare(got, want, where, tolerance, exact_type=True):
         if exact_type:
             assert got.dtype == want.dtype, f"{got.dtype} != {want.dtype}: {where}"
         got = got.detach().full_tensor()
-    torch.testing.assert_close(got, want.detach(), rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{m}\n  with {where}")
+    torch.testing.assert_close(
+        got, want.detach(), rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{m}\n  with {where}"
+    )
 
 
 def seeded(*shapes, seed=0, dtype=torch.float64):
     """Random tensors of these shapes."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
-
-

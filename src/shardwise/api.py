@@ -42,7 +42,9 @@ def distribute_tensor(
             f"use tensor.redistribute(placements={list(places)})"
         )
     if hasattr(tensor, "ranks"):
-        raise LayoutError("distribute_tensor: a RankTensor holds local values; use DTensor.from_local(x, mesh, placements)")
+        raise LayoutError(
+            "distribute_tensor: a RankTensor holds local values; use DTensor.from_local(x, mesh, placements)"
+        )
     _check_strided(tensor.layout)
     layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, None, _home(tensor, mesh))
     check_reductions(layout.placements, tensor.dtype)
@@ -87,7 +89,10 @@ def _lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> Any:
     for step in plan_steps(whole, layout):
         local = comm.run(step, local)
     own = value.untyped_storage().data_ptr()  # the result has memory of its own
-    copies = [v.clone(memory_format=torch.contiguous_format) if v.untyped_storage().data_ptr() == own else v for v in comm.values(local)]
+    copies = [
+        v.clone(memory_format=torch.contiguous_format) if v.untyped_storage().data_ptr() == own else v
+        for v in comm.values(local)
+    ]
     local = comm.rebuild(local, copies)
     return local
 
@@ -103,7 +108,9 @@ def _deal(value: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
         else:
             value = comm.broadcast(value, axis, source) if k > 1 else value.clone(memory_format=torch.contiguous_format)
             if isinstance(placement, Partial) and k > 1:
-                one = layout.replace(placements=[placement if a == axis else REPLICATE for a in range(len(layout.placements))])
+                one = layout.replace(
+                    placements=[placement if a == axis else REPLICATE for a in range(len(layout.placements))]
+                )
                 for step in plan_steps(one.replace(placements=(REPLICATE,) * len(layout.placements)), one):
                     value = comm.run(step, value)
     return value
@@ -147,7 +154,7 @@ def distribute_module(
     return module
 
 
-# -- factories -----------------------------------------------------------------------------------------------------------
+# -- factories ---------------------------------------------------------------------------------------------
 def _factory(fill: Callable[..., torch.Tensor], name: str) -> Callable[..., DTensor]:
     def make(
         *size: Any,
@@ -157,14 +164,24 @@ def _factory(fill: Callable[..., torch.Tensor], name: str) -> Callable[..., DTen
         device_mesh: Any = None,
         placements: Sequence[Any] | None = None,
     ) -> DTensor:
-        return _make(lambda shape, dtype, device: fill(shape, dtype=dtype, device=device), size, dtype, layout, requires_grad, device_mesh, placements)  # fmt: skip
+        return _make(
+            lambda shape, dtype, device: fill(shape, dtype=dtype, device=device),
+            size,
+            dtype,
+            layout,
+            requires_grad,
+            device_mesh,
+            placements,
+        )
 
     make.__name__ = make.__qualname__ = name
     make.__doc__ = f"Like torch.{name}, born distributed: each rank makes only its part."
     return make
 
 
-def _make(fill: Any, size: Any, dtype: Any, layout: Any, requires_grad: bool, device_mesh: Any, placements: Any) -> DTensor:
+def _make(
+    fill: Any, size: Any, dtype: Any, layout: Any, requires_grad: bool, device_mesh: Any, placements: Any
+) -> DTensor:
     target = _layout_for(size, dtype, layout, device_mesh, placements)
     comm = target.mesh.comm
     split = tuple(a for a, p in enumerate(target.placements) if not p.is_replicate())
@@ -192,7 +209,16 @@ ones = _factory(torch.ones, "ones")
 empty = _factory(torch.empty, "empty")
 
 
-def full(size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = None, layout: torch.layout = torch.strided, requires_grad: bool = False, device_mesh: Any = None, placements: Sequence[Any] | None = None) -> DTensor:  # fmt: skip
+def full(
+    size: Sequence[int],
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Any] | None = None,
+) -> DTensor:
     """Like torch.full, born distributed: each rank makes only its part."""
     dtype = dtype or torch.full((), fill_value).dtype
     fill = lambda shape, dtype, device: torch.full(shape, fill_value, dtype=dtype, device=device)  # noqa: E731
@@ -200,7 +226,14 @@ def full(size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = No
 
 
 def _random_factory(draw: Callable[..., torch.Tensor], name: str) -> Callable[..., DTensor]:
-    def make(*size: Any, dtype: torch.dtype | None = None, layout: torch.layout = torch.strided, requires_grad: bool = False, device_mesh: Any = None, placements: Sequence[Any] | None = None) -> DTensor:  # fmt: skip
+    def make(
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
+        requires_grad: bool = False,
+        device_mesh: Any = None,
+        placements: Sequence[Any] | None = None,
+    ) -> DTensor:
         target = _layout_for(size, dtype, layout, device_mesh, placements)
         local = _lay_out(draw(target.shape, dtype=target.dtype, device=target.device), target, None)
         result = wrap(local, target)

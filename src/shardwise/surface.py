@@ -77,7 +77,7 @@ def first(tensor: Any) -> torch.Tensor:
     return tensor._layout.mesh.comm.first(leaf_local(tensor))
 
 
-# -- flags ---------------------------------------------------------------------------------------------------------------
+# -- flags -------------------------------------------------------------------------------------------------
 def set_requires_grad(tensor: Any, flag: bool = True) -> Any:
     for value in values(tensor):
         value.requires_grad_(flag)
@@ -89,7 +89,7 @@ def retain_grad(tensor: Any) -> None:
         value.retain_grad()
 
 
-# -- grad ----------------------------------------------------------------------------------------------------------------
+# -- grad --------------------------------------------------------------------------------------------------
 def get_grad(tensor: Any) -> Any:
     """The gradient as a distributed tensor; the same object as long as the local gradients are the same."""
     grads = [value.grad for value in values(tensor)]
@@ -132,7 +132,7 @@ def set_grad(tensor: Any, grad: Any) -> None:
         tensor.__dict__["_grad"] = (list(parts), grad)
 
 
-# -- backward --------------------------------------------------------------------------------------------------------------
+# -- backward ----------------------------------------------------------------------------------------------
 def _roots(tensor: Any, grad: Any, what: str) -> tuple[list[torch.Tensor], list[Any]]:
     """The local tensors to start from and their gradients."""
     layout = tensor._layout
@@ -164,10 +164,21 @@ def _replicated_partials(tensor: Any) -> Any:
     return wrap(move(tensor._local, layout, target, Note("backward")), target)
 
 
-def backward(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None, **_: Any) -> None:  # fmt: skip
+def backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+    **_: Any,
+) -> None:
     """torch.autograd.backward on distributed (and plain) tensors: all ranks start together."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    grads = [grad_tensors] * len(tensors) if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else list(grad_tensors)  # fmt: skip
+    grads = (
+        [grad_tensors] * len(tensors)
+        if grad_tensors is None or isinstance(grad_tensors, torch.Tensor)
+        else list(grad_tensors)
+    )
     roots: list[Any] = []
     seeds: list[Any] = []
     for tensor, grad in zip(tensors, grads, strict=True):
@@ -185,7 +196,17 @@ def backward(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, c
         torch.autograd.backward(roots, seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=flat)
 
 
-def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False, only_inputs: bool = True, allow_unused: Any = None, is_grads_batched: bool = False, materialize_grads: bool = False) -> Any:  # fmt: skip
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: Any = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> Any:
     """torch.autograd.grad on distributed tensors."""
     if is_grads_batched:
         raise AutogradError("autograd.grad: is_grads_batched is not supported on distributed tensors; loop over them")
@@ -222,7 +243,7 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any 
     return tuple(results)
 
 
-# -- hooks -----------------------------------------------------------------------------------------------------------------
+# -- hooks -------------------------------------------------------------------------------------------------
 def register_hook(tensor: Any, hook: Callable[[Any], Any]) -> Any:
     """The hook sees the gradient as a distributed tensor, whole, and may replace it."""
     if not first(tensor).requires_grad:

@@ -28,7 +28,7 @@ class DTensor(Wrapper):
     on it; autograd runs in the local tensors.
     """
 
-    # -- where it lives ------------------------------------------------------------------------------------------------
+    # -- where it lives -------------------------------------------------------------------------------------
     @property
     def device_mesh(self) -> Any:
         return self._layout.mesh.source
@@ -64,7 +64,7 @@ class DTensor(Wrapper):
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
         return self.shape if dim is None else self.shape[dim]
 
-    # -- in and out ------------------------------------------------------------------------------------------------------
+    # -- in and out -----------------------------------------------------------------------------------------
     @staticmethod
     def from_local(
         local: torch.Tensor,
@@ -146,7 +146,7 @@ class DTensor(Wrapper):
             local = regrade(comm, own_each(comm, local), lambda g: move(g, theirs, whole, note))
         return collapse(comm, local)
 
-    # -- autograd --------------------------------------------------------------------------------------------------------
+    # -- autograd -------------------------------------------------------------------------------------------
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         return surface.first(self).requires_grad
@@ -193,7 +193,9 @@ class DTensor(Wrapper):
     def data(self, value: DTensor) -> None:
         _set_data(self, value)
 
-    def backward(self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:  # type: ignore[override]  # fmt: skip
+    def backward(
+        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:  # type: ignore[override]
         surface.backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:  # type: ignore[override]
@@ -213,7 +215,7 @@ class DTensor(Wrapper):
             value.detach_()
         return self
 
-    # -- plain values ------------------------------------------------------------------------------------------------------
+    # -- plain values ---------------------------------------------------------------------------------------
     def _whole(self) -> torch.Tensor:
         """The value for the program to look at: asking for it is asking for the communication."""
         with relaxed(), torch.no_grad():
@@ -252,7 +254,7 @@ class DTensor(Wrapper):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
-    # -- copies ------------------------------------------------------------------------------------------------------------
+    # -- copies ---------------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:  # type: ignore[override]
         if id(self) in memo:
             return memo[id(self)]
@@ -283,7 +285,7 @@ class DTensor(Wrapper):
         local = self._local
         return f"{head}\n{local!r}" if layout.mesh.comm.simulated else f"{head}\nlocal: {local!r}"
 
-    # -- torch.distributed.checkpoint --------------------------------------------------------------------------------------
+    # -- torch.distributed.checkpoint -----------------------------------------------------------------------
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         return checkpoint.write_items(fqn, object)
 
@@ -293,7 +295,7 @@ class DTensor(Wrapper):
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return checkpoint.tensor_shard(self, index)
 
-    # -- torch comes in here ---------------------------------------------------------------------------------------------
+    # -- torch comes in here --------------------------------------------------------------------------------
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         special = _SPECIAL.get(func)
@@ -319,7 +321,9 @@ def _grad_layout_given(layout: Layout, grad_placements: Sequence[Any]) -> Layout
     return given
 
 
-def _redistribute_as(tensor: DTensor, placements: Any, forward: torch.dtype | None, backward: torch.dtype | None) -> DTensor:  # fmt: skip
+def _redistribute_as(
+    tensor: DTensor, placements: Any, forward: torch.dtype | None, backward: torch.dtype | None
+) -> DTensor:
     """A redistribute whose values travel as `forward` and whose gradients as `backward`."""
     if forward is not None and forward != tensor.dtype:
         tensor = tensor.to(forward)  # type: ignore[assignment]
@@ -379,7 +383,24 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.__reduce_ex__: DTensor.__reduce_ex__,
 } | {
     getattr(_T, name): _method(name)
-    for name in ["backward", "requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "detach_", "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__format__"]
+    for name in [
+        "backward",
+        "requires_grad_",
+        "retain_grad",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "detach_",
+        "item",
+        "tolist",
+        "numpy",
+        "__array__",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "__format__",
+    ]
 }
 for _name in ("requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad", "data", "_version"):
     _SPECIAL[getattr(_T, _name).__get__] = lambda self, _name=_name: getattr(self, _name)

@@ -73,7 +73,7 @@ def check(loaded):
         torch.testing.assert_close(whole, want, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
-# -- simulated: all ranks' tiles from one process --------------------------------------------------------------------
+# -- simulated: all ranks' tiles from one process ----------------------------------------------------------
 @pytest.mark.parametrize("shift", range(len(LAYOUTS)))
 def test_simulated(tmp_path, shift):
     dcp.save(state(simulate), checkpoint_id=tmp_path, no_dist=True)
@@ -93,7 +93,7 @@ def test_replicas_that_share_no_tensor_are_all_loaded(tmp_path):
         assert torch.equal(local, value()[rows])
 
 
-# -- gloo ------------------------------------------------------------------------------------------------------------
+# -- gloo --------------------------------------------------------------------------------------------------
 def save_on_gloo(rank, world_size, path):
     metadata = dcp.save(state(device_mesh), checkpoint_id=path)
     return {name: len(md.chunks) for name, md in metadata.state_dict_metadata.items()} if rank == 0 else None
@@ -143,7 +143,7 @@ def test_torchs_dtensor(tmp_path):
     run_ranks(with_torchs_dtensor, 4, str(tmp_path))
 
 
-# -- a training run --------------------------------------------------------------------------------------------------
+# -- a training run ----------------------------------------------------------------------------------------
 def trained(mesh, dims, steps):
     """A model with its weights cut along `dims` (by layer), and its optimizer, after some steps."""
     torch.manual_seed(1)
@@ -191,7 +191,7 @@ def test_resume_on_gloo(tmp_path):
     run_ranks(resume, 4, str(tmp_path))
 
 
-# -- bad input -------------------------------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------------------------------------
 def test_partial_is_refused(tmp_path):
     x = distribute_tensor(value(), simulate(4), [Partial()])
     with pytest.raises(LayoutError, match=r"saving 'x'.*Partial\(sum\).*redistribute it to Replicate"):

@@ -165,7 +165,7 @@ def test_checkpointed_module_counts_the_recomputation():
     assert node(mode, "MLP", "MLP.up").collectives[True] == {ops.all_reduce: 1}
 
 
-# -- against torch ---------------------------------------------------------------------------------------------------
+# -- against torch -----------------------------------------------------------------------------------------
 def named(mode):
     """The counts in a form that pickles."""
     return {str(op): n for op, n in mode.get_comm_counts().items()}

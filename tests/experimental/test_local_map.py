@@ -27,7 +27,7 @@ def value(*shape):
     return torch.sin(torch.arange(float(torch.Size(shape).numel()))).view(shape)
 
 
-# -- the same program simulated and on gloo --------------------------------------------------------------------------
+# -- the same program simulated and on gloo ----------------------------------------------------------------
 def row_times_column(mesh):
     """A product whose inner dim is cut: uneven, values and gradients."""
     w, x = value(5, 7), value(7, 3)
@@ -129,7 +129,7 @@ def test_gloo():
     run_ranks(on_gloo, 4)
 
 
-# -- the simulated mesh in particular --------------------------------------------------------------------------------
+# -- the simulated mesh in particular ----------------------------------------------------------------------
 def test_function_sees_one_ranks_plain_tensors():
     seen = []
 
@@ -213,7 +213,7 @@ def test_moves_only_what_it_is_told():
     assert [e.kind for e in log] == ["all_to_all"]
 
 
-# -- bad input -------------------------------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------------------------------------
 def two(x):
     return x, x
 

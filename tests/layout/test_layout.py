@@ -23,7 +23,7 @@ def make(mesh_shape, placements, shape, dtype=torch.float32, **more):
     return Layout.make(as_mesh(simulate(mesh_shape)), placements, shape, dtype, **more)
 
 
-# -- what each rank holds --------------------------------------------------------------------------------------------
+# -- what each rank holds ----------------------------------------------------------------------------------
 @deterministic(250)
 @given(mesh_shapes, shapes, rngs)
 def test_held_and_local_shape(mesh_shape, shape, rng):
@@ -149,7 +149,7 @@ def test_sub_mesh_has_the_ranks_of_its_axes():
     assert other.mesh.ranks == (0, 3, 1, 4, 2, 5) and other.holders((1, 1)) == (4,)
 
 
-# -- one object for equal layouts ------------------------------------------------------------------------------------
+# -- one object for equal layouts --------------------------------------------------------------------------
 @deterministic(60)
 @given(mesh_shapes, shapes, rngs)
 def test_equal_layouts_are_one_object(mesh_shape, shape, rng):
@@ -201,7 +201,7 @@ def test_threads_get_the_same_layout():
     assert len(found) == 800 and len(set(found)) == 200
 
 
-# -- canonical form --------------------------------------------------------------------------------------------------
+# -- canonical form ----------------------------------------------------------------------------------------
 def test_negative_dims_count_from_the_end():
     assert make((2,), [Shard(-1)], (4, 6)) is make((2,), [Shard(1)], (4, 6))
     assert make((2,), [Shard(-2, sizes=(1, 3))], (4, 6)) is make((2,), [Shard(0, sizes=(1, 3))], (4, 6))
@@ -246,7 +246,7 @@ def test_is_plain_and_is_partial():
     assert make((2, 3, 2), [Shard(1), Shard(0), Shard(1)], (4, 4)).axes_of(1) == (0, 2)
 
 
-# -- tables ----------------------------------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------------------------------------
 @deterministic(150)
 @given(mesh_shapes, st.integers(0, 9), rngs)
 def test_shards_from_table_round_trip(mesh_shape, n, rng):
@@ -270,7 +270,7 @@ def test_shards_from_any_table(mesh_shape, n, rng):
     assert all(layout.held(0, c) == table[c] for c in ranks)
 
 
-# -- values: copies, pickles, text -----------------------------------------------------------------------------------
+# -- values: copies, pickles, text -------------------------------------------------------------------------
 PLACEMENTS = [
     Replicate(),
     Shard(0),

@@ -111,11 +111,19 @@ def run(mesh, layout, **options):
     model = lay_out(build(), mesh, places)
     tokens, targets = (distribute_tensor(t, mesh, where) for t in batch())
     loss, grads, params = step(model, tokens, targets, **options)
-    return loss.full_tensor(), {n: g.full_tensor() for n, g in grads.items()}, {n: p.detach().full_tensor() for n, p in params.items()}
+    return (
+        loss.full_tensor(),
+        {n: g.full_tensor() for n, g in grads.items()},
+        {n: p.detach().full_tensor() for n, p in params.items()},
+    )
 
 
 def assert_equal(mine, want, atol=1e-10):
     torch.testing.assert_close(mine[0], want[0], rtol=0, atol=atol)
     for name in want[1]:
-        torch.testing.assert_close(mine[1][name], want[1][name], rtol=0, atol=atol, msg=lambda m, n=name: f"grad of {n}: {m}")
-        torch.testing.assert_close(mine[2][name], want[2][name].detach(), rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            mine[1][name], want[1][name], rtol=0, atol=atol, msg=lambda m, n=name: f"grad of {n}: {m}"
+        )
+        torch.testing.assert_close(
+            mine[2][name], want[2][name].detach(), rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )

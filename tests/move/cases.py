@@ -107,7 +107,7 @@ def _agree(one: Coords, other: Coords, apart_from) -> bool:
     return all(i == j for axis, (i, j) in enumerate(zip(one, other, strict=True)) if axis not in apart_from)
 
 
-# -- real processes: this rank's side of a move ----------------------------------------------------------------------
+# -- real processes: this rank's side of a move ------------------------------------------------------------
 @dataclass
 class Parts:
     """All parts of a laid-out value in one leaf: a leading dim for each Partial axis, then the global shape."""

@@ -50,7 +50,7 @@ def check_typed_gradient(given, moved, dst, weight):
     torch.testing.assert_close(found, torch.autograd.grad(given.whole, given.root, weight, retain_graph=True)[0])
 
 
-# -- all pairs -------------------------------------------------------------------------------------------------------
+# -- all pairs ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("shape", [(8, 4), (5, 3), (2, 3), (0, 3)], ids=str)
 @pytest.mark.parametrize("before", EVERY)
 def test_all_pairs_on_one_axis(before, shape):
@@ -117,7 +117,7 @@ def test_there_and_back(mesh_shape, shape, rng):
     check_holds(x.redistribute(placements=src.placements).to_local().ranks, src, given.whole)
 
 
-# -- gradients that need a closer look -------------------------------------------------------------------------------
+# -- gradients that need a closer look ---------------------------------------------------------------------
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_ties_share_the_gradient_as_in_torch(op):
     parts = [torch.tensor([1.0, 2.0, 3.0], requires_grad=True), torch.tensor([1.0, 5.0, 3.0], requires_grad=True)]
@@ -204,7 +204,7 @@ def test_sub_meshes_move_apart_from_each_other():
         torch.testing.assert_close(ours.detach(), theirs)
 
 
-# -- dtypes and memory formats ---------------------------------------------------------------------------------------
+# -- dtypes and memory formats -----------------------------------------------------------------------------
 DTYPES = [
     torch.float16,
     torch.bfloat16,
@@ -309,7 +309,7 @@ def test_strided_moves_in_fake_mode_leave_nothing_behind():
     assert torch.equal(distribute_tensor(torch.arange(6), mesh, [strided]).full_tensor(), torch.arange(6))
 
 
-# -- from what the ranks hold ----------------------------------------------------------------------------------------
+# -- from what the ranks hold ------------------------------------------------------------------------------
 @deterministic(80)
 @given(mesh_shapes, shapes, rngs)
 def test_from_local_finds_the_true_shape(mesh_shape, shape, rng):
@@ -341,7 +341,7 @@ def test_from_local_takes_replicas_from_the_first_rank():
     assert [v.tolist() for v in x.to_local().ranks] == [[0, 0], [0, 0], [2, 2], [2, 2]]
 
 
-# -- what a plan says ------------------------------------------------------------------------------------------------
+# -- what a plan says --------------------------------------------------------------------------------------
 @pytest.fixture
 def ledger():
     entries = []

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.process_group import ALL_GATHER
 from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, distribute_tensor, plan_move, simulate
+from shardwise.comm.process_group import ALL_GATHER
 from shardwise.comm.record import listeners
 from shardwise.errors import CommError, LayoutError, MeshError
 from tests.layout.brute import deal, grid
@@ -203,7 +203,7 @@ def test_copies_of_a_layout():
     assert run_ranks(copies, 4) == [(3, 3), (3, 3), (2, 3), (2, 3)]
 
 
-# -- from_local ------------------------------------------------------------------------------------------------------
+# -- from_local --------------------------------------------------------------------------------------------
 def uneven_locals(rank, world_size):
     mesh = device_mesh((4,))
     rows = [3, 0, 5, 2]
@@ -296,7 +296,7 @@ def test_from_local_mistakes_are_named_on_every_rank():
         assert "placements[0] = Shard(dim=2): dim 2 is out of range for a local tensor of 2 dims" in said["dim"]
 
 
-# -- accounting ------------------------------------------------------------------------------------------------------
+# -- accounting --------------------------------------------------------------------------------------------
 def accounts(rank, world_size):
     """What the ledger records here is what the plan says of this rank."""
     entries = []
@@ -322,7 +322,7 @@ def test_the_ledger_records_what_the_plan_says():
     assert run_ranks(accounts, 4) == [True] * 4
 
 
-# -- failures --------------------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------
 def failures(rank, world_size):
     mesh = device_mesh((2, 2), ("dp", "tp"))
     whole = torch.arange(16.0).view(4, 4)

@@ -73,7 +73,10 @@ CASES = {
     "max dim": (lambda a: a.max(1).values + a.min(1)[0], [A]),
     "argmax": (lambda a: (a.argmax(0), a.argmin(1), a.argmax()), [A]),
     "var std": (lambda a: (a.var(0), a.std(1), a.std()), [A]),
-    "norm": (lambda a: (a.norm(), torch.linalg.vector_norm(a, dim=1), a.norm(dim=0), torch.linalg.vector_norm(a, 3)), [A]),
+    "norm": (
+        lambda a: (a.norm(), torch.linalg.vector_norm(a, dim=1), a.norm(dim=0), torch.linalg.vector_norm(a, 3)),
+        [A],
+    ),
     "norm of zeros": (lambda a: (a * 0).norm(), [A]),
     "logsumexp": (lambda a: (a.logsumexp(0), a.logsumexp((0, 1))), [A]),
     "any all": (lambda a: ((a > 1).any(), (a > -9).all(1), (a > 0).any(0)), [A]),
@@ -129,7 +132,8 @@ CASES = {
     "cross_entropy none": (lambda a, t: F.cross_entropy(a, t, reduction="none"), [A, IDS[:, 0]]),
     "cross_entropy ignore": (lambda a, t: F.cross_entropy(a, t, ignore_index=6), [A, IDS[:, 2]]),
     "cross_entropy weight": (
-        lambda a, t, w: F.cross_entropy(a, t, w.detach().abs(), label_smoothing=0.1, ignore_index=0), [A, IDS[:, 0], ROW]
+        lambda a, t, w: F.cross_entropy(a, t, w.detach().abs(), label_smoothing=0.1, ignore_index=0),
+        [A, IDS[:, 0], ROW],
     ),
     "cross_entropy probabilities": (lambda a, b: F.cross_entropy(a, b.softmax(-1), label_smoothing=0.2), [A, B]),
     "cross_entropy images": (lambda a, t: F.cross_entropy(a, t), [x(4, 7, 3), torch.tensor([[1, 2, 0]] * 4)]),
@@ -139,13 +143,16 @@ CASES = {
     "embedding padding": (lambda i, w: F.embedding(i, w, padding_idx=2), [IDS, x(7, 3)]),
     "attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v), [x(2, 3, 5, 4, seed=i) for i in range(3)]),
     "attention causal": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), [x(2, 3, 5, 4, seed=i) for i in range(3)]
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [x(2, 3, 5, 4, seed=i) for i in range(3)],
     ),
     "attention mask": (
-        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m), [*(x(2, 3, 5, 4, seed=i) for i in range(3)), x(5, 5)]
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m),
+        [*(x(2, 3, 5, 4, seed=i) for i in range(3)), x(5, 5)],
     ),
     "attention grouped": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), [x(2, 4, 5, 4), x(2, 2, 5, 4), x(2, 2, 5, 4, seed=1)]
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        [x(2, 4, 5, 4), x(2, 2, 5, 4), x(2, 2, 5, 4, seed=1)],
     ),
     # ops without a rule: decomposition and fallback
     "sort": (lambda a: a.sort(1).values, [A]),

@@ -64,7 +64,13 @@ def test_gloo(world_size):
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.float32], ids=str)
 def test_gradients_of_other_dtypes(dtype):
     a, b = (torch.randn(5, 7, dtype=dtype, generator=torch.Generator().manual_seed(i)) for i in range(2))
-    check(lambda a, b: (a @ b.t()) * 2 + a.sum(), [a, b], simulate((2, 2)), limit=8, tolerance=1e-4 if dtype is torch.float32 else 1e-10)
+    check(
+        lambda a, b: (a @ b.t()) * 2 + a.sum(),
+        [a, b],
+        simulate((2, 2)),
+        limit=8,
+        tolerance=1e-4 if dtype is torch.float32 else 1e-10,
+    )
 
 
 def test_non_contiguous_locals():
@@ -72,7 +78,13 @@ def test_non_contiguous_locals():
     parts = [torch.randn(9, 4, dtype=torch.float64)[::2].t() for _ in range(3)]  # (4, 5), strided
     whole = torch.cat(parts)
     x = DTensor.from_local(RankTensor(parts), simulate(3), [Shard(0)])
-    for function in (lambda t: t * 2, lambda t: t.t() @ t, lambda t: t.reshape(-1), lambda t: t.sum(0), lambda t: t[3:9]):
+    for function in (
+        lambda t: t * 2,
+        lambda t: t.t() @ t,
+        lambda t: t.reshape(-1),
+        lambda t: t.sum(0),
+        lambda t: t[3:9],
+    ):
         torch.testing.assert_close(function(x).full_tensor(), function(whole))
     for places in ([Replicate()], [Shard(1)], [Partial()]):
         torch.testing.assert_close(x.redistribute(placements=places).full_tensor(), whole)

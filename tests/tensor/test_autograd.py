@@ -124,7 +124,10 @@ def autograd_backward(mesh):
 
 def autograd_grad(mesh):
     for plain, leaf, where in leaves(mesh):
-        other, mine = x(5, 4, seed=9).requires_grad_(), laid_out(x(5, 4, seed=9), mesh, [R] * mesh.ndim, requires_grad=True)
+        other, mine = (
+            x(5, 4, seed=9).requires_grad_(),
+            laid_out(x(5, 4, seed=9), mesh, [R] * mesh.ndim, requires_grad=True),
+        )
         unused, not_mine = x(2).requires_grad_(), distribute_tensor(x(2), mesh).requires_grad_()
         want = torch.autograd.grad(plain.exp() * other, [plain, other], WEIGHT)
         got = torch.autograd.grad(leaf.exp() * mine, [leaf, mine], distribute_tensor(WEIGHT, mesh))
@@ -311,7 +314,9 @@ def no_grad_and_friends(mesh):
                 assert (leaf * 2).requires_grad, where
             with torch.set_grad_enabled(True):
                 assert (leaf * 2).requires_grad, where
-            assert not leaf.redistribute(placements=[R] * mesh.ndim).requires_grad or leaf.placements == (R,) * mesh.ndim
+            assert (
+                not leaf.redistribute(placements=[R] * mesh.ndim).requires_grad or leaf.placements == (R,) * mesh.ndim
+            )
         with torch.inference_mode():
             out = (leaf * 2).sum()
             assert not out.requires_grad and out.item() == pytest.approx(2 * VALUE.sum().item())
@@ -446,9 +451,21 @@ def views_alias(mesh):
             change(plain)
             try:
                 change(mine)
-            except RuleError as error:  # what had to be gathered cannot be written through: refused, and nothing changed
+            except (
+                RuleError
+            ) as error:  # what had to be gathered cannot be written through: refused, and nothing changed
                 assert "In torch it is a view; on this layout it had to be a copy" in str(error)
-                assert name not in ("rows", "transpose", "narrow", "chunk", "split", "unsqueeze", "detach", "step", "as")
+                assert name not in (
+                    "rows",
+                    "transpose",
+                    "narrow",
+                    "chunk",
+                    "split",
+                    "unsqueeze",
+                    "detach",
+                    "step",
+                    "as",
+                )
                 plain = VALUE
             if not torch.allclose(whole(mine), plain):
                 failed.append(f"{name} {places}")
@@ -493,7 +510,12 @@ def in_place_on_partial(mesh):
 
 
 def in_place_on_a_maximum(mesh):
-    for change in (lambda t: t.zero_(), lambda t: t.add_(1), lambda t: t.copy_(WEIGHT), lambda t: t.__setitem__(0, 4.0)):
+    for change in (
+        lambda t: t.zero_(),
+        lambda t: t.add_(1),
+        lambda t: t.copy_(WEIGHT),
+        lambda t: t.__setitem__(0, 4.0),
+    ):
         plain, mine = VALUE.clone(), distribute_tensor(VALUE, mesh, on_one_axis(mesh, Partial("max")))
         change(plain)
         change(mine)

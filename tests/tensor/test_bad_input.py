@@ -95,6 +95,8 @@ CASES = {
     "module mesh": (lambda: distribute_module(torch.nn.Linear(2, 2), "cpu"), MeshError, "device_mesh: expected a DeviceMesh"),
     "module type": (lambda: distribute_module(VALUE, LINE), ShardwiseError, "distribute_module: module must be a torch.nn.Module, got Tensor"),
 }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_message(name):
     make, kind, text = CASES[name]

@@ -193,7 +193,9 @@ def pickles(mesh):
 
 
 def saved_and_loaded(mesh):
-    state = net(mesh).state_dict() | {"leaf": distribute_tensor(x(5, 3), mesh, on_one_axis(mesh, Shard(0))).requires_grad_()}
+    state = net(mesh).state_dict() | {
+        "leaf": distribute_tensor(x(5, 3), mesh, on_one_axis(mesh, Shard(0))).requires_grad_()
+    }
     for weights_only in (False, True):
         file = io.BytesIO()
         torch.save({"model": state, "step": 3}, file)
@@ -349,7 +351,12 @@ def sparse_initialiser(mesh):
 def casts_that_change_nothing(mesh):
     for places in layouts(mesh, x(5, 4)):
         value = laid_out(x(5, 4), mesh, places)
-        assert value.to("cpu") is value and value.cpu() is value and value.double() is value and value.contiguous() is value
+        assert (
+            value.to("cpu") is value
+            and value.cpu() is value
+            and value.double() is value
+            and value.contiguous() is value
+        )
 
 
 def resets(mesh):

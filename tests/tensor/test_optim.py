@@ -34,7 +34,12 @@ def parameters(mesh=None):
 
 def loss_of(params):
     a, b, c, d, e, f = params
-    return ((a @ b).tanh() * f).pow(2).sum() + F.linear(c, e, None).sin().sum() + (c * d).pow(2).mean() + (e + d).exp().mean()
+    return (
+        ((a @ b).tanh() * f).pow(2).sum()
+        + F.linear(c, e, None).sin().sum()
+        + (c * d).pow(2).mean()
+        + (e + d).exp().mean()
+    )
 
 
 OPTIMIZERS = {

@@ -159,7 +159,10 @@ def test_a_local_program():
     value, weight = x(4, 6), x(6, 7)
     plain, plain_weight = value.clone().requires_grad_(), weight.clone().requires_grad_()
     (plain @ plain_weight).relu().pow(2).sum().backward()
-    leaf, columns = distribute_tensor(value, mesh).requires_grad_(), distribute_tensor(weight, mesh, [Shard(1)]).requires_grad_()
+    leaf, columns = (
+        distribute_tensor(value, mesh).requires_grad_(),
+        distribute_tensor(weight, mesh, [Shard(1)]).requires_grad_(),
+    )
     hidden = (leaf.to_local(grad_placements=[Partial()]) @ columns.to_local()).relu()
     out = DTensor.from_local(hidden, mesh, [Shard(1)])
     assert out.shape == (4, 7)

@@ -21,7 +21,9 @@ def numbers(mesh):
             assert mine.tolist() == pytest.approx(value.tolist())
             assert bool(mine) == bool(value)
             if not value.is_complex():
-                assert float(mine) == pytest.approx(float(value)) and math.floor(float(mine)) == math.floor(float(value))
+                assert float(mine) == pytest.approx(float(value)) and math.floor(float(mine)) == math.floor(
+                    float(value)
+                )
                 assert int(mine) == int(value)
             assert complex(mine) == pytest.approx(complex(value))
     total = laid_out(VALUE, mesh, on_one_axis(mesh, Shard(0))).sum()
@@ -60,7 +62,9 @@ def container_protocol(mesh):
         assert len(mine) == 5 and mine.numel() == 20 and mine.dim() == mine.ndim == 2
         assert mine.size() == VALUE.size() and mine.size(1) == 4 and mine.shape == VALUE.shape
         assert isinstance(mine.shape, torch.Size) and mine.stride() == (4, 1) and mine.is_contiguous()
-        assert mine.element_size() == 8 and mine.nbytes == 160 and mine.device.type == "cpu" and mine.is_floating_point()
+        assert (
+            mine.element_size() == 8 and mine.nbytes == 160 and mine.device.type == "cpu" and mine.is_floating_point()
+        )
         rows = list(mine)
         assert len(rows) == 5
         for row, want in zip(rows, VALUE, strict=True):
@@ -112,7 +116,16 @@ def text(mesh):
         format(distribute_tensor(VALUE, mesh), ".2f")
 
 
-BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, torch.maximum, operator.lt, operator.eq]
+BINARY = [
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.truediv,
+    operator.pow,
+    torch.maximum,
+    operator.lt,
+    operator.eq,
+]
 
 
 def plain_operands(mesh):
@@ -143,7 +156,13 @@ def strict_refuses_what_was_not_asked_for(mesh):
         with pytest.raises(StrictError) as caught:
             first + second
         message = str(caught.value)
-        for part in ("add would communicate under strict()", "shape (5, 4)", "S(0)", "S(1)", "redistribute(placements=["):
+        for part in (
+            "add would communicate under strict()",
+            "shape (5, 4)",
+            "S(0)",
+            "S(1)",
+            "redistribute(placements=[",
+        ):
             assert part in message, message
         exec_fix = message[message.index("placements=[") :].rstrip(")").removeprefix("placements=")
         wanted = eval(exec_fix, {"Shard": Shard, "Replicate": type(R), "Partial": Partial})

@@ -119,4 +119,3 @@ class Comm(ABC):
     @abstractmethod
     def first_of_replicas(self, local: Any, axes: Sequence[int]) -> Any:
         """The value of the first coordinate on each of `axes`, for everyone along it."""
-

@@ -16,7 +16,12 @@ from shardwise.comm.record import Note, record
 from shardwise.comm.simulation import reduce_parts
 from shardwise.errors import CommError, MeshError
 
-_REDUCE = {"sum": dist.ReduceOp.SUM, "product": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}  # fmt: skip
+_REDUCE = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 # torch 2.13 has new names for these two
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -137,7 +142,7 @@ class ProcessGroupComm(Comm):
                 packed = getattr(self, "_" + step.kind)(step, packed)
         return step.unpack(packed, self.coords)
 
-    # -- the four exchanges ---------------------------------------------------------------------------------------------
+    # -- the four exchanges ---------------------------------------------------------------------------------
     def _all_gather(self, step: Step, mine: torch.Tensor) -> list[torch.Tensor]:
         return self._gather(step.axis, mine, step.part_shapes(mine, self.coords))
 
@@ -220,7 +225,6 @@ def _reducible(x: torch.Tensor, op: str) -> torch.Tensor | None:
     if x.is_complex():
         return torch.view_as_real(x.resolve_conj()) if op == "sum" else None
     return x if x.dtype in _WIRE else None
-
 
 
 def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ from shardwise.comm.base import Comm, Step
 _state = threading.local()
 _HERE = str(Path(__file__).resolve().parents[1])
 
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """On whose behalf a move runs."""
@@ -23,6 +24,7 @@ class Note:
     reason: str = ""
     backward: bool = False
     source: str | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -35,6 +37,7 @@ class Entry:
     source: str
     backward: bool
     reason: str
+
 
 def listeners() -> list[Any]:
     """The ledgers open in this thread, one live list: what a move saw in forward listens to its backward too,

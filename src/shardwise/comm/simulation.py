@@ -110,12 +110,17 @@ def map_ranks(
         if written and leaves and isinstance(leaves[0], RankTensor):
             key: Any = id(mine[0])  # one write a value: ranks that share it agree on what is written
         else:
-            key = (keys[rank] if keys else None, *(_identity(x, m) for x, m in zip(leaves, mine, strict=True) if _is_many(x)))  # fmt: skip
+            key = (
+                keys[rank] if keys else None,
+                *(_identity(x, m) for x, m in zip(leaves, mine, strict=True) if _is_many(x)),
+            )
         if key not in done:
             call_args, call_kwargs = tree_unflatten(mine, tree)
             done[key] = func(*call_args, **call_kwargs)
         results.append(done[key])
-    if torch.is_grad_enabled() and any(isinstance(r, torch.Tensor) and r.requires_grad for r in tree_flatten(results)[0]):
+    if torch.is_grad_enabled() and any(
+        isinstance(r, torch.Tensor) and r.requires_grad for r in tree_flatten(results)[0]
+    ):
         for leaf in leaves:
             if isinstance(leaf, RankTensor):
                 leaf.used = True
@@ -168,13 +173,17 @@ def _writes(func: Any) -> bool:
 _IN_PLACE: set[Any] = {torch.Tensor.requires_grad_, torch.Tensor.retain_grad}
 
 
-# -- a RankTensor looks like a tensor -----------------------------------------------------------------------------------
-def _backward(self: RankTensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:  # fmt: skip
+# -- a RankTensor looks like a tensor ----------------------------------------------------------------------
+def _backward(
+    self: RankTensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
     values = unique(self.ranks)
     if gradient is None:
         grads: list[Any] = [None] * len(values)
     else:
-        chosen = {id(v): gradient.ranks[i] if isinstance(gradient, RankTensor) else gradient for i, v in enumerate(self.ranks)}  # fmt: skip
+        chosen = {
+            id(v): gradient.ranks[i] if isinstance(gradient, RankTensor) else gradient for i, v in enumerate(self.ranks)
+        }
         grads = [chosen[id(v)] for v in values]
     flat = None if inputs is None else [v for t in inputs for v in unique(t.ranks)]
     torch.autograd.backward(values, grads, retain_graph=retain_graph, create_graph=create_graph, inputs=flat)
@@ -225,13 +234,15 @@ def unique(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(v): v for v in values}.values())
 
 
-# -- the backend ----------------------------------------------------------------------------------------------------------
+# -- the backend -------------------------------------------------------------------------------------------
 class SimulatedComm(Comm):
     """All ranks of a simulated world, seen through the axes of one (sub-)mesh."""
 
     simulated = True
 
-    def __init__(self, shape: tuple[int, ...], axis_names: tuple[str, ...], grid: Sequence[Coords], spectators: Sequence[Any]) -> None:  # fmt: skip
+    def __init__(
+        self, shape: tuple[int, ...], axis_names: tuple[str, ...], grid: Sequence[Coords], spectators: Sequence[Any]
+    ) -> None:
         self.shape, self.axis_names = shape, axis_names
         self.grid = tuple(grid)  # coordinates of every simulated rank on the axes of this mesh
         self.spectators = tuple(spectators)  # what tells ranks of equal coordinates apart (sub-meshes)
@@ -251,7 +262,10 @@ class SimulatedComm(Comm):
         return PerRank(of(coords) for coords in self.grid)
 
     def bind(self, func: Callable[..., Any], axes: Sequence[int] = ()) -> Callable[..., Any]:
-        keys = [(spectator, *(coords[a] for a in axes)) for spectator, coords in zip(self.spectators, self.grid, strict=True)]  # fmt: skip
+        keys = [
+            (spectator, *(coords[a] for a in axes))
+            for spectator, coords in zip(self.spectators, self.grid, strict=True)
+        ]
 
         if getattr(func, "__name__", "").startswith(_LIST_OPS):
             return lambda *args, **kwargs: map_positions(func, args, kwargs, keys)
@@ -299,7 +313,12 @@ class SimulatedComm(Comm):
             if key not in views:
                 views[key] = value if id(value) not in taken else value.view_as(value)
                 taken.add(id(value))
-        return RankTensor([views[(id(v), s, *(c[a] for a in axes))] for v, c, s in zip(ranks, self.grid, self.spectators, strict=True)])  # fmt: skip
+        return RankTensor(
+            [
+                views[(id(v), s, *(c[a] for a in axes))]
+                for v, c, s in zip(ranks, self.grid, self.spectators, strict=True)
+            ]
+        )
 
     def all_kinds(self, local: Any) -> dict[Coords, tuple[str, tuple[int, ...]]]:
         return {c: (str(value.dtype), tuple(value.shape)) for c, value in zip(self.grid, local.ranks, strict=True)}

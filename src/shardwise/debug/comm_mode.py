@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 from shardwise.comm.record import Entry, listeners
 from shardwise.comm.simulation import RankTensor
 from shardwise.debug.trace import ModuleTrace, Operation
-from shardwise.engine.plan import op_name
+from shardwise.engine.call_shape import op_name
 from shardwise.wrapper import Wrapper
 
 _functional = torch.ops.c10d_functional
@@ -56,7 +56,7 @@ class CommDebugMode:
         self._starts: list[int] = []
         self._names: dict[int, str] = {}
 
-    # -- on and off ----------------------------------------------------------------------------------------------------
+    # -- on and off -----------------------------------------------------------------------------------------
     def __enter__(self) -> CommDebugMode:
         self._reset()
         self._heard = listeners()
@@ -75,7 +75,7 @@ class CommDebugMode:
         self._functions.__exit__(*exc)
         self._heard.remove(self._hear)
 
-    # -- what happens --------------------------------------------------------------------------------------------------
+    # -- what happens ---------------------------------------------------------------------------------------
     def _enter_module(self, module: torch.nn.Module, inputs: Any) -> None:
         if len(self._path) == 1:  # the outermost module names those inside
             top = type(module).__name__
@@ -116,7 +116,7 @@ class CommDebugMode:
         shardings = [str(layout.placements) for layout in ours]
         self._path[-1].operations.append(Operation(op_name(func), shapes, shardings, mesh))
 
-    # -- answers -------------------------------------------------------------------------------------------------------
+    # -- answers --------------------------------------------------------------------------------------------
     def get_comm_counts(self) -> dict[Any, int]:
         """How often each collective ran, keyed by the ops of torch.ops.c10d_functional."""
         counts: defaultdict[Any, int] = defaultdict(int)

@@ -65,7 +65,7 @@ class ModuleTrace:
         for child in self.children.values():
             yield from child.walk()
 
-    # -- for people --------------------------------------------------------------------------------------------------
+    # -- for people -----------------------------------------------------------------------------------------
     def lines(self, noise_level: int, depth: int = 0) -> Iterator[str]:
         pad = "  " * depth
         yield f"{pad}{self.fqn}"
@@ -84,7 +84,7 @@ class ModuleTrace:
         for child in self.children.values():
             yield from child.lines(noise_level, depth + 1)
 
-    # -- for programs ------------------------------------------------------------------------------------------------
+    # -- for programs ---------------------------------------------------------------------------------------
     def as_json(self, noise_level: int) -> dict[str, Any]:
         return {
             "fqn": self.fqn,

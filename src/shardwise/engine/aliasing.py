@@ -60,9 +60,9 @@ def before_write(target: Any, op: str) -> None:
         for copy in _of_copy.get(_storage(target), ()):
             if copy.tensor() is not None:
                 raise RuleError(
-                    f"{op} would write to the result of {copy.name} of shape {tuple(target.shape)}. In torch it is a view; "
-                    f"on this layout it had to be a copy, so its base would not see the write. Write to its .clone(), or "
-                    f"redistribute the base so that {copy.name} moves nothing"
+                    f"{op} would write to the result of {copy.name} of shape {tuple(target.shape)}. In torch it is a "
+                    f"view; on this layout it had to be a copy, so its base would not see the write. Write to its "
+                    f".clone(), or redistribute the base so that {copy.name} moves nothing"
                 )
 
 
@@ -84,6 +84,6 @@ class _Stale:
     def __getattr__(self, attribute: str) -> Any:
         name = self.__dict__["name"]
         raise RuleError(
-            f"the result of {name} is used after its base was written in place. In torch it is a view and would show the "
-            f"write; on this layout it had to be a copy. Take it again after the write, or .clone() it before"
+            f"the result of {name} is used after its base was written in place. In torch it is a view and would show "
+            f"the write; on this layout it had to be a copy. Take it again after the write, or .clone() it before"
         )

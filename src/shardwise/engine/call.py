@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from shardwise.engine.cache import PlanCache, register_cache
+from shardwise.engine.call_shape import CallShape, op_name
 from shardwise.engine.context import refuses_plain
 from shardwise.engine.fallback import rebound, replicated, written_back
-from shardwise.engine.plan import CallShape, Plan, build_plan, op_name
+from shardwise.engine.plan import Plan, build_plan
 from shardwise.errors import AutogradError, MeshError, StrictError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
@@ -35,10 +36,11 @@ class _PlainTensor(Exception):
     """A plain tensor among the arguments: it must be wrapped first."""
 
 
-def call_function(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+def call_function(cls: type, func: Any, args: Sequence[Any], given: dict[str, Any] | None) -> Any:
     """A torch function on distributed tensors: the cached plan, or a new one."""
     key: list[Any] = [func]
     locals: list[Any] = []
+    whole_key: tuple[Any, ...] | None
     try:
         for arg in args:
             kind = type(arg)
@@ -58,20 +60,20 @@ def call_function(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, A
                 frozen, local = freeze(arg, func in ANY_FLOAT)
                 key.append(frozen)
                 locals.append(local)
-        if kwargs:
-            local_kwargs = {}
-            for name, arg in kwargs.items():
-                key.append(name)
-                frozen, local_kwargs[name] = freeze(arg, func in ANY_FLOAT)
-                key.append(frozen)
-        else:
-            kwargs = local_kwargs = {}
+        kwargs = given or {}
+        local_kwargs = {}
+        for name, arg in kwargs.items():
+            key.append(name)
+            frozen, local_kwargs[name] = freeze(arg, func in ANY_FLOAT)
+            key.append(frozen)
         if _is_any_autocast_enabled():
             key.append(autocast_state())
         whole_key = tuple(key)
         plan = PLANS.get(whole_key)
     except _PlainTensor:
-        return call_function(cls, func, *with_plain_wrapped(op_name(func), args, kwargs or {}))
+        whole_key = None
+    if whole_key is None:
+        return call_function(cls, func, *with_plain_wrapped(op_name(func), args, given or {}))
     if not _is_grad_enabled() and not _is_forward_grad_enabled():
         check_custom_function(func, args)
     if plan is None:
@@ -90,9 +92,7 @@ def call_overload(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, A
 
 def autocast_state() -> tuple[Any, ...]:
     """What autocast would do to a call, for the key of its plan."""
-    return tuple(
-        torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
-    )
+    return tuple(torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
 
 
 def freeze(arg: Any, any_float: bool = False) -> tuple[Any, Any]:
@@ -188,7 +188,7 @@ def _into_out(func: Any) -> Plan:
     return run
 
 
-# -- plain tensors count as replicated ---------------------------------------------------------------------------------
+# -- plain tensors count as replicated ---------------------------------------------------------------------
 def with_plain_wrapped(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """The arguments with every plain tensor wrapped as Replicate on the mesh of the others."""
     if refuses_plain():
@@ -226,7 +226,9 @@ def replicated_plain(value: torch.Tensor, mesh: Any) -> Any:
     comm = mesh.comm
     if hasattr(value, "ranks"):
         raise MeshError("a RankTensor meets a DTensor; say how it is laid out: DTensor.from_local(x, mesh, placements)")
-    layout = Layout.make(mesh, [REPLICATE] * len(mesh.shape), tuple(value.shape), value.dtype, value.stride(), value.device)  # fmt: skip
+    layout = Layout.make(
+        mesh, [REPLICATE] * len(mesh.shape), tuple(value.shape), value.dtype, value.stride(), value.device
+    )
     return wrap(comm.shared(value), layout)
 
 

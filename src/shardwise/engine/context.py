@@ -61,4 +61,3 @@ class implicit_replication:
 def refuses_plain() -> bool:
     """Whether a plain tensor may not meet a distributed one."""
     return is_strict() and not getattr(_state, "replicating", 0)
-

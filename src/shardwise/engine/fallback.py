@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm.record import Note
 from shardwise.engine.aliasing import after_write, before_write, note_copy
+from shardwise.engine.call_shape import CallShape, Path, fetch, put
 from shardwise.engine.context import is_strict
-from shardwise.engine.plan import CallShape, Path, Plan, fetch, put, refuse
+from shardwise.engine.plan import Plan, refuse
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps, run_move
 from shardwise.rules.registry import writes_first
 from shardwise.wrapper import rebind, wrap
-
 
 NO_RULE = "no rule: gathered and computed on every rank"
 
@@ -54,7 +54,11 @@ def replicated(func: Any, call: CallShape, reason: str = NO_RULE) -> Plan:
                 comm.bind(torch.Tensor.copy_)(tensor._local, back)
             after_write(tensor)
             originals[id(value)] = tensor
-        wrapped = tree_map_only(torch.Tensor, lambda x: originals.get(id(x)) or _wrap_replicated(x, mesh), result)
+
+        def rewrapped(x: Any) -> Any:
+            return originals[id(x)] if id(x) in originals else _wrap_replicated(x, mesh)
+
+        wrapped = tree_map_only(torch.Tensor, rewrapped, result)
         if viewed is not None:
             for copy in tree_flatten(wrapped)[0]:
                 note_copy(fetch(args, kwargs, viewed), copy, name)

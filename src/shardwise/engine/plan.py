@@ -6,135 +6,23 @@ replaced by its local value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm.record import Note
-from shardwise.engine.aliasing import after_write, before_write, note_copy, note_view
+from shardwise.engine.aliasing import after_write, before_write
+from shardwise.engine.call_shape import CallShape, Path, fetch, put
 from shardwise.engine.context import is_strict
-from shardwise.errors import MeshError, StrictError
+from shardwise.engine.results import Finish, Results, one_wrapper
+from shardwise.errors import StrictError
 from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
 from shardwise.move.steps import MoveStep, Spread
-from shardwise.rules.spec import Algorithm, Operand, PerCoords, Result
-from shardwise.wrapper import Wrapper, wrap, wrapper_of
+from shardwise.rules.spec import Algorithm, PerCoords
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
-Path = tuple[Any, ...]
-
-
-def op_name(func: Any) -> str:
-    """The name of an op for people: no overloads, no dunders, no in-place mark."""
-    schema = getattr(func, "_schema", None)
-    if schema is not None:
-        return schema.name.removeprefix("aten::")
-    name = getattr(func, "__name__", str(func))
-    if name == "__getitem__":
-        return "x[...]"
-    if name == "__get__":
-        name = getattr(getattr(func, "__self__", None), "__name__", name)
-    return name
-
-
-def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """Every distributed tensor of a call with the path to it, in order; lists and tuples are looked into."""
-    for i, value in enumerate(args):
-        yield from _tensors(value, (i,))
-    for name, value in kwargs.items():
-        yield from _tensors(value, (name,))
-
-
-def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, Wrapper):
-        yield path, value
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _tensors(item, (*path, i))
-
-
-def fetch(args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> Any:
-    value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
-    for i in path[1:]:
-        value = value[i]
-    return value
-
-
-def put(args: list[Any], kwargs: dict[str, Any], path: Path, value: Any) -> None:
-    """Set the value at `path`; containers on the way are lists by then."""
-    holder: Any = kwargs if isinstance(path[0], str) else args
-    for key in path[:-1]:
-        if not isinstance(holder[key], list):
-            holder[key] = list(holder[key])
-        holder = holder[key]
-    holder[path[-1]] = value
-
-
-def meta_like(layout: Layout) -> torch.Tensor:
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-
-
-def common_mesh(name: str, layouts: Sequence[Layout]) -> Any:
-    mesh = layouts[0].mesh
-    for layout in layouts[1:]:
-        if layout.mesh is not mesh:
-            raise MeshError(
-                f"{name}: operands are on different meshes, {mesh!r} and {layout.mesh!r}; "
-                f"redistribute one of them to the other's mesh first"
-            )
-    return mesh
-
-
-def device_of(out: Any, default: Any) -> Any:
-    """Where an output lives: where the operands do, unless the op says another place."""
-    device = getattr(out, "device", default)
-    return default if device.type == "meta" else device
-
-
-def autocast_wrapper(layout: Layout) -> Callable[[Any], Any]:
-    """Under autocast the local result knows the dtype; meta kernels do not."""
-
-    def wrap_local(local: Any) -> Any:
-        dtype = layout.mesh.comm.first(local).dtype
-        return wrap(local, layout if dtype == layout.dtype else layout.replace(dtype=dtype))
-
-    return wrap_local
-
-
-class CallShape:
-    """A call with its tensors named: operands for rules, metas for shapes."""
-
-    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        found = list(tensors_in(args, kwargs))
-        self.func, self.args, self.kwargs, self.name = func, args, kwargs, op_name(func)
-        self.paths = [path for path, _ in found]
-        self.tensors = [tensor for _, tensor in found]
-        self.layouts: list[Layout] = [t._layout for t in self.tensors]
-        self.mesh = common_mesh(self.name, self.layouts)
-        self.metas: list[torch.Tensor] = []
-        self.operands = [Operand(layout, i) for i, layout in enumerate(self.layouts)]
-
-    def with_tensors(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with the tensors replaced."""
-        spare = iter(values)
-        return tree_map_only(Wrapper, lambda _: next(spare), (tuple(self.args), dict(self.kwargs)))
-
-    def run_meta(self) -> Any:
-        """The call on meta tensors: global shapes, strides and dtypes of the result; torch's own errors for bad input."""
-        self.metas = [meta_like(layout) for layout in self.layouts]
-        args, kwargs = self.with_tensors(self.metas)
-        with torch.no_grad():
-            return self.func(*args, **kwargs)
-
-    def base_of(self, out: Any) -> int | None:
-        """The operand that `out`, a result of `run_meta`, is a view of."""
-        base = getattr(out, "_base", None)
-        return next((i for i, meta in enumerate(self.metas) if meta is base or meta is out), None)
-
-
-_LEAF = tree_flatten(0)[1]
 
 
 def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | None:
@@ -142,83 +30,80 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
     if isinstance(spec, Algorithm):
         program = spec.run
         return lambda args, kwargs, locals, local_kwargs: program(*args, **kwargs)
-    known = getattr(spec, "result", None)
-    if in_place and getattr(spec, "in_place_without_meta", False):
-        outs, tree = [], tree_flatten(())[1]
-    else:
-        outs, tree = ([known], _LEAF) if known is not None else tree_flatten(call.run_meta())
-    is_tensor = [isinstance(out, (torch.Tensor, Result)) for out in outs]
-    metas = [out for out, yes in zip(outs, is_tensor, strict=True) if yes]
-    assignment = spec.assign(call.operands, metas, in_place)
+    results = Results(spec, call, in_place)
+    assignment = spec.assign(call.operands, results.metas, in_place)
     if assignment is None:
         return None
-    device = call.layouts[0].device
     inputs = [layout.replace(placements=p) for layout, p in zip(call.layouts, assignment.inputs, strict=True)]
-    outputs = [] if in_place else [
-        Layout.make(call.mesh, p, tuple(o.shape), o.dtype, o.stride(), device_of(o, device))
-        for o, p in zip(metas, assignment.outputs, strict=True)
-    ]  # fmt: skip
+    outputs = [] if in_place else results.layouts(call, assignment.outputs)
     split = split_axes(call.mesh, inputs, outputs)
     moves = operand_moves(call, inputs, split)
-    note = Note(call.name)
-    comm = call.mesh.comm
     if assignment.local is None:
-        invoke, takes_all = comm.bind(func, split), True
+        invoke, takes_all = call.mesh.comm.bind(func, split), True
     else:
-        invoke, takes_all = bind_local(comm, assignment.local(inputs, outputs), split, len(inputs)), False
-    base = next((i for i in map(call.base_of, metas) if i is not None), None)
-    copied_view = base is not None and (
-        any(i == base and not spread_only for i, _, spread_only in moves) or not assignment.aliases(inputs)
-    )
+        invoke, takes_all = bind_local(call.mesh.comm, assignment.local(inputs, outputs), split, len(inputs)), False
     if in_place:
-        finish: Callable[[Any, Any], Any] = lambda args, _: args[0]  # noqa: E731
-    elif copied_view:
-        finish = _wrap_copied_view(call.name, call.paths[base or 0], outputs, is_tensor, tree)
-    elif tree.is_leaf() and is_tensor[0]:
-        wrap_one = wrapper_of(outputs[0]) if not torch._C._is_any_autocast_enabled() else autocast_wrapper(outputs[0])
-        if base == 0 and call.paths[0] == (0,):
-            wrap_one = _wrap_view(wrap_one)
-            finish = lambda args, out: wrap_one(out, args[0])  # noqa: E731
-            if not moves and call.paths == [(0,)] and not takes_all:
-                return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(locals[0]), args[0])
-        elif not moves and takes_all:
-            return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(*locals, **local_kwargs))
-        elif not moves and call.paths == [(0,)]:
-            return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(locals[0]))
-        elif not moves and call.paths == [(0,), (1,)]:
-            return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(locals[0], locals[1]))
-        else:
-            finish = lambda _, out: wrap_one(out)  # noqa: E731
-    else:
-        finish = _wrap_many(outputs, is_tensor, tree)
+        return _run_in_place(call, inputs, moves, invoke, takes_all)
+    base = None if results.base is None else call.paths[results.base]
+    if not moves and results.single and base is None:
+        direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all)
+        if direct is not None:
+            return direct
+    moved = any(i == results.base and not spread_only for i, _, spread_only in moves)
+    copied = base is not None and (moved or not assignment.aliases(inputs))
+    finish = results.finisher(outputs, base, copied, call.name)
+    if not moves and not takes_all and call.paths == [(0,)]:
+        return lambda args, kwargs, locals, local_kwargs: finish(args, invoke(locals[0]))
+    return _run(call, inputs, moves, invoke, takes_all, finish)
+
+
+def _run_direct(paths: list[Path], wrap_one: Callable[[Any], Any], invoke: Any, takes_all: bool) -> Plan | None:
+    """Nothing moves and one new tensor comes out: as few steps as can be."""
+    if takes_all:
+        return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(*locals, **local_kwargs))
+    if paths == [(0,)]:
+        return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(locals[0]))
+    if paths == [(0,), (1,)]:
+        return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(locals[0], locals[1]))
+    return None
+
+
+def _run(call: CallShape, inputs: list[Layout], moves: Moves, invoke: Any, takes_all: bool, finish: Finish) -> Plan:
+    """Move the operands that must move, call locally, wrap."""
     # what the plan keeps: never the call itself, which holds its tensors
-    name, paths, layouts = call.name, call.paths, call.layouts
+    name, paths, layouts, comm, note = call.name, call.paths, call.layouts, call.mesh.comm, Note(call.name)
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        if in_place:
-            written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-            for target in written:
-                before_write(target, name)
-        if moves:
-            if is_strict():
-                refuse(name, moves, layouts, inputs)
-            for i, steps, spread_only in moves:
-                tensor = fetch(args, kwargs, paths[i])
-                if spread_only:
-                    value = spread(tensor, steps, note)
-                else:
-                    value = run_move(tensor._local, comm, steps, note)
-                put(locals, local_kwargs, paths[i], value)
+        if moves and is_strict():
+            refuse(name, moves, layouts, inputs)
+        for i, steps, spread_only in moves:
+            tensor = fetch(args, kwargs, paths[i])
+            value = spread(tensor, steps, note) if spread_only else run_move(tensor._local, comm, steps, note)
+            put(locals, local_kwargs, paths[i], value)
         if takes_all:
-            result = invoke(*locals, **local_kwargs)
-        else:
-            result = invoke(*(fetch(locals, local_kwargs, path) for path in paths))
-        if in_place:
-            for target in written:
-                after_write(target)
-        return finish(args, result)
+            return finish(args, invoke(*locals, **local_kwargs))
+        return finish(args, invoke(*(fetch(locals, local_kwargs, path) for path in paths)))
 
     return run
+
+
+def _run_in_place(call: CallShape, inputs: list[Layout], moves: Moves, invoke: Any, takes_all: bool) -> Plan:
+    """The same for an op that writes into its first argument (a tensor, or a list of them) and returns it."""
+    name = call.name
+    run = _run(call, inputs, moves, invoke, takes_all, lambda args, out: args[0])
+
+    def run_in_place(
+        args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]
+    ) -> Any:
+        written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+        for target in written:
+            before_write(target, name)
+        result = run(args, kwargs, locals, local_kwargs)
+        for target in written:
+            after_write(target)
+        return result
+
+    return run_in_place
 
 
 def bind_local(comm: Any, local: Any, split: Sequence[int], count: int) -> Callable[..., Any]:
@@ -276,42 +161,6 @@ def spread(tensor: Any, steps: tuple[MoveStep, ...], note: Note) -> Any:
     return value
 
 
-def _wrap_view(wrap_one: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    """For results that share memory with the tensor they come from, or are that tensor (contiguous, to)."""
-
-    def wrap_view(out: Any, base: Any) -> Any:
-        if base._layout.mesh.comm.same(out, base._local):
-            return base
-        view = wrap_one(out)
-        note_view(base, view)
-        return view
-
-    return wrap_view
-
-
-def _wrap_many(outputs: Sequence[Layout], is_tensor: Sequence[bool], tree: Any) -> Callable[[Any, Any], Any]:
-    def finish(args: Any, result: Any) -> Any:
-        layouts = iter(outputs)
-        flat, _ = tree_flatten(result, is_leaf=lambda x: isinstance(x, torch.Tensor))
-        wrapped = [wrap(x, next(layouts)) if t else x for x, t in zip(flat, is_tensor, strict=True)]
-        return tree_unflatten(wrapped, tree)
-
-    return finish
-
-
-def _wrap_copied_view(name: str, base: Path, outputs: Sequence[Layout], is_tensor: Sequence[bool], tree: Any) -> Any:
-    wrap_all = _wrap_many(outputs, is_tensor, tree)
-
-    def finish(args: Any, result: Any) -> Any:
-        wrapped = wrap_all(args, result)
-        for copy in tree_flatten(wrapped)[0]:
-            if not isinstance(base[0], str):
-                note_copy(fetch(args, {}, base), copy, name)
-        return wrapped
-
-    return finish
-
-
 def refuse(name: str, moves: Moves, now: Sequence[Layout], need: Sequence[Layout]) -> None:
     """Under strict(): say which operand would move, why, and what to write instead."""
     for i, steps, _ in moves:
@@ -327,6 +176,3 @@ def refuse(name: str, moves: Moves, now: Sequence[Layout], need: Sequence[Layout
 
 def _places(layout: Layout) -> str:
     return "[" + ", ".join(map(str, layout.placements)) + "]"
-
-
-__all__ = ["CallShape", "Plan", "build_plan", "op_name", "refuse", "spread"]

@@ -89,7 +89,7 @@ def local_map(
     return on_distributed
 
 
-# -- in --------------------------------------------------------------------------------------------------------------
+# -- in ----------------------------------------------------------------------------------------------------
 def _one_each(given: Sequence[Any] | None, positional: int, total: int, what: str, name: str) -> list[Any]:
     """The placements for each flattened argument; keyword arguments are taken as they are laid out."""
     if given is None:
@@ -119,7 +119,7 @@ def _localized(tensor: DTensor, need: Any, grad: Any, mesh: Mesh, redistribute: 
     return tensor.to_local(grad_placements=grad)
 
 
-# -- out -------------------------------------------------------------------------------------------------------------
+# -- out ---------------------------------------------------------------------------------------------------
 def _is_single(placements: Any) -> bool:
     """Whether this is the layout of one output: a list, a placement, or a tuple of placements."""
     if not isinstance(placements, tuple):

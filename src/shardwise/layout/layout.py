@@ -88,7 +88,7 @@ class Layout:
         values = {name: getattr(self, name) for name in ("mesh", "placements", "shape", "dtype", "stride", "device")}
         return Layout.make(**(values | changes))
 
-    # -- who holds what ----------------------------------------------------------------------------------------------
+    # -- who holds what -------------------------------------------------------------------------------------
     @property
     def ndim(self) -> int:
         return len(self.shape)
@@ -153,9 +153,7 @@ class Layout:
 
     def tiles_at(self, coords: Sequence[int]) -> tuple[Tile, ...]:
         sides = [self.held(dim, coords) for dim in range(self.ndim)]
-        return tuple(
-            Tile(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in itertools.product(*sides)
-        )
+        return tuple(Tile(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in itertools.product(*sides))
 
     def holders(self, index: Sequence[int]) -> tuple[int, ...]:
         """The ranks that hold the element at a global index."""
@@ -167,9 +165,7 @@ class Layout:
         return tuple(
             rank
             for rank in self.mesh.ranks
-            if all(
-                any(a <= i < b for a, b in self.held(dim, self.mesh.coords(rank))) for dim, i in enumerate(index)
-            )
+            if all(any(a <= i < b for a, b in self.held(dim, self.mesh.coords(rank))) for dim, i in enumerate(index))
         )
 
     def __eq__(self, other: object) -> bool:
@@ -186,7 +182,7 @@ class Layout:
         return Layout.make, (self.mesh, self.placements, self.shape, self.dtype, self.stride, self.device)
 
 
-# -- checks ----------------------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------
 def _check_sizes(shape: tuple[Any, ...], stride: tuple[Any, ...]) -> None:
     if not all(isinstance(n, int) and n >= 0 for n in shape):
         raise LayoutError(f"shape = {shape}: sizes must be ints >= 0")
@@ -278,7 +274,7 @@ def parent_sets(mesh: Any, outer: Sequence[Placement], dim: int, n: int) -> list
     return sets
 
 
-# -- from a table of sets back to one placement an axis --------------------------------------------------------------
+# -- from a table of sets back to one placement an axis ----------------------------------------------------
 def shards_from_table(
     axis_sizes: Sequence[int], n: int, table: Callable[[tuple[int, ...]], Intervals], dim: int
 ) -> tuple[Shard, ...]:
@@ -286,9 +282,7 @@ def shards_from_table(
 
     The sets must be disjoint and cover [0, n). This is how a view op says where the pieces went.
     """
-    leaves: dict[tuple[int, ...], Intervals] = {
-        c: table(c) for c in itertools.product(*(range(k) for k in axis_sizes))
-    }
+    leaves: dict[tuple[int, ...], Intervals] = {c: table(c) for c in itertools.product(*(range(k) for k in axis_sizes))}
     unions = leaves
     levels = [leaves]
     for _ in axis_sizes:
@@ -309,4 +303,3 @@ def shards_from_table(
             rows.append(row)
         shards.append(Shard(dim) if regular else Shard(dim, pieces=tuple(rows)))
     return tuple(shards)
-

@@ -47,7 +47,7 @@ class MoveStep:
     def bytes_in(self, coords: Coords) -> int:
         return 0
 
-    # -- sizes ------------------------------------------------------------------------------------------------------
+    # -- sizes ----------------------------------------------------------------------------------------------
     @property
     def ranks(self) -> int:
         return self.layout.mesh.shape[self.axis]
@@ -287,7 +287,7 @@ class TakePart(MoveStep):
         return GatherParts(self.layout, self.axis)
 
 
-# -- index sets on tensors -------------------------------------------------------------------------------------------
+# -- index sets on tensors ---------------------------------------------------------------------------------
 def _with_dim(shape: Sequence[int], dim: int, row: Sequence[Intervals]) -> list[tuple[int, ...]]:
     return [(*shape[:dim], count(part), *shape[dim + 1 :]) for part in row]
 

@@ -81,7 +81,16 @@ def _heads_may_be_cut(operands: tuple[Operand, ...]) -> bool:
     return regular and all(op.shape[-3] % parts == 0 for op in operands)
 
 
-def attention_by_definition(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, scale: Any = None, enable_gqa: bool = False) -> Any:  # fmt: skip
+def attention_by_definition(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> Any:
     """The definition, spelled out, so that dropout draws what one device would draw."""
     if enable_gqa:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)

@@ -30,10 +30,20 @@ def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
 
 
 _NAMED = {
-    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16, "int": torch.int32,
-    "long": torch.int64, "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "bool": torch.bool,
-    "chalf": torch.complex32, "cfloat": torch.complex64, "cdouble": torch.complex128,
-}  # fmt: skip
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int": torch.int32,
+    "long": torch.int64,
+    "short": torch.int16,
+    "char": torch.int8,
+    "byte": torch.uint8,
+    "bool": torch.bool,
+    "chalf": torch.complex32,
+    "cfloat": torch.complex64,
+    "cdouble": torch.complex128,
+}
 
 
 def _named_cast(name: str, dtype: torch.dtype) -> None:

@@ -21,11 +21,13 @@ def new(name: str) -> None:
         def run(x: Any, *args: Any, **kwargs: Any) -> Any:
             mesh = x._layout.mesh
             value = method(mesh.comm.first(x._local), *args, **kwargs)
-            layout = Layout.make(mesh, [REPLICATE] * len(mesh.shape), tuple(value.shape), value.dtype, value.stride(), value.device)  # fmt: skip
+            layout = Layout.make(
+                mesh, [REPLICATE] * len(mesh.shape), tuple(value.shape), value.dtype, value.stride(), value.device
+            )
             return wrap(mesh.comm.shared(value), layout)
 
         return Algorithm(run)
 
 
-for _name in "new_zeros new_ones new_empty new_full new_tensor".split():
+for _name in ["new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"]:
     new(_name)

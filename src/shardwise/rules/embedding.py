@@ -52,11 +52,14 @@ def embedding(first: Operand, second: Operand, padding_idx: Any = None, *args: A
     return Factors(inputs, [(*where, "d")], linear="each", joint=frozenset({table.index}), local=local)
 
 
-def masked_lookup(ids: torch.Tensor, table: torch.Tensor, held: Any, size: int, padding_idx: int | None) -> torch.Tensor:
+def masked_lookup(
+    ids: torch.Tensor, table: torch.Tensor, held: Any, size: int, padding_idx: int | None
+) -> torch.Tensor:
     """The rows of `ids` that are mine, zeros for the others."""
     start, stop = held[0] if held else (0, 0)
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
-        raise IndexError(f"embedding: index out of range, the table has {size} rows and the ids go from {int(ids.min())} to {int(ids.max())}")  # fmt: skip
+        found = f"the ids go from {int(ids.min())} to {int(ids.max())}"
+        raise IndexError(f"embedding: index out of range: the table has {size} rows, {found}")
     outside = (ids < start) | (ids >= stop)
     if not held:
         table = F.pad(table, (0, 0, 0, 1))  # something to point at

@@ -36,7 +36,9 @@ def spelled_out(index: Any, ndim: int) -> list[Any]:
     return [*entries[:where], *fill, *entries[where + 1 :]]
 
 
-def basic_actions(entries: Sequence[Any], shape: Sequence[int], keep_selected: bool = False) -> tuple[list[Action], list[Any]]:
+def basic_actions(
+    entries: Sequence[Any], shape: Sequence[int], keep_selected: bool = False
+) -> tuple[list[Action], list[Any]]:
     """The selects, slices and new dims of an index, and what is left: one tensor index or None a dim of the result.
 
     With `keep_selected` an integer becomes a slice of one, so that the result is always a view of the operand.
@@ -181,5 +183,3 @@ def gather(x: Operand, dim: Any, index: Any = None, **kwargs: Any) -> Factors | 
     mine = tuple(f"x{i}" if ok else None for i, ok in enumerate(same))
     theirs = tuple("i" if i == d else f"x{i}" if ok else None for i, ok in enumerate(same))
     return Factors([mine, theirs], [theirs], linear="each", joint=frozenset({0}))
-
-

@@ -33,7 +33,12 @@ class Cat:
             for axis in range(len(operands[0].layout.placements))
             if all(op.layout.placements[axis].is_shard(self.dim) for op in operands)
         ]
-        strays = any(op.layout.placements[a].is_shard(self.dim) for op in operands for a in range(len(plain.inputs[0])) if a not in joined)  # fmt: skip
+        strays = any(
+            op.layout.placements[a].is_shard(self.dim)
+            for op in operands
+            for a in range(len(plain.inputs[0]))
+            if a not in joined
+        )
         if not joined or strays:
             return plain
         ins = [self._mixed(plain.inputs[i], op.layout.placements, joined) for i, op in enumerate(operands)]
@@ -44,7 +49,9 @@ class Cat:
             out[axis] = shard
         return Assignment(ins, [tuple(out)], plain.local)
 
-    def _mixed(self, planned: Sequence[Placement], present: Sequence[Placement], joined: Sequence[int]) -> tuple[Placement, ...]:  # fmt: skip
+    def _mixed(
+        self, planned: Sequence[Placement], present: Sequence[Placement], joined: Sequence[int]
+    ) -> tuple[Placement, ...]:
         return tuple(present[a] if a in joined else p for a, p in enumerate(planned))
 
     def _split(self, layouts: Sequence[Layout], axes: Sequence[int], total: int) -> tuple[Shard, ...]:
@@ -80,5 +87,3 @@ def stack(tensors: Any, dim: int = 0) -> Factors:
     names = tuple(f"d{i}" for i in range(operands[0].ndim))
     d = dim_of(dim, len(names) + 1)
     return Factors([names] * len(operands), [(*names[:d], None, *names[d:])], linear="joint")
-
-

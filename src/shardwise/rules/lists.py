@@ -20,7 +20,7 @@ _EACH = {"_foreach_mul"}
 
 @dataclass
 class Columns:
-    """`columns[j]` are the operands at position j of the lists; `shared` are single tensors that meet every position."""
+    """`columns[j]` are the operands at position j of the lists; `shared` are tensors that meet every position."""
 
     in_place_without_meta = True  # fused steps have no meta kernels, and need none
 
@@ -61,10 +61,52 @@ def _foreach(name: str) -> None:
     rule(name, any_float=True)(elementwise)
 
 
-for _name in (
-    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min copy cos cosh div erf erfc exp expm1 floor frac lerp lgamma "
-    "log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero"
-).split():
+for _name in [
+    "abs",
+    "acos",
+    "add",
+    "addcdiv",
+    "addcmul",
+    "asin",
+    "atan",
+    "ceil",
+    "clamp_max",
+    "clamp_min",
+    "copy",
+    "cos",
+    "cosh",
+    "div",
+    "erf",
+    "erfc",
+    "exp",
+    "expm1",
+    "floor",
+    "frac",
+    "lerp",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "maximum",
+    "minimum",
+    "mul",
+    "neg",
+    "pow",
+    "reciprocal",
+    "round",
+    "rsqrt",
+    "sigmoid",
+    "sign",
+    "sin",
+    "sinh",
+    "sqrt",
+    "sub",
+    "tan",
+    "tanh",
+    "trunc",
+    "zero",
+]:
     _foreach("_foreach_" + _name)
 
 

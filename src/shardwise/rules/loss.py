@@ -41,10 +41,17 @@ def elementwise_loss(name: str) -> None:
         return Algorithm(by_parts)
 
 
-for _name in (
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-    "soft_margin_loss poisson_nll_loss"
-).split():
+for _name in [
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "kl_div",
+    "soft_margin_loss",
+    "poisson_nll_loss",
+]:
     elementwise_loss(_name)
 
 
@@ -86,7 +93,16 @@ def classification(
 
 
 def _mean_by_parts(func: Callable[..., Any], probabilities: bool) -> Callable[..., Any]:
-    def run(x: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", **kwargs: Any) -> Any:  # fmt: skip
+    def run(
+        x: Any,
+        target: Any,
+        weight: Any = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        **kwargs: Any,
+    ) -> Any:
         total = func(x, target, weight, ignore_index=ignore_index, reduction="sum", **kwargs)
         if probabilities:
             return total / (target.numel() // x.shape[1 if x.dim() > 1 else 0])
@@ -96,4 +112,3 @@ def _mean_by_parts(func: Callable[..., Any], probabilities: bool) -> Callable[..
         return total / (weight[target.masked_fill(~counted, 0)] * counted).sum()
 
     return run
-

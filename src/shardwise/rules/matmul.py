@@ -53,7 +53,9 @@ def _plus_product(text: str, addend: Operand, x: Operand, y: Operand) -> Factors
     product = factors(parse(text), [x, y], linear="each")
     names = product.outputs[0]
     sizes = {f: n for op, fs in zip((x, y), product.inputs, strict=True) for f, n in zip(fs, op.shape, strict=True)}
-    mine = [f if n == sizes.get(f) else None for f, n in zip(names[len(names) - addend.ndim :], addend.shape, strict=True)]
+    mine = [
+        f if n == sizes.get(f) else None for f, n in zip(names[len(names) - addend.ndim :], addend.shape, strict=True)
+    ]
     return Factors(
         [tuple(mine), *product.inputs], product.outputs, linear="each", joint=frozenset({1, 2}), addends=frozenset({0})
     )
@@ -94,6 +96,8 @@ def einsum(equation: str, *operands: Any) -> Factors | None:
     for term, op in zip(terms, tensors, strict=True):
         for c, n in zip(term, op.shape, strict=True):
             sizes[c] = max(n, sizes.get(c, 0))
-    ins = [tuple(c if n == sizes[c] else None for c, n in zip(t, op.shape, strict=True)) for t, op in zip(terms, tensors, strict=True)]  # fmt: skip
+    ins = [
+        tuple(c if n == sizes[c] else None for c, n in zip(t, op.shape, strict=True))
+        for t, op in zip(terms, tensors, strict=True)
+    ]
     return Factors(ins, [tuple(right)], linear="each")
-

@@ -77,12 +77,12 @@ def factors(line: Line, operands: Sequence[Operand], linear: str = "none", **mor
             sizes[name] = max(sizes.get(name, 0), size) if sizes.get(name) != 0 and size != 0 else 0
     whole = frozenset(f for term in line.inputs for f in term.whole)
     inputs = [
-        tuple(None if name in whole or size != sizes[name] else name for name, size in zip(names, op.shape, strict=True))
+        tuple(
+            None if name in whole or size != sizes[name] else name for name, size in zip(names, op.shape, strict=True)
+        )
         for names, op in zip(spelled, operands, strict=True)
     ]
-    outputs = [
-        tuple(None if n in whole else n for n in _spell(term, rank, None)) for term in line.outputs
-    ]
+    outputs = [tuple(None if n in whole else n for n in _spell(term, rank, None)) for term in line.outputs]
     return Factors(inputs, outputs, linear, **more)
 
 
@@ -126,5 +126,3 @@ def operands_in(values: Sequence[Any]) -> Any:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from operands_in(value)
-
-

@@ -34,19 +34,20 @@ def pointwise(names: str, *, outputs: int = 1) -> None:
 
 
 pointwise(
-    "abs acos acosh angle asin asinh atan atanh arccos arccosh arcsin arcsinh arctan arctanh bitwise_not ceil cos cosh deg2rad"
-    " digamma erf erfc erfinv exp exp2 expm1 fix floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 i0e i1 i1e isfinite"
-    " isinf isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2 logical_not logit logsigmoid mish ndtri"
-    " nan_to_num polygamma rad2deg reciprocal relu relu6 round rsqrt selu elu celu sgn sigmoid sign signbit silu sin sinc sinh"
-    " softplus softshrink softsign sqrt square tan tanh tanhshrink threshold trunc bessel_j0 bessel_j1 bessel_y0 bessel_y1"
-    " erfcx log_ndtr ndtr entr multigammaln mvlgamma expit psi gammaln clip clamp clamp_min clamp_max"
+    "abs acos acosh angle asin asinh atan atanh arccos arccosh arcsin arcsinh arctan arctanh bitwise_not ceil cos "
+    "cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac gelu hardshrink hardsigmoid hardswish "
+    "hardtanh i0 i0e i1 i1e isfinite isinf isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2 "
+    "logical_not logit logsigmoid mish ndtri nan_to_num polygamma rad2deg reciprocal relu relu6 round rsqrt selu "
+    "elu celu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh "
+    "tanhshrink threshold trunc bessel_j0 bessel_j1 bessel_y0 bessel_y1 erfcx log_ndtr ndtr entr multigammaln "
+    "mvlgamma expit psi gammaln clip clamp clamp_min clamp_max"
 )
 pointwise(
-    "atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift copysign eq ne lt le gt ge"
-    " floor_divide fmod remainder fmax fmin maximum minimum gcd lcm heaviside hypot igamma igammac ldexp logaddexp logaddexp2"
-    " logical_and logical_or logical_xor nextafter rdiv pow float_power xlogy xlog1py zeta isclose polar complex"
-    " gammainc gammaincc"
-    " sigmoid_backward tanh_backward gelu_backward silu_backward threshold_backward softplus_backward"
+    "atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift copysign eq ne lt le "
+    "gt ge floor_divide fmod remainder fmax fmin maximum minimum gcd lcm heaviside hypot igamma igammac ldexp "
+    "logaddexp logaddexp2 logical_and logical_or logical_xor nextafter rdiv pow float_power xlogy xlog1py zeta "
+    "isclose polar complex gammainc gammaincc sigmoid_backward tanh_backward gelu_backward silu_backward "
+    "threshold_backward softplus_backward"
 )
 
 

@@ -50,7 +50,7 @@ def fill_randomly(name: str) -> None:
         return Algorithm(lambda x, *args, **kwargs: x.copy_(drawn_like(x, lambda e: method(e, *args, **kwargs))))
 
 
-for _name in "normal uniform exponential geometric log_normal cauchy random".split():
+for _name in ["normal", "uniform", "exponential", "geometric", "log_normal", "cauchy", "random"]:
     fill_randomly(_name)
 
 
@@ -74,5 +74,5 @@ def drawn_new(name: str) -> None:
         return Algorithm(run)
 
 
-for _name in "rand_like randn_like randint_like".split():
+for _name in ["rand_like", "randn_like", "randint_like"]:
     drawn_new(_name)

@@ -37,7 +37,7 @@ def reduction(names: str, op: str, linear: str = "none") -> None:
 
     @rule(names)
     def reduced(x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Factors | None:
-        if isinstance(dim, torch.dtype) or isinstance(dim, str):
+        if isinstance(dim, (torch.dtype, str)):
             return None
         ins, outs = names_of(x, dims_of(dim, x.ndim), keepdim)
         return Factors([ins], [outs], linear=linear, reduce={n: op for n in ins if n})
@@ -69,7 +69,7 @@ def mean(x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> F
     return Factors([ins], [outs], linear="joint", local=local)
 
 
-# -- two stages ------------------------------------------------------------------------------------------------------------
+# -- two stages --------------------------------------------------------------------------------------------
 def two_stages(func: Callable[..., Any], x: Any, dims: tuple[int, ...], keepdim: bool) -> Any:
     """func(value, dims, keepdim) of the values func leaves on each rank."""
     layout = x._layout
@@ -110,15 +110,17 @@ def vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False
 
 
 @rule("norm")
-def norm(x: Operand, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Any:
+def norm(
+    x: Operand, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any
+) -> Any:
     """torch.norm of a vector-like kind is linalg.vector_norm; a nuclear norm goes by its parts."""
     order = 2 if p is None or p == "fro" else p
-    if isinstance(order, str) or isinstance(order, Operand) or kwargs:
+    if isinstance(order, (str, Operand)) or kwargs:
         return None
     return Algorithm(lambda x, *args, **named: torch.linalg.vector_norm(x, order, dim, keepdim, dtype=dtype))
 
 
-# -- dims that must be whole -----------------------------------------------------------------------------------------------
+# -- dims that must be whole -------------------------------------------------------------------------------
 def whole_along(x: Operand, dims: tuple[int, ...], keepdim: bool, outputs: int = 1) -> Factors:
     """The reduced dims are gathered, the others pass."""
     ins: Names = tuple(None if i in dims else f"d{i}" for i in range(x.ndim))
@@ -167,4 +169,3 @@ def along(names: str, outputs: int = 1, default: int = -1) -> None:
 
 along("softmax log_softmax softmin _softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp")
 along("cummax cummin", outputs=2)
-

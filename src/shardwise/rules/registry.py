@@ -20,14 +20,31 @@ _numbers: dict[str, tuple[str, ...]] = {}
 _by_function: dict[Any, Found | None] = {}
 
 _OPERATORS = {
-    "add": "__add__ __radd__ __iadd__", "sub": "__sub__ __rsub__ __isub__ subtract rsub", "mul": "__mul__ __rmul__ __imul__ multiply",
-    "div": "__truediv__ __itruediv__ __div__ __idiv__ divide true_divide", "rdiv": "__rtruediv__ __rdiv__", "floor_divide": "__floordiv__ __rfloordiv__ __ifloordiv__",
-    "remainder": "__mod__ __rmod__ __imod__", "pow": "__pow__ __rpow__ __ipow__", "neg": "__neg__ negative", "abs": "__abs__ absolute",
-    "eq": "__eq__", "ne": "__ne__ not_equal", "lt": "__lt__ less", "le": "__le__ less_equal", "gt": "__gt__ greater", "ge": "__ge__ greater_equal",
-    "bitwise_and": "__and__ __rand__ __iand__", "bitwise_or": "__or__ __ror__ __ior__", "bitwise_xor": "__xor__ __rxor__ __ixor__",
-    "bitwise_not": "__invert__", "bitwise_left_shift": "__lshift__ __rlshift__ __ilshift__", "bitwise_right_shift": "__rshift__ __rrshift__ __irshift__",
-    "matmul": "__matmul__", "rmatmul": "__rmatmul__",
-}  # fmt: skip
+    "add": "__add__ __radd__ __iadd__",
+    "sub": "__sub__ __rsub__ __isub__ subtract rsub",
+    "mul": "__mul__ __rmul__ __imul__ multiply",
+    "div": "__truediv__ __itruediv__ __div__ __idiv__ divide true_divide",
+    "rdiv": "__rtruediv__ __rdiv__",
+    "floor_divide": "__floordiv__ __rfloordiv__ __ifloordiv__",
+    "remainder": "__mod__ __rmod__ __imod__",
+    "pow": "__pow__ __rpow__ __ipow__",
+    "neg": "__neg__ negative",
+    "abs": "__abs__ absolute",
+    "eq": "__eq__",
+    "ne": "__ne__ not_equal",
+    "lt": "__lt__ less",
+    "le": "__le__ less_equal",
+    "gt": "__gt__ greater",
+    "ge": "__ge__ greater_equal",
+    "bitwise_and": "__and__ __rand__ __iand__",
+    "bitwise_or": "__or__ __ror__ __ior__",
+    "bitwise_xor": "__xor__ __rxor__ __ixor__",
+    "bitwise_not": "__invert__",
+    "bitwise_left_shift": "__lshift__ __rlshift__ __ilshift__",
+    "bitwise_right_shift": "__rshift__ __rrshift__ __irshift__",
+    "matmul": "__matmul__",
+    "rmatmul": "__rmatmul__",
+}
 _SPELLINGS = {name: op for op, names in _OPERATORS.items() for name in names.split()}
 _NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__init__", "__iter__"}
 

@@ -38,7 +38,7 @@ class Carried:
 
 @dataclass
 class Relayout:
-    """One operand in; `carry(dim)` lists, for each output, the places a cut of that dim may go (none: it must be whole).
+    """One operand in; `carry(dim)` lists for each output the places a cut of that dim may go (none: it must be whole).
 
     `local(inputs, outputs)` makes the local call. Any Partial stays: elements are only renamed.
     """
@@ -100,8 +100,10 @@ def _grid(sizes: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(k) if a in axes else (0,) for a, k in enumerate(sizes))))
 
 
-# -- local calls ---------------------------------------------------------------------------------------------------------
-def same_call(func: Callable[..., Any], *statics: Any, **named: Any) -> Callable[[list[Layout], list[Layout]], LocalCall]:
+# -- local calls -------------------------------------------------------------------------------------------
+def same_call(
+    func: Callable[..., Any], *statics: Any, **named: Any
+) -> Callable[[list[Layout], list[Layout]], LocalCall]:
     """The op itself, with the same static arguments on every rank."""
     return lambda inputs, outputs: lambda x: func(x, *statics, **named)
 
@@ -117,7 +119,7 @@ def call_with(
     return make
 
 
-# -- how sets change -------------------------------------------------------------------------------------------------------
+# -- how sets change ---------------------------------------------------------------------------------------
 def unchanged(held: Intervals) -> Intervals:
     return held
 

@@ -74,7 +74,9 @@ class Assignment:
     inputs: list[Places]
     outputs: list[Places]
     local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
-    aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # whether a view op's result shares memory with its operand
+    aliases: Callable[[list[Layout]], bool] = lambda inputs: (
+        True
+    )  # whether a view op's result shares memory with its operand
 
 
 class Spec(Protocol):
@@ -121,7 +123,9 @@ class Factors:
     outputs: Sequence[Sequence[str | None]]
     linear: str = "none"
     joint: frozenset[int] | None = None  # the operands `linear` speaks of; None: all
-    any_partial: bool = False  # parts of any reduction may stay, not of sums only: elements are copied, not computed with
+    any_partial: bool = (
+        False  # parts of any reduction may stay, not of sums only: elements are copied, not computed with
+    )
     reduce: dict[str, str] = field(default_factory=dict)
     local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # as in Assignment
@@ -141,7 +145,9 @@ class Factors:
                 outs[o].append(placement)
         return Assignment([tuple(p) for p in ins], [tuple(p) for p in outs], self.local, self.aliases)
 
-    def choose(self, operands: Sequence[Operand], axis: int, before: list[list[Placement]], pinned: bool = False) -> Choice | None:  # fmt: skip
+    def choose(
+        self, operands: Sequence[Operand], axis: int, before: list[list[Placement]], pinned: bool = False
+    ) -> Choice | None:
         """The cheapest choice for one axis; of equal ones the first, and one without a pending sum before one with."""
         best, best_cost = None, (0.0, 0)
         for choice in self.choices(operands, axis, before):
@@ -170,7 +176,11 @@ class Factors:
                 if (factor, cut.pieces) not in seen:
                     seen.add((factor, cut.pieces))
                     found.append(self.cut(factor, cut))
-            elif isinstance(placement, Partial) and self.linear != "none" and (self.any_partial or placement.reduce_op in ("sum", "avg")):  # fmt: skip
+            elif (
+                isinstance(placement, Partial)
+                and self.linear != "none"
+                and (self.any_partial or placement.reduce_op in ("sum", "avg"))
+            ):
                 if self.joint is not None and i not in self.joint:
                     continue
                 stays = (self.joint or frozenset(range(len(present)))) if self.linear == "joint" else frozenset({i})
@@ -201,8 +211,10 @@ def _fitting(layout: Layout, axis: int, shard: Shard, before: Sequence[Placement
     if shard.pieces is None:
         return shard
     kept = all(
-        before[a] == p for a, p in enumerate(layout.placements[:axis]) if p.is_shard(shard.dim) or before[a].is_shard(shard.dim)
-    )  # fmt: skip
+        before[a] == p
+        for a, p in enumerate(layout.placements[:axis])
+        if p.is_shard(shard.dim) or before[a].is_shard(shard.dim)
+    )
     return shard if kept else Shard(shard.dim)
 
 

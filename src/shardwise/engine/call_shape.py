@@ -1,0 +1,108 @@
+"""A call taken apart: its tensors and the paths to them, for rules (operands) and for shapes (meta tensors)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardwise.errors import MeshError
+from shardwise.layout import Layout
+from shardwise.rules.spec import Operand
+from shardwise.wrapper import Wrapper
+
+Path = tuple[Any, ...]  # an argument's number or name, then positions in lists
+
+
+def op_name(func: Any) -> str:
+    """The name of an op for people: no overloads, no dunders, no in-place mark."""
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        return schema.name.removeprefix("aten::")
+    name = getattr(func, "__name__", str(func))
+    if name == "__getitem__":
+        return "x[...]"
+    if name == "__get__":
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """Every distributed tensor of a call with the path to it, in order; lists and tuples are looked into."""
+    for i, value in enumerate(args):
+        yield from _tensors(value, (i,))
+    for name, value in kwargs.items():
+        yield from _tensors(value, (name,))
+
+
+def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, Wrapper):
+        yield path, value
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _tensors(item, (*path, i))
+
+
+def fetch(args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> Any:
+    value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
+    for i in path[1:]:
+        value = value[i]
+    return value
+
+
+def put(args: list[Any], kwargs: dict[str, Any], path: Path, value: Any) -> None:
+    """Set the value at `path`; containers on the way are lists by then."""
+    holder: Any = kwargs if isinstance(path[0], str) else args
+    for key in path[:-1]:
+        if not isinstance(holder[key], list):
+            holder[key] = list(holder[key])
+        holder = holder[key]
+    holder[path[-1]] = value
+
+
+def meta_like(layout: Layout) -> torch.Tensor:
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+
+
+def common_mesh(name: str, layouts: Sequence[Layout]) -> Any:
+    mesh = layouts[0].mesh
+    for layout in layouts[1:]:
+        if layout.mesh is not mesh:
+            raise MeshError(
+                f"{name}: operands are on different meshes, {mesh!r} and {layout.mesh!r}; "
+                f"redistribute one of them to the other's mesh first"
+            )
+    return mesh
+
+
+class CallShape:
+    """A call with its tensors named: operands for rules, metas for shapes."""
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        found = list(tensors_in(args, kwargs))
+        self.func, self.args, self.kwargs, self.name = func, args, kwargs, op_name(func)
+        self.paths = [path for path, _ in found]
+        self.tensors = [tensor for _, tensor in found]
+        self.layouts: list[Layout] = [t._layout for t in self.tensors]
+        self.mesh = common_mesh(self.name, self.layouts)
+        self.metas: list[torch.Tensor] = []
+        self.operands = [Operand(layout, i) for i, layout in enumerate(self.layouts)]
+
+    def with_tensors(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with the tensors replaced."""
+        spare = iter(values)
+        return tree_map_only(Wrapper, lambda _: next(spare), (tuple(self.args), dict(self.kwargs)))
+
+    def run_meta(self) -> Any:
+        """The call on meta tensors: global shape, stride and dtype of the result; torch's own errors for bad input."""
+        self.metas = [meta_like(layout) for layout in self.layouts]
+        args, kwargs = self.with_tensors(self.metas)
+        with torch.no_grad():
+            return self.func(*args, **kwargs)
+
+    def base_of(self, out: Any) -> int | None:
+        """The operand that `out`, a result of `run_meta`, is a view of."""
+        base = getattr(out, "_base", None)
+        return next((i for i, meta in enumerate(self.metas) if meta is base or meta is out), None)

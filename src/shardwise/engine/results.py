@@ -1,0 +1,98 @@
+"""What a plan returns: local results wrapped with the layouts the plan holds, views noted as such."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.engine.aliasing import note_copy, note_view
+from shardwise.engine.call_shape import CallShape, Path, fetch
+from shardwise.layout import Layout
+from shardwise.rules.spec import Result
+from shardwise.wrapper import wrap, wrapper_of
+
+Finish = Callable[[Sequence[Any], Any], Any]  # (the call's arguments, the local result) -> the result
+
+_ONE = tree_flatten(0)[1]
+_NONE = tree_flatten(())[1]
+
+
+class Results:
+    """The outputs of a call as meta tensors (or as the rule knows them), and the container they come in."""
+
+    def __init__(self, spec: Any, call: CallShape, in_place: bool) -> None:
+        known = getattr(spec, "result", None)
+        if known is not None:
+            flat, self.tree = [known], _ONE
+        elif in_place and getattr(spec, "in_place_without_meta", False):
+            flat, self.tree = [], _NONE
+        else:
+            flat, self.tree = tree_flatten(call.run_meta())
+        self.is_tensor = [isinstance(out, (torch.Tensor, Result)) for out in flat]
+        self.metas = [out for out, yes in zip(flat, self.is_tensor, strict=True) if yes]
+        bases = [i for i in map(call.base_of, self.metas) if i is not None]
+        self.base = bases[0] if bases else None  # the operand torch's results are views of
+
+    @property
+    def single(self) -> bool:
+        return self.tree.is_leaf() and self.is_tensor == [True]
+
+    def layouts(self, call: CallShape, placements: Sequence[Any]) -> list[Layout]:
+        default = call.layouts[0].device
+        return [
+            Layout.make(call.mesh, p, tuple(o.shape), o.dtype, o.stride(), _device_of(o, default))
+            for o, p in zip(self.metas, placements, strict=True)
+        ]
+
+    def finisher(self, outputs: Sequence[Layout], base: Path | None, copied: bool, name: str) -> Finish:
+        """Wraps local results; results that are views of the argument at `base` are noted, copies of views as such."""
+        wrap_all = self._wrapper(outputs)
+        if base is None or isinstance(base[0], str):
+            return lambda args, out: wrap_all(out)
+
+        def finish(args: Sequence[Any], out: Any) -> Any:
+            source = fetch(args, {}, base)
+            if not copied and self.single and source._layout.mesh.comm.same(out, source._local):
+                return source  # contiguous() of a contiguous tensor, to() of what it is already
+            result = wrap_all(out)
+            for view in tree_flatten(result)[0]:
+                if copied:
+                    note_copy(source, view, name)
+                else:
+                    note_view(source, view)
+            return result
+
+        return finish
+
+    def _wrapper(self, outputs: Sequence[Layout]) -> Callable[[Any], Any]:
+        if self.single:
+            return one_wrapper(outputs[0])
+
+        def wrap_all(result: Any) -> Any:
+            layouts = iter(outputs)
+            flat, _ = tree_flatten(result, is_leaf=lambda x: isinstance(x, torch.Tensor))
+            wrapped = [wrap(x, next(layouts)) if t else x for x, t in zip(flat, self.is_tensor, strict=True)]
+            return tree_unflatten(wrapped, self.tree)
+
+        return wrap_all
+
+
+def one_wrapper(layout: Layout) -> Callable[[Any], Any]:
+    """Wraps a single local result. Under autocast the local result knows the dtype, meta kernels do not."""
+    if not torch._C._is_any_autocast_enabled():
+        return wrapper_of(layout)
+
+    def wrap_cast(local: Any) -> Any:
+        dtype = layout.mesh.comm.first(local).dtype
+        return wrap(local, layout if dtype == layout.dtype else layout.replace(dtype=dtype))
+
+    return wrap_cast
+
+
+def _device_of(out: Any, default: Any) -> Any:
+    """Where an output lives: where the operands do, unless the op says another place."""
+    device = getattr(out, "device", default)
+    return default if device.type == "meta" else device
