@@ -10,7 +10,7 @@ import torch
 from shardwise import checkpoint, surface
 from shardwise.comm.bridge import collapse, own_each, regrade, share
 from shardwise.comm.record import Note
-from shardwise.engine.call import call_function, call_overload
+from shardwise.engine.call import SPECIAL, call_function, call_overload
 from shardwise.engine.context import relaxed
 from shardwise.errors import LayoutError, MeshError, MoveError
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
@@ -296,16 +296,8 @@ class DTensor(Wrapper):
         return checkpoint.tensor_shard(self, index)
 
     # -- torch comes in here --------------------------------------------------------------------------------
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        special = _SPECIAL.get(func)
-        if special is not None:
-            return special(*args, **kwargs) if kwargs else special(*args)
-        return call_function(cls, func, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return call_overload(cls, func, args, kwargs)
+    __torch_function__: Any = classmethod(call_function)
+    __torch_dispatch__: Any = classmethod(call_overload)
 
 
 def _grad_layout_given(layout: Layout, grad_placements: Sequence[Any]) -> Layout:
@@ -374,38 +366,19 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda self, *args, **kwargs: getattr(self, name)(*args, **kwargs)
 
 
+# torch may ask for these by torch.Tensor's own functions; the class answers them itself.
 _T = torch.Tensor
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    torch.autograd.backward: surface.backward,
-    torch.autograd.grad: surface.grad,
-    _T.__repr__: DTensor.__repr__,
-    _T.__deepcopy__: DTensor.__deepcopy__,
-    _T.__reduce_ex__: DTensor.__reduce_ex__,
-} | {
-    getattr(_T, name): _method(name)
-    for name in [
-        "backward",
-        "requires_grad_",
-        "retain_grad",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "detach_",
-        "item",
-        "tolist",
-        "numpy",
-        "__array__",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__complex__",
-        "__format__",
-    ]
-}
+SPECIAL[torch.autograd.backward] = surface.backward
+SPECIAL[torch.autograd.grad] = surface.grad
+for _name in (
+    "__repr__ __deepcopy__ __reduce_ex__ __array__ __bool__ __int__ __float__ __index__ __complex__ __format__ "
+    "backward requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook detach_ item tolist numpy"
+).split():
+    SPECIAL[getattr(_T, _name)] = _method(_name)
 for _name in ("requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad", "data", "_version"):
-    _SPECIAL[getattr(_T, _name).__get__] = lambda self, _name=_name: getattr(self, _name)
+    SPECIAL[getattr(_T, _name).__get__] = lambda self, _name=_name: getattr(self, _name)
 for _name in ("requires_grad", "grad", "data"):
-    _SPECIAL[getattr(_T, _name).__set__] = lambda self, value, _name=_name: setattr(self, _name, value)
+    SPECIAL[getattr(_T, _name).__set__] = lambda self, value, _name=_name: setattr(self, _name, value)
 
 # What a pickled tensor is made of: torch.load(weights_only=True) may build these.
 torch.serialization.add_safe_globals([_rebuild, _rebuild_shard, Replicate, Partial, _submesh, DeviceMesh])

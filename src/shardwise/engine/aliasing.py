@@ -20,7 +20,7 @@ class _Copy(NamedTuple):
 
 
 _of_base: dict[int, list[_Copy]] = {}  # by the storage the view would have shared
-_of_copy: dict[int, list[_Copy]] = {}  # by the storage the copy has
+COPIES: dict[int, list[_Copy]] = {}  # by the storage the copy has; empty in nearly every program
 
 
 def _storage(tensor: Any) -> int:
@@ -30,18 +30,17 @@ def _storage(tensor: Any) -> int:
 def note_copy(base: Any, copy: Any, name: str) -> None:
     """`copy` is what `name` made of `base`; torch would have made it a view."""
     origin = _storage(base)
-    _note(copy, name, next((c.base for c in _of_copy.get(origin, ())), origin))
+    _note(copy, name, next((c.base for c in COPIES.get(origin, ())), origin))
 
 
 def note_view(base: Any, view: Any) -> None:
     """`view` shares memory with `base`: a view of a copy is one more copy."""
-    if _of_copy:
-        for copy in _of_copy.get(_storage(base), ())[:1]:
-            _note(view, copy.name, copy.base)
+    for copy in COPIES.get(_storage(base), ())[:1]:
+        _note(view, copy.name, copy.base)
 
 
 def _note(copy: Any, name: str, base: int) -> None:
-    for table, key in ((_of_base, base), (_of_copy, _storage(copy))):
+    for table, key in ((_of_base, base), (COPIES, _storage(copy))):
         ref = weakref.ref(copy, functools.partial(_forget, table, key))
         table.setdefault(key, []).append(_Copy(ref, name, base))
 
@@ -56,8 +55,8 @@ def _forget(table: dict[int, list[_Copy]], key: int, _: Any) -> None:
 
 def before_write(target: Any, op: str) -> None:
     """Raise if `target` is such a copy: its base would not see the write."""
-    if _of_copy:
-        for copy in _of_copy.get(_storage(target), ()):
+    if COPIES:
+        for copy in COPIES.get(_storage(target), ()):
             if copy.tensor() is not None:
                 raise RuleError(
                     f"{op} would write to the result of {copy.name} of shape {tuple(target.shape)}. In torch it is a "

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from shardwise.wrapper import Wrapper, wrap
 PLANS = PlanCache(maxsize=8192)
 register_cache("plans", PLANS.info, PLANS.reset)
 
+SPECIAL: dict[Any, Callable[..., Any]] = {}  # functions the tensor class answers itself: backward, item, repr, ...
+_NO_KWARGS: dict[str, Any] = {}
 ANY_FLOAT: set[Any] = set()  # functions whose plans do not depend on float arguments: a learning rate fills no cache
 _TRUE, _FALSE = object(), object()  # True == 1 and hashes alike: plans must tell them apart
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -36,10 +38,14 @@ class _PlainTensor(Exception):
     """A plain tensor among the arguments: it must be wrapped first."""
 
 
-def call_function(cls: type, func: Any, args: Sequence[Any], given: dict[str, Any] | None) -> Any:
-    """A torch function on distributed tensors: the cached plan, or a new one."""
+def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    """`__torch_function__`: a torch function on distributed tensors runs its cached plan, or makes one."""
+    special = SPECIAL.get(func)
+    if special is not None:
+        return special(*args, **kwargs) if kwargs else special(*args)
     key: list[Any] = [func]
     locals: list[Any] = []
+    local_kwargs = _NO_KWARGS
     whole_key: tuple[Any, ...] | None
     try:
         for arg in args:
@@ -60,12 +66,22 @@ def call_function(cls: type, func: Any, args: Sequence[Any], given: dict[str, An
                 frozen, local = freeze(arg, func in ANY_FLOAT)
                 key.append(frozen)
                 locals.append(local)
-        kwargs = given or {}
-        local_kwargs = {}
-        for name, arg in kwargs.items():
-            key.append(name)
-            frozen, local_kwargs[name] = freeze(arg, func in ANY_FLOAT)
-            key.append(frozen)
+        if kwargs:
+            local_kwargs = {}
+            for name, arg in kwargs.items():
+                kind = type(arg)
+                key.append(name)
+                if arg is None or kind is int or kind is str:
+                    key.append(arg)
+                    local_kwargs[name] = arg
+                elif kind is bool:
+                    key.append(_TRUE if arg else _FALSE)
+                    local_kwargs[name] = arg
+                else:
+                    frozen, local_kwargs[name] = freeze(arg, func in ANY_FLOAT)
+                    key.append(frozen)
+        else:
+            kwargs = _NO_KWARGS
         if _is_any_autocast_enabled():
             key.append(autocast_state())
         whole_key = tuple(key)
@@ -73,7 +89,7 @@ def call_function(cls: type, func: Any, args: Sequence[Any], given: dict[str, An
     except _PlainTensor:
         whole_key = None
     if whole_key is None:
-        return call_function(cls, func, *with_plain_wrapped(op_name(func), args, given or {}))
+        return call_function(cls, func, types, *with_plain_wrapped(op_name(func), args, kwargs))
     if not _is_grad_enabled() and not _is_forward_grad_enabled():
         check_custom_function(func, args)
     if plan is None:
@@ -84,10 +100,10 @@ def call_function(cls: type, func: Any, args: Sequence[Any], given: dict[str, An
     return plan(args, kwargs, locals, local_kwargs)
 
 
-def call_overload(cls: type, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-    """An aten op on distributed tensors, recorded by autograd on the local tensors."""
+def call_overload(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    """`__torch_dispatch__`: an aten op on distributed tensors, recorded by autograd on the local tensors."""
     with torch.overrides.enable_reentrant_dispatch(), torch._C._EnableTorchFunction():
-        return call_function(cls, func, args, kwargs)
+        return call_function(cls, func, types, args, kwargs)
 
 
 def autocast_state() -> tuple[Any, ...]:
@@ -189,13 +205,14 @@ def _into_out(func: Any) -> Plan:
 
 
 # -- plain tensors count as replicated ---------------------------------------------------------------------
-def with_plain_wrapped(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def with_plain_wrapped(name: str, args: Sequence[Any], kwargs: Any) -> tuple[Any, Any]:
     """The arguments with every plain tensor wrapped as Replicate on the mesh of the others."""
     if refuses_plain():
         raise StrictError(
             f"{name}: a plain tensor meets a distributed one under strict(); "
             f"make it a DTensor with distribute_tensor(x, mesh, [Replicate(), ...])"
         )
+    kwargs = kwargs or {}
     mesh = _mesh_in((*args, *kwargs.values()))
     if mesh is None:
         raise MeshError(f"{name}: no distributed tensor among the arguments")

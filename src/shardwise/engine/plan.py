@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.record import Note
-from shardwise.engine.aliasing import after_write, before_write
+from shardwise.engine.aliasing import COPIES, after_write, before_write, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
 from shardwise.engine.context import is_strict
 from shardwise.engine.results import Finish, Results, one_wrapper
@@ -45,16 +45,14 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
     if in_place:
         return _run_in_place(call, inputs, moves, invoke, takes_all)
     base = None if results.base is None else call.paths[results.base]
-    if not moves and results.single and base is None:
-        direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all)
-        if direct is not None:
-            return direct
     moved = any(i == results.base and not spread_only for i, _, spread_only in moves)
     copied = base is not None and (moved or not assignment.aliases(inputs))
-    finish = results.finisher(outputs, base, copied, call.name)
-    if not moves and not takes_all and call.paths == [(0,)]:
-        return lambda args, kwargs, locals, local_kwargs: finish(args, invoke(locals[0]))
-    return _run(call, inputs, moves, invoke, takes_all, finish)
+    if not moves and results.single and not copied and not results.same and base in (None, (0,)):
+        wrap_one = one_wrapper(outputs[0])
+        direct = (_run_direct if base is None else _run_view)(call.paths, wrap_one, invoke, takes_all)
+        if direct is not None:
+            return direct
+    return _run(call, inputs, moves, invoke, takes_all, results.finisher(outputs, base, copied, call.name))
 
 
 def _run_direct(paths: list[Path], wrap_one: Callable[[Any], Any], invoke: Any, takes_all: bool) -> Plan | None:
@@ -66,6 +64,20 @@ def _run_direct(paths: list[Path], wrap_one: Callable[[Any], Any], invoke: Any, 
     if paths == [(0,), (1,)]:
         return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(locals[0], locals[1]))
     return None
+
+
+def _run_view(paths: list[Path], wrap_one: Callable[[Any], Any], invoke: Any, takes_all: bool) -> Plan | None:
+    """The same for a view of the first argument, which matters if that is a copied view itself."""
+    if takes_all or paths != [(0,)]:
+        return None
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        view = wrap_one(invoke(locals[0]))
+        if COPIES:
+            note_view(args[0], view)
+        return view
+
+    return run
 
 
 def _run(call: CallShape, inputs: list[Layout], moves: Moves, invoke: Any, takes_all: bool, finish: Finish) -> Plan:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.engine.aliasing import note_copy, note_view
+from shardwise.engine.aliasing import COPIES, note_copy, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch
 from shardwise.layout import Layout
 from shardwise.rules.spec import Result
@@ -35,6 +35,7 @@ class Results:
         self.metas = [out for out, yes in zip(flat, self.is_tensor, strict=True) if yes]
         bases = [i for i in map(call.base_of, self.metas) if i is not None]
         self.base = bases[0] if bases else None  # the operand torch's results are views of
+        self.same = self.base is not None and self.metas[0] is call.metas[self.base]  # or the operand itself
 
     @property
     def single(self) -> bool:
@@ -52,17 +53,19 @@ class Results:
         wrap_all = self._wrapper(outputs)
         if base is None or isinstance(base[0], str):
             return lambda args, out: wrap_all(out)
+        may_be_same = self.same and not copied
 
         def finish(args: Sequence[Any], out: Any) -> Any:
             source = fetch(args, {}, base)
-            if not copied and self.single and source._layout.mesh.comm.same(out, source._local):
+            if may_be_same and source._layout.mesh.comm.same(out, source._local):
                 return source  # contiguous() of a contiguous tensor, to() of what it is already
             result = wrap_all(out)
-            for view in tree_flatten(result)[0]:
-                if copied:
-                    note_copy(source, view, name)
-                else:
-                    note_view(source, view)
+            if copied or COPIES:
+                for view in tree_flatten(result)[0]:
+                    if copied:
+                        note_copy(source, view, name)
+                    else:
+                        note_view(source, view)
             return result
 
         return finish
