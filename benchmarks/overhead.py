@@ -110,7 +110,6 @@ OPS: dict[str, tuple[Callable, *tuple[Operand, ...]]] = {
     "embedding": (lambda i, w: F.embedding(i, w), INDEX, WEIGHT),
     "sdpa": (F.scaled_dot_product_attention, HEADS, HEADS, HEADS),
 }
-FIRST_CALL_OPS = ("mm", "add", "linear", "softmax", "sum", "layer_norm", "view", "cat")
 
 
 def op_call(peer: Peer, name: str, n: int = 16, requires_grad: bool = False) -> Callable[[], object]:
@@ -229,7 +228,7 @@ def bench_adamw(effort, status):
 def bench_first_call(effort, status):
     rows = {}
     sizes = [40 + 8 * i for i in range(effort.new_sizes + 1)]
-    for name in FIRST_CALL_OPS:
+    for name in OPS:
         for axes in range(1, 5):
             status.update(f"{name}, {axes} axes")
             found = {label: Peer(module, axes) for label, module in PEERS.items() if module}

@@ -10,6 +10,7 @@ import torch
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Partial, Placement, Shard
+from shardwise.layout.layout import dense_stride
 from shardwise.layout.split import count
 
 Shapes = dict[tuple[int, ...], tuple[int, ...]]  # by mesh coordinates
@@ -49,7 +50,9 @@ def layout_of_locals(
         raise LayoutError(
             f"shape={tuple(shape)}: {len(shape)} dims given for local tensors of {first.ndim} dims {tuple(first.shape)}"
         )
-    layout = Layout.make(mesh, placements, shape, first.dtype, stride or _stride_like(first, shape), first.device)
+    layout = Layout.make(
+        mesh, placements, shape, first.dtype, stride or dense_stride(shape, first.stride()), first.device
+    )
     for coords, mine in (shapes or {c: tuple(comm.at(local, c).shape) for c in comm.played()}).items():
         if mine != layout.local_shape_at(coords):
             raise LayoutError(
@@ -137,13 +140,3 @@ def _with_sizes(shard: Any, axis: int, rows: list[list[int]]) -> Shard:
         held = rows[0] if len(rows) == 1 else rows
         raise LayoutError(f"placements[{axis}] = {shard!r}: the ranks hold {held} indices of dim {shard.dim}")
     return shard
-
-
-def _stride_like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Dense strides for `shape`, with the dims in the order they have in the local tensor's memory."""
-    order = sorted(range(local.ndim), key=lambda d: (-local.stride()[d], d))
-    stride, step = [0] * local.ndim, 1
-    for dim in reversed(order):
-        stride[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(stride)

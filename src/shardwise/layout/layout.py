@@ -41,6 +41,19 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+def dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """Strides without holes, with the dims in memory in the order they have under the strides `like`.
+
+    >>> dense_stride((2, 3, 4), like=(20, 1, 5))
+    (12, 1, 3)
+    """
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
+
+
 class Layout:
     """Where every element of a tensor lives. Make one with `Layout.make`."""
 

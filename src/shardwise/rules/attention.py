@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.layout import Layout, Shard
+from shardwise.layout.layout import dense_stride
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Factors, Operand
+from shardwise.rules.spec import Algorithm, Factors, Operand, Result
 
 
 @rule("scaled_dot_product_attention")
@@ -64,7 +65,17 @@ def attention(
 
         return attend
 
-    return Factors(inputs, [(*out, rows, "e")], linear="each", joint=frozenset({2}), local=local)
+    return Factors(
+        inputs, [(*out, rows, "e")], linear="each", joint=frozenset({2}), local=local, result=_result(q, k, v)
+    )
+
+
+def _result(q: Operand, k: Operand, v: Operand) -> Result | None:
+    """As torch's fused kernels have it: stored in the order of the queries."""
+    if not q.ndim == k.ndim == v.ndim or q.shape[:-3] != v.shape[:-3] or not q.dtype == k.dtype == v.dtype:
+        return None
+    shape = (*q.shape[:-1], v.shape[-1])
+    return Result(shape, q.dtype, dense_stride(shape, q.layout.stride))
 
 
 def _size(op: Operand, batch_dim: int, batch: int) -> int:

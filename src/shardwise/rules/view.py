@@ -47,7 +47,10 @@ def permutation(order: Sequence[int], func: Any, *statics: Any) -> Relayout:
 
 
 def to_shape(x: Operand, shape: Sequence[int], func: Any) -> Relayout:
-    """The same elements in row-major order under another shape: each rank views its part as its part of the result."""
+    """The same elements in row-major order under another shape: each rank views its part as its part of the result.
+
+    Whether a view is legal was asked of the global strides; `func` is a reshape, since a local tensor may be stored
+    otherwise (what a kernel returned for an odd shard)."""
     local = call_with(func, lambda source, outputs, coords: outputs[0].local_shape_at(coords))
     return Relayout(1, lambda dim: [regrouped(x.shape, dim, shape)], local)
 
@@ -59,7 +62,7 @@ def view(x: Operand, *shape: Any, **named: Any) -> Relayout | None:
         return permutation((), torch.Tensor.view, ())
     if sizes and isinstance(sizes[0], torch.dtype):
         return None
-    return to_shape(x, filled_in(sizes, _numel(x.shape)), torch.Tensor.view)
+    return to_shape(x, filled_in(sizes, _numel(x.shape)), torch.Tensor.reshape)
 
 
 @rule("reshape _unsafe_view _reshape_alias")
@@ -87,7 +90,7 @@ def ravel(x: Operand) -> Relayout:
 def unflatten(x: Operand, dim: int, sizes: Sequence[int]) -> Relayout:
     d = dim_of(dim, x.ndim)
     inner = filled_in(tuple(sizes), x.shape[d])
-    return to_shape(x, (*x.shape[:d], *inner, *x.shape[d + 1 :]), torch.Tensor.view)
+    return to_shape(x, (*x.shape[:d], *inner, *x.shape[d + 1 :]), torch.Tensor.reshape)
 
 
 @rule("permute")
