@@ -41,8 +41,8 @@ def embedding(first: Operand, second: Operand, padding_idx: Any = None, *args: A
         if not layout.is_cut(0):
             pad = -1 if padding_idx is None else padding_idx
             if first is table:
-                return lambda table, ids: torch.embedding(table, ids, pad, by_freq, sparse)
-            return lambda ids, table: torch.embedding(table, ids, pad, by_freq, sparse)
+                return lambda table, ids: rows_of(table, ids, pad, by_freq, sparse)
+            return lambda ids, table: rows_of(table, ids, pad, by_freq, sparse)
 
         def look_up(a: torch.Tensor, b: torch.Tensor, held: Any) -> torch.Tensor:
             return masked_lookup(*((b, a) if first is table else (a, b)), held, size, padding_idx)
@@ -50,6 +50,13 @@ def embedding(first: Operand, second: Operand, padding_idx: Any = None, *args: A
         return PerCoords(look_up, lambda coords: layout.held(0, coords))
 
     return Factors(inputs, [(*where, "d")], linear="each", joint=frozenset({table.index}), local=local)
+
+
+def rows_of(table: torch.Tensor, ids: torch.Tensor, padding_idx: int, by_freq: bool, sparse: bool) -> torch.Tensor:
+    """torch.embedding, also for a rank that holds no column: there CUDA's backward kernel reads out of bounds."""
+    if not table.shape[1]:
+        return table[:0].sum(0).expand(*ids.shape, 0)
+    return torch.embedding(table, ids, padding_idx, by_freq, sparse)
 
 
 def masked_lookup(
@@ -64,8 +71,8 @@ def masked_lookup(
     if not held:
         table = F.pad(table, (0, 0, 0, 1))  # something to point at
     mine = (ids - start).masked_fill(outside, 0)
-    pad = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
-    return F.embedding(mine, table, pad).masked_fill(outside.unsqueeze(-1), 0)
+    pad = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else -1
+    return rows_of(table, mine, pad, False, False).masked_fill(outside.unsqueeze(-1), 0)
 
 
 def _in_order(layout: Layout) -> bool:
