@@ -360,12 +360,12 @@ def test_a_failed_collective_names_itself_and_its_axis():
     for rank, said in enumerate(run_ranks(failures, 4)):
         coords = grid((2, 2))[rank]
         peer = "connection closed by peer"
-        assert said[ALL_GATHER] == failed("all_gather", "dp", coords, peer)
-        assert said["all_reduce"] == failed("all_reduce", "tp", coords, peer)
-        assert said["all_to_all_single"] == failed("all_to_all", "dp", coords, peer)
+        assert said[ALL_GATHER] == "full_tensor: " + failed("all_gather", "dp", coords, peer)
+        assert said["all_reduce"] == "full_tensor: " + failed("all_reduce", "tp", coords, peer)
+        assert said["all_to_all_single"] == "redistribute: " + failed("all_to_all", "dp", coords, peer)
         assert said["broadcast"] == failed("broadcast", "dp", coords, peer)
         assert said["scatter"] == failed("scatter", "tp", coords, peer) or "broadcast" in said["scatter"]
-        assert said["backward"] == failed("all_gather", "dp", coords, "timed out")
+        assert said["backward"] == "redistribute (backward): " + failed("all_gather", "dp", coords, "timed out")
         assert said["from_local"] == failed("all_gather", "tp", coords, "timed out")
 
 

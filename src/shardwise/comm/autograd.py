@@ -20,6 +20,7 @@ import torch
 
 from shardwise.comm.base import Comm, Step
 from shardwise.comm.record import Note, for_backward, listeners, record_step, user_line
+from shardwise.errors import CommError
 
 
 class _Move(torch.autograd.Function):
@@ -66,5 +67,8 @@ def run_steps(comm: Comm, steps: Sequence[Step], local: Any, note: Note, heard: 
 def _run(comm: Comm, steps: Sequence[Step], local: Any, note: Note, heard: list[Any]) -> Any:
     for step in steps:
         record_step(comm, step, note, heard)
-        local = comm.run(step, local)
+        try:
+            local = comm.run(step, local)
+        except CommError as error:
+            raise CommError(f"{note.op}{' (backward)' if note.backward else ''}: {error}") from error.__cause__
     return local
