@@ -168,7 +168,7 @@ def ledger_table(log, received_by):
     total, count = Counter(), Counter()
     for entry in log:
         file, _, line = str(entry.source).rpartition(":")
-        source = f"{os.path.relpath(file)}:{line}" if os.path.isabs(file) else str(entry.source)
+        source = f"{Path(file).name}:{line}"
         key = (entry.op, "backward" if entry.backward else "forward", entry.kind, str(entry.axis), source)
         total[key] += entry.bytes
         count[key] += 1

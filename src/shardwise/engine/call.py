@@ -17,6 +17,7 @@ from shardwise.engine.plan import Plan, build_plan
 from shardwise.errors import AutogradError, MeshError, StrictError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
+from shardwise.move import plan_steps
 from shardwise.rules import registry
 from shardwise.rules.relayout import Relayout
 from shardwise.rules.spec import Gathered
@@ -24,6 +25,7 @@ from shardwise.wrapper import Wrapper, wrap
 
 PLANS = PlanCache(maxsize=8192)
 register_cache("plans", PLANS.info, PLANS.reset)
+register_cache("moves", plan_steps.cache_info, plan_steps.cache_clear)
 
 SPECIAL: dict[Any, Callable[..., Any]] = {}  # functions the tensor class answers itself: backward, item, repr, ...
 _NO_KWARGS: dict[str, Any] = {}

@@ -23,7 +23,7 @@ from shardwise.move import plan_steps, run_move
 from shardwise.rules.registry import writes_first
 from shardwise.wrapper import rebind, wrap
 
-NO_RULE = "no rule: gathered and computed on every rank"
+NO_RULE = "gather, since there is no rule for it, and compute it on every rank"
 
 
 def replicated(func: Any, call: CallShape, reason: str = NO_RULE) -> Plan:
@@ -40,7 +40,7 @@ def replicated(func: Any, call: CallShape, reason: str = NO_RULE) -> Plan:
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if moves and is_strict():
-            refuse(name, moves, layouts, whole)
+            refuse(name, moves, layouts, whole, [reason] * len(mesh.shape))
         for i in written:
             before_write(fetch(args, kwargs, paths[i]), name)
         for i, steps, _ in moves:

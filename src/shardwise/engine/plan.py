@@ -43,7 +43,7 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
     else:
         invoke, takes_all = bind_local(call.mesh.comm, assignment.local(inputs, outputs), split, len(inputs)), False
     if in_place:
-        return _run_in_place(call, inputs, moves, invoke, takes_all)
+        return _run_in_place(call, inputs, moves, invoke, takes_all, assignment.reasons)
     base = None if results.base is None else call.paths[results.base]
     moved = any(i == results.base and not spread_only for i, _, spread_only in moves)
     copied = base is not None and (moved or not assignment.aliases(inputs))
@@ -52,7 +52,8 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
         direct = (_run_direct if base is None else _run_view)(call.paths, wrap_one, invoke, takes_all)
         if direct is not None:
             return direct
-    return _run(call, inputs, moves, invoke, takes_all, results.finisher(outputs, base, copied, call.name))
+    finish = results.finisher(outputs, base, copied, call.name)
+    return _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons)
 
 
 def _run_direct(paths: list[Path], wrap_one: Callable[[Any], Any], invoke: Any, takes_all: bool) -> Plan | None:
@@ -80,14 +81,22 @@ def _run_view(paths: list[Path], wrap_one: Callable[[Any], Any], invoke: Any, ta
     return run
 
 
-def _run(call: CallShape, inputs: list[Layout], moves: Moves, invoke: Any, takes_all: bool, finish: Finish) -> Plan:
+def _run(
+    call: CallShape,
+    inputs: list[Layout],
+    moves: Moves,
+    invoke: Any,
+    takes_all: bool,
+    finish: Finish,
+    reasons: Sequence[str],
+) -> Plan:
     """Move the operands that must move, call locally, wrap."""
     # what the plan keeps: never the call itself, which holds its tensors
     name, paths, layouts, comm, note = call.name, call.paths, call.layouts, call.mesh.comm, Note(call.name)
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if moves and is_strict():
-            refuse(name, moves, layouts, inputs)
+            refuse(name, moves, layouts, inputs, reasons)
         for i, steps, spread_only in moves:
             tensor = fetch(args, kwargs, paths[i])
             value = spread(tensor, steps, note) if spread_only else run_move(tensor._local, comm, steps, note)
@@ -99,10 +108,12 @@ def _run(call: CallShape, inputs: list[Layout], moves: Moves, invoke: Any, takes
     return run
 
 
-def _run_in_place(call: CallShape, inputs: list[Layout], moves: Moves, invoke: Any, takes_all: bool) -> Plan:
+def _run_in_place(
+    call: CallShape, inputs: list[Layout], moves: Moves, invoke: Any, takes_all: bool, reasons: Sequence[str]
+) -> Plan:
     """The same for an op that writes into its first argument (a tensor, or a list of them) and returns it."""
     name = call.name
-    run = _run(call, inputs, moves, invoke, takes_all, lambda args, out: args[0])
+    run = _run(call, inputs, moves, invoke, takes_all, lambda args, out: args[0], reasons)
 
     def run_in_place(
         args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]
@@ -173,15 +184,18 @@ def spread(tensor: Any, steps: tuple[MoveStep, ...], note: Note) -> Any:
     return value
 
 
-def refuse(name: str, moves: Moves, now: Sequence[Layout], need: Sequence[Layout]) -> None:
-    """Under strict(): say which operand would move, why, and what to write instead."""
+def refuse(name: str, moves: Moves, now: Sequence[Layout], need: Sequence[Layout], reasons: Sequence[str]) -> None:
+    """Under strict(): say which operand would move, what conflicts, and what to write instead."""
     for i, steps, _ in moves:
         if any(step.kind != "local" for step in steps):
             here, there = now[i], need[i]
             others = ", ".join(f"operand {j}: {_places(layout)}" for j, layout in enumerate(now))
+            axes = zip(here.mesh.axis_names, here.placements, there.placements, reasons, strict=False)
+            why = "; ".join(f"on axis {a!r} the cheapest way is to {reason}" for a, p, q, reason in axes if p != q)
             raise StrictError(
                 f"{name} would communicate under strict(): operand {i} of shape {here.shape} is laid out "
-                f"{_places(here)} but must be {_places(there)} to meet the others ({others}). Ask for it: "
+                f"{_places(here)} but must be {_places(there)} to meet the others ({others})"
+                f"{': ' + why if why else ''}. Ask for it: "
                 f"x.redistribute(placements=[{', '.join(map(repr, there.placements))}])"
             )
 

@@ -74,9 +74,9 @@ class Assignment:
     inputs: list[Places]
     outputs: list[Places]
     local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
-    aliases: Callable[[list[Layout]], bool] = lambda inputs: (
-        True
-    )  # whether a view op's result shares memory with its operand
+    # whether a view op's result shares memory with its operand
+    aliases: Callable[[list[Layout]], bool] = lambda inputs: True
+    reasons: Sequence[str] = ()  # what each axis does, for messages
 
 
 class Spec(Protocol):
@@ -135,15 +135,17 @@ class Factors:
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
         ins: list[list[Placement]] = [[] for _ in operands]
         outs: list[list[Placement]] = [[] for _ in self.outputs]
+        reasons = []
         for axis in range(len(operands[0].layout.placements)):
             best = self.choose(operands, axis, ins, pinned)
             if best is None:
                 return None
+            reasons.append(best.name)
             for i, placement in enumerate(best.inputs):
                 ins[i].append(placement)
             for o, placement in enumerate(best.outputs):
                 outs[o].append(placement)
-        return Assignment([tuple(p) for p in ins], [tuple(p) for p in outs], self.local, self.aliases)
+        return Assignment([tuple(p) for p in ins], [tuple(p) for p in outs], self.local, self.aliases, reasons)
 
     def choose(
         self, operands: Sequence[Operand], axis: int, before: list[list[Placement]], pinned: bool = False
@@ -190,8 +192,8 @@ class Factors:
                         continue  # the product is not a part of anything, so the addend must be whole too
                     parts = stays | self.addends
                     ins = tuple(placement if j in parts else REPLICATE for j in range(len(present)))
-                    found.append(Choice(ins, (placement,) * len(self.outputs), f"stay {placement}"))
-        found.append(Choice((REPLICATE,) * len(present), (REPLICATE,) * len(self.outputs), "replicate"))
+                    found.append(Choice(ins, (placement,) * len(self.outputs), f"leave {placement} pending"))
+        found.append(Choice((REPLICATE,) * len(present), (REPLICATE,) * len(self.outputs), "compute it all on each rank"))
         return found
 
     def cut(self, factor: str, shard: Shard) -> Choice:
@@ -203,7 +205,7 @@ class Factors:
             shard.at(f.index(factor)) if factor in f else added if i in self.addends else REPLICATE
             for i, f in enumerate(self.inputs)
         )
-        return Choice(ins, outs, f"cut {factor}")
+        return Choice(ins, outs, f"cut factor {factor!r}")
 
 
 def _fitting(layout: Layout, axis: int, shard: Shard, before: Sequence[Placement]) -> Shard:
