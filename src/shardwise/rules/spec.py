@@ -193,7 +193,8 @@ class Factors:
                     parts = stays | self.addends
                     ins = tuple(placement if j in parts else REPLICATE for j in range(len(present)))
                     found.append(Choice(ins, (placement,) * len(self.outputs), f"leave {placement} pending"))
-        found.append(Choice((REPLICATE,) * len(present), (REPLICATE,) * len(self.outputs), "compute it all on each rank"))
+        everywhere = (REPLICATE,) * len(present), (REPLICATE,) * len(self.outputs)
+        found.append(Choice(*everywhere, "compute it all on each rank"))
         return found
 
     def cut(self, factor: str, shard: Shard) -> Choice:

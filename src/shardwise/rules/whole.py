@@ -11,4 +11,4 @@ from shardwise.rules.spec import Gathered
 
 @rule("embedding_bag")
 def gathered(*args: Any, **kwargs: Any) -> Gathered:
-    return Gathered("its kernel depends on requires_grad: gathered and computed on every rank")
+    return Gathered("gather, since torch picks its kernel by requires_grad, and compute it on every rank")
