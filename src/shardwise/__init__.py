@@ -1,6 +1,6 @@
 """shardwise: tensors that live on many devices and behave as if they lived on one."""
 
-from shardwise import debug, experimental
+from shardwise import debug, dynamo, experimental
 from shardwise.api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 from shardwise.comm.simulation import RankTensor
 from shardwise.engine.cache import cache_info, clear_caches
@@ -22,6 +22,8 @@ from shardwise.move import plan_move
 from shardwise.tensor import DTensor
 
 __version__ = "0.1.0"
+
+dynamo.keep_out()
 
 __all__ = [
     "AutogradError",
