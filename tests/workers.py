@@ -115,7 +115,8 @@ class Pool:
                 raise RankError(f"a worker of {self.world_size} died between two tests: {error!r}", -1) from error
             raise
         if failures:
-            in_step = len(failures) == self.world_size and len({failure.where for failure in failures}) == 1
+            places = {failure.where for failure in failures}
+            in_step = len(failures) == self.world_size and len(places) == 1 and places != {"hang"}
             if not in_step:
                 self.kill()
             raise _error(failures, self.world_size) from failures[0].cause

@@ -210,7 +210,7 @@ empty = _factory(torch.empty, "empty")
 
 
 def full(
-    size: Sequence[int],
+    size: int | Sequence[int],
     fill_value: Any,
     *,
     dtype: torch.dtype | None = None,
@@ -222,7 +222,7 @@ def full(
     """Like torch.full, born distributed: each rank makes only its part."""
     dtype = dtype or torch.full((), fill_value).dtype
     fill = lambda shape, dtype, device: torch.full(shape, fill_value, dtype=dtype, device=device)  # noqa: E731
-    return _make(fill, (tuple(size),), dtype, layout, requires_grad, device_mesh, placements)
+    return _make(fill, (size,), dtype, layout, requires_grad, device_mesh, placements)
 
 
 def _random_factory(draw: Callable[..., torch.Tensor], name: str) -> Callable[..., DTensor]:

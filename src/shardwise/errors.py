@@ -1,7 +1,7 @@
-"""The exception tree: one base, and each leaf is also the built-in a torch user would catch."""
+"""The exception tree: one base, a RuntimeError like most that torch raises; where torch is more exact, so is a leaf."""
 
 
-class ShardwiseError(Exception):
+class ShardwiseError(RuntimeError):
     """Anything shardwise raises on purpose."""
 
 
@@ -17,17 +17,17 @@ class RuleError(ShardwiseError, NotImplementedError):
     """No plan can be made for an op on these layouts."""
 
 
-class MoveError(ShardwiseError, RuntimeError):
+class MoveError(ShardwiseError):
     """A change of layout that cannot be done."""
 
 
-class CommError(ShardwiseError, RuntimeError):
+class CommError(ShardwiseError):
     """A collective failed: a peer died, timed out, or disagreed."""
 
 
-class StrictError(ShardwiseError, RuntimeError):
+class StrictError(ShardwiseError):
     """Communication that the program did not ask for, under ``strict()``."""
 
 
-class AutogradError(ShardwiseError, RuntimeError):
+class AutogradError(ShardwiseError):
     """A use of autograd whose gradients would be lost or wrong."""

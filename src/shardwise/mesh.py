@@ -129,7 +129,7 @@ class SimulatedMesh:
         spots = {c: rank for rank, c in enumerate(grid)}
         here = itertools.product(*(range(k) for k in self.shape))
         self.ranks = tuple(spots[tuple(c[axes.index(a)] if a in axes else 0 for a in range(len(world)))] for c in here)
-        self._children: dict[tuple[int, ...], SimulatedMesh] = {}
+        self._family: dict[tuple[int, ...], SimulatedMesh] = {axes: self}  # the views of one world, by their axes
 
     @property
     def mesh(self) -> torch.Tensor:
@@ -156,11 +156,10 @@ class SimulatedMesh:
             if name not in self.axis_names:
                 raise MeshError(f"mesh axis {name!r} is not one of {self.axis_names}")
         axes = tuple(self.world_names.index(name) for name in names)
-        if axes == self.axes:
-            return self
-        if axes not in self._children:
-            self._children[axes] = SimulatedMesh(self.world, self.world_names, axes, self.device_type)
-        return self._children[axes]
+        if axes not in self._family:
+            made = self._family[axes] = SimulatedMesh(self.world, self.world_names, axes, self.device_type)
+            made._family = self._family
+        return self._family[axes]
 
     def get_coordinate(self) -> list[int]:
         """The first simulated rank's coordinates: every rank lives in this process, so none of them is "this" one."""
@@ -171,6 +170,12 @@ class SimulatedMesh:
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         return 0
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        raise MeshError(
+            f"get_group: the ranks of {self!r} live in one process and have no process group; use redistribute, or "
+            f"init_device_mesh under torchrun"
+        )
 
     def __enter__(self) -> SimulatedMesh:
         _stack().append(self)

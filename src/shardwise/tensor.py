@@ -10,6 +10,7 @@ import torch
 from shardwise import checkpoint, surface
 from shardwise.comm.bridge import collapse, own_each, regrade, share
 from shardwise.comm.record import Note
+from shardwise.comm.simulation import RankTensor
 from shardwise.engine.call import SPECIAL, call_function, call_overload
 from shardwise.engine.context import relaxed
 from shardwise.errors import LayoutError, MeshError, MoveError
@@ -92,7 +93,7 @@ class DTensor(Wrapper):
             mine, theirs = surface.grad_layout(layout), _grad_layout_given(layout, grad_placements)
             local = regrade(mesh.comm, local, lambda g: move(g, mine, theirs, Note("from_local", backward=True)))
         replicas = [axis for axis, p in enumerate(layout.placements) if p.is_replicate()]
-        return wrap(share(mesh.comm, local, replicas), layout)
+        return wrap(_across(mesh.comm, share(mesh.comm, local, replicas)), layout)
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """What this rank holds (a RankTensor on a simulated mesh), differentiable.
@@ -100,12 +101,12 @@ class DTensor(Wrapper):
         `grad_placements` says how the gradient that comes back for it is laid out (default: as this tensor's own)."""
         comm, local = self._layout.mesh.comm, self._local
         if not (torch.is_grad_enabled() and self.requires_grad):
-            return local
+            return _across(comm, local)
         if grad_placements is not None:
             mine, theirs = surface.grad_layout(self._layout), _grad_layout_given(self._layout, grad_placements)
             note = Note("to_local", backward=True)
-            local = regrade(comm, own_each(comm, local), lambda g: move(g, theirs, mine, note))
-        return own_each(comm, local)
+            return regrade(comm, own_each(comm, local), lambda g: move(g, theirs, mine, note))
+        return _across(comm, own_each(comm, local))
 
     def redistribute(
         self,
@@ -144,7 +145,7 @@ class DTensor(Wrapper):
             theirs = _grad_layout_given(whole, grad_placements)
             note = Note("full_tensor", backward=True)
             local = regrade(comm, own_each(comm, local), lambda g: move(g, theirs, whole, note))
-        return collapse(comm, local)
+        return _across(comm, collapse(comm, local))
 
     # -- autograd -------------------------------------------------------------------------------------------
     @property
@@ -298,6 +299,17 @@ class DTensor(Wrapper):
     # -- torch comes in here --------------------------------------------------------------------------------
     __torch_function__: Any = classmethod(call_function)
     __torch_dispatch__: Any = classmethod(call_overload)
+
+
+def _across(comm: Any, local: Any) -> Any:
+    """What the user gives or gets, on the other side: the same memory, but flags, hooks and `.grad` of its own."""
+    if type(local) is not RankTensor:
+        return _seen(local)
+    return comm.rebuild(local, [_seen(value) for value in comm.values(local)])
+
+
+def _seen(value: torch.Tensor) -> torch.Tensor:
+    return value.view_as(value) if value.requires_grad and torch.is_grad_enabled() else value.detach()
 
 
 def _grad_layout_given(layout: Layout, grad_placements: Sequence[Any]) -> Layout:

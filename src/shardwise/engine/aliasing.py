@@ -27,6 +27,10 @@ def _storage(tensor: Any) -> int:
     return tensor._layout.mesh.comm.first(tensor._local).untyped_storage()._cdata
 
 
+def shares_memory(one: Any, other: Any) -> bool:
+    return _storage(one) == _storage(other)
+
+
 def note_copy(base: Any, copy: Any, name: str) -> None:
     """`copy` is what `name` made of `base`; torch would have made it a view."""
     origin = _storage(base)

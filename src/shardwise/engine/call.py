@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from shardwise.engine.cache import PlanCache, register_cache
-from shardwise.engine.call_shape import CallShape, op_name
+from shardwise.engine.call_shape import CallShape, op_name, tensors_in
 from shardwise.engine.context import refuses_plain
 from shardwise.engine.fallback import rebound, replicated, written_back
 from shardwise.engine.plan import Plan, build_plan
@@ -20,7 +22,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps
 from shardwise.rules import registry
 from shardwise.rules.relayout import Relayout
-from shardwise.rules.spec import Gathered
+from shardwise.rules.spec import Gathered, Operand
 from shardwise.wrapper import Wrapper, wrap
 
 PLANS = PlanCache(maxsize=8192)
@@ -105,7 +107,16 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
 def call_overload(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """`__torch_dispatch__`: an aten op on distributed tensors, recorded by autograd on the local tensors."""
     with torch.overrides.enable_reentrant_dispatch(), torch._C._EnableTorchFunction():
-        return call_function(cls, func, types, args, kwargs)
+        result = call_function(cls, func, types, args, kwargs)
+    return tree_map_only(Wrapper, _not_inference, result) if torch.is_inference_mode_enabled() else result
+
+
+def _not_inference(result: Any) -> Any:
+    """A wrapper that C++ may make a view of a tensor from outside of inference mode."""
+    if not result.is_inference():
+        return result
+    with torch.inference_mode(False):
+        return wrap(result._local, result._layout)
 
 
 def autocast_state() -> tuple[Any, ...]:
@@ -140,7 +151,7 @@ def freeze(arg: Any, any_float: bool = False) -> tuple[Any, Any]:
         hash(arg)
     except TypeError:
         return (kind, id(arg)), arg
-    return arg, arg
+    return (arg if kind in _PLAIN else (kind, arg)), arg  # numpy's 1.0 equals 1 and hashes alike
 
 
 _PLAIN = frozenset({int, str, type(None), type(Ellipsis), torch.dtype})
@@ -161,20 +172,54 @@ def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         given = [name for name in found.numbers if isinstance(kwargs.get(name), Wrapper)]
         if given:
             return _with_numbers(func, given)
-        operand_args, operand_kwargs = call.with_tensors(call.operands)
-        spec = found.rule(*operand_args, **operand_kwargs)
+        placed = placed_for(found.rule, *call.with_tensors(call.operands))
+        if placed is not None and out_of_order(call, *placed):
+            return _reordered(func, found.rule)
+        spec = found.rule(*placed[0], **placed[1]) if placed is not None else None
         if spec is not None:
             if found.in_place and isinstance(spec, Relayout):
                 return rebound(func)
             if isinstance(spec, Gathered):
-                return replicated(func, call, spec.reason)
-            plan = build_plan(func, spec, call, found.in_place)
+                return replicated(func, call, spec.reason, spec.check)
+            plan = build_plan(func, spec, call, found.in_place or registry.in_place_flag(func, args, kwargs))
             return plan if plan is not None else written_back(func, call)
-    if "out" in kwargs and isinstance(kwargs["out"], Wrapper):
+    if _is_out(kwargs.get("out")):
         return _into_out(func)
     if isinstance(func, torch._ops.OpOverload):
         return replicated(func, call)
     return lambda args, kwargs, locals, local_kwargs: _lower(func, args, kwargs)
+
+
+def placed_for(rule: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """The arguments as the rule takes them: in its order, torch's `input` first. None where it does not know a name."""
+    if not kwargs:
+        return args, kwargs
+    signature = inspect.signature(rule)
+    if not args and "input" in kwargs and "input" not in signature.parameters:
+        args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return None
+    return bound.args, bound.kwargs
+
+
+def out_of_order(call: CallShape, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a rule takes the tensors in another order than the call names them, or the first one by position only."""
+    return (bool(args) and not call.args) or [op.index for _, op in tensors_in(args, kwargs, Operand)] != [
+        op.index for op in call.operands
+    ]
+
+
+def _reordered(func: Any, rule: Callable[..., Any]) -> Plan:
+    """A call that names its tensors in another order than the rule does."""
+
+    def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
+        placed = placed_for(rule, args, kwargs)
+        assert placed is not None  # it was when the plan was made
+        return func(*placed[0], **placed[1])
+
+    return run
 
 
 def _with_numbers(func: Any, names: list[str]) -> Plan:
@@ -189,19 +234,40 @@ def _with_numbers(func: Any, names: list[str]) -> Plan:
 def _lower(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """No rule at this level: let torch go on to its overloads, which come back one by one."""
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+    if type(result) is torch.Tensor:  # made from shapes alone
+        mesh = _mesh_in((*args, *kwargs.values()))
+        return result if mesh is None else replicated_plain(result, mesh)
+    return result
+
+
+def _is_out(out: Any) -> bool:
+    return isinstance(out, Wrapper) or (
+        isinstance(out, (tuple, list)) and bool(out) and all(isinstance(o, Wrapper) for o in out)
+    )
 
 
 def _into_out(func: Any) -> Plan:
+    """out=: compute aside, then write."""
+    name = op_name(func)
+
+    def write(out: Any, result: Any) -> Any:
+        if tuple(out.shape) != tuple(result.shape):
+            raise RuntimeError(
+                f"{name}: out has shape {tuple(out.shape)}, the result {tuple(result.shape)}; a distributed "
+                f"tensor cannot be resized, give an out of the result's shape"
+            )
+        if not torch.can_cast(result.dtype, out.dtype):
+            raise RuntimeError(f"{name}: result type {result.dtype} can't be cast to the out's type {out.dtype}")
+        return out.copy_(result)
+
     def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
         out = kwargs["out"]
         result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
-        if tuple(out.shape) != tuple(result.shape):
-            raise RuntimeError(
-                f"{op_name(func)}: out has shape {tuple(out.shape)}, the result {tuple(result.shape)}; a distributed "
-                f"tensor cannot be resized, give an out of the result's shape"
-            )
-        return out.copy_(result)
+        if isinstance(out, Wrapper):
+            return write(out, result)
+        written = [write(o, r) for o, r in zip(out, result, strict=True)]
+        return written if isinstance(result, list) else type(result)(written)
 
     return run
 

@@ -29,20 +29,20 @@ def op_name(func: Any) -> str:
     return name
 
 
-def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
+def tensors_in(args: Sequence[Any], kwargs: dict[str, Any], kind: type = Wrapper) -> Iterator[tuple[Path, Any]]:
     """Every distributed tensor of a call with the path to it, in order; lists and tuples are looked into."""
     for i, value in enumerate(args):
-        yield from _tensors(value, (i,))
+        yield from _tensors(value, (i,), kind)
     for name, value in kwargs.items():
-        yield from _tensors(value, (name,))
+        yield from _tensors(value, (name,), kind)
 
 
-def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, Wrapper):
+def _tensors(value: Any, path: Path, kind: type) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, kind):
         yield path, value
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            yield from _tensors(item, (*path, i))
+            yield from _tensors(item, (*path, i), kind)
 
 
 def fetch(args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> Any:

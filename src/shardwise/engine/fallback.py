@@ -6,7 +6,9 @@ Always right, never cheap: it shows in the ledger with its reason, and strict() 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +19,17 @@ from shardwise.engine.aliasing import after_write, before_write, note_copy
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
 from shardwise.engine.context import is_strict
 from shardwise.engine.plan import Plan, refuse
-from shardwise.layout import Layout
+from shardwise.layout import Layout, contiguous_stride
+from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps, run_move
-from shardwise.rules.registry import writes_first
+from shardwise.rules.registry import in_place_flag, writes_first
 from shardwise.wrapper import rebind, wrap
 
 NO_RULE = "gather, since there is no rule for it, and compute it on every rank"
 
 
-def replicated(func: Any, call: CallShape, reason: str = NO_RULE) -> Plan:
+def replicated(func: Any, call: CallShape, reason: str = NO_RULE, check: Callable[..., None] | None = None) -> Plan:
     """Gather every operand, compute the op on all ranks, write back what the op changes."""
     mesh, comm = call.mesh, call.mesh.comm
     whole = [layout.replace(placements=(REPLICATE,) * len(layout.placements)) for layout in call.layouts]
@@ -37,26 +40,38 @@ def replicated(func: Any, call: CallShape, reason: str = NO_RULE) -> Plan:
     note = Note(call.name, reason)
     written = _written_paths(func, call)
     viewed = _viewed_path(func, call) if moves else None
+    strides = {i: dense_stride(whole[i].shape, whole[i].stride) for i in moved}
+    stored = {
+        i: comm.bind(functools.partial(_stored, stride=stride))
+        for i, stride in strides.items()
+        if stride != contiguous_stride(whole[i].shape)
+    }
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if moves and is_strict():
             refuse(name, moves, layouts, whole, [reason] * len(mesh.shape))
+        if check is not None:
+            check(*args, **kwargs)
         for i in written:
             before_write(fetch(args, kwargs, paths[i]), name)
         for i, steps, _ in moves:
-            put(locals, local_kwargs, paths[i], run_move(fetch(args, kwargs, paths[i])._local, comm, steps, note))
+            value = run_move(fetch(args, kwargs, paths[i])._local, comm, steps, note)
+            put(locals, local_kwargs, paths[i], stored[i](value) if i in stored else value)
         result = invoke(*locals, **local_kwargs)
-        originals = {}
+        originals = []
         for i in written:
             tensor, value = fetch(args, kwargs, paths[i]), fetch(locals, local_kwargs, paths[i])
             if i in moved:
                 back = run_move(value, comm, plan_steps(whole[i], layouts[i]), note)
                 comm.bind(torch.Tensor.copy_)(tensor._local, back)
             after_write(tensor)
-            originals[id(value)] = tensor
+            originals.append((value, tensor))
 
         def rewrapped(x: Any) -> Any:
-            return originals[id(x)] if id(x) in originals else _wrap_replicated(x, mesh)
+            for value, tensor in originals:
+                if comm.same(x, value):
+                    return tensor
+            return _wrap_replicated(x, mesh)
 
         wrapped = tree_map_only(torch.Tensor, rewrapped, result)
         if viewed is not None:
@@ -65,6 +80,13 @@ def replicated(func: Any, call: CallShape, reason: str = NO_RULE) -> Plan:
         return wrapped
 
     return run
+
+
+def _stored(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The value in the memory order it has on one device: some ops fill or read memory in that order."""
+    if value.stride() == stride:
+        return value
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _wrap_replicated(local: Any, mesh: Any) -> Any:
@@ -101,10 +123,16 @@ def _written_paths(func: Any, call: CallShape) -> list[int]:
 
 def written_back(func: Any, call: CallShape) -> Plan:
     """An in-place op whose result is not laid out like its target: compute it aside, move it, copy it in."""
-    functional = functional_form(func)
+    functional = not_in_place(func) if in_place_flag(func, call.args, call.kwargs) else functional_form(func)
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
         target = args[0]
+        if isinstance(target, (list, tuple)):
+            for one, value in zip(target, functional(*args, **kwargs), strict=True):
+                one.copy_(value)
+            return target
+        if torch.is_grad_enabled() and target.requires_grad:  # what backward needs of it must outlive the write
+            args = (target.clone(), *args[1:])
         return target.copy_(functional(*args, **kwargs))
 
     if functional is not None:
@@ -116,6 +144,18 @@ def rebound(func: Any) -> Plan:
     """An in-place op that changes its target's shape (unsqueeze_, t_): the target becomes the view."""
     functional = functional_form(func)
     return lambda args, kwargs, locals, local_kwargs: rebind(args[0], functional(*args, **kwargs))
+
+
+def not_in_place(func: Any) -> Any:
+    """A function that takes `inplace`, called with inplace=False."""
+    signature = inspect.signature(func)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["inplace"] = False
+        return func(*bound.args, **bound.kwargs)
+
+    return call
 
 
 def functional_form(func: Any) -> Any:

@@ -29,6 +29,8 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
     """The plan a spec leads to; None where the result cannot be written into the first operand as it is laid out."""
     if isinstance(spec, Algorithm):
         program = spec.run
+        if in_place and not spec.writes:
+            return None
         return lambda args, kwargs, locals, local_kwargs: program(*args, **kwargs)
     results = Results(spec, call, in_place)
     assignment = spec.assign(call.operands, results.metas, in_place)
@@ -38,10 +40,13 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
     outputs = [] if in_place else results.layouts(call, assignment.outputs)
     split = split_axes(call.mesh, inputs, outputs)
     moves = operand_moves(call, inputs, split)
+    change = apart if results.base is None and getattr(spec, "may_alias", False) else lambda func: func
     if assignment.local is None:
-        invoke, takes_all = call.mesh.comm.bind(func, split), True
+        invoke, takes_all = call.mesh.comm.bind(change(func), split), True
     else:
-        invoke, takes_all = bind_local(call.mesh.comm, assignment.local(inputs, outputs), split, len(inputs)), False
+        local = assignment.local(inputs, outputs)
+        local = PerCoords(change(local.func), local.of) if isinstance(local, PerCoords) else change(local)
+        invoke, takes_all = bind_local(call.mesh.comm, local, split, len(inputs)), False
     if in_place:
         return _run_in_place(call, inputs, moves, invoke, takes_all, assignment.reasons)
     base = None if results.base is None else call.paths[results.base]
@@ -127,6 +132,17 @@ def _run_in_place(
         return result
 
     return run_in_place
+
+
+def apart(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`func` where its global result is no view: nor may a rank's be one, which a shard is sometimes good for."""
+
+    def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = func(x, *args, **kwargs)
+        shares = isinstance(out, torch.Tensor) and out.untyped_storage()._cdata == x.untyped_storage()._cdata
+        return out.clone() if shares else out
+
+    return call
 
 
 def bind_local(comm: Any, local: Any, split: Sequence[int], count: int) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.engine.aliasing import COPIES, note_copy, note_view
+from shardwise.engine.aliasing import COPIES, note_copy, note_view, shares_memory
 from shardwise.engine.call_shape import CallShape, Path, fetch
 from shardwise.layout import Layout
 from shardwise.rules.spec import Result
@@ -60,9 +60,11 @@ class Results:
             if may_be_same and source._layout.mesh.comm.same(out, source._local):
                 return source  # contiguous() of a contiguous tensor, to() of what it is already
             result = wrap_all(out)
-            if copied or COPIES:
+            if may_be_same and shares_memory(source, result):
+                return source  # flatten() of a flat tensor
+            if copied or may_be_same or COPIES:
                 for view in tree_flatten(result)[0]:
-                    if copied:
+                    if copied or may_be_same:
                         note_copy(source, view, name)
                     else:
                         note_view(source, view)

@@ -202,7 +202,12 @@ def as_placement(value: Any, name: str = "placement") -> Placement:
             return REPLICATE
         if value.is_partial():
             return Partial(str(getattr(value, "reduce_op", "sum")))
-        if hasattr(value, "dim") and not hasattr(value, "split_factor"):
+        if hasattr(value, "split_factor"):
+            raise LayoutError(
+                f"{name} = {value!r}: what a strided placement deals out depends on the tensor; convert the one that "
+                f"has it with shardwise.interop.from_torch, or say what each rank holds with Shard(dim, pieces=...)"
+            )
+        if hasattr(value, "dim"):
             return Shard(value.dim)
     raise LayoutError(f"{name} = {value!r} is not a placement; use Replicate(), Shard(dim) or Partial(op)")
 

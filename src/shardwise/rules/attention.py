@@ -17,9 +17,9 @@ from shardwise.rules.spec import Algorithm, Factors, Operand, Result
 
 @rule("scaled_dot_product_attention")
 def attention(
-    q: Operand,
-    k: Operand,
-    v: Operand,
+    query: Operand,
+    key: Operand,
+    value: Operand,
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -28,6 +28,7 @@ def attention(
 ) -> Any:
     if dropout_p > 0.0:
         return Algorithm(attention_by_definition)
+    q, k, v = query, key, value
     batch = max(q.ndim, k.ndim, v.ndim) - 2
     sizes = [max(_size(op, i, batch) for op in (q, k, v)) for i in range(batch)]
     grouped = enable_gqa and batch > 0 and _size(q, batch - 1, batch) != _size(k, batch - 1, batch)
@@ -93,9 +94,9 @@ def _heads_may_be_cut(operands: tuple[Operand, ...]) -> bool:
 
 
 def attention_by_definition(
-    q: Any,
-    k: Any,
-    v: Any,
+    query: Any,
+    key: Any,
+    value: Any,
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -103,6 +104,7 @@ def attention_by_definition(
     enable_gqa: bool = False,
 ) -> Any:
     """The definition, spelled out, so that dropout draws what one device would draw."""
+    q, k, v = query, key, value
     if enable_gqa:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
         v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)

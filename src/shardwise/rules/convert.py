@@ -26,7 +26,8 @@ def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
     wanted = [a for a in given if isinstance(a, torch.dtype)]
     same = all(d == x.dtype for d in wanted)
     keeps = same or all(torch.promote_types(d, x.dtype) == d and d.is_floating_point for d in wanted)
-    return broadcast([x], linear="joint" if keeps else "none", any_partial=same)
+    ordered = "memory_format" in kwargs
+    return broadcast([x], linear="joint" if keeps else "none", any_partial=same, may_alias=ordered)
 
 
 _NAMED = {

@@ -15,7 +15,7 @@ from shardwise.rules.spec import Factors, Operand, PerCoords
 
 @rule("embedding")
 def embedding(first: Operand, second: Operand, padding_idx: Any = None, *args: Any, **kwargs: Any) -> Factors | None:
-    """``i..., v d -> i... d``; aten gives the table first."""
+    """``i..., v d -> i... d``; aten gives the table first. With `sparse`, the gradient is dense all the same."""
     ids, table = (second, first) if first.dtype.is_floating_point else (first, second)
     max_norm = args[0] if args else kwargs.get("max_norm")
     if first is table:
@@ -24,10 +24,9 @@ def embedding(first: Operand, second: Operand, padding_idx: Any = None, *args: A
         by_freq = (len(args) > 2 and args[2]) or kwargs.get("scale_grad_by_freq", False)
     if max_norm is not None:
         return None  # rewrites the rows it looks up: by the fallback, which writes them back
-    sparse = (args[-1] if len(args) > 3 else False) or kwargs.get("sparse", False)
     where: tuple[str | None, ...] = tuple(f"i{d}" for d in range(ids.ndim))
-    rows = None if by_freq or sparse or not _in_order(table.layout) else "v"
-    if by_freq or sparse:
+    rows = None if by_freq or not _in_order(table.layout) else "v"
+    if by_freq:
         where = (None,) * ids.ndim
     if padding_idx == -1 and first is table:
         padding_idx = None
@@ -41,8 +40,8 @@ def embedding(first: Operand, second: Operand, padding_idx: Any = None, *args: A
         if not layout.is_cut(0):
             pad = -1 if padding_idx is None else padding_idx
             if first is table:
-                return lambda table, ids: rows_of(table, ids, pad, by_freq, sparse)
-            return lambda ids, table: rows_of(table, ids, pad, by_freq, sparse)
+                return lambda table, ids: rows_of(table, ids, pad, by_freq)
+            return lambda ids, table: rows_of(table, ids, pad, by_freq)
 
         def look_up(a: torch.Tensor, b: torch.Tensor, held: Any) -> torch.Tensor:
             return masked_lookup(*((b, a) if first is table else (a, b)), held, size, padding_idx)
@@ -52,11 +51,11 @@ def embedding(first: Operand, second: Operand, padding_idx: Any = None, *args: A
     return Factors(inputs, [(*where, "d")], linear="each", joint=frozenset({table.index}), local=local)
 
 
-def rows_of(table: torch.Tensor, ids: torch.Tensor, padding_idx: int, by_freq: bool, sparse: bool) -> torch.Tensor:
+def rows_of(table: torch.Tensor, ids: torch.Tensor, padding_idx: int, by_freq: bool) -> torch.Tensor:
     """torch.embedding, also for a rank that holds no column: there CUDA's backward kernel reads out of bounds."""
     if not table.shape[1]:
         return table[:0].sum(0).expand(*ids.shape, 0)
-    return torch.embedding(table, ids, padding_idx, by_freq, sparse)
+    return torch.embedding(table, ids, padding_idx, by_freq, False)
 
 
 def masked_lookup(
@@ -72,7 +71,7 @@ def masked_lookup(
         table = F.pad(table, (0, 0, 0, 1))  # something to point at
     mine = (ids - start).masked_fill(outside, 0)
     pad = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else -1
-    return rows_of(table, mine, pad, False, False).masked_fill(outside.unsqueeze(-1), 0)
+    return rows_of(table, mine, pad, False).masked_fill(outside.unsqueeze(-1), 0)
 
 
 def _in_order(layout: Layout) -> bool:

@@ -111,7 +111,7 @@ def _as_tensors(entries: Sequence[Any], like: Any) -> list[Any]:
 
 @rule("__setitem__")
 def setitem(x: Any, index: Any, value: Any) -> Any:
-    return Algorithm(put_item)
+    return Algorithm(put_item, writes=True)
 
 
 def put_item(x: Any, index: Any, value: Any) -> None:
@@ -170,7 +170,8 @@ def index_select(x: Operand, dim: int, index: Operand) -> Factors:
     d = dim_of(dim, x.ndim)
     names = [None if i == d else f"x{i}" for i in range(x.ndim)]
     outs = ["i" if i == d else n for i, n in enumerate(names)]
-    return Factors([tuple(names), ("i",) * index.ndim], [tuple(outs)], linear="each", joint=frozenset({0}))
+    where = ("i",) if index.ndim and x.ndim else (None,) * index.ndim  # of a 0-d tensor: one index, for every rank
+    return Factors([tuple(names), where], [tuple(outs)], linear="each", joint=frozenset({0}))
 
 
 @rule("gather take_along_dim")

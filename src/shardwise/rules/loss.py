@@ -35,7 +35,7 @@ def elementwise_loss(name: str) -> None:
         def by_parts(*args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
             each = func(*args, reduction="none", **kwargs)
             if reduction == "batchmean":
-                return each.sum() / each.shape[0]
+                return each.sum() / (each.shape[0] if each.dim() else 1)
             return each.mean() if reduction == "mean" else each.sum()
 
         return Algorithm(by_parts)

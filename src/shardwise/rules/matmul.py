@@ -33,11 +33,15 @@ def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Factors 
 
 
 @rule("matmul")
-def matmul(x: Operand, y: Operand, **kwargs: Any) -> Factors:
+def matmul(x: Operand, other: Operand, **kwargs: Any) -> Factors:
     """Vectors stand for a row on the left and a column on the right."""
-    left, right = ("k" if x.ndim == 1 else "*b m k"), ("k" if y.ndim == 1 else "*b k n")
-    out = ("*b " if max(x.ndim, y.ndim) > 2 else "") + ("" if x.ndim == 1 else "m ") + ("" if y.ndim == 1 else "n")
-    return factors(parse(f"{left}, {right} -> {out}"), [x, y], linear="each")
+    left, right = ("k" if x.ndim == 1 else "*b m k"), ("k" if other.ndim == 1 else "*b k n")
+    out = (
+        ("*b " if max(x.ndim, other.ndim) > 2 else "")
+        + ("" if x.ndim == 1 else "m ")
+        + ("" if other.ndim == 1 else "n")
+    )
+    return factors(parse(f"{left}, {right} -> {out}"), [x, other], linear="each")
 
 
 @rule("rmatmul")
@@ -76,6 +80,8 @@ def addmv(addend: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any 
     """By its parts: torch's kernel does not broadcast the addend of an empty product."""
 
     def run(addend: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        if not (addend.is_floating_point() or addend.is_complex()):
+            alpha, beta = int(alpha), int(beta)
         product = alpha * (x @ y)
         return product if beta == 0 else beta * addend + product
 

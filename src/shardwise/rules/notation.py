@@ -106,8 +106,10 @@ def line(names: str, text: str, linear: str = "none", **more: Any) -> None:
     least = sum(not term.optional for term in parsed.inputs)
 
     def from_line(*args: Any, **kwargs: Any) -> Factors | None:
-        operands = list(operands_in((*args, *kwargs.values())))
-        if not least <= len(operands) <= len(parsed.inputs):
+        operands = list(operands_in(args))
+        if any(isinstance(value, Operand) for value in kwargs.values()) or not least <= len(operands) <= len(
+            parsed.inputs
+        ):
             return None
         for term, op in zip(parsed.inputs, operands, strict=False):
             fixed = sum(not n.startswith("*") for n in term.names)

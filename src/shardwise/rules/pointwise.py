@@ -57,7 +57,12 @@ def unary_linear(x: Operand, *args: Any, **kwargs: Any) -> Factors:
     return broadcast([x], linear="joint")
 
 
-@rule("positive clone contiguous detach alias zeros_like zero", any_float=True)
+@rule("contiguous")
+def contiguous(x: Operand, *args: Any, **kwargs: Any) -> Factors:
+    return broadcast([x], linear="joint", any_partial=True, may_alias=True)
+
+
+@rule("positive clone detach alias zeros_like zero", any_float=True)
 def copied(x: Operand, *args: Any, **kwargs: Any) -> Factors:
     """Parts of any reduction are copied as they are; and any reduction of zeros is zero."""
     return broadcast([x], linear="joint", any_partial=True)
@@ -69,21 +74,21 @@ def filled_like(x: Operand, *args: Any, **kwargs: Any) -> Factors:
 
 
 @rule("add sub subtract", any_float=True, numbers=("alpha",))
-def add(x: Any, y: Any, *args: Any, **kwargs: Any) -> Factors:
+def add(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
     """Linear in both together; a number counts as a constant, so it is not."""
-    operands = list(operands_in((x, y)))
+    operands = list(operands_in((x, other)))
     return broadcast(operands, linear="joint" if len(operands) == 2 else "none")
 
 
 @rule("mul multiply", any_float=True)
-def mul(x: Any, y: Any, *args: Any, **kwargs: Any) -> Factors:
+def mul(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
     """Linear in each. A number is one more factor that does not depend on the rank."""
-    return broadcast(list(operands_in((x, y))), linear="each")
+    return broadcast(list(operands_in((x, other))), linear="each")
 
 
 @rule("div divide true_divide", any_float=True)
-def div(x: Any, y: Any, *, rounding_mode: Any = None, **kwargs: Any) -> Factors:
-    operands = list(operands_in((x, y)))
+def div(x: Any, other: Any, *, rounding_mode: Any = None, **kwargs: Any) -> Factors:
+    operands = list(operands_in((x, other)))
     over = isinstance(x, Operand) and rounding_mode is None and x.dtype.is_floating_point
     return broadcast(operands, linear="each" if over else "none", joint=frozenset({0}))
 

@@ -27,8 +27,8 @@ def drawn_like(x: Any, draw: Callable[[torch.Tensor], torch.Tensor], dtype: Any 
 
 
 @rule("dropout")
-def dropout(x: Operand, *args: Any, **kwargs: Any) -> Algorithm:
-    return Algorithm(run_dropout)
+def dropout(x: Operand, p: float = 0.5, training: bool = True, inplace: bool = False, **aten: Any) -> Algorithm:
+    return Algorithm(run_dropout, writes=inplace)
 
 
 def run_dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **aten: Any) -> Any:
@@ -47,7 +47,10 @@ def fill_randomly(name: str) -> None:
 
     @rule(name + "_")
     def fill(x: Operand, *args: Any, **kwargs: Any) -> Algorithm:
-        return Algorithm(lambda x, *args, **kwargs: x.copy_(drawn_like(x, lambda e: method(e, *args, **kwargs))))
+        def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+            return x.copy_(drawn_like(x, lambda e: method(e, *args, **kwargs)))
+
+        return Algorithm(run, writes=True)
 
 
 for _name in ["normal", "uniform", "exponential", "geometric", "log_normal", "cauchy", "random"]:
@@ -58,7 +61,11 @@ for _name in ["normal", "uniform", "exponential", "geometric", "log_normal", "ca
 def bernoulli_(x: Operand, p: Any = 0.5, **kwargs: Any) -> Algorithm | None:
     if isinstance(p, Operand):
         return None
-    return Algorithm(lambda x, p=0.5, **kwargs: x.copy_(drawn_like(x, lambda e: e.bernoulli_(p, **kwargs))))
+
+    def run(x: Any, p: float = 0.5, **kwargs: Any) -> Any:
+        return x.copy_(drawn_like(x, lambda e: e.bernoulli_(p, **kwargs)))
+
+    return Algorithm(run, writes=True)
 
 
 def drawn_new(name: str) -> None:

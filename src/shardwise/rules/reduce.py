@@ -103,7 +103,8 @@ def logsumexp(x: Operand, dim: Any, keepdim: bool = False) -> Any:
 @rule("vector_norm linalg_vector_norm")
 def vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     dims = dims_of(dim, x.ndim)
-    if needs_stages(x, dims) and 0 < ord < float("inf"):  # the others have no value for a rank that holds nothing
+    empty = any(0 in x.layout.local_shape_at(x.mesh.coords(rank)) for rank in x.mesh.ranks)
+    if needs_stages(x, dims) and 0 < ord < float("inf") and not empty:  # no norm of nothing has second derivatives
         func = lambda v, dims, keepdim: torch.linalg.vector_norm(v, ord, dims, keepdim, dtype=dtype)  # noqa: E731
         return Algorithm(lambda x, *args, **kwargs: two_stages(func, x, dims, keepdim))
     return whole_along(x, dims, keepdim)

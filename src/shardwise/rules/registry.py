@@ -4,7 +4,7 @@ torch.*, Tensor.*, operators, torch.nn.functional, torch.special, torch.linalg, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -120,6 +120,15 @@ def writes_first(func: Any) -> bool:
     if name.startswith("__"):
         return (name.startswith("__i") and name not in _NOT_IN_PLACE) or name == "__setitem__"
     return name.endswith("_")
+
+
+def in_place_flag(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call says inplace=True (torch.nn.functional.relu and its like), by name or by position."""
+    if "inplace" in kwargs:
+        return bool(kwargs["inplace"])
+    code = getattr(func, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    return "inplace" in names and len(args) > names.index("inplace") and bool(args[names.index("inplace")])
 
 
 def _named(name: str, writes: bool) -> Found | None:

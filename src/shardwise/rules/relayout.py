@@ -46,6 +46,7 @@ class Relayout:
     outputs: int
     carry: Callable[[int], Sequence[Sequence[Carried]]]
     local: Callable[[list[Layout], list[Layout]], LocalCall]
+    may_alias: bool = True  # as in Factors
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
         layout = operands[0].layout

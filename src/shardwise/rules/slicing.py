@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,23 +95,44 @@ def parts_of(sizes: Sequence[int]) -> list[Range]:
     return out
 
 
-@rule("split split_with_sizes unsafe_split unsafe_split_with_sizes")
-def split(x: Operand, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> Relayout:
+@rule("unsafe_split unsafe_split_with_sizes")
+def unsafe_split(x: Operand, *args: Any, **named: Any) -> Relayout:
+    return dataclasses.replace(split(x, *args, func=_split_apart, **named), may_alias=False)
+
+
+@rule("unsafe_chunk")
+def unsafe_chunk(x: Operand, chunks: int, dim: int = 0) -> Relayout:
+    return dataclasses.replace(chunk(x, chunks, dim, func=_split_apart), may_alias=False)
+
+
+def _split_apart(dim: int, container: type) -> Callable[..., Any]:
+    """Parts that are no views to autograd: each may be written without the others counting as changed."""
+
+    def cut(x: torch.Tensor, ranges: Sequence[Range]) -> Any:
+        return container(torch.unsafe_split_with_sizes(x, [stop - start for start, stop, _ in ranges], dim))
+
+    return cut
+
+
+@rule("split split_with_sizes")
+def split(
+    x: Operand, split_size_or_sections: Any = None, dim: int = 0, func: Any = _slice_many, **named: Any
+) -> Relayout:
     wanted = split_size_or_sections if split_size_or_sections is not None else next(iter(named.values()))
     d = dim_of(dim, x.ndim)
     n = x.shape[d]
     if isinstance(wanted, int):
         wanted = [min(wanted, n - i) for i in range(0, n, wanted)] if wanted and n else [n]
-    return slices(x, d, parts_of(wanted), _slice_many(d, tuple))
+    return slices(x, d, parts_of(wanted), func(d, tuple))
 
 
-@rule("chunk unsafe_chunk")
-def chunk(x: Operand, chunks: int, dim: int = 0) -> Relayout:
+@rule("chunk")
+def chunk(x: Operand, chunks: int, dim: int = 0, func: Any = _slice_many) -> Relayout:
     d = dim_of(dim, x.ndim)
     n = x.shape[d]
     size = -(-n // chunks) if n else 0
     sizes = [min(size, n - i) for i in range(0, n, size)] if size else [0] * chunks
-    return slices(x, d, parts_of(sizes), _slice_many(d, tuple))
+    return slices(x, d, parts_of(sizes), func(d, tuple))
 
 
 @rule("tensor_split")

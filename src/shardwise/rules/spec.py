@@ -89,16 +89,22 @@ class Spec(Protocol):
 
 @dataclass
 class Algorithm:
-    """The op as a program on DTensors: `run` takes the call's own arguments."""
+    """The op as a program on DTensors: `run` takes the call's own arguments.
+
+    `writes` says that it writes into its first argument itself, where the op does; else its result is copied there."""
 
     run: Callable[..., Any]
+    writes: bool = False
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """No better way than to gather every operand and compute the op on all ranks; the ledger shows the reason."""
+    """No better way than to gather every operand and compute the op on all ranks; the ledger shows the reason.
+
+    `check`, if given, sees the arguments of every call first."""
 
     reason: str
+    check: Callable[..., None] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,7 @@ class Factors:
     reduce: dict[str, str] = field(default_factory=dict)
     local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # as in Assignment
+    may_alias: bool = False  # where torch copies, the local call may return a view all the same: a copy is made then
     result: Result | None = None  # of a single output; without it torch's meta kernel is asked
     addends: frozenset[int] = frozenset()  # operands added to the result: where it is a sum of parts, one part has them
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +66,12 @@ def view(x: Operand, *shape: Any, **named: Any) -> Relayout | None:
     return to_shape(x, filled_in(sizes, _numel(x.shape)), torch.Tensor.reshape)
 
 
-@rule("reshape _unsafe_view _reshape_alias")
+@rule("_unsafe_view _reshape_alias")
+def unsafe_view(x: Operand, *shape: Any, **named: Any) -> Relayout:
+    return dataclasses.replace(reshape(x, *shape, **named), may_alias=False)
+
+
+@rule("reshape")
 def reshape(x: Operand, *shape: Any, **named: Any) -> Relayout:
     sizes = shape or tuple(named.values())
     if isinstance(sizes[0], (tuple, list)):

@@ -1,14 +1,72 @@
-"""Functions whose operands are gathered although their parts have rules: below function level torch picks a kernel by a
-flag the wrapper does not carry (whether a tensor requires grad), and would pick one without a gradient."""
+"""Functions whose operands are gathered although their parts have rules, because torch looks at more than values: at a
+flag the wrapper does not carry (whether a tensor requires grad), or at memory. And those that cannot be done at all."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
+
+from shardwise.errors import RuleError
+from shardwise.layout.layout import dense_stride
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Gathered
+from shardwise.rules.spec import Algorithm, Gathered, Operand
 
 
 @rule("embedding_bag")
-def gathered(*args: Any, **kwargs: Any) -> Gathered:
+def embedding_bag(*args: Any, sparse: bool = False, **kwargs: Any) -> Any:
+    if sparse:  # gradients of distributed tensors are dense
+        return Algorithm(lambda *args, sparse, **kwargs: F.embedding_bag(*args, **kwargs))
     return Gathered("gather, since torch picks its kernel by requires_grad, and compute it on every rank")
+
+
+@rule("as_strided as_strided_copy as_strided_scatter")
+def as_strided(x: Operand, *args: Any, **kwargs: Any) -> Gathered:
+    """Reads memory, which a gathered tensor has as on one device if that has no holes."""
+    stride, dense = x.layout.stride, dense_stride(x.shape, x.layout.stride)
+    replicated = all(p.is_replicate() for p in x.layout.placements)
+    if not replicated and any(n > 1 and a != b for n, a, b in zip(x.shape, stride, dense, strict=True)):
+        raise RuleError(
+            f"as_strided of a tensor of shape {x.shape} with strides {stride} reads memory that is not part of it, and "
+            f"a distributed tensor has none; use as_strided on its .contiguous(), or slices"
+        )
+    return Gathered("gather, since it reads memory, and compute it on every rank", _is_no_part)
+
+
+def _is_no_part(x: Any, *args: Any, storage_offset: Any = None, **kwargs: Any) -> None:
+    """Raise if a storage offset is given for a part of another tensor: it counts from the start of that one."""
+    if all(p.is_replicate() for p in x.placements):
+        return
+    if storage_offset is None and not any(isinstance(a, int) for a in args):
+        return
+    parts = x._layout.mesh.comm.values(x._local)
+    if any(v.untyped_storage().nbytes() != v.numel() * v.itemsize for v in parts):
+        raise RuleError(
+            f"as_strided with a storage offset, of a tensor of shape {tuple(x.shape)} that is part of another: the "
+            f"memory of the other is on many ranks; leave out the offset, or use as_strided on x.clone()"
+        )
+
+
+@rule("resize resize_as")
+def resize(x: Operand, *args: Any, **kwargs: Any) -> Algorithm:
+    return Algorithm(_resize, writes=True)
+
+
+def _resize(x: Any, *size: Any, **kwargs: Any) -> Any:
+    """Allowed where it changes nothing."""
+    given = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    wanted = tuple(getattr(given, "shape", given))
+    if wanted != tuple(x.shape):
+        raise RuleError(
+            f"resize_ of a distributed tensor from {tuple(x.shape)} to {wanted}: its memory is on many ranks and "
+            f"cannot be given another shape; use reshape, F.pad or a new tensor"
+        )
+    return x
+
+
+@rule("as_strided_ set_")
+def refused(x: Operand, *args: Any, **kwargs: Any) -> Any:
+    raise RuleError(
+        "as_strided_ and set_ give a tensor other memory, and that of a distributed tensor is on many ranks; "
+        "use x.data = y, or as_strided, which makes a new tensor"
+    )

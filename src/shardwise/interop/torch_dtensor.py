@@ -1,0 +1,97 @@
+"""torch's DTensor to ours and back: the same local tensor under the same layout, differentiable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed.tensor as theirs
+
+from shardwise.errors import LayoutError, MeshError
+from shardwise.layout import Layout, Placement, Shard
+from shardwise.layout.layout import parent_sets
+from shardwise.layout.placement import as_placement
+from shardwise.layout.split import Intervals, chunk_pieces, compose, count, normalize
+from shardwise.mesh import as_mesh
+from shardwise.surface import grad_placements
+from shardwise.tensor import DTensor
+
+_StridedShard = theirs.placement_types._StridedShard  # type: ignore[attr-defined]
+
+
+def from_torch(tensor: theirs.DTensor) -> DTensor:
+    """A DTensor of torch as one of ours, sharing its memory; differentiable."""
+    if not isinstance(tensor, theirs.DTensor):
+        raise LayoutError(f"from_torch: expected a DTensor of torch.distributed.tensor, got {type(tensor).__name__}")
+    shape, mesh = tuple(tensor.shape), as_mesh(tensor.device_mesh)
+    ours = _ours(mesh, tensor.placements, shape)
+    grads = [_theirs(mesh, ours, axis, p, shape) for axis, p in enumerate(grad_placements(ours))]
+    local = tensor.to_local(grad_placements=grads)
+    if isinstance(local, torch.distributed._functional_collectives.AsyncCollectiveTensor):
+        local = local.wait()
+    return DTensor.from_local(local, mesh, ours, shape=shape, stride=tensor.stride())
+
+
+def to_torch(tensor: DTensor) -> theirs.DTensor:
+    """A DTensor of ours as one of torch, sharing its memory; differentiable.
+
+    Explicit sizes and other splits that torch has no placement for raise LayoutError.
+    """
+    if not isinstance(tensor, DTensor):
+        raise LayoutError(f"to_torch: expected a shardwise.DTensor, got {type(tensor).__name__}")
+    layout: Layout = tensor.layout
+    if layout.mesh.comm.simulated:
+        raise MeshError("to_torch: torch's DTensor needs processes, but this tensor lives on a simulated mesh")
+    placements = [_theirs(layout.mesh, layout.placements, a, p, layout.shape) for a, p in enumerate(layout.placements)]
+    return theirs.DTensor.from_local(
+        tensor.to_local(),
+        layout.mesh.source,
+        placements,
+        run_check=False,
+        shape=torch.Size(layout.shape),
+        stride=layout.stride,
+    )
+
+
+def _ours(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...]) -> tuple[Placement, ...]:
+    out: list[Placement] = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, _StridedShard):
+            rows = _strided_rows(mesh, out, axis, placement.dim, shape, int(placement.split_factor))
+            out.append(Shard(placement.dim, pieces=rows))
+        else:
+            out.append(as_placement(placement, f"placements[{axis}]"))
+    return tuple(out)
+
+
+def _theirs(mesh: Any, placements: Sequence[Placement], axis: int, placement: Placement, shape: tuple[int, ...]) -> Any:
+    """torch's placement for ours on one axis, the axes before it being laid out as `placements` say."""
+    if placement.is_replicate():
+        return theirs.Replicate()
+    if not isinstance(placement, Shard):
+        return theirs.Partial(placement.reduce_op)  # type: ignore[attr-defined]
+    if placement.pieces is None:
+        return theirs.Shard(placement.dim)
+    factor = max(len(part) for row in placement.pieces for part in row)
+    rows = _strided_rows(mesh, placements[:axis], axis, placement.dim, shape, factor)
+    if factor > 1 and rows == placement.pieces:
+        return _StridedShard(placement.dim, split_factor=factor)
+    raise LayoutError(
+        f"to_torch: placements[{axis}] = {placement!r} has no counterpart in torch.distributed.tensor; "
+        f"redistribute axis {axis} to Shard({placement.dim}) or Replicate() first"
+    )
+
+
+def _strided_rows(
+    mesh: Any, outer: Sequence[Placement], axis: int, dim: int, shape: tuple[int, ...], factor: int
+) -> tuple[tuple[Intervals, ...], ...]:
+    """What torch's _StridedShard deals out: each parent is cut into `factor` chunks, and each of them over the axis."""
+    parts, rows = mesh.shape[axis], []
+    for parent in parent_sets(mesh, outer, dim, shape[dim]):
+        cut = [
+            [compose(chunk, part) for part in chunk_pieces(count(chunk), parts)]
+            for chunk in chunk_pieces(count(parent), factor)
+        ]
+        rows.append(tuple(normalize(interval for row in cut for interval in row[i]) for i in range(parts)))
+    return tuple(rows)
