@@ -33,6 +33,7 @@ CASES = {
     "silu sigmoid": (lambda a: F.silu(a) * a.sigmoid(), [A]),
     "clamp": (lambda a: a.clamp(-0.5, 0.5), [A]),
     "where": (lambda a, b: torch.where(a > 0, a, b), [A, B]),
+    "where alone": (lambda a: torch.where(a > 0), [A]),
     "masked_fill": (lambda a: a.masked_fill(a > 0.5, -1.0), [A]),
     "maximum": (lambda a, b: torch.maximum(a, b), [A, B]),
     "lerp addcmul": (lambda a, b, c: torch.lerp(a, b, 0.3) + torch.addcmul(a, b, c), [A, B, A]),
@@ -165,4 +166,32 @@ CASES = {
     "logcumsumexp": (lambda a: a.logcumsumexp(0), [A]),
     "inverse": (lambda a: torch.linalg.inv(a @ a.t() + torch.eye(5, dtype=a.dtype)), [A]),
     "pad": (lambda a: F.pad(a, (1, 2, 0, 1), value=3.0), [A]),
+    # tensors given by name, in any order
+    "named linear": (
+        lambda a, w, b: F.linear(a, bias=b, weight=w) + F.linear(bias=b, weight=w, input=a),
+        [A, x(7, 7), ROW],
+    ),
+    "named arithmetic": (
+        lambda a, b: torch.sub(other=a, input=b) + torch.mul(a, other=b) + torch.div(other=b, input=a),
+        [A, B],
+    ),
+    "named products": (lambda a, w: torch.mm(mat2=w, input=a) + torch.matmul(other=w, input=a), [A, x(7, 7)]),
+    "named addmm": (lambda c, a, b: torch.addmm(mat2=b, mat1=a, input=c, beta=0.5), [x(4), A, x(7, 4)]),
+    "named where": (lambda a, b: torch.where(other=b, input=a, condition=a > 0), [A, B]),
+    "named reductions": (lambda a: (torch.sum(input=a, dim=0), torch.softmax(input=a, dim=-1)), [A]),
+    "named cross_entropy": (lambda a, t: F.cross_entropy(target=t, input=a, reduction="sum"), [A, IDS[:, 0]]),
+    "named cross_entropy weight": (
+        lambda a, w, t: F.cross_entropy(a, weight=w.detach().abs(), target=t),
+        [A, ROW, IDS[:, 0]],
+    ),
+    "named attention": (
+        lambda q, k, v, m: F.scaled_dot_product_attention(attn_mask=m, value=v, key=k, query=q),
+        [*(x(2, 3, 5, 4, seed=i) for i in range(3)), x(5, 5)],
+    ),
+    # odd inputs
+    "kl_div of numbers": (lambda a, b: F.kl_div(a, b.abs(), reduction="batchmean"), [ONE, x(seed=9)]),
+    "index_select of 0-d": (lambda a, i: a.index_select(0, i), [ONE, IDS[1:2, 3]]),
+    "embedding sparse": (lambda i, w: F.embedding(i, w).sum() + F.embedding(i, w, sparse=True).sum(), [IDS, x(7, 3)]),
+    "norm of nothing": (lambda a: (torch.linalg.norm(a[:0, :0]), a[:, :2].norm(dim=1)), [A]),
+    "stft": (lambda a: torch.stft(a.t(), 4, window=torch.ones(4), return_complex=True).abs(), [x(12, 2)]),
 }

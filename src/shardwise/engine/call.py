@@ -195,7 +195,8 @@ def placed_for(rule: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> t
     if not kwargs:
         return args, kwargs
     signature = inspect.signature(rule)
-    if not args and "input" in kwargs and "input" not in signature.parameters:
+    first = next(iter(signature.parameters.values()))
+    if not args and "input" in kwargs and first.kind is first.POSITIONAL_OR_KEYWORD:
         args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
     try:
         bound = signature.bind(*args, **kwargs)
@@ -328,5 +329,5 @@ def check_custom_function(func: Any, args: Sequence[Any]) -> None:
                 f"{op_name(func)} on a distributed tensor that requires grad inside a torch.autograd.Function: its "
                 f"gradient would be lost. Apply the Function to x.to_local() and wrap the result with "
                 f"DTensor.from_local, use local_map, or write it with differentiable ops (torch.utils.checkpoint: "
-                f"pass use_reentrant=False)"
+                f"pass use_reentrant=False; a module's full backward hook: use hooks of its tensors)"
             )

@@ -36,11 +36,8 @@ def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Factors 
 def matmul(x: Operand, other: Operand, **kwargs: Any) -> Factors:
     """Vectors stand for a row on the left and a column on the right."""
     left, right = ("k" if x.ndim == 1 else "*b m k"), ("k" if other.ndim == 1 else "*b k n")
-    out = (
-        ("*b " if max(x.ndim, other.ndim) > 2 else "")
-        + ("" if x.ndim == 1 else "m ")
-        + ("" if other.ndim == 1 else "n")
-    )
+    batch = "*b " if max(x.ndim, other.ndim) > 2 else ""
+    out = batch + ("" if x.ndim == 1 else "m ") + ("" if other.ndim == 1 else "n")
     return factors(parse(f"{left}, {right} -> {out}"), [x, other], linear="each")
 
 

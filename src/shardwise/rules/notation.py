@@ -107,9 +107,9 @@ def line(names: str, text: str, linear: str = "none", **more: Any) -> None:
 
     def from_line(*args: Any, **kwargs: Any) -> Factors | None:
         operands = list(operands_in(args))
-        if any(isinstance(value, Operand) for value in kwargs.values()) or not least <= len(operands) <= len(
-            parsed.inputs
-        ):
+        if any(isinstance(value, Operand) for value in kwargs.values()):
+            return None  # named, so in any order: below, torch gives them by position
+        if not least <= len(operands) <= len(parsed.inputs):
             return None
         for term, op in zip(parsed.inputs, operands, strict=False):
             fixed = sum(not n.startswith("*") for n in term.names)

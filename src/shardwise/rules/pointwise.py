@@ -94,9 +94,15 @@ def div(x: Any, other: Any, *, rounding_mode: Any = None, **kwargs: Any) -> Fact
 
 
 @rule("addcmul addcdiv", any_float=True, numbers=("value",))
-@rule("lerp where masked_fill", any_float=True)
+@rule("lerp masked_fill", any_float=True)
 def several(*args: Any, **kwargs: Any) -> Factors:
     return broadcast(list(operands_in((*args, *kwargs.values()))))
+
+
+@rule("where", any_float=True)
+def where(condition: Any, *args: Any, **kwargs: Any) -> Factors | None:
+    """torch.where(condition) alone is nonzero."""
+    return several(condition, *args, **kwargs) if args or kwargs else None
 
 
 @rule("copy", any_float=True)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from shardwise.errors import RuleError
+
 Rule = Callable[..., Any]  # (operands and static arguments as in the call) -> spec, or None: no rule for this form
 
 _C: Any = torch._C
@@ -94,7 +96,10 @@ def find(func: Any) -> Found | None:
 def _find(func: Any) -> Found | None:
     schema = getattr(func, "_schema", None)
     if schema is not None:
-        if not schema.name.startswith("aten::"):
+        namespace = schema.name.partition("::")[0]
+        if namespace in _COLLECTIVES:
+            return Found(refuse_collective, schema.name, False, False, ())
+        if namespace != "aten":
             return None
         name = schema.name.removeprefix("aten::")
         if any(a.is_out for a in schema.arguments):
@@ -109,6 +114,17 @@ def _find(func: Any) -> Found | None:
     if not _belongs(func, name):
         return None
     return _named(name, writes_first(func))
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+
+
+def refuse_collective(*args: Any, **kwargs: Any) -> Any:
+    """A collective is for what a rank holds; on a whole tensor it would mean nothing, or lose its result."""
+    raise RuleError(
+        "a collective of torch.distributed was called on a distributed tensor; call it on x.to_local(), or say the "
+        "layout you want: x.redistribute(placements=...)"
+    )
 
 
 def writes_first(func: Any) -> bool:

@@ -130,7 +130,7 @@ def split(
 def chunk(x: Operand, chunks: int, dim: int = 0, func: Any = _slice_many) -> Relayout:
     d = dim_of(dim, x.ndim)
     n = x.shape[d]
-    size = -(-n // chunks) if n else 0
+    size = -(-n // chunks) if n and chunks > 0 else 0  # torch's own error for chunks <= 0 comes from the meta call
     sizes = [min(size, n - i) for i in range(0, n, size)] if size else [0] * chunks
     return slices(x, d, parts_of(sizes), func(d, tuple))
 

@@ -1,0 +1,180 @@
+"""Writes: in-place ops, inplace=True, out=, and views written through. What plain torch shows afterwards, we show too, or
+the write is refused with a RuleError."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise import Partial, Replicate, RuleError, Shard, simulate
+from tests.harness import compare, layouts_of, seeded, spread_out
+
+MESHES = [(3,), (2, 2)]
+LAYOUTS = [[Replicate()], [Shard(0)], [Shard(1)], [Shard(0, sizes=(0, 5, 0))], [Partial()]]
+
+
+def x(*shape, seed=0):
+    return seeded(shape, seed=seed)[0]
+
+
+A, B, ROW = x(5, 7), x(5, 7, seed=1), x(7, seed=2)
+
+WRITES = {
+    "add_": lambda a: a.add_(B, alpha=2),
+    "mul_ itself": lambda a: a.detach().mul_(a.detach()),
+    "addmv_": lambda a: a[:, 0].contiguous().addmv_(a, ROW, alpha=0.5),
+    "silu": lambda a: F.silu(a, inplace=True),
+    "relu by position": lambda a: F.relu(a, True),
+    "elu": lambda a: F.elu(a, 0.3, inplace=True),
+    "leaky_relu": lambda a: F.leaky_relu(a, 0.3, inplace=True),
+    "dropout": lambda a: F.dropout(a, 0.5, True, True),
+    "eq_": lambda a: a.eq_(0.5),
+    "normal_": lambda a: a.normal_(),
+    "bernoulli_": lambda a: a.bernoulli_(0.5),
+    "cumsum_": lambda a: a.cumsum_(0),
+    "tril_": lambda a: a.tril_(),
+    "index_fill_": lambda a: a.index_fill_(0, torch.tensor([0, 3]), 2.0),
+    "masked_fill_": lambda a: a.masked_fill_(a > 0, 2.0),
+    "index_add_": lambda a: a.index_add_(0, torch.tensor([1]), A[:1]),
+    "set item": lambda a: a.__setitem__((slice(1, 3), 2), 4.0),
+    "set mask": lambda a: a.__setitem__(a > 0, -1.0),
+    "foreach": lambda a: torch._foreach_add_([a, a.clone()], 2.0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("grad", [False, True])
+def test_write(name, grad):
+    """The target holds what torch's holds, the result is the target, and gradients pass."""
+    for placements in LAYOUTS:
+        leaf = A.clone().requires_grad_(grad)
+        mine = spread_out(A, simulate(3), placements, requires_grad=grad)
+        want, got = leaf * 1, mine * 1
+        torch.manual_seed(0)
+        result = WRITES[name](want)
+        torch.manual_seed(0)
+        answer = WRITES[name](got)
+        compare(got, want, f"{name} on {placements}", 1e-10)
+        if result is want:
+            assert answer is got, placements
+        elif isinstance(result, torch.Tensor):
+            compare(answer, result, f"{name} on {placements}", 1e-10)
+        if want.requires_grad and want.grad_fn is not None:
+            (wanted,) = torch.autograd.grad((want * B).sum(), leaf)
+            (gotten,) = torch.autograd.grad((got * spread_out(B, simulate(3), [Replicate()])).sum(), mine)
+            compare(gotten, wanted, f"gradient of {name} on {placements}", 1e-10)
+
+
+OUTS = {
+    "add": lambda a, **out: torch.add(a, 2.0, **out),
+    "mm": lambda a, **out: torch.mm(a, A.t(), **out),
+    "max": lambda a, **out: torch.max(a, 1, **out),
+    "sort": lambda a, **out: torch.sort(a, 0, **out),
+    "svd": lambda a, **out: torch.linalg.qr(a, **out),
+}
+
+
+@pytest.mark.parametrize("name", OUTS)
+@pytest.mark.parametrize("placements", LAYOUTS, ids=str)
+def test_out(name, placements):
+    want = OUTS[name](A)
+    mesh = simulate(3)
+    several = not isinstance(want, torch.Tensor)
+    outs = [spread_out(torch.zeros_like(w), mesh, [Shard(0)]) for w in (want if several else [want])]
+    answer = OUTS[name](spread_out(A, mesh, placements), out=tuple(outs) if several else outs[0])
+    for out, got, w in zip(outs, answer if several else [answer], want if several else [want], strict=True):
+        assert got is out
+        compare(out, w, name, 1e-9)
+
+
+def test_out_of_another_type_or_shape():
+    a = spread_out(A, simulate(3), [Shard(0)])
+    with pytest.raises(
+        RuntimeError, match=r"add: result type torch.float64 can't be cast to the out's type torch.int64"
+    ):
+        torch.add(a, 1.5, out=a.long())
+    with pytest.raises(RuntimeError, match=r"add: out has shape \(5, 6\), the result \(5, 7\)"):
+        torch.add(a, 1.5, out=a[:, :6].clone())
+
+
+# A chain of views, then a write to one of them: every tensor made on the way shows what torch's shows.
+CHAINS = {
+    "slice": [lambda a: a[1:4], lambda a: a[:, 2:]],
+    "transpose then contiguous": [lambda a: a.t(), lambda a: a.contiguous()],
+    "contiguous of a step": [lambda a: a[::2], lambda a: a.contiguous()],
+    "reshape that copies": [lambda a: a[1:], lambda a: a.mT, lambda a: a.reshape(-1)],
+    "reshape that views": [lambda a: a.reshape(-1), lambda a: a[3:9]],
+    "flatten": [lambda a: a.t(), lambda a: a.flatten()],
+    "flatten of flat": [lambda a: a.reshape(35), lambda a: a.flatten()],
+    "select": [lambda a: a[2], lambda a: a[1:3]],
+    "unsqueeze expand": [lambda a: a.unsqueeze(0), lambda a: a.squeeze(0)],
+    "chunk": [lambda a: a.chunk(2, 1)[1], lambda a: a.view_as(a)],
+    "detach": [lambda a: a.detach(), lambda a: a[0:2]],
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", CHAINS)
+def test_views_written(name, mesh):
+    """Any member of the chain is written, in every layout; a copy where torch has a view is refused, never stale."""
+    generator, world, refused = random.Random(len(name)), simulate(mesh), 0
+    for trial in range(12):
+        placements = layouts_of(A, mesh, generator)
+        want, got = [A.clone()], [spread_out(A, world, placements)]
+        for step in CHAINS[name]:
+            want.append(step(want[-1]))
+            got.append(step(got[-1]))
+        written = trial % len(want)
+        want[written].mul_(2).add_(1)
+        try:
+            got[written].mul_(2).add_(1)
+            for g, w in zip(got, want, strict=True):
+                compare(g, w, f"{name}: {written} written, {placements}", 1e-10)
+        except RuleError:
+            refused += 1
+    assert refused < 12
+
+
+def test_flatten_of_flat_is_the_tensor_itself():
+    a = spread_out(x(6), simulate(3), [Shard(0)])
+    assert a.flatten() is a and a.contiguous() is a
+
+
+def test_split_parts_are_written_apart():
+    """What torch's recurrent cells do: parts that autograd does not take for views of one tensor."""
+    for placements in LAYOUTS:
+        leaf, mine = A.clone().requires_grad_(), spread_out(A, simulate(3), placements, requires_grad=True)
+        for t in (leaf, mine):
+            one, two = torch.unsafe_chunk(t * 1, 2, 1)
+            (one.sigmoid_().sum() + two.tanh_().sum()).backward()
+        compare(mine.grad, leaf.grad, str(placements), 1e-10)
+
+
+def test_refused():
+    a = spread_out(A, simulate(3), [Shard(0)])
+    assert a.clone().resize_(5, 7).shape == (5, 7)
+    with pytest.raises(RuleError, match=r"resize_ of a distributed tensor from \(5, 7\) to \(3, 7\)"):
+        a.resize_(3, 7)
+    with pytest.raises(RuleError, match="as_strided_ and set_ give a tensor other memory"):
+        a.as_strided_((2, 2), (1, 2))
+    with pytest.raises(RuleError, match="that is part of another"):
+        a[1:].as_strided((2, 2), (1, 2), 3)
+    with pytest.raises(RuleError, match="reads memory that is not part of it"):
+        a[:, ::2].as_strided((2, 2), (1, 2))
+
+
+def test_as_strided_reads_the_memory_of_one_device():
+    for placements in LAYOUTS:
+        a = spread_out(A, simulate(3), placements)
+        for view in (lambda t: t, lambda t: t.t(), lambda t: t.reshape(7, 5)):
+            compare(view(a).as_strided((3, 4), (2, 3)), view(A).as_strided((3, 4), (2, 3)), str(placements), 1e-10)
+
+
+def test_inference_mode():
+    """View ops without a rule, on tensors from outside."""
+    for placements in LAYOUTS:
+        a = spread_out(A, simulate(3), placements)
+        with torch.inference_mode():
+            compare(a.diagonal() * 2, A.diagonal() * 2, str(placements), 1e-10)
+            compare(a.unfold(0, 2, 1).sum(-1), A.unfold(0, 2, 1).sum(-1), str(placements), 1e-10)
