@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.comm.base import Comm, Coords, Step
 from shardwise.errors import LayoutError, MeshError
+from shardwise.functions import writes_first
 
 
 class PerRank(tuple):
@@ -102,7 +103,7 @@ def map_ranks(
     """`func` on each rank's values. Ranks whose inputs are the same objects (and keys equal) share one call."""
     leaves, tree = tree_flatten((tuple(args), kwargs), is_leaf=lambda leaf: isinstance(leaf, PerRank))
     count = next(len(x.ranks) if isinstance(x, RankTensor) else len(x) for x in leaves if _is_many(x))
-    written = func in _IN_PLACE or _writes(func)
+    written = func in _IN_PLACE or writes_first(func)
     done: dict[Any, Any] = {}
     results = []
     for rank in range(count):
@@ -156,21 +157,7 @@ def _at(x: Any, rank: int) -> Any:
     return x.ranks[rank] if isinstance(x, RankTensor) else x[rank] if isinstance(x, PerRank) else x
 
 
-@functools.lru_cache(maxsize=4096)
-def _writes(func: Any) -> bool:
-    """Whether func changes its first argument: by torch's naming, or by its schema."""
-    schema = getattr(func, "_schema", None)
-    if schema is not None:
-        return bool(schema.is_mutable)
-    name = getattr(func, "__name__", "")
-    if name in ("__set__", "__setitem__"):
-        return True
-    if name.startswith("__i") and name.endswith("__"):
-        return name not in ("__index__", "__int__", "__invert__", "__init__")
-    return name.endswith("_") and not name.endswith("__")
-
-
-_IN_PLACE: set[Any] = {torch.Tensor.requires_grad_, torch.Tensor.retain_grad}
+_IN_PLACE: set[Any] = {torch.Tensor.retain_grad}  # once a value, like a write
 
 
 # -- a RankTensor looks like a tensor ----------------------------------------------------------------------

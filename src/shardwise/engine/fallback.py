@@ -19,11 +19,12 @@ from shardwise.engine.aliasing import after_write, before_write, note_copy
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
 from shardwise.engine.context import is_strict
 from shardwise.engine.plan import Plan, refuse
+from shardwise.functions import writes_first
 from shardwise.layout import Layout, contiguous_stride
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps, run_move
-from shardwise.rules.registry import in_place_flag, writes_first
+from shardwise.rules.registry import in_place_flag
 from shardwise.wrapper import rebind, wrap
 
 NO_RULE = "gather, since there is no rule for it, and compute it on every rank"

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.errors import RuleError
+from shardwise.functions import writes_first
 
 Rule = Callable[..., Any]  # (operands and static arguments as in the call) -> spec, or None: no rule for this form
 
@@ -48,7 +49,6 @@ _OPERATORS = {
     "rmatmul": "__rmatmul__",
 }
 _SPELLINGS = {name: op for op, names in _OPERATORS.items() for name in names.split()}
-_NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__init__", "__iter__"}
 
 
 class Found(NamedTuple):
@@ -125,17 +125,6 @@ def refuse_collective(*args: Any, **kwargs: Any) -> Any:
         "a collective of torch.distributed was called on a distributed tensor; call it on x.to_local(), or say the "
         "layout you want: x.redistribute(placements=...)"
     )
-
-
-def writes_first(func: Any) -> bool:
-    """Whether a function writes into its first argument: by its schema, or by torch's naming."""
-    schema = getattr(func, "_schema", None)
-    if schema is not None:
-        return schema.is_mutable
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return (name.startswith("__i") and name not in _NOT_IN_PLACE) or name == "__setitem__"
-    return name.endswith("_")
 
 
 def in_place_flag(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,20 @@
+"""What torch's functions are, read off their schemas and names."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+_NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__init__", "__iter__"}
+
+
+@functools.lru_cache(maxsize=4096)
+def writes_first(func: Any) -> bool:
+    """Whether a function writes into its first argument: by its schema, or by torch's naming."""
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return (name.startswith("__i") and name not in _NOT_IN_PLACE) or name in ("__setitem__", "__set__")
+    return name.endswith("_")
