@@ -1,7 +1,7 @@
 """shardwise: tensors that live on many devices and behave as if they lived on one."""
 
 from shardwise import debug, dynamo, experimental
-from shardwise.api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
+from shardwise.api import distribute_module, distribute_tensor
 from shardwise.comm.simulation import RankTensor
 from shardwise.engine.cache import cache_info, clear_caches
 from shardwise.engine.context import strict
@@ -16,6 +16,7 @@ from shardwise.errors import (
     StrictError,
 )
 from shardwise.experimental import implicit_replication, local_map
+from shardwise.factories import empty, full, ones, rand, randn, zeros
 from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
 from shardwise.mesh import DeviceMesh, init_device_mesh, simulate
 from shardwise.move import plan_move

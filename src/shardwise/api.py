@@ -1,4 +1,4 @@
-"""Ways to make distributed tensors and modules: distribute_tensor, distribute_module, factories."""
+"""Laying out what exists: distribute_tensor and distribute_module."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def distribute_tensor(
         raise LayoutError(
             "distribute_tensor: a RankTensor holds local values; use DTensor.from_local(x, mesh, placements)"
         )
-    _check_strided(tensor.layout)
+    check_strided(tensor.layout)
     layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, None, _home(tensor, mesh))
     check_reductions(layout.placements, tensor.dtype)
     _check_source(mesh, src_data_rank)
     value = tensor.detach()
     if value.device.type != layout.device.type:
         value = value.to(layout.device)
-    local = _lay_out(value, layout, src_data_rank)
+    local = lay_out(value, layout, src_data_rank)
     result = wrap(local, layout)
     if tensor.requires_grad:
         result.requires_grad_()
@@ -61,7 +61,7 @@ def distribute_tensor(
     return result
 
 
-def _check_strided(layout: torch.layout) -> None:
+def check_strided(layout: torch.layout) -> None:
     if layout is not torch.strided:
         raise LayoutError(f"layout: only torch.strided tensors can be distributed, got {layout}")
 
@@ -79,7 +79,7 @@ def _home(tensor: torch.Tensor, mesh: Mesh) -> torch.device:
     return tensor.device if tensor.device.type == mesh.device.type else mesh.device
 
 
-def _lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> Any:
+def lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> Any:
     """Each rank's part of a value that every rank holds (or, from `source`, is sent)."""
     comm = layout.mesh.comm
     if not comm.simulated and source is not None and value.device.type != "meta":
@@ -152,99 +152,3 @@ def distribute_module(
     if output_fn is not None:
         module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh.source))
     return module
-
-
-# -- factories ---------------------------------------------------------------------------------------------
-def _factory(fill: Callable[..., torch.Tensor], name: str) -> Callable[..., DTensor]:
-    def make(
-        *size: Any,
-        dtype: torch.dtype | None = None,
-        layout: torch.layout = torch.strided,
-        requires_grad: bool = False,
-        device_mesh: Any = None,
-        placements: Sequence[Any] | None = None,
-    ) -> DTensor:
-        return _make(
-            lambda shape, dtype, device: fill(shape, dtype=dtype, device=device),
-            size,
-            dtype,
-            layout,
-            requires_grad,
-            device_mesh,
-            placements,
-        )
-
-    make.__name__ = make.__qualname__ = name
-    make.__doc__ = f"Like torch.{name}, born distributed: each rank makes only its part."
-    return make
-
-
-def _make(
-    fill: Any, size: Any, dtype: Any, layout: Any, requires_grad: bool, device_mesh: Any, placements: Any
-) -> DTensor:
-    target = _layout_for(size, dtype, layout, device_mesh, placements)
-    comm = target.mesh.comm
-    split = tuple(a for a, p in enumerate(target.placements) if not p.is_replicate())
-    shapes = comm.per_rank(target.local_shape_at)
-    local = comm.bind(lambda shape: fill(shape, target.dtype, target.device), split)(shapes)
-    result = wrap(local, target)
-    return result.requires_grad_() if requires_grad else result
-
-
-def _layout_for(size: Any, dtype: Any, layout: Any, device_mesh: Any, placements: Any) -> Layout:
-    _check_strided(layout)
-    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
-    for n in shape:
-        if not isinstance(n, int) or n < 0:
-            raise LayoutError(f"size: must be ints >= 0, got {shape}")
-    mesh = as_mesh(device_mesh)
-    places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
-    if any(p.is_partial() for p in places):
-        raise LayoutError(f"placements: a factory makes whole values, not parts; got {list(places)}")
-    return Layout.make(mesh, places, shape, dtype or torch.get_default_dtype())
-
-
-zeros = _factory(torch.zeros, "zeros")
-ones = _factory(torch.ones, "ones")
-empty = _factory(torch.empty, "empty")
-
-
-def full(
-    size: int | Sequence[int],
-    fill_value: Any,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: Any = None,
-    placements: Sequence[Any] | None = None,
-) -> DTensor:
-    """Like torch.full, born distributed: each rank makes only its part."""
-    dtype = dtype or torch.full((), fill_value).dtype
-    fill = lambda shape, dtype, device: torch.full(shape, fill_value, dtype=dtype, device=device)  # noqa: E731
-    return _make(fill, (size,), dtype, layout, requires_grad, device_mesh, placements)
-
-
-def _random_factory(draw: Callable[..., torch.Tensor], name: str) -> Callable[..., DTensor]:
-    def make(
-        *size: Any,
-        dtype: torch.dtype | None = None,
-        layout: torch.layout = torch.strided,
-        requires_grad: bool = False,
-        device_mesh: Any = None,
-        placements: Sequence[Any] | None = None,
-    ) -> DTensor:
-        target = _layout_for(size, dtype, layout, device_mesh, placements)
-        local = _lay_out(draw(target.shape, dtype=target.dtype, device=target.device), target, None)
-        result = wrap(local, target)
-        return result.requires_grad_() if requires_grad else result
-
-    make.__name__ = make.__qualname__ = name
-    make.__doc__ = f"""Like torch.{name}: the same numbers as on one device, whatever the layout.
-
-    Every rank draws from torch's default generator, which must be seeded alike on all ranks."""
-    return make
-
-
-rand = _random_factory(torch.rand, "rand")
-randn = _random_factory(torch.randn, "randn")

@@ -1,4 +1,4 @@
-"""The placements under the name that torch.distributed.tensor gives their module."""
+"""The placements, under the module name that programs import them from."""
 
 from shardwise.layout import Partial, Placement, Replicate, Shard
 
