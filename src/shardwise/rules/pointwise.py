@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.layout.layout import dense_stride
 from shardwise.rules.notation import operands_in
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Factors, Operand
+from shardwise.rules.spec import Factors, Operand, Result
 
 
 def broadcast(operands: list[Operand], outputs: int = 1, **more: Any) -> Factors:
@@ -25,22 +26,35 @@ def broadcast(operands: list[Operand], outputs: int = 1, **more: Any) -> Factors
     return Factors(inputs, [tuple(names)] * outputs, **more)
 
 
-def pointwise(names: str, *, outputs: int = 1) -> None:
-    """Ops that are linear in nothing."""
+def pointwise(names: str, *, keeps_float: bool = False) -> None:
+    """Ops that are linear in nothing. With `keeps_float`, one float operand gives a result of its dtype."""
 
     @rule(names, any_float=True)
     def elementwise(*args: Any, **kwargs: Any) -> Factors:
-        return broadcast(list(operands_in((*args, *kwargs.values()))), outputs)
+        operands = list(operands_in((*args, *kwargs.values())))
+        return broadcast(operands, result=like(operands[0]) if keeps_float and len(operands) == 1 else None)
+
+
+def like(x: Operand) -> Result | None:
+    """A result as torch makes it for a float operand without holes in its memory."""
+    stride = x.layout.stride
+    if x.dtype.is_floating_point and stride == dense_stride(x.shape, stride):
+        return Result(x.shape, x.dtype, stride)
+    return None
 
 
 pointwise(
-    "abs acos acosh angle asin asinh atan atanh arccos arccosh arcsin arcsinh arctan arctanh bitwise_not ceil cos "
-    "cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac gelu hardshrink hardsigmoid hardswish "
-    "hardtanh i0 i0e i1 i1e isfinite isinf isnan isneginf isposinf isreal leaky_relu lgamma log log10 log1p log2 "
-    "logical_not logit logsigmoid mish ndtri nan_to_num polygamma rad2deg reciprocal relu relu6 round rsqrt selu "
-    "elu celu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh "
-    "tanhshrink threshold trunc bessel_j0 bessel_j1 bessel_y0 bessel_y1 erfcx log_ndtr ndtr entr multigammaln "
-    "mvlgamma expit psi gammaln clip clamp clamp_min clamp_max"
+    "abs acos acosh asin asinh atan atanh arccos arccosh arcsin arcsinh arctan arctanh ceil cos cosh deg2rad digamma "
+    "erf erfc erfinv exp exp2 expm1 fix floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 i0e i1 i1e "
+    "leaky_relu lgamma log log10 log1p log2 logit logsigmoid mish ndtri nan_to_num rad2deg reciprocal relu relu6 "
+    "round rsqrt selu elu celu sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square tan "
+    "tanh tanhshrink threshold trunc bessel_j0 bessel_j1 bessel_y0 bessel_y1 erfcx log_ndtr ndtr entr expit psi "
+    "gammaln clip clamp clamp_min clamp_max",
+    keeps_float=True,
+)
+pointwise(
+    "angle bitwise_not isfinite isinf isnan isneginf isposinf isreal logical_not signbit polygamma multigammaln "
+    "mvlgamma"
 )
 pointwise(
     "atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift copysign eq ne lt le "
