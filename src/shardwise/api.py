@@ -9,11 +9,10 @@ import torch
 
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Partial, Shard, as_placements
-from shardwise.layout.placement import REPLICATE
+from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.mesh import Mesh, as_mesh
 from shardwise.move import plan_steps
 from shardwise.move.steps import take
-from shardwise.sizes import check_reductions
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Layout, Partial, Placement, Shard
+from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.layout import dense_stride
+from shardwise.layout.placement import check_reductions
 from shardwise.layout.split import count
 
 Shapes = dict[tuple[int, ...], tuple[int, ...]]  # by mesh coordinates
@@ -78,21 +79,6 @@ def _from_the_front(placements: tuple[Placement, ...], local: torch.Tensor) -> t
 
 def _same_everywhere(mesh: Any, local: torch.Tensor) -> Shapes:
     return {c: tuple(local.shape) for c in itertools.product(*(range(k) for k in mesh.shape))}
-
-
-def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> None:
-    for axis, p in enumerate(placements):
-        if isinstance(p, Partial):
-            if p.reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-                raise LayoutError(
-                    f"placements[{axis}] = {p!r}: an average of {dtype} is not a {dtype}; use a float dtype"
-                )
-            if p.reduce_op in ("max", "min") and dtype.is_complex:
-                raise LayoutError(f"placements[{axis}] = {p!r}: {dtype} has no order; use a real dtype")
-            if p.reduce_op in ("band", "bor", "bxor") and (dtype.is_floating_point or dtype.is_complex):
-                raise LayoutError(
-                    f"placements[{axis}] = {p!r}: bitwise reductions need an integer or bool dtype, got {dtype}"
-                )
 
 
 def _check_agreement(kinds: dict[tuple[int, ...], tuple[str, tuple[int, ...]]]) -> None:

@@ -12,7 +12,8 @@ from shardwise.comm.bridge import collapse, own_each, regrade, share
 from shardwise.comm.record import Note
 from shardwise.comm.simulation import RankTensor
 from shardwise.engine.call import SPECIAL, call_function, call_overload
-from shardwise.engine.context import relaxed
+from shardwise.engine.context import is_strict, relaxed, running_op
+from shardwise.engine.plan import refuse_program
 from shardwise.errors import LayoutError, MeshError, MoveError
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
 from shardwise.layout.placement import REPLICATE, _rebuild_shard
@@ -117,7 +118,11 @@ class DTensor(Wrapper):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same values in another layout, differentiable."""
+        """The same values in another layout, differentiable.
+
+        Values travel and arrive as `forward_dtype`, gradients travel as `backward_dtype`. `async_op` is taken for
+        programs that give it; the move is done when this returns.
+        """
         if device_mesh is not None and as_mesh(device_mesh) is not self._layout.mesh:
             raise MoveError(
                 f"redistribute: from {self._layout.mesh!r} to {as_mesh(device_mesh)!r}: moves across meshes are not "
@@ -133,7 +138,10 @@ class DTensor(Wrapper):
         if not plan_steps(self._layout, target):  # axes of one rank: another name for the same
             return wrap(self._local, target)
         target = target.replace(stride=None)
-        return wrap(move(self._local, self._layout, target, Note("redistribute")), target)
+        op = running_op()
+        if op is not None and is_strict() and any(step.kind != "local" for step in plan_steps(self._layout, target)):
+            refuse_program(op, self._layout, target)
+        return wrap(move(self._local, self._layout, target, Note(op or "redistribute")), target)
 
     def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """The whole value as a plain tensor, differentiable."""

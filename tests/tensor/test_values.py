@@ -200,9 +200,22 @@ def strict_allows_backward(mesh):
     assert [e.kind for e in log if e.backward] == ["all_reduce"]
 
 
+def strict_sees_inside_the_program_of_an_op(mesh):
+    """Ops that are several moves and calls: their communication is theirs, in the ledger and under strict()."""
+    leaf = laid_out(VALUE, mesh, on_one_axis(mesh, Shard(0)))
+    with debug.ledger() as log:
+        same(leaf.logsumexp(0), VALUE.logsumexp(0))
+    assert {(e.op, e.kind) for e in log} == {("logsumexp", "all_gather")}
+    with strict(), pytest.raises(StrictError, match=r"^logsumexp would communicate under strict\(\): on the way it moves"):
+        leaf.logsumexp(0)
+    whole = leaf.redistribute(placements=[R] * len(leaf.placements))
+    with strict():
+        same(whole.logsumexp(0), VALUE.logsumexp(0))
+
+
 CHECKS = [
     numbers, arrays, container_protocol, comparisons, text, plain_operands, strict_refuses_what_was_not_asked_for,
-    strict_allows_backward,
+    strict_allows_backward, strict_sees_inside_the_program_of_an_op,
 ]  # fmt: skip
 test_simulated, test_processes = checked_on(__name__, CHECKS)
 
@@ -211,7 +224,7 @@ def test_operands_on_different_meshes():
     a = distribute_tensor(VALUE, simulate((2,), axis_names=("a",)), [Shard(0)])
     b = distribute_tensor(VALUE, simulate((3,), axis_names=("b",)), [Shard(0)])
     for op in (torch.add, torch.mul, lambda s, t: s @ t.t(), lambda s, t: torch.cat([s, t]), lambda s, t: s.copy_(t)):
-        with pytest.raises(MeshError, match=r"different meshes, mesh\(a=2\) and mesh\(b=3\); redistribute"):
+        with pytest.raises(MeshError, match=r"different meshes, mesh\(a=2\) and mesh\(b=3\); lay one of them out"):
             op(a, b)
     same(a, VALUE)
     same(b, VALUE)

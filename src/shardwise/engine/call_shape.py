@@ -71,8 +71,8 @@ def common_mesh(name: str, layouts: Sequence[Layout]) -> Any:
     for layout in layouts[1:]:
         if layout.mesh is not mesh:
             raise MeshError(
-                f"{name}: operands are on different meshes, {mesh!r} and {layout.mesh!r}; "
-                f"redistribute one of them to the other's mesh first"
+                f"{name}: operands are on different meshes, {mesh!r} and {layout.mesh!r}; lay one of them out on the "
+                f"other's mesh: distribute_tensor(x.full_tensor(), mesh, placements)"
             )
     return mesh
 

@@ -47,6 +47,24 @@ class relaxed:
         _state.depth, _state.switched = self.saved
 
 
+class running:
+    """Inside: the program a rule gives for an op. A move it makes is not one the user asked for."""
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def __enter__(self) -> None:
+        self.outer, _state.op = getattr(_state, "op", None), self.op
+
+    def __exit__(self, *exc: Any) -> None:
+        _state.op = self.outer
+
+
+def running_op() -> str | None:
+    """The op whose program is running, if any."""
+    return getattr(_state, "op", None)
+
+
 class implicit_replication:
     """Inside: plain tensors that meet distributed ones count as replicated, under strict() too."""
 

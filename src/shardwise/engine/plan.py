@@ -14,7 +14,7 @@ import torch
 from shardwise.comm.record import Note
 from shardwise.engine.aliasing import COPIES, after_write, before_write, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
-from shardwise.engine.context import is_strict
+from shardwise.engine.context import is_strict, running
 from shardwise.engine.results import Finish, Results, one_wrapper
 from shardwise.errors import StrictError
 from shardwise.layout import Layout
@@ -31,7 +31,7 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
         program = spec.run
         if in_place and not spec.writes:
             return None
-        return lambda args, kwargs, locals, local_kwargs: program(*args, **kwargs)
+        return _run_program(program, call.name)
     results = Results(spec, call, in_place)
     assignment = spec.assign(call.operands, results.metas, in_place)
     if assignment is None:
@@ -59,6 +59,16 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
             return direct
     finish = results.finisher(outputs, base, copied, call.name)
     return _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons)
+
+
+def _run_program(program: Callable[..., Any], name: str) -> Plan:
+    """The program of an op: what it communicates is on that op's account."""
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        with running(name):
+            return program(*args, **kwargs)
+
+    return run
 
 
 def _run_direct(paths: list[Path], wrap_one: Callable[[Any], Any], invoke: Any, takes_all: bool) -> Plan | None:
@@ -214,6 +224,14 @@ def refuse(name: str, moves: Moves, now: Sequence[Layout], need: Sequence[Layout
                 f"{': ' + why if why else ''}. Ask for it: "
                 f"x.redistribute(placements=[{', '.join(map(repr, there.placements))}])"
             )
+
+
+def refuse_program(name: str, here: Layout, there: Layout) -> None:
+    """Under strict(): the same for a move inside the program of an op."""
+    raise StrictError(
+        f"{name} would communicate under strict(): on the way it moves a tensor of shape {here.shape} from "
+        f"{_places(here)} to {_places(there)}. Redistribute its operands first so that no dim it works along is cut"
+    )
 
 
 def _places(layout: Layout) -> str:

@@ -222,3 +222,19 @@ def as_placements(values: Iterable[Any] | Any) -> tuple[Placement, ...]:
             f"as [Shard(0), Replicate()]"
         )
     return tuple(as_placement(value, f"placements[{axis}]") for axis, value in enumerate(values))
+
+
+def check_reductions(placements: Sequence[Placement], dtype: Any) -> None:
+    """Raise where a Partial's reduction makes no sense for the dtype."""
+    for axis, p in enumerate(placements):
+        if isinstance(p, Partial):
+            if p.reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+                raise LayoutError(
+                    f"placements[{axis}] = {p!r}: an average of {dtype} is not a {dtype}; use a float dtype"
+                )
+            if p.reduce_op in ("max", "min") and dtype.is_complex:
+                raise LayoutError(f"placements[{axis}] = {p!r}: {dtype} has no order; use a real dtype")
+            if p.reduce_op in ("band", "bor", "bxor") and (dtype.is_floating_point or dtype.is_complex):
+                raise LayoutError(
+                    f"placements[{axis}] = {p!r}: bitwise reductions need an integer or bool dtype, got {dtype}"
+                )

@@ -14,7 +14,7 @@ from functools import lru_cache
 from shardwise.comm.base import Coords
 from shardwise.errors import MoveError
 from shardwise.layout import Layout, Partial, Placement, Shard
-from shardwise.layout.placement import REPLICATE
+from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.layout.split import count, intersect
 from shardwise.move.steps import (
     AllReduce,
@@ -28,7 +28,6 @@ from shardwise.move.steps import (
     Spread,
     ToPartial,
 )
-from shardwise.sizes import check_reductions
 
 
 class MovePlan:

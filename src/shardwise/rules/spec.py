@@ -129,9 +129,8 @@ class Factors:
     outputs: Sequence[Sequence[str | None]]
     linear: str = "none"
     joint: frozenset[int] | None = None  # the operands `linear` speaks of; None: all
-    any_partial: bool = (
-        False  # parts of any reduction may stay, not of sums only: elements are copied, not computed with
-    )
+    # parts of any reduction may stay, not of sums only: elements are copied, not computed with
+    any_partial: bool = False
     reduce: dict[str, str] = field(default_factory=dict)
     local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # as in Assignment
