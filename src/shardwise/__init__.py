@@ -3,8 +3,8 @@
 from shardwise import debug, dynamo, experimental
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.comm.simulation import RankTensor
+from shardwise.context import strict
 from shardwise.engine.cache import cache_info, clear_caches
-from shardwise.engine.context import strict
 from shardwise.errors import (
     AutogradError,
     CommError,

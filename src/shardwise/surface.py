@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.bridge import joined, regrade, share
 from shardwise.comm.record import Note
-from shardwise.engine.context import relaxed
+from shardwise.context import relaxed
 from shardwise.errors import AutogradError, LayoutError
 from shardwise.layout import Layout, Partial, Placement
 from shardwise.layout.placement import REPLICATE

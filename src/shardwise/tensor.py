@@ -11,9 +11,8 @@ from shardwise import checkpoint, surface
 from shardwise.comm.bridge import collapse, own_each, regrade, share
 from shardwise.comm.record import Note
 from shardwise.comm.simulation import RankTensor
+from shardwise.context import is_strict, refuse_in_program, relaxed, running_op
 from shardwise.engine.call import SPECIAL, call_function, call_overload
-from shardwise.engine.context import is_strict, relaxed, running_op
-from shardwise.engine.plan import refuse_program
 from shardwise.errors import LayoutError, MeshError, MoveError
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
 from shardwise.layout.placement import REPLICATE, _rebuild_shard
@@ -140,7 +139,7 @@ class DTensor(Wrapper):
         target = target.replace(stride=None)
         op = running_op()
         if op is not None and is_strict() and any(step.kind != "local" for step in plan_steps(self._layout, target)):
-            refuse_program(op, self._layout, target)
+            refuse_in_program(op, self._layout, f"[{', '.join(map(str, target.placements))}]")
         return wrap(move(self._local, self._layout, target, Note(op or "redistribute")), target)
 
     def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:

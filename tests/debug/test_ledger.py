@@ -149,7 +149,9 @@ def test_reason_of_an_op_without_a_rule():
     with ledger() as log:
         y = doubled(x)
     assert y.full_tensor().tolist() == (torch.arange(8.0) * 2).tolist()
-    assert [(e.kind, e.reason) for e in log] == [("all_gather", "gather, since there is no rule for it, and compute it on every rank")]
+    assert [(e.kind, e.reason) for e in log] == [
+        ("all_gather", "gather, since there is no rule for it, and compute it on every rank")
+    ]
     assert "doubled" in log[0].op
 
 

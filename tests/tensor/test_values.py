@@ -206,7 +206,10 @@ def strict_sees_inside_the_program_of_an_op(mesh):
     with debug.ledger() as log:
         same(leaf.logsumexp(0), VALUE.logsumexp(0))
     assert {(e.op, e.kind) for e in log} == {("logsumexp", "all_gather")}
-    with strict(), pytest.raises(StrictError, match=r"^logsumexp would communicate under strict\(\): on the way it moves"):
+    with (
+        strict(),
+        pytest.raises(StrictError, match=r"^logsumexp would communicate under strict\(\): on the way it moves"),
+    ):
         leaf.logsumexp(0)
     whole = leaf.redistribute(placements=[R] * len(leaf.placements))
     with strict():

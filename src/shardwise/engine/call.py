@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from shardwise.context import refuses_plain
 from shardwise.engine.cache import PlanCache, register_cache
 from shardwise.engine.call_shape import CallShape, op_name, tensors_in
-from shardwise.engine.context import refuses_plain
 from shardwise.engine.fallback import rebound, replicated, written_back
 from shardwise.engine.plan import Plan, build_plan
 from shardwise.errors import AutogradError, MeshError, StrictError

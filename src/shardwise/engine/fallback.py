@@ -15,9 +15,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm.record import Note
+from shardwise.context import is_strict
 from shardwise.engine.aliasing import after_write, before_write, note_copy
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
-from shardwise.engine.context import is_strict
 from shardwise.engine.plan import Plan, refuse
 from shardwise.functions import writes_first
 from shardwise.layout import Layout, contiguous_stride

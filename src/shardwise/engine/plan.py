@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from shardwise.comm.record import Note
+from shardwise.context import is_strict, running
 from shardwise.engine.aliasing import COPIES, after_write, before_write, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
-from shardwise.engine.context import is_strict, running
 from shardwise.engine.results import Finish, Results, one_wrapper
 from shardwise.errors import StrictError
 from shardwise.layout import Layout
@@ -224,14 +224,6 @@ def refuse(name: str, moves: Moves, now: Sequence[Layout], need: Sequence[Layout
                 f"{': ' + why if why else ''}. Ask for it: "
                 f"x.redistribute(placements=[{', '.join(map(repr, there.placements))}])"
             )
-
-
-def refuse_program(name: str, here: Layout, there: Layout) -> None:
-    """Under strict(): the same for a move inside the program of an op."""
-    raise StrictError(
-        f"{name} would communicate under strict(): on the way it moves a tensor of shape {here.shape} from "
-        f"{_places(here)} to {_places(there)}. Redistribute its operands first so that no dim it works along is cut"
-    )
 
 
 def _places(layout: Layout) -> str:

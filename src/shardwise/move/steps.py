@@ -319,3 +319,12 @@ def put_together(parts: Sequence[torch.Tensor], dim: int, row: Sequence[Interval
     out = torch.empty_like(whole)
     out.index_copy_(dim, _index(order, whole), whole)
     return out
+
+
+def add_at(x: torch.Tensor, dim: int, intervals: Intervals, part: torch.Tensor) -> None:
+    """Add `part` to the indices of `dim` in `intervals`, in place."""
+    if is_contiguous(intervals):
+        a, b = intervals[0] if intervals else (0, 0)
+        x.narrow(dim, a, b - a).add_(part)
+    else:
+        x.index_add_(dim, _index(intervals, x), part)

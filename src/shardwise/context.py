@@ -1,9 +1,12 @@
-"""Switches that hold for a stretch of the program: `strict()`."""
+"""What holds for a stretch of the program: `strict()`, and the op whose program is running."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
+
+from shardwise.errors import StrictError
+from shardwise.layout import Layout
 
 _state = threading.local()
 
@@ -63,6 +66,15 @@ class running:
 def running_op() -> str | None:
     """The op whose program is running, if any."""
     return getattr(_state, "op", None)
+
+
+def refuse_in_program(op: str, here: Layout, there: str) -> None:
+    """Under strict(): say what the program of an op would move."""
+    places = ", ".join(map(str, here.placements))
+    raise StrictError(
+        f"{op} would communicate under strict(): on the way it moves a tensor of shape {here.shape} from "
+        f"[{places}] to {there}. Redistribute its operands first so that no dim it works along is cut"
+    )
 
 
 class implicit_replication:
