@@ -1,20 +1,7 @@
 """The operator rules, one file a family. Importing this package registers them all."""
 
-from shardwise.rules import (  # noqa: F401
-    attention,
-    convert,
-    create,
-    embedding,
-    index,
-    join,
-    lists,
-    loss,
-    matmul,
-    norm,
-    pointwise,
-    random,
-    reduce,
-    slicing,
-    view,
-    whole,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -92,14 +92,6 @@ def needs_stages(x: Operand, dims: tuple[int, ...]) -> bool:
     return any(x.layout.is_cut(d) for d in dims) and not x.layout.is_partial
 
 
-@rule("logsumexp")
-def logsumexp(x: Operand, dim: Any, keepdim: bool = False) -> Any:
-    dims = dims_of(dim, x.ndim)
-    if needs_stages(x, dims):
-        return Algorithm(lambda x, dim, keepdim=False: two_stages(torch.logsumexp, x, dims, keepdim))
-    return whole_along(x, dims, keepdim)
-
-
 @rule("vector_norm linalg_vector_norm")
 def vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     dims = dims_of(dim, x.ndim)
@@ -129,35 +121,6 @@ def whole_along(x: Operand, dims: tuple[int, ...], keepdim: bool, outputs: int =
     return Factors([ins], [outs] * outputs)
 
 
-@rule("amax amin argmax argmin var std")
-def over_dims(x: Operand, dim: Any = None, *args: Any, keepdim: bool = False, **kwargs: Any) -> Factors | None:
-    if isinstance(dim, bool) or len(args) > 1 or (args and not isinstance(args[0], bool)):
-        return None
-    return whole_along(x, dims_of(dim, x.ndim), bool(args[0]) if args else keepdim)
-
-
-@rule("var_mean std_mean aminmax")
-def over_dims_twice(x: Operand, dim: Any = None, *, keepdim: bool = False, **kwargs: Any) -> Factors | None:
-    if isinstance(dim, bool):
-        return None
-    return whole_along(x, dims_of(dim, x.ndim), keepdim, outputs=2)
-
-
-@rule("max min median nanmedian")
-def extreme(x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    """Of all elements one value; along a dim values and indices; of two tensors elementwise."""
-    if dim is None:
-        return whole_along(x, tuple(range(x.ndim)), False)
-    if not isinstance(dim, int):
-        return None
-    return whole_along(x, (dim_of(dim, x.ndim),), keepdim, outputs=2)
-
-
-@rule("mode")
-def mode(x: Operand, dim: int = -1, keepdim: bool = False) -> Factors:
-    return whole_along(x, (dim_of(dim, x.ndim),), keepdim, outputs=2)
-
-
 def along(names: str, outputs: int = 1, default: int = -1) -> None:
     """Ops (x, dim) that keep the shape and need `dim` whole."""
 
@@ -166,7 +129,3 @@ def along(names: str, outputs: int = 1, default: int = -1) -> None:
         if not isinstance(dim, int) or isinstance(dim, bool):
             return None
         return whole_along(x, (dim_of(dim, x.ndim),), True, outputs)
-
-
-along("softmax log_softmax softmin _softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp")
-along("cummax cummin", outputs=2)
