@@ -8,83 +8,25 @@ import random
 import torch
 from torch.utils._pytree import tree_flatten
 
-from shardwise import DTensor, Partial, RankTensor, Replicate, Shard
-from shardwise.layout import Layout
+from shardwise import DTensor, Replicate, Shard
 from shardwise.mesh import as_mesh
-
-
-def part_of(x, layout, coords, weights):
-    """What the rank at `coords` holds of `x`: its tiles, weighted by its share of every Partial axis."""
-    for dim in range(x.dim()):
-        held = layout.held(dim, coords)
-        index = torch.tensor([i for a, b in held for i in range(a, b)], dtype=torch.long, device=x.device)
-        x = x.index_select(dim, index)
-    for axis, placement in enumerate(layout.placements):
-        if placement.is_partial():
-            x = x * weights[axis][coords[axis]]
-    return x.clone()
-
-
-def spread_out(x, mesh, placements, seed=0, requires_grad=False):
-    """`x` laid out; the parts of a Partial axis are uneven shares of both signs that add up to it."""
-    inner = as_mesh(mesh)
-    layout = Layout.make(inner, placements, tuple(x.shape), x.dtype)
-    generator = random.Random(seed)
-    weights = []
-    for size in inner.shape:
-        share = [generator.uniform(-2, 2) for _ in range(size - 1)]
-        weights.append([*share, 1 - sum(share)])
-    if inner.comm.simulated:
-        cache = {}  # ranks on a Replicate axis share one tensor
-
-        def at(rank):
-            coords = inner.coords(rank)
-            key = tuple(None if p.is_replicate() else c for p, c in zip(layout.placements, coords, strict=True))
-            if key not in cache:
-                cache[key] = part_of(x, layout, coords, weights)
-            return cache[key]
-
-        local = RankTensor([at(rank) for rank in inner.ranks])
-    else:
-        local = part_of(x, layout, inner.comm.coords, weights)
-    result = DTensor.from_local(local, mesh, placements, shape=x.shape)
-    return result.requires_grad_() if requires_grad else result
-
-
-def random_sizes(n, parts, generator):
-    """`parts` sizes >= 0 that add up to n, empty ones likely."""
-    cuts = sorted(generator.randint(0, n) for _ in range(parts - 1))
-    return tuple(b - a for a, b in zip([0, *cuts], [*cuts, n], strict=True))
-
-
-def placements_for(x, size, generator, partial=True):
-    """Every kind of placement one axis of `size` ranks can give this tensor."""
-    out = [Replicate()]
-    for dim in range(x.dim()):
-        out.append(Shard(dim))
-        if size > 1:
-            out.append(Shard(dim, sizes=random_sizes(x.shape[dim], size, generator)))
-    if partial and x.dtype.is_floating_point:
-        out.append(Partial())
-    return out
+from shardwise.testing.spread import placements_for, random_placements, spread_out
 
 
 def layouts_of(x, mesh_shape, generator, partial=True):
-    """Random placements for one tensor; sizes are explicit only where nothing else cuts the same dim."""
-    places = []
-    for size in mesh_shape:
-        options = placements_for(x, size, generator, partial)
-        used = {p.dim for p in places if isinstance(p, Shard)}
-        options = [p for p in options if not (isinstance(p, Shard) and p.pieces is not None and p.dim in used)]
-        places.append(generator.choice(options))
-    return places
+    """Random placements for one tensor."""
+    return random_placements(x, mesh_shape, generator, _reductions(x, partial))
+
+
+def _reductions(x, partial):
+    return ("sum",) if partial and x.dtype.is_floating_point else ()
 
 
 def combinations(tensors, mesh_shape, limit, seed, partial=True):
     """Layouts of several tensors: all single-axis ones of one tensor, else a deterministic sample."""
     generator = random.Random(seed)
     if len(tensors) == 1 and len(mesh_shape) == 1:
-        every = [[[p]] for p in placements_for(tensors[0], mesh_shape[0], generator, partial)]
+        every = [[[p]] for p in placements_for(tensors[0], mesh_shape[0], generator, _reductions(tensors[0], partial))]
         if len(every) <= limit:
             return every
     same = [[Shard(d)] * 1 for d in range(max((t.dim() for t in tensors), default=0))]

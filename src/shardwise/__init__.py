@@ -15,7 +15,7 @@ from shardwise.errors import (
     ShardwiseError,
     StrictError,
 )
-from shardwise.experimental import implicit_replication, local_map
+from shardwise.experimental import implicit_replication, local_map, register_sharding
 from shardwise.factories import empty, full, ones, rand, randn, zeros
 from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
 from shardwise.mesh import DeviceMesh, init_device_mesh, simulate
@@ -58,6 +58,7 @@ __all__ = [
     "plan_move",
     "rand",
     "randn",
+    "register_sharding",
     "simulate",
     "strict",
     "zeros",

@@ -92,16 +92,22 @@ def retain_grad(tensor: Any) -> None:
 # -- grad --------------------------------------------------------------------------------------------------
 def get_grad(tensor: Any) -> Any:
     """The gradient as a distributed tensor; the same object as long as the local gradients are the same."""
-    grads = [value.grad for value in values(tensor)]
-    if grads[0] is None:
-        tensor.__dict__.pop("_grad", None)
-        return None
-    kept = tensor.__dict__.get("_grad")
-    if kept is not None and all(a is b for a, b in zip(kept[0], grads, strict=True)):
+    own = tensor.__dict__  # optimizers and clipping ask this of every parameter, several times a step
+    local, kept = own.get("_leaf", own["_local"]), own.get("_grad")
+    held = tensor._layout.mesh.comm.values(local)
+    if kept is not None and held[0].grad is kept[0][0] and (len(held) == 1 or _same(kept[0], held)):
         return kept[1]
-    wrapped = as_gradient(tensor._layout, tensor._layout.mesh.comm.rebuild(leaf_local(tensor), grads))
-    tensor.__dict__["_grad"] = (grads, wrapped)
+    grads = [value.grad for value in held]
+    if grads[0] is None:
+        own.pop("_grad", None)
+        return None
+    wrapped = as_gradient(tensor._layout, tensor._layout.mesh.comm.rebuild(local, grads))
+    own["_grad"] = (grads, wrapped)
     return wrapped
+
+
+def _same(grads: Sequence[Any], held: Sequence[torch.Tensor]) -> bool:
+    return all(value.grad is grad for value, grad in zip(held, grads, strict=True))
 
 
 def set_grad(tensor: Any, grad: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,8 +41,10 @@ class DTensor(Wrapper):
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """The interned layout: tiles, local shapes, offsets."""
-        return self._layout
+        """The interned layout: tiles, local shapes, offsets. torch's own Python code, which asks for the kind of memory
+        and may look the answer up in a set, hears torch.strided."""
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        return torch.strided if asking.startswith("torch.") else self._layout  # type: ignore[return-value]
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -153,6 +156,12 @@ class DTensor(Wrapper):
             note = Note("full_tensor", backward=True)
             local = regrade(comm, own_each(comm, local), lambda g: move(g, theirs, whole, note))
         return _across(comm, collapse(comm, local))
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Tensor.to, at once where the tensor is on the device already: clip_grad_norm_ asks this of every norm."""
+        if not kwargs and len(args) == 1 and type(args[0]) is torch.device and args[0] == self._layout.device:
+            return self
+        return super().to(*args, **kwargs)
 
     # -- autograd -------------------------------------------------------------------------------------------
     @property
@@ -306,6 +315,10 @@ class DTensor(Wrapper):
     # -- torch comes in here --------------------------------------------------------------------------------
     __torch_function__: Any = classmethod(call_function)
     __torch_dispatch__: Any = classmethod(call_overload)
+
+
+# clip_grad_norm_ uses list ops for the types it finds here: one exchange for all gradients, not one for each
+torch.utils._foreach_utils._foreach_supported_types.append(DTensor)
 
 
 def _across(comm: Any, local: Any) -> Any:

@@ -151,13 +151,31 @@ def test_split_parts_are_written_apart():
         compare(mine.grad, leaf.grad, str(placements), 1e-10)
 
 
+def test_other_shapes():
+    for placements in LAYOUTS:
+        for change in (
+            lambda t: t.resize_(3, 7),
+            lambda t: t.t().resize_(4, 2, 3),
+            lambda t: t.as_strided_((2, 3), (1, 4), 2),
+        ):
+            mine = spread_out(A, simulate(3), placements)
+            compare(change(mine.clone()), change(A.clone()), str(placements), 1e-10)
+        grown = spread_out(A, simulate(3), placements).resize_(6, 7)
+        compare(grown[:5], A, str(placements), 1e-10)
+        assert grown.shape == (6, 7)
+
+
 def test_refused():
     a = spread_out(A, simulate(3), [Shard(0)])
     assert a.clone().resize_(5, 7).shape == (5, 7)
-    with pytest.raises(RuleError, match=r"resize_ of a distributed tensor from \(5, 7\) to \(3, 7\)"):
-        a.resize_(3, 7)
-    with pytest.raises(RuleError, match="as_strided_ and set_ give a tensor other memory"):
-        a.as_strided_((2, 2), (1, 2))
+    with pytest.raises(
+        RuleError, match=r"resize_ of a distributed tensor from \(4, 5\) to \(3, 7\): it is part of another"
+    ):
+        a[:, ::2].t().resize_(3, 7)
+    with pytest.raises(RuleError, match="requires grad"):
+        a.clone().requires_grad_().resize_(3, 7)
+    with pytest.raises(RuleError, match="set_ gives a tensor other memory"):
+        a.set_(A)
     with pytest.raises(RuleError, match="that is part of another"):
         a[1:].as_strided((2, 2), (1, 2), 3)
     with pytest.raises(RuleError, match="reads memory that is not part of it"):

@@ -10,7 +10,7 @@ import torch
 
 from shardwise import DTensor, Partial, Replicate, Shard, simulate
 from shardwise.mesh import as_mesh
-from tests.harness import random_sizes, spread_out
+from shardwise.testing.spread import random_sizes, spread_out
 from tests.workers import device_mesh, run_ranks
 
 R = Replicate()

@@ -13,7 +13,7 @@ from shardwise import (
     debug,
     distribute_tensor,
 )
-from tests.harness import part_of
+from shardwise.testing.spread import Parts
 from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, on_one_axis, same, x
 
 VALUES = {
@@ -28,7 +28,7 @@ def holds_its_tiles(tensor, value):
     comm = tensor._layout.mesh.comm
     for coords in comm.played():
         local = comm.at(tensor._local, coords)
-        torch.testing.assert_close(local.detach(), part_of(value, tensor._layout, coords, None), rtol=0, atol=0)
+        torch.testing.assert_close(local.detach(), Parts(value, tensor._layout, 0).at(coords), rtol=0, atol=0)
 
 
 def distribute_all_placements(mesh):

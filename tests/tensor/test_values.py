@@ -205,7 +205,7 @@ def strict_sees_inside_the_program_of_an_op(mesh):
     leaf = laid_out(VALUE, mesh, on_one_axis(mesh, Shard(0)))
     with debug.ledger() as log:
         same(leaf.logsumexp(0), VALUE.logsumexp(0))
-    assert {(e.op, e.kind) for e in log} == {("logsumexp", "all_gather")}
+    assert {(e.op, e.kind) for e in log} == {("logsumexp", "all_reduce")}
     with (
         strict(),
         pytest.raises(StrictError, match=r"^logsumexp would communicate under strict\(\): on the way it moves"),

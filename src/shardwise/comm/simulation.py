@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from shardwise.comm.base import Comm, Coords, Step
 from shardwise.errors import LayoutError, MeshError
@@ -101,60 +101,98 @@ def map_ranks(
     keys: Sequence[Any] | None = None,
 ) -> Any:
     """`func` on each rank's values. Ranks whose inputs are the same objects (and keys equal) share one call."""
-    leaves, tree = tree_flatten((tuple(args), kwargs), is_leaf=lambda leaf: isinstance(leaf, PerRank))
-    count = next(len(x.ranks) if isinstance(x, RankTensor) else len(x) for x in leaves if _is_many(x))
-    written = func in _IN_PLACE or writes_first(func)
+    many = [*_many_in(args), *_many_in(kwargs)]
+    tensors = [x for x in many if isinstance(x, RankTensor)]
+    target: Any = args or tuple(kwargs.values())
+    while isinstance(target, (list, tuple)) and target and not isinstance(target, PerRank):
+        target = target[0]
+    written = isinstance(target, RankTensor) and (func in _IN_PLACE or writes_first(func))
     done: dict[Any, Any] = {}
     results = []
-    for rank in range(count):
-        mine = [_at(x, rank) for x in leaves]
-        if written and leaves and isinstance(leaves[0], RankTensor):
-            key: Any = id(mine[0])  # one write a value: ranks that share it agree on what is written
+    for rank in range(len(tensors[0].ranks) if tensors else len(many[0])):
+        if written:
+            key: Any = id(target.ranks[rank])  # one write a value: ranks that share it agree on what is written
         else:
             key = (
                 keys[rank] if keys else None,
-                *(_identity(x, m) for x, m in zip(leaves, mine, strict=True) if _is_many(x)),
+                *(id(x.ranks[rank]) if isinstance(x, RankTensor) else x[rank] for x in many),
             )
         if key not in done:
-            call_args, call_kwargs = tree_unflatten(mine, tree)
-            done[key] = func(*call_args, **call_kwargs)
+            done[key] = func(*_at(args, rank), **_at(kwargs, rank))
         results.append(done[key])
+    _note_use(results, tensors)
+    return joined(results)
+
+
+def _note_use(results: Any, tensors: Sequence[RankTensor]) -> None:
     if torch.is_grad_enabled() and any(
         isinstance(r, torch.Tensor) and r.requires_grad for r in tree_flatten(results)[0]
     ):
-        for leaf in leaves:
-            if isinstance(leaf, RankTensor):
-                leaf.used = True
-    return joined(results)
+        for tensor in tensors:
+            tensor.used = True
 
 
 _LIST_OPS = ("_foreach_", "_fused_")  # torch's ops on lists of tensors
 
 
-def map_positions(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], keys: Sequence[Any]) -> Any:
-    """A list op, one position at a time: tensors at different positions are shared by different ranks."""
-    count = max(len(a) for a in args if isinstance(a, (list, tuple)))
+def map_positions(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A list op. Its positions are calls of their own, each shared by the ranks that hold the same tensors there.
+    Positions that are shared alike go in one call."""
+    count = max(len(a) for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)))
+    tensors = [*_many_in(args), *_many_in(kwargs)]
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and len(a) == count]
+    telling = [a for a in lists if isinstance(a[0], RankTensor)][: 1 if writes_first(func) else None]
+    alike: dict[Any, list[int]] = {}  # for each rank, the first that holds the same -> positions
+    for j in range(count):
+        first: dict[Any, int] = {}
+        held = zip(*(a[j].ranks for a in telling), strict=True)
+        who = tuple(first.setdefault(tuple(map(id, mine)), rank) for rank, mine in enumerate(held))
+        alike.setdefault(who, []).append(j)
 
-    def at(value: Any, j: int) -> Any:
-        return [value[j]] if isinstance(value, (list, tuple)) and len(value) == count else value
+    def at(value: Any, positions: list[int], rank: int) -> Any:
+        long = isinstance(value, (list, tuple)) and len(value) == count
+        return _at([value[j] for j in positions] if long else value, rank)
 
-    results = [
-        map_ranks(func, [at(a, j) for a in args], {k: at(v, j) for k, v in kwargs.items()}, keys) for j in range(count)
-    ]
-    return None if results[0] is None else [r[0] for r in results]
+    results: list[Any] = [None] * count
+    nothing = False
+    for who, positions in alike.items():
+        done = {
+            rank: func(
+                *(at(a, positions, rank) for a in args), **{k: at(v, positions, rank) for k, v in kwargs.items()}
+            )
+            for rank in set(who)
+        }
+        nothing = done[who[0]] is None
+        for n, j in enumerate(positions if not nothing else ()):
+            results[j] = RankTensor([done[rank][n] for rank in who])
+    _note_use([r.ranks for r in results if r is not None], tensors)
+    return None if nothing else results
 
 
-def _is_many(x: Any) -> bool:
-    return isinstance(x, (RankTensor, PerRank))
+def _many_in(value: Any) -> Iterator[Any]:
+    """The values that differ between ranks, containers looked into."""
+    if isinstance(value, (RankTensor, PerRank)):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _many_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _many_in(item)
 
 
-def _identity(x: Any, mine: Any) -> Any:
-    """What tells a rank's argument apart: the tensor itself, or the (hashable) plain value."""
-    return id(mine) if isinstance(x, RankTensor) else mine
-
-
-def _at(x: Any, rank: int) -> Any:
-    return x.ranks[rank] if isinstance(x, RankTensor) else x[rank] if isinstance(x, PerRank) else x
+def _at(value: Any, rank: int) -> Any:
+    """What one rank has of a value."""
+    if isinstance(value, RankTensor):
+        return value.ranks[rank]
+    if isinstance(value, PerRank):
+        return value[rank]
+    if isinstance(value, (list, tuple)):
+        parts = [x.ranks[rank] if type(x) is RankTensor else _at(x, rank) for x in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else rebuild_sequence(value, parts)
+    if isinstance(value, dict):
+        return type(value)((k, _at(v, rank)) for k, v in value.items())
+    return value
 
 
 _IN_PLACE: set[Any] = {torch.Tensor.retain_grad}  # once a value, like a write
@@ -255,7 +293,7 @@ class SimulatedComm(Comm):
         ]
 
         if getattr(func, "__name__", "").startswith(_LIST_OPS):
-            return lambda *args, **kwargs: map_positions(func, args, kwargs, keys)
+            return lambda *args, **kwargs: map_positions(func, args, kwargs)
 
         def on_all_ranks(*args: Any, **kwargs: Any) -> Any:
             return map_ranks(func, args, kwargs, keys)

@@ -129,6 +129,8 @@ def freeze(arg: Any, any_float: bool = False) -> tuple[Any, Any]:
     if isinstance(arg, Wrapper):
         return arg._layout, arg._local
     kind = type(arg)
+    if kind in _PLAIN:
+        return arg, arg
     if kind is bool:
         return (_TRUE if arg else _FALSE), arg
     if kind is float or kind is complex:
@@ -138,6 +140,9 @@ def freeze(arg: Any, any_float: bool = False) -> tuple[Any, Any]:
     if kind is slice:
         return (slice, arg.start, arg.stop, arg.step), arg
     if isinstance(arg, (list, tuple)):
+        if set(map(type, arg)) == {Wrapper.concrete}:  # thousands of parameters may stand here
+            locals = [item._local for item in arg]
+            return (kind, *[item._layout for item in arg]), locals if kind is list else tuple(locals)
         plain = [item if type(item) in _PLAIN else _slice_key(item) for item in arg]
         if _OTHER not in plain:
             return (kind, *plain), arg
@@ -151,10 +156,10 @@ def freeze(arg: Any, any_float: bool = False) -> tuple[Any, Any]:
         hash(arg)
     except TypeError:
         return (kind, id(arg)), arg
-    return (arg if kind in _PLAIN else (kind, arg)), arg  # numpy's 1.0 equals 1 and hashes alike
+    return (kind, arg), arg  # numpy's 1.0 equals 1 and hashes alike
 
 
-_PLAIN = frozenset({int, str, type(None), type(Ellipsis), torch.dtype})
+_PLAIN = frozenset({int, str, type(None), type(Ellipsis), torch.dtype, torch.device})
 _OTHER = object()
 
 
@@ -190,11 +195,15 @@ def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     return lambda args, kwargs, locals, local_kwargs: _lower(func, args, kwargs)
 
 
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x2": "other"}  # which torch takes too
+
+
 def placed_for(rule: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """The arguments as the rule takes them: in its order, torch's `input` first. None where it does not know a name."""
     if not kwargs:
         return args, kwargs
     signature = inspect.signature(rule)
+    kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
     first = next(iter(signature.parameters.values()))
     if not args and "input" in kwargs and first.kind is first.POSITIONAL_OR_KEYWORD:
         args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}

@@ -88,6 +88,7 @@ class CallShape:
         self.layouts: list[Layout] = [t._layout for t in self.tensors]
         self.mesh = common_mesh(self.name, self.layouts)
         self.metas: list[torch.Tensor] = []
+        self._index_of: dict[int, int] = {}  # by a meta tensor's id
         self.operands = [Operand(layout, i) for i, layout in enumerate(self.layouts)]
 
     def with_tensors(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -98,11 +99,12 @@ class CallShape:
     def run_meta(self) -> Any:
         """The call on meta tensors: global shape, stride and dtype of the result; torch's own errors for bad input."""
         self.metas = [meta_like(layout) for layout in self.layouts]
+        self._index_of = {id(meta): i for i, meta in enumerate(self.metas)}
         args, kwargs = self.with_tensors(self.metas)
         with torch.no_grad():
             return self.func(*args, **kwargs)
 
     def base_of(self, out: Any) -> int | None:
         """The operand that `out`, a result of `run_meta`, is a view of."""
-        base = getattr(out, "_base", None)
-        return next((i for i, meta in enumerate(self.metas) if meta is base or meta is out), None)
+        base = self._index_of.get(id(getattr(out, "_base", None)))
+        return base if base is not None else self._index_of.get(id(out))

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, running
-from shardwise.engine.aliasing import COPIES, after_write, before_write, note_view
+from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copy, note_view, shares_memory
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
 from shardwise.engine.results import Finish, Results, one_wrapper
 from shardwise.errors import StrictError
@@ -31,15 +32,18 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
         program = spec.run
         if in_place and not spec.writes:
             return None
-        return _run_program(program, call.name)
+        return _run_program(program, func, call.name)
     results = Results(spec, call, in_place)
     assignment = spec.assign(call.operands, results.metas, in_place)
     if assignment is None:
         return None
-    inputs = [layout.replace(placements=p) for layout, p in zip(call.layouts, assignment.inputs, strict=True)]
+    inputs = [
+        layout if layout.placements == p else layout.replace(placements=p)
+        for layout, p in zip(call.layouts, assignment.inputs, strict=True)
+    ]
     outputs = [] if in_place else results.layouts(call, assignment.outputs)
     split = split_axes(call.mesh, inputs, outputs)
-    moves = operand_moves(call, inputs, split)
+    moves = operand_moves(call, inputs, assignment.splits or [split] * len(inputs))
     change = apart if results.base is None and getattr(spec, "may_alias", False) else lambda func: func
     if assignment.local is None:
         invoke, takes_all = call.mesh.comm.bind(change(func), split), True
@@ -61,12 +65,18 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
     return _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons)
 
 
-def _run_program(program: Callable[..., Any], name: str) -> Plan:
-    """The program of an op: what it communicates is on that op's account."""
+def _run_program(program: Callable[..., Any], func: Any, name: str) -> Plan:
+    """The program of an op: what it communicates is on that op's account. Of a view op it may have made a copy."""
+    schema = getattr(func, "_schema", None)
+    views = schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
         with running(name):
-            return program(*args, **kwargs)
+            result = program(*args, **kwargs)
+        for view in tree_flatten(result)[0] if views else ():
+            if not shares_memory(args[0], view):
+                note_copy(args[0], view, name)
+        return result
 
     return run
 
@@ -148,9 +158,9 @@ def apart(func: Callable[..., Any]) -> Callable[..., Any]:
     """`func` where its global result is no view: nor may a rank's be one, which a shard is sometimes good for."""
 
     def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = func(x, *args, **kwargs)
-        shares = isinstance(out, torch.Tensor) and out.untyped_storage()._cdata == x.untyped_storage()._cdata
-        return out.clone() if shares else out
+        own = lambda out: out.clone() if out.untyped_storage()._cdata == x.untyped_storage()._cdata else out  # noqa: E731
+        result = func(x, *args, **kwargs)
+        return own(result) if isinstance(result, torch.Tensor) else type(result)(map(own, result))
 
     return call
 
@@ -177,10 +187,10 @@ def split_axes(mesh: Any, inputs: Sequence[Layout], outputs: Sequence[Layout]) -
 Moves = list[tuple[int, tuple[MoveStep, ...], bool]]
 
 
-def operand_moves(call: CallShape, inputs: Sequence[Layout], split: Sequence[int]) -> Moves:
+def operand_moves(call: CallShape, inputs: Sequence[Layout], splits: Sequence[Sequence[int]]) -> Moves:
     """For each operand that must change, its steps, and whether they only spread (so that no data moves)."""
     moves: Moves = []
-    for i, (now, need) in enumerate(zip(call.layouts, inputs, strict=True)):
+    for i, (now, need, split) in enumerate(zip(call.layouts, inputs, splits, strict=True)):
         spread_on = tuple(axis for axis in split if need.placements[axis].is_replicate())
         steps = plan_steps(now, need, spread_on)
         if steps:

@@ -29,6 +29,9 @@ class Results:
             flat, self.tree = [known], _ONE
         elif in_place and getattr(spec, "in_place_without_meta", False):
             flat, self.tree = [], _NONE
+        elif hasattr(spec, "run_meta"):
+            with torch.no_grad():
+                flat, self.tree = tree_flatten(spec.run_meta(call.func))
         else:
             flat, self.tree = tree_flatten(call.run_meta())
         self.is_tensor = [isinstance(out, (torch.Tensor, Result)) for out in flat]
@@ -43,10 +46,14 @@ class Results:
 
     def layouts(self, call: CallShape, placements: Sequence[Any]) -> list[Layout]:
         default = call.layouts[0].device
-        return [
-            Layout.make(call.mesh, p, tuple(o.shape), o.dtype, o.stride(), _device_of(o, default))
-            for o, p in zip(self.metas, placements, strict=True)
-        ]
+        made: dict[Any, Layout] = {}  # the results of list ops are mostly alike
+        found = []
+        for out, places in zip(self.metas, placements, strict=True):
+            key = (places, tuple(out.shape), out.dtype, out.stride(), _device_of(out, default))
+            if key not in made:
+                made[key] = Layout.make(call.mesh, *key)
+            found.append(made[key])
+        return found
 
     def finisher(self, outputs: Sequence[Layout], base: Path | None, copied: bool, name: str) -> Finish:
         """Wraps local results; results that are views of the argument at `base` are noted, copies of views as such."""
@@ -75,6 +82,10 @@ class Results:
     def _wrapper(self, outputs: Sequence[Layout]) -> Callable[[Any], Any]:
         if self.single:
             return one_wrapper(outputs[0])
+        if self.tree.type in (list, tuple) and len(outputs) == self.tree.num_children == self.tree.num_leaves:
+            kind, of = self.tree.type, {layout: wrapper_of(layout) for layout in outputs}
+            wrappers = [of[layout] for layout in outputs]
+            return lambda result: kind([wrapped(x) for wrapped, x in zip(wrappers, result, strict=True)])
 
         def wrap_all(result: Any) -> Any:
             layouts = iter(outputs)

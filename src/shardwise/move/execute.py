@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,9 +24,11 @@ def run_move(local: Any, comm: Any, steps: tuple[MoveStep, ...], note: Note) -> 
         return run_steps(comm, steps, local, note)
     for step in steps:
         if isinstance(step, AllReduce) and step.reduce_op != "sum" and _needs_grad(comm, local):
-            # max, min and product have no partner step: gather the parts and let autograd see the reduction
-            local = run_steps(comm, (GatherParts(step.layout, step.axis),), local, note)
-            local = comm.bind(_REDUCE_STACKED[step.reduce_op])(local)
+            if step.reduce_op == "product":  # no partner step: gather the factors and let autograd see the product
+                local = run_steps(comm, (GatherParts(step.layout, step.axis),), local, note)
+                local = comm.bind(lambda parts: parts.prod(0).clone())(local)  # prod keeps its result for backward
+            else:
+                local = _extreme(comm, step, local, note)
         else:
             local = run_steps(comm, (step,), local, note)
     return local
@@ -37,8 +38,36 @@ def _needs_grad(comm: Any, local: Any) -> bool:
     return torch.is_grad_enabled() and any(v.requires_grad for v in comm.values(local))
 
 
-_REDUCE_STACKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "product": lambda parts: parts.prod(0),
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
-}
+def _extreme(comm: Any, step: AllReduce, local: Any, note: Note) -> Any:
+    """The greatest or least of the parts. Its gradient goes in equal shares to the parts that are it."""
+    with torch.no_grad():
+        found = run_steps(comm, (step,), local, note)
+        wins = comm.bind(_is_it, (step.axis,))(local, found)
+        counts = AllReduce(step.layout.replace(dtype=torch.int32), step.axis)
+        winners = run_steps(comm, (counts,), comm.bind(torch.Tensor.int, (step.axis,))(wins), note)
+    box = [comm, local, found, comm.bind(torch.where, (step.axis,))(wins, winners, 0)]
+    if comm.simulated:
+        local.used = True
+    return comm.assemble(comm.structure(found), _Extreme.apply(box, *comm.values(local)))
+
+
+def _is_it(part: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    return (part == found) | (part.isnan() & found.isnan())
+
+
+class _Extreme(torch.autograd.Function):
+    """`found` from the parts; `winners` is how many parts share the gradient where this one is among them, else 0."""
+
+    @staticmethod
+    def forward(ctx: Any, box: list[Any], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        comm, local, found, winners = box
+        ctx.comm, ctx.winners = comm, winners
+        ctx.before, ctx.after = comm.structure(local), comm.structure(found)
+        return comm.values(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        share = lambda grad, n: torch.where(n > 0, grad / n.clamp(min=1), 0)  # noqa: E731
+        axes = range(len(ctx.comm.shape))
+        back = ctx.comm.bind(share, tuple(axes))(ctx.comm.assemble(ctx.after, grads), ctx.winners)
+        return None, *ctx.comm.pick(ctx.before, back)

@@ -29,5 +29,5 @@ def new(name: str) -> None:
         return Algorithm(run)
 
 
-for _name in ["new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"]:
+for _name in ["new_zeros", "new_ones", "new_empty", "new_empty_strided", "new_full", "new_tensor"]:
     new(_name)

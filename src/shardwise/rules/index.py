@@ -1,16 +1,22 @@
-"""Indexing. Basic indices are selects, slices and new dims; tensor indices look up in dims that are whole."""
+"""Indexing. Basic indices are selects, slices and new dims. Tensor indices look up: in a dim that is cut every rank
+answers for the indices it holds and gives zeros for the others, so that the answers add up."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from shardwise.layout import Layout
+from shardwise.layout.layout import contiguous_stride
+from shardwise.layout.split import Intervals
+from shardwise.rules.found import broadcast_shape, program, select_masked
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.registry import rule
 from shardwise.rules.slicing import clipped, select, slice_
-from shardwise.rules.spec import Algorithm, Factors, Operand
+from shardwise.rules.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
 from shardwise.rules.view import dim_of, unsqueeze
 
 Action = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]  # rule, function, arguments
@@ -20,6 +26,10 @@ def _is_tensor(index: Any) -> bool:
     return isinstance(index, (torch.Tensor, Operand, list)) or type(index) is bool
 
 
+def is_mask(index: Any) -> bool:
+    return isinstance(index, (torch.Tensor, Operand)) and index.dtype in (torch.bool, torch.uint8)
+
+
 def spelled_out(index: Any, ndim: int) -> list[Any]:
     """The index as a list with one entry a dim (besides None), the ellipsis written as full slices."""
     entries = list(index) if isinstance(index, tuple) else [index]
@@ -27,8 +37,7 @@ def spelled_out(index: Any, ndim: int) -> list[Any]:
     for entry in entries:
         if entry is None or entry is Ellipsis or type(entry) is bool:
             continue
-        is_mask = isinstance(entry, (torch.Tensor, Operand)) and entry.dtype in (torch.bool, torch.uint8)
-        used += entry.ndim if is_mask else 1
+        used += entry.ndim if is_mask(entry) else 1
     where = next((i for i, e in enumerate(entries) if e is Ellipsis), None)
     fill = [slice(None)] * max(ndim - used, 0)
     if where is None:
@@ -71,10 +80,13 @@ def basic_actions(
             else:
                 actions.append((select, torch.select, (dim, entry)))
             read += 1
+        elif type(entry) is bool or (is_mask(entry) and not entry.ndim):  # a new dim, of one index or none
+            actions.append((unsqueeze, torch.unsqueeze, (dim,)))
+            left.append([entry] if type(entry) is bool else entry if isinstance(entry, Operand) else entry.reshape(1))
+            dim += 1
         else:
             left.append(entry)
-            is_mask = isinstance(entry, (torch.Tensor, Operand)) and entry.dtype in (torch.bool, torch.uint8)
-            width = entry.ndim if is_mask else 1
+            width = entry.ndim if is_mask(entry) else 1
             dim, read = dim + width, read + width
     return actions, left
 
@@ -146,41 +158,189 @@ def _put_at_tensors(x: Any, entries: list[Any], value: Any) -> None:
     view = x
     for _, function, arguments in actions:
         view = function(view, *arguments)
-    torch.ops.aten.index_put_(view, _as_tensors(left, view), value)
+    left = _as_tensors(left, view)
+    if any(map(is_mask, left)):
+        view.copy_(torch.ops.aten.index_put(view, left, value))
+    else:
+        torch.ops.aten.index_put_(view, left, value)
 
 
-@rule("index")
-def index(x: Operand, indices: Sequence[Any]) -> Factors | None:
-    """Indexed dims are whole; the others, and the dims of the indices, pass."""
-    found = [i for i in indices if i is not None]
-    if not found or not all(isinstance(i, Operand) and i.dtype not in (torch.bool, torch.uint8) for i in found):
+# -- who holds what an index asks for ----------------------------------------------------------------------
+def located(
+    index: torch.Tensor, held: Intervals, size: int, error: type[Exception] = IndexError, from_end: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where indices of a dim of `size` stand in what a rank holds, and whether it holds them (if not, they stand at 0).
+
+    With `from_end`, negative indices count from the end."""
+    outside = (index < (-size if from_end else 0)) | (index >= size)
+    if index.is_cuda:
+        torch._assert_async(~outside.any())  # as torch does there: without waiting for the answer
+    elif outside.any():
+        raise error(f"index {int(index[outside][0])} is out of bounds for a dimension with size {size}")
+    if from_end:
+        index = torch.where(index < 0, index + size, index)
+    if len(held) <= 1:
+        start, stop = held[0] if held else (0, 0)
+        mine, at = (index >= start) & (index < stop), index - start
+    else:
+        starts, stops = torch.tensor(held, dtype=index.dtype, device=index.device).T.contiguous()
+        piece = (torch.searchsorted(starts, index.contiguous(), right=True) - 1).clamp(min=0)
+        mine = (index >= starts[piece]) & (index < stops[piece])
+        at = index - (stops - (stops - starts).cumsum(0))[piece]
+    return at.masked_fill(~mine, 0), mine
+
+
+def located_all(
+    indices: Sequence[torch.Tensor], held: Sequence[Intervals | None], sizes: Sequence[int]
+) -> tuple[list[torch.Tensor], Any]:
+    """The same for indices of several dims, broadcast; `held` is None for a dim that is whole."""
+    places, mine = list(indices), None
+    for n, intervals in enumerate(held):
+        if intervals is not None:
+            places[n], here = located(indices[n], intervals, sizes[n], from_end=True)
+            mine = here if mine is None else mine & here
+    return places, mine
+
+
+def pointable(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """`x`, with something to point at where a rank holds nothing of `dim`."""
+    return x if x.shape[dim] else torch.cat([x, x.new_zeros((*x.shape[:dim], 1, *x.shape[dim + 1 :]))], dim)
+
+
+def sum_of(x: Operand) -> str:
+    """How the answers of the ranks, all but one of them zero, become one."""
+    return "bor" if x.dtype == torch.bool else "sum"
+
+
+# -- look-ups ----------------------------------------------------------------------------------------------
+class Indexed:
+    """What x[indices] means (None where a dim is not indexed): a factor for every dim of x, of the indices, of the
+    result, where the dims of the indices stand together at `at`."""
+
+    def __init__(self, x: Operand, indices: Sequence[Any]) -> None:
+        found = [i for i in indices if i is not None]
+        self.dims = [d for d, i in enumerate(indices) if i is not None]
+        self.sizes = [x.shape[d] for d in self.dims]
+        self.at = self.dims[0] if self.dims[-1] - self.dims[0] == len(found) - 1 else 0
+        self.after = x.ndim - len(found) - self.at  # how many dims of x come after those of the indices
+        self.names = tuple(f"x{d}" for d in range(x.ndim))
+        looked = broadcast(found)
+        self.index_names, self.looked = looked.inputs, looked.outputs[0]
+        kept = tuple(n for d, n in enumerate(self.names) if d not in self.dims)
+        self.result = (*kept[: self.at], *self.looked, *kept[self.at :])
+        shape = broadcast_shape(*(i.shape for i in found))
+        self.size = dict(zip((*self.names, *self.looked), (*x.shape, *shape), strict=True))
+
+    def placed(self, found: Sequence[Any], empty: Any) -> list[Any]:
+        """The indices in their places, `empty` where there is none."""
+        at = dict(zip(self.dims, found, strict=True))
+        return [at.get(d, empty) for d in range(self.dims[-1] + 1)]
+
+
+@rule("index _unsafe_index")
+def index(x: Operand, indices: Sequence[Any]) -> Factors | Algorithm | None:
+    if all(i is None for i in indices):
         return None
-    where = [d for d, i in enumerate(indices) if i is not None]
-    looked = broadcast(found)
-    names = [None if d in where else f"x{d}" for d in range(x.ndim)]
-    together = where == list(range(where[0], where[-1] + 1))
-    at = where[0] if together else 0
-    kept = [n for d, n in enumerate(names) if d not in where]
-    outs = [*kept[:at], *looked.outputs[0], *kept[at:]]
-    return Factors([tuple(names), *looked.inputs], [tuple(outs)], linear="each", joint=frozenset({0}))
+    if any(map(is_mask, indices)):
+        return Algorithm(_index_by_masks)
+    at = Indexed(x, indices)
+
+    def look_up(v: torch.Tensor, *rest: Any) -> torch.Tensor:
+        *found, held = rest
+        places, mine = located_all(found, held, at.sizes)
+        for d in at.dims:
+            v = pointable(v, d)
+        return v[tuple(at.placed(places, slice(None)))].masked_fill(~mine.reshape((*mine.shape, *(1,) * at.after)), 0)
+
+    def local(inputs: list[Layout], outputs: list[Layout]) -> LocalCall:
+        layout = inputs[0]
+        if not any(map(layout.is_cut, at.dims)):
+            return lambda v, *found: v[tuple(at.placed(found, slice(None)))]
+        return PerCoords(look_up, lambda c: tuple(layout.held(d, c) if layout.is_cut(d) else None for d in at.dims))
+
+    reduce = {at.names[d]: sum_of(x) for d in at.dims}
+    return Factors([at.names, *at.index_names], [at.result], "each", frozenset({0}), reduce=reduce, local=local)
+
+
+def _index_by_masks(x: Any, indices: Sequence[Any]) -> Any:
+    if sum(i is not None for i in indices) == 1:
+        at = next(d for d, i in enumerate(indices) if i is not None)
+        return select_masked(x, indices[at].bool(), at)
+    return torch.ops.aten.index(x, without_masks(indices))
+
+
+def without_masks(indices: Sequence[Any]) -> list[Any]:
+    """Masks as the indices they are true at."""
+    spelled = [torch.nonzero(i, as_tuple=True) if is_mask(i) else (i,) for i in indices]
+    return [i for entry in spelled for i in entry]
+
+
+def look_up_along(
+    x: Operand, d: int, pick: Callable[..., Any], names: Sequence[Any], mask: Any, error: type[Exception]
+) -> Factors:
+    """pick(x, index) along dim d; `names` are the index's; a mask of it in the shape `mask` fits the result."""
+    mine = tuple(f"x{i}" for i in range(x.ndim))
+    outs = tuple("i" if i == d else n for i, n in enumerate(mine))
+
+    def local(inputs: list[Layout], outputs: list[Layout]) -> LocalCall:
+        def look_up(v: torch.Tensor, index: torch.Tensor, held: Intervals) -> torch.Tensor:
+            at, mine = located(index, held, x.shape[d], error)
+            return pick(pointable(v, d), at).masked_fill(~mine.reshape(mask or mine.shape), 0)
+
+        return PerCoords(look_up, lambda coords: inputs[0].held(d, coords)) if inputs[0].is_cut(d) else pick
+
+    return Factors([mine, names], [outs], "each", frozenset({0}), reduce={f"x{d}": sum_of(x)}, local=local)
 
 
 @rule("index_select")
 def index_select(x: Operand, dim: int, index: Operand) -> Factors:
     d = dim_of(dim, x.ndim)
-    names = [None if i == d else f"x{i}" for i in range(x.ndim)]
-    outs = ["i" if i == d else n for i, n in enumerate(names)]
-    where = ("i",) if index.ndim and x.ndim else (None,) * index.ndim  # of a 0-d tensor: one index, for every rank
-    return Factors([tuple(names), where], [tuple(outs)], linear="each", joint=frozenset({0}))
+    names = ("i",) if index.ndim and x.ndim else (None,) * index.ndim  # of a 0-d tensor: one index, for every rank
+    mask = [-1 if i == d else 1 for i in range(x.ndim)]
+    return look_up_along(x, d, lambda v, at: v.index_select(d, at), names, mask, IndexError)
 
 
-@rule("gather take_along_dim")
-def gather(x: Operand, dim: Any, index: Any = None, **kwargs: Any) -> Factors | None:
-    """Dims beside `dim` are looked up position by position: they pass where both have the same size."""
-    if isinstance(dim, Operand) or not isinstance(index, Operand) or x.ndim != index.ndim or not x.ndim:
-        return None
+@rule("gather")
+def gather(x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -> Factors | Algorithm:
+    """Dims beside `dim` are looked up position by position, as many as the index has: the rest of x is not needed."""
     d = dim_of(dim, x.ndim)
-    same = [i != d and x.shape[i] == index.shape[i] for i in range(x.ndim)]
-    mine = tuple(f"x{i}" if ok else None for i, ok in enumerate(same))
-    theirs = tuple("i" if i == d else f"x{i}" if ok else None for i, ok in enumerate(same))
-    return Factors([mine, theirs], [theirs], linear="each", joint=frozenset({0}))
+    if x.ndim != index.ndim or not x.ndim:
+        return Factors([(None,) * x.ndim, (None,) * index.ndim], [(None,) * index.ndim], "each", frozenset({0}))
+    if any(i != d and index.shape[i] < x.shape[i] for i in range(x.ndim)):
+        return Algorithm(_gather_of_the_first)
+    names = tuple("i" if i == d else f"x{i}" for i in range(x.ndim))
+    return look_up_along(x, d, lambda v, at: v.gather(d, at), names, None, RuntimeError)
+
+
+def _gather_of_the_first(x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
+    for i, n in enumerate(index.shape):
+        if i != dim % x.dim() and n < x.shape[i]:
+            x = x.narrow(i, 0, n)
+    return torch.gather(x, dim, index)
+
+
+@rule("take")
+def take(x: Operand, index: Operand) -> Factors | Algorithm:
+    if any(p.is_shard() for p in x.layout.placements):
+        return Algorithm(lambda x, index: torch.ops.aten.index(x, unravelled(index, x.shape)))
+    names = tuple(f"i{d}" for d in range(index.ndim))
+    return Factors([(None,) * x.ndim, names], [names], "each", frozenset({0}))
+
+
+def unravelled(index: Any, shape: Sequence[int]) -> list[Any]:
+    """One index a dim for indices into the flattened tensor; those outside are so in the first dim."""
+    n = math.prod(shape)
+    index = torch.where(index < 0, index + n, index)
+    index = torch.where(index < 0, n, index)
+    places = [index.div(step, rounding_mode="floor") for step in contiguous_stride(shape)]
+    return [places[0], *(at % max(size, 1) for at, size in zip(places[1:], shape[1:], strict=True))]
+
+
+@program("_unsafe_masked_index")
+def masked_index(x: Any, mask: Any, indices: Sequence[Any], fill: Any) -> Any:
+    return torch.ops.aten.index(x, clamped(x, indices)).masked_fill(~mask, fill)
+
+
+def clamped(x: Any, indices: Sequence[Any]) -> list[Any]:
+    """Indices under a mask may point anywhere where it is False."""
+    return [i if i is None else i.clamp(-n, n - 1) for i, n in zip(indices, x.shape, strict=False)]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+import torch.nn.functional as F
 
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.split import Intervals, normalize, shift
 from shardwise.rules.notation import operands_in
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Assignment, Factors, Operand
+from shardwise.rules.spec import Algorithm, Assignment, Factors, Operand
 from shardwise.rules.view import dim_of
 
 
@@ -72,11 +76,11 @@ class Cat:
 
 
 @rule("cat concat concatenate")
-def cat(tensors: Any, dim: int = 0, **named: Any) -> Any:
+def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Any:
     operands = list(operands_in(tensors))
-    if len({op.ndim for op in operands}) != 1 or "axis" in named:
-        return None  # torch lets an empty 1-D tensor join anything
-    d = dim_of(dim, operands[0].ndim)
+    if len({op.ndim for op in operands}) != 1:
+        return _without_nothing(operands, dim if axis is None else axis)
+    d = dim_of(dim if axis is None else axis, operands[0].ndim)
     names = tuple(None if i == d else f"d{i}" for i in range(operands[0].ndim))
     return Cat(d, Factors([names] * len(operands), [names], linear="joint"))
 
@@ -87,3 +91,24 @@ def stack(tensors: Any, dim: int = 0) -> Factors:
     names = tuple(f"d{i}" for i in range(operands[0].ndim))
     d = dim_of(dim, len(names) + 1)
     return Factors([names] * len(operands), [(*names[:d], None, *names[d:])], linear="joint")
+
+
+def _without_nothing(operands: Sequence[Operand], dim: int) -> Algorithm | None:
+    """torch lets an empty 1-D tensor join anything. It counts for the dtype of the result only."""
+    kept = [i for i, op in enumerate(operands) if op.shape != (0,)]
+    if len({operands[i].ndim for i in kept}) != 1:
+        return None  # torch's own error
+    dtype = functools.reduce(torch.promote_types, (op.dtype for op in operands))
+    return Algorithm(lambda tensors, *args, **kwargs: torch.cat([tensors[i] for i in kept], dim).to(dtype))
+
+
+@rule("_chunk_cat")
+def chunk_cat(tensors: Any, dim: int, num_chunks: int) -> Algorithm:
+    """Every tensor padded along `dim` to `num_chunks` equal chunks; the n-th chunks of all, flat, are row n."""
+    dim = dim_of(dim, next(operands_in(tensors)).ndim)
+
+    def chunks(x: Any) -> Any:
+        x = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, -x.shape[dim] % num_chunks))
+        return x.unflatten(dim, (num_chunks, -1)).flatten(dim + 1)
+
+    return Algorithm(lambda tensors, *args, **kwargs: torch.cat([chunks(x) for x in tensors], dim + 1))

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from shardwise.layout import contiguous_stride
 from shardwise.rules.notation import factors, line, parse
 from shardwise.rules.registry import rule
@@ -49,27 +51,31 @@ def rmatmul(y: Operand, x: Operand) -> Factors:
     return product
 
 
-def _plus_product(text: str, addend: Operand, x: Operand, y: Operand) -> Factors:
+def plus_product(name: str, text: str) -> None:
     """An addend that is broadcast to the product of two others."""
-    product = factors(parse(text), [x, y], linear="each")
-    names = product.outputs[0]
-    sizes = {f: n for op, fs in zip((x, y), product.inputs, strict=True) for f, n in zip(fs, op.shape, strict=True)}
-    mine = [
-        f if n == sizes.get(f) else None for f, n in zip(names[len(names) - addend.ndim :], addend.shape, strict=True)
-    ]
-    return Factors(
-        [tuple(mine), *product.inputs], product.outputs, linear="each", joint=frozenset({1, 2}), addends=frozenset({0})
-    )
+    line = parse(text)
+
+    @rule(name)
+    def sum_of(addend: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Factors:
+        product = factors(line, [x, y], linear="each")
+        names = product.outputs[0]
+        sizes = {f: n for op, fs in zip((x, y), product.inputs, strict=True) for f, n in zip(fs, op.shape, strict=True)}
+        aligned = zip(names[len(names) - addend.ndim :], addend.shape, strict=True)
+        mine = tuple(f if n == sizes.get(f) else None for f, n in aligned)
+        inputs, joint, addends = [mine, *product.inputs], frozenset({1, 2}), frozenset({0})
+        spec = Factors(inputs, product.outputs, linear="each", joint=joint, addends=addends)
+        if not (
+            addend.dtype.is_floating_point or addend.dtype.is_complex
+        ):  # torch's kernels for empty parts do not cast
+            whole = {"beta": int(beta), "alpha": int(alpha)}
+            spec.local = lambda inputs, outputs: lambda *tensors: getattr(torch, name)(*tensors, **whole)
+        return spec
 
 
-@rule("addmm")
-def addmm(addend: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Factors:
-    return _plus_product("m k, k n -> m n", addend, x, y)
-
-
-@rule("baddbmm")
-def baddbmm(addend: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Factors:
-    return _plus_product("b m k, b k n -> b m n", addend, x, y)
+plus_product("addmm", "m k, k n -> m n")
+plus_product("baddbmm", "b m k, b k n -> b m n")
+plus_product("addbmm", "b m k, b k n -> m n")
+plus_product("addr", "m, n -> m n")
 
 
 @rule("addmv")
@@ -104,3 +110,42 @@ def einsum(equation: str, *operands: Any) -> Factors | None:
         for t, op in zip(terms, tensors, strict=True)
     ]
     return Factors(ins, [tuple(right)], linear="each")
+
+
+@rule("_trilinear")
+def trilinear(x: Operand, y: Operand, z: Operand, *without: Any, **kwargs: Any) -> Factors:
+    """What bilinear is made of: `without` says which dims of the product each of the three, and the sum, lacks."""
+    every = range(x.ndim + len(without[0]))
+    *inputs, output = (tuple(f"d{d}" for d in every if d not in lacks) for lacks in without[:4])
+    return Factors(inputs, [output], linear="each")
+
+
+# -- distances ---------------------------------------------------------------------------------------------
+_DISTANCES = parse("*b m k!, *b n k! -> *b m n")
+_MODES = ["use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"]
+
+
+@rule("cdist _cdist_forward")
+def cdist(x: Operand, y: Operand, p: float = 2.0, compute_mode: Any = _MODES[0]) -> Factors:
+    """The pairs pass. Whether torch goes by a product of matrices follows from the global sizes, not a rank's."""
+    mode = compute_mode if isinstance(compute_mode, str) else _MODES[compute_mode or 0]
+    if mode == _MODES[0]:
+        mode = _MODES[1 if max(x.shape[-2], y.shape[-2]) > 25 else 2]
+    return factors(_DISTANCES, [x, y], local=lambda inputs, outputs: lambda a, b: torch.cdist(a, b, p, mode))
+
+
+line("pdist _pdist_forward", "n! k! -> m")  # every row meets every other
+
+
+@rule("block_diag")
+def block_diag(*tensors: Any) -> Algorithm:
+    def run(*tensors: Any) -> Any:
+        blocks = [torch.atleast_2d(t) for t in (tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors)]
+        rows, before, after = [], 0, sum(b.shape[1] for b in blocks)
+        for block in blocks:
+            n, after = len(block), after - block.shape[1]
+            rows.append(torch.cat([block.new_zeros(n, before), block, block.new_zeros(n, after)], 1))
+            before += block.shape[1]
+        return torch.cat(rows)
+
+    return Algorithm(run)

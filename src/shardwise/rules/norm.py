@@ -1,7 +1,9 @@
-"""Normalisation over trailing dims: those are whole, what stands before them passes."""
+"""Normalisation. Where what is averaged over is whole, torch's kernel runs on what a rank holds; where it is cut, the
+mean and then the variance are all-reduced, a number a channel or row, and gradients flow through both."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,48 +11,175 @@ import torch
 from shardwise.layout import contiguous_stride
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.notation import operands_in
+from shardwise.rules.program import reduced, run_local, whole
+from shardwise.rules.reduce import whole_along
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Algorithm, Factors, Operand, Result
+from shardwise.rules.view import dim_of
+
+Average = Callable[[Any], Any]  # of a tensor, in a shape that broadcasts against it
 
 
-@rule("layer_norm rms_norm")
-def layer_norm(x: Operand, normalized_shape: Any, *args: Any, **kwargs: Any) -> Factors:
-    count = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
-    names = tuple(f"d{i}" if i < x.ndim - count else None for i in range(x.ndim))
-    scale_and_shift = list(operands_in((*args, *kwargs.values())))
-    inputs = [names, *((None,) * op.ndim for op in scale_and_shift)]
-    same = all(op.dtype == x.dtype for op in scale_and_shift)
-    return Factors(inputs, [names], result=Result(x.shape, x.dtype, contiguous_stride(x.shape)) if same else None)
+def over(dims: Any) -> Average:
+    return lambda t: reduced(t.mean(tuple(dims), keepdim=True))
 
 
-def with_statistics(name: str) -> None:
-    """Batch norm kernels write the running statistics, though their schemas do not say so: what was gathered is written
-    back."""
-    func = getattr(torch, name)
+def scaled(
+    x: Any, average: Average, eps: float | None, weight: Any, bias: Any, known: Any = None, centre: bool = True
+) -> tuple[Any, Any, Any, Any]:
+    """x normalised, and its mean, variance and inverse deviation, where not `known`: in float32 for halves, as torch
+    does, and the mean first, since a difference of large sums loses digits."""
+    wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+    mean, var = known or (average(wide) if centre else None, None)
+    centred = wide if mean is None else wide - mean
+    var = average(centred * centred) if var is None else var
+    inverse = (var + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
+    out = centred * inverse
+    out = out if weight is None else out * weight
+    return (out if bias is None else out + bias).to(x.dtype), mean, var, inverse
+
+
+def fits_kernel(x: Any, dims: Any) -> bool:
+    """Whether these dims are whole and no rank's part is empty: some kernels divide by its size."""
+    layout = x._layout
+    return not any(map(layout.is_cut, dims)) and not any(0 in layout.local_shape(rank) for rank in layout.mesh.ranks)
+
+
+# -- over trailing dims ------------------------------------------------------------------------------------
+def trailing(name: str, program: Callable[..., Any]) -> None:
+    """What stands before the normalised dims passes."""
 
     @rule(name)
-    def batch_norm(x: Operand, weight: Any, bias: Any, mean: Any, var: Any, *args: Any, **kwargs: Any) -> Any:
-        statistics = list(operands_in((mean, var)))
-        if all(p.is_replicate() for op in statistics for p in op.layout.placements):
-            return None
-        return Algorithm(run)
-
-    def run(x: Any, weight: Any, bias: Any, mean: Any, var: Any, *args: Any, **kwargs: Any) -> Any:
-        whole = [t.redistribute(placements=[REPLICATE] * len(t.placements)) for t in (mean, var)]
-        result = func(x, weight, bias, *whole, *args, **kwargs)
-        for statistic, value in zip((mean, var), whole, strict=True):
-            if value is not statistic:
-                statistic.copy_(value)
-        return result
+    def over_trailing(x: Operand, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = x.ndim - (1 if isinstance(normalized_shape, int) else len(normalized_shape))
+        if name.startswith("native") or any(map(x.layout.is_cut, range(kept, x.ndim))):
+            of = over(range(kept, x.ndim))
+            return Algorithm(lambda x, normalized_shape, *args, **kwargs: program(reduced(x), of, *args, **kwargs))
+        names = tuple(f"d{i}" if i < kept else None for i in range(x.ndim))
+        scale_and_shift = list(operands_in((*args, *kwargs.values())))
+        inputs = [names, *((None,) * op.ndim for op in scale_and_shift)]
+        same = all(op.dtype == x.dtype for op in scale_and_shift)
+        return Factors(inputs, [names], result=Result(x.shape, x.dtype, contiguous_stride(x.shape)) if same else None)
 
 
-for _name in ["native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"]:
-    with_statistics(_name)
+def _native_layer_norm(x: Any, average: Average, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    out, mean, _, inverse = scaled(x, average, eps, weight, bias)
+    dtype = x.dtype if weight is None else weight.dtype
+    return out, mean.to(dtype), inverse.to(dtype)
 
 
+def _rms_norm(x: Any, average: Average, weight: Any = None, eps: float | None = None) -> Any:
+    return scaled(x, average, eps, weight, None, centre=False)[0]
+
+
+trailing("native_layer_norm", _native_layer_norm)
+trailing("layer_norm", lambda x, average, *args, **kwargs: _native_layer_norm(x, average, *args[:3], **kwargs)[0])
+trailing("rms_norm", _rms_norm)
+
+
+# -- over groups of channels -------------------------------------------------------------------------------
+@rule("native_group_norm")
+def group_norm(*args: Any, **kwargs: Any) -> Algorithm:
+    return Algorithm(_group_norm)
+
+
+def _group_norm(x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> Any:
+    """The averages of channels are small: they are regrouped, however the channels are cut, and not `x`."""
+    x = reduced(x)
+    dtype = x.dtype if weight is None else weight.dtype
+    if fits_kernel(x, range(1, x.ndim)):
+        places = [p if p.is_shard(0) else REPLICATE for p in x.placements]
+        saved = x._layout.replace(shape=(N, group), dtype=dtype, placements=places)
+        kernel = lambda v, w, b: torch.native_group_norm(v, w, b, len(v), C, HxW, group, eps)  # noqa: E731
+        operands = [x.contiguous(), *(t if t is None else whole(t).contiguous() for t in (weight, bias))]
+        return run_local(kernel, operands, [x._layout.replace(stride=None), saved, saved])
+    ones = [1] * (x.ndim - 2)
+
+    def average(t: Any) -> Any:
+        channels = t.mean(tuple(range(2, t.ndim))) if ones else t
+        groups = reduced(channels.reshape(N, group, C // group).mean(2, keepdim=True))
+        return groups.expand(N, group, C // group).reshape(N, C, *ones)
+
+    weight, bias = (t if t is None else t.reshape(C, *ones) for t in (weight, bias))
+    out, mean, _, inverse = scaled(x, average, eps, weight, bias)
+    return out, *(t.reshape(N, group, C // group)[:, :, 0].to(dtype) for t in (mean, inverse))
+
+
+# -- over the batch ----------------------------------------------------------------------------------------
+def batch_norm(name: str, fixed: bool | None = None, reserves: int = 0, copies: bool = False) -> None:
+    """A form aten has: with training `fixed`, with reserves for its own backward, or with new statistics returned."""
+
+    @rule(name)
+    def over_batch(*args: Any, **kwargs: Any) -> Algorithm:
+        return Algorithm(run, writes=True)
+
+    def run(x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, *settings: Any, **named: Any) -> Any:
+        kept = [running_mean, running_var]
+        if isinstance(running_mean, bool):  # no statistics
+            kept, settings = [None, None], (*kept, *settings)
+        kept = [t.clone() for t in kept] if copies else kept
+        given = settings if fixed is None else (fixed, *settings)
+        out = _batch_norm(reduced(x), weight, bias, *kept, *given, **named)
+        return *out, *[x.new_empty(0, dtype=torch.uint8)] * reserves, *(kept if copies else ())
+
+
+batch_norm("native_batch_norm")
+batch_norm("miopen_batch_norm")
+batch_norm("cudnn_batch_norm", reserves=1)
+batch_norm("_native_batch_norm_legit")
+batch_norm("_native_batch_norm_legit_functional", copies=True)
+batch_norm("_batch_norm_with_update", True, 1)
+batch_norm("_batch_norm_with_update_functional", True, 1, copies=True)
+batch_norm("_batch_norm_no_update", False, 1)
+
+
+def _batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    """Channels pass, the running statistics follow them, and what was moved of those is written back."""
+    layout, dims = x._layout, [d for d in range(x.ndim) if d != 1]
+    follow = [p.at(0) if p.is_shard(1) else REPLICATE for p in layout.placements]
+    moved = [t if t is None else t.redistribute(placements=follow) for t in (weight, bias, mean, var)]
+    dtype = next((t.dtype for t in moved if t is not None), x.dtype)
+    if fits_kernel(x, dims if training else ()):
+        shape, places = (x.shape[1:2], follow) if training else ((0,), [REPLICATE] * len(follow))
+        saved = layout.replace(shape=shape, dtype=dtype, placements=places)
+        out = run_local(torch.native_batch_norm, [x, *moved, training, momentum, eps], [layout, saved, saved])
+    else:
+        shape = [-1 if d == 1 else 1 for d in range(x.ndim)]
+        scale, shift, *known = (t if t is None else t.reshape(shape) for t in moved)
+        y, now, variance, inverse = scaled(x, over(dims), eps, scale, shift, None if training else known)
+        if training:
+            n = x.numel() // max(x.shape[1], 1)
+            unbiased = variance * (n / (n - 1) if n > 1 else float("nan"))
+            with torch.no_grad():
+                for kept, new in zip(moved[2:], (now, unbiased), strict=True):
+                    if kept is not None:
+                        kept.copy_((1 - momentum) * kept + momentum * new.flatten())
+        out = y, *(t.flatten().to(dtype) if training else x.new_empty(0, dtype=dtype) for t in (now, inverse))
+    for given, used in zip((mean, var), moved[2:], strict=True):
+        if training and used is not given:
+            given.copy_(used)
+    return out
+
+
+# -- by a vector's length, or by neighbours ----------------------------------------------------------------
 @rule("normalize")
 def normalize(x: Operand, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, **kwargs: Any) -> Factors | None:
-    if not isinstance(dim, int) or kwargs:
-        return None
-    names = tuple(None if i == dim % x.ndim else f"d{i}" for i in range(x.ndim))
-    return Factors([names], [names])
+    """By its parts, a norm and a quotient, where the dim is cut."""
+    given = isinstance(dim, int) and not kwargs and not x.layout.is_cut(dim_of(dim, x.ndim))
+    return whole_along(x, (dim_of(dim, x.ndim),), True) if given else None
+
+
+@rule("local_response_norm")
+def local_response_norm(x: Operand, *args: Any, **kwargs: Any) -> Factors:
+    return whole_along(x, (1,), True)
+
+
+@rule("_weight_norm")
+def weight_norm(v: Operand, g: Operand, dim: int = 0) -> Algorithm:
+    def run(v: Any, g: Any, dim: int = 0) -> Any:
+        others = [d for d in range(v.ndim) if dim == -1 or d != dim]
+        return v * (g / torch.linalg.vector_norm(v, 2, others, keepdim=dim != -1))
+
+    return Algorithm(run)

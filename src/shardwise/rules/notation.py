@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import RuleError
-from shardwise.rules.registry import rule
+from shardwise.rules.registry import Rule, rule
 from shardwise.rules.spec import Factors, Operand
 
 
@@ -101,7 +101,12 @@ def _spell(term: Term, rank: dict[str, int], ndim: int | None) -> tuple[str, ...
 
 
 def line(names: str, text: str, linear: str = "none", **more: Any) -> None:
-    """Register a rule that is nothing but its line. Tensor operands are taken in the order of the call."""
+    """Register a rule that is nothing but its line."""
+    rule(names)(line_rule(text, linear, **more))
+
+
+def line_rule(text: str, linear: str = "none", **more: Any) -> Rule:
+    """The rule a line stands for. Tensor operands are taken in the order of the call."""
     parsed = parse(text)
     least = sum(not term.optional for term in parsed.inputs)
 
@@ -118,7 +123,7 @@ def line(names: str, text: str, linear: str = "none", **more: Any) -> None:
         return factors(parsed, operands, linear, **more)
 
     from_line.__doc__ = text
-    rule(names)(from_line)
+    return from_line
 
 
 def operands_in(values: Sequence[Any]) -> Any:

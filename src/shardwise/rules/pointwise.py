@@ -6,8 +6,10 @@ from typing import Any
 
 from shardwise.layout.layout import dense_stride
 from shardwise.rules.notation import operands_in
+from shardwise.rules.reduce import whole_along
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Factors, Operand, Result
+from shardwise.rules.spec import Algorithm, Factors, Operand, Result
+from shardwise.rules.view import dim_of
 
 
 def broadcast(operands: list[Operand], outputs: int = 1, **more: Any) -> Factors:
@@ -26,13 +28,13 @@ def broadcast(operands: list[Operand], outputs: int = 1, **more: Any) -> Factors
     return Factors(inputs, [tuple(names)] * outputs, **more)
 
 
-def pointwise(names: str, *, keeps_float: bool = False) -> None:
+def pointwise(names: str, *, keeps_float: bool = False, outputs: int = 1) -> None:
     """Ops that are linear in nothing. With `keeps_float`, one float operand gives a result of its dtype."""
 
     @rule(names, any_float=True)
     def elementwise(*args: Any, **kwargs: Any) -> Factors:
         operands = list(operands_in((*args, *kwargs.values())))
-        return broadcast(operands, result=like(operands[0]) if keeps_float and len(operands) == 1 else None)
+        return broadcast(operands, outputs, result=like(operands[0]) if keeps_float and len(operands) == 1 else None)
 
 
 def like(x: Operand) -> Result | None:
@@ -44,12 +46,13 @@ def like(x: Operand) -> Result | None:
 
 
 pointwise(
-    "abs acos acosh asin asinh atan atanh arccos arccosh arcsin arcsinh arctan arctanh ceil cos cosh deg2rad digamma "
+    "abs acos acosh asin asinh atan atanh arccos arccosh arcsin arcsinh arctan arctanh ceil cos cosh digamma "
     "erf erfc erfinv exp exp2 expm1 fix floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 i0e i1 i1e "
-    "leaky_relu lgamma log log10 log1p log2 logit logsigmoid mish ndtri nan_to_num rad2deg reciprocal relu relu6 "
+    "leaky_relu lgamma log log10 log1p log2 log_sigmoid logit logsigmoid mish ndtri nan_to_num reciprocal relu relu6 "
     "round rsqrt selu elu celu sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square tan "
     "tanh tanhshrink threshold trunc bessel_j0 bessel_j1 bessel_y0 bessel_y1 erfcx log_ndtr ndtr entr expit psi "
-    "gammaln clip clamp clamp_min clamp_max",
+    "gammaln clip clamp clamp_min clamp_max airy_ai modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 "
+    "modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0",
     keeps_float=True,
 )
 pointwise(
@@ -60,12 +63,17 @@ pointwise(
     "atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift copysign eq ne lt le "
     "gt ge floor_divide fmod remainder fmax fmin maximum minimum gcd lcm heaviside hypot igamma igammac ldexp "
     "logaddexp logaddexp2 logical_and logical_or logical_xor nextafter rdiv pow float_power xlogy xlog1py zeta "
-    "isclose polar complex gammainc gammaincc sigmoid_backward tanh_backward gelu_backward silu_backward "
-    "threshold_backward softplus_backward"
+    "isclose polar gammainc gammaincc sigmoid_backward tanh_backward gelu_backward silu_backward "
+    "threshold_backward softplus_backward _prelu_kernel chebyshev_polynomial_t chebyshev_polynomial_u "
+    "chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l "
+    "legendre_polynomial_p shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u "
+    "shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w native_dropout_backward"
 )
+pointwise("frexp log_sigmoid_forward", outputs=2)
 
 
-@rule("neg real imag conj conj_physical resolve_conj resolve_neg", any_float=True)
+@rule("neg real imag conj conj_physical resolve_conj resolve_neg deg2rad rad2deg", any_float=True)
+@rule("_conj _conj_copy _conj_physical _neg_view _neg_view_copy")
 def unary_linear(x: Operand, *args: Any, **kwargs: Any) -> Factors:
     """Linear in its one operand: a Partial sum stays one."""
     return broadcast([x], linear="joint")
@@ -76,7 +84,9 @@ def contiguous(x: Operand, *args: Any, **kwargs: Any) -> Factors:
     return broadcast([x], linear="joint", any_partial=True, may_alias=True)
 
 
-@rule("positive clone detach alias zeros_like zero", any_float=True)
+@rule(
+    "positive clone detach alias zeros_like zero alias_copy detach_copy lift lift_fresh lift_fresh_copy", any_float=True
+)
 def copied(x: Operand, *args: Any, **kwargs: Any) -> Factors:
     """Parts of any reduction are copied as they are; and any reduction of zeros is zero."""
     return broadcast([x], linear="joint", any_partial=True)
@@ -87,10 +97,10 @@ def filled_like(x: Operand, *args: Any, **kwargs: Any) -> Factors:
     return broadcast(list(operands_in((x, *args, *kwargs.values()))))
 
 
-@rule("add sub subtract", any_float=True, numbers=("alpha",))
+@rule("add sub subtract lerp complex", any_float=True, numbers=("alpha",))
 def add(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
-    """Linear in both together; a number counts as a constant, so it is not."""
-    operands = list(operands_in((x, other)))
+    """Linear in both together; a number counts as a constant, so it is not. A weight that is a tensor is a factor."""
+    operands = list(operands_in((x, other, *args, *kwargs.values())))
     return broadcast(operands, linear="joint" if len(operands) == 2 else "none")
 
 
@@ -107,8 +117,16 @@ def div(x: Any, other: Any, *, rounding_mode: Any = None, **kwargs: Any) -> Fact
     return broadcast(operands, linear="each" if over else "none", joint=frozenset({0}))
 
 
+@rule("glu")
+def glu(x: Operand, dim: int = -1) -> Factors | Algorithm:
+    """Of a dim that is cut, the second half goes to where the first is."""
+    if x.ndim and x.shape[dim] % 2 == 0 and x.layout.is_cut(dim_of(dim, x.ndim)):
+        return Algorithm(lambda x, dim=-1: x.chunk(2, dim)[0] * x.chunk(2, dim)[1].sigmoid())
+    return whole_along(x, (dim_of(dim, x.ndim),), True)
+
+
 @rule("addcmul addcdiv", any_float=True, numbers=("value",))
-@rule("lerp masked_fill", any_float=True)
+@rule("masked_fill", any_float=True)
 def several(*args: Any, **kwargs: Any) -> Factors:
     return broadcast(list(operands_in((*args, *kwargs.values()))))
 
@@ -123,10 +141,3 @@ def where(condition: Any, *args: Any, **kwargs: Any) -> Factors | None:
 def copy(x: Operand, y: Operand, *args: Any, **kwargs: Any) -> Factors:
     """The target takes the source's values: a Partial target takes a Partial source."""
     return broadcast([x, y], linear="joint" if x.dtype == y.dtype else "none", any_partial=True)
-
-
-@rule("tril triu")
-def triangle(x: Operand, diagonal: int = 0, **kwargs: Any) -> Factors:
-    """The last two dims are whole; a cut of them would need the global offset of the diagonal."""
-    names = tuple(f"d{i}" for i in range(x.ndim - 2)) + (None, None)
-    return Factors([names], [names], linear="joint")

@@ -51,8 +51,15 @@ def run_local(
     call = mesh.comm.bind(func, split)
     result = call(*locals, mesh.comm.per_rank(of)) if of is not None else call(*locals)
     if isinstance(outputs, Layout):
-        return wrap(result, outputs)
-    return tuple(wrap(local, layout) for local, layout in zip(result, wanted, strict=True))
+        return _wrapped(result, outputs)
+    return tuple(_wrapped(local, layout) for local, layout in zip(result, wanted, strict=True))
+
+
+def _wrapped(local: Any, layout: Layout) -> Any:
+    """Under autocast the local result knows the dtype."""
+    if torch._C._is_any_autocast_enabled():
+        layout = layout.replace(dtype=layout.mesh.comm.first(local).dtype)
+    return wrap(local, layout)
 
 
 def _local(operand: Any, split: tuple[int, ...]) -> Any:

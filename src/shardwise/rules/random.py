@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Operand
+from shardwise.rules.spec import Algorithm, Gathered, Operand
 from shardwise.wrapper import wrap
 
 
@@ -83,3 +83,16 @@ def drawn_new(name: str) -> None:
 
 for _name in ["rand_like", "randn_like", "randint_like"]:
     drawn_new(_name)
+
+
+@rule("bernoulli normal multinomial poisson binomial _standard_gamma _sample_dirichlet native_dropout rrelu_with_noise")
+def drawn_by_value(*args: Any, **kwargs: Any) -> Gathered:
+    return Gathered("gather, since what is drawn depends on the values, and draw it on every rank alike")
+
+
+@rule("rrelu")
+def rrelu(x: Operand, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *args: Any, **kw: Any) -> Any:
+    """Slopes are drawn for the negative elements; without training there is one slope."""
+    if training:
+        return drawn_by_value()
+    return Algorithm(lambda x, *args, **kwargs: F.leaky_relu(x, (lower + upper) / 2))

@@ -3,13 +3,17 @@ reduce what each rank holds, gather those few values, reduce again."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from shardwise.layout import Layout, Shard
-from shardwise.layout.placement import REPLICATE
+from shardwise.comm.base import Coords
+from shardwise.layout import Layout
+from shardwise.layout.layout import shards_from_table
+from shardwise.layout.split import count, normalize
+from shardwise.rules.program import reduced, whole
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Algorithm, Factors, Operand
 from shardwise.rules.view import dim_of
@@ -19,10 +23,21 @@ Names = tuple[str | None, ...]
 
 
 def dims_of(dim: Any, ndim: int) -> tuple[int, ...]:
-    """The reduced dims: all of them for None or ()."""
+    """The reduced dims: all of them for None or (). Raises as torch does, since a program asks no meta kernel."""
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return tuple(range(ndim))
-    return tuple(dim_of(d, ndim) for d in ((dim,) if isinstance(dim, int) else dim)) if ndim else ()
+    n, given = max(ndim, 1), (dim,) if isinstance(dim, int) else tuple(dim)
+    for d in given:
+        if not -n <= d < n:
+            raise IndexError(f"Dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {d})")
+        if [other % n for other in given].count(d % n) > 1:
+            raise RuntimeError(f"dim {d % n} appears multiple times in the list of dims")
+    return tuple(d % n for d in given) if ndim else ()
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype to add up in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def names_of(x: Operand, dims: tuple[int, ...], keepdim: bool) -> tuple[Names, Names]:
@@ -36,7 +51,7 @@ def reduction(names: str, op: str, linear: str = "none") -> None:
     """Ops with the signature (x, dim, keepdim) whose parts reduce by `op`."""
 
     @rule(names)
-    def reduced(x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Factors | None:
+    def reduces(x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Factors | None:
         if isinstance(dim, (torch.dtype, str)):
             return None
         ins, outs = names_of(x, dims_of(dim, x.ndim), keepdim)
@@ -70,47 +85,50 @@ def mean(x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> F
 
 
 # -- two stages --------------------------------------------------------------------------------------------
+def gather_parts(
+    func: Callable[..., Any], x: Any, dims: tuple[int, ...], rows: int = 1, of: Callable[[Coords], Any] | None = None
+) -> list[Any]:
+    """What func(value, dims, True[, of(coords)]) leaves on each rank, side by side along `dims`, and those gathered.
+
+    Func gives a tuple; of a reduced dim it leaves `rows` rows, or as many as a rank holds. One that holds none leaves
+    none, so no reduction needs a neutral element: there func reduces a new dim of size 1, to stay in the same graph.
+    """
+    layout, comm = x._layout, x._layout.mesh.comm
+    shape, places = list(layout.shape), list(layout.placements)
+
+    def local(v: torch.Tensor, *more: Any) -> list[torch.Tensor]:
+        if all(v.shape[d] for d in dims):
+            return list(func(v, dims, True, *more))
+        for d in dims:
+            v = v.narrow(d, 0, min(1, v.shape[d]))
+        return [part.squeeze(-1) for part in func(v.unsqueeze(-1), (v.dim(),), True, *more)]
+
+    for dim in dims:
+        axes, table, shape[dim] = layout.axes_of(dim), {}, 0
+        sizes = [layout.mesh.shape[axis] for axis in axes]
+        for at in itertools.product(*map(range, sizes)):
+            coords = dict(zip(axes, at, strict=True))
+            left = min(rows, count(layout.held(dim, [coords.get(axis, 0) for axis in range(len(places))])))
+            table[at] = normalize([(shape[dim], shape[dim] + left)])
+            shape[dim] += left
+        for axis, shard in zip(axes, shards_from_table(sizes, shape[dim], table.__getitem__, dim), strict=True):
+            places[axis] = shard
+    split = tuple(axis for axis, p in enumerate(places) if not p.is_replicate())
+    parts = comm.bind(local, split)(x._local, *([] if of is None else [comm.per_rank(of)]))
+    stage = layout.replace(shape=tuple(shape), placements=tuple(places))
+    return [whole(wrap(part, stage.replace(dtype=comm.first(part).dtype)), dims) for part in parts]
+
+
 def two_stages(func: Callable[..., Any], x: Any, dims: tuple[int, ...], keepdim: bool) -> Any:
     """func(value, dims, keepdim) of the values func leaves on each rank."""
-    layout = x._layout
-    split = tuple(a for a, p in enumerate(layout.placements) if not p.is_replicate())
-    local = layout.mesh.comm.bind(lambda v: func(v, dims, True), split)(x._local)
-    shape, places = list(layout.shape), list(layout.placements)
-    for dim in dims:
-        shape[dim] = 1
-        for axis in layout.axes_of(dim):
-            shape[dim] *= layout.mesh.shape[axis]
-            places[axis] = Shard(dim)  # one value a rank
-    dtype = layout.mesh.comm.first(local).dtype
-    stage = wrap(local, layout.replace(shape=tuple(shape), placements=tuple(places), dtype=dtype))
-    whole = [REPLICATE if isinstance(p, Shard) and p.dim in dims else p for p in places]
-    return func(stage.redistribute(placements=whole), dims, keepdim)
+    return func(*gather_parts(lambda *args: (func(*args),), x, dims), dims, keepdim)
 
 
-def needs_stages(x: Operand, dims: tuple[int, ...]) -> bool:
-    """Whether a reduced dim is cut and no pending sum is in the way."""
-    return any(x.layout.is_cut(d) for d in dims) and not x.layout.is_partial
-
-
-@rule("vector_norm linalg_vector_norm")
-def vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    dims = dims_of(dim, x.ndim)
-    empty = any(0 in x.layout.local_shape_at(x.mesh.coords(rank)) for rank in x.mesh.ranks)
-    if needs_stages(x, dims) and 0 < ord < float("inf") and not empty:  # no norm of nothing has second derivatives
-        func = lambda v, dims, keepdim: torch.linalg.vector_norm(v, ord, dims, keepdim, dtype=dtype)  # noqa: E731
-        return Algorithm(lambda x, *args, **kwargs: two_stages(func, x, dims, keepdim))
-    return whole_along(x, dims, keepdim)
-
-
-@rule("norm")
-def norm(
-    x: Operand, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any
-) -> Any:
-    """torch.norm of a vector-like kind is linalg.vector_norm; a nuclear norm goes by its parts."""
-    order = 2 if p is None or p == "fro" else p
-    if isinstance(order, (str, Operand)) or kwargs:
-        return None
-    return Algorithm(lambda x, *args, **named: torch.linalg.vector_norm(x, order, dim, keepdim, dtype=dtype))
+def staged(x: Operand, dims: tuple[int, ...], keepdim: bool, run: Callable[[Any], Any], outputs: int = 1) -> Any:
+    """run(x), nothing pending in it, where there is something to reduce and it is cut; else the op as it is."""
+    if any(x.layout.is_cut(d) for d in dims) and all(x.shape[d] for d in dims):
+        return Algorithm(lambda x, *args, **kwargs: run(reduced(x)))
+    return whole_along(x, dims, keepdim, outputs)
 
 
 # -- dims that must be whole -------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ torch.*, Tensor.*, operators, torch.nn.functional, torch.special, torch.linalg, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from shardwise.errors import RuleError
 from shardwise.functions import writes_first
+from shardwise.rules.spec import Gathered
 
 Rule = Callable[..., Any]  # (operands and static arguments as in the call) -> spec, or None: no rule for this form
 
@@ -20,6 +22,9 @@ _NAMESPACES = (torch, torch.Tensor, F, torch.special, torch.linalg, _C._nn, _C._
 _rules: dict[str, Rule] = {}
 _any_float: set[str] = set()
 _numbers: dict[str, tuple[str, ...]] = {}
+_families: dict[str, str] = {}  # the file of the rule's line
+_given: dict[Any, Rule] = {}  # rules of the user's: by overload or function
+_hidden: set[str] = set()  # names of aten ops that have one: torch is to take their functions apart
 _by_function: dict[Any, Found | None] = {}
 
 _OPERATORS = {
@@ -76,10 +81,40 @@ def rule(*names: str, any_float: bool = False, numbers: tuple[str, ...] = ()) ->
             if any_float:
                 _any_float.add(name)
             _numbers[name] = numbers
+            _families[name] = _module_being_imported()
         _by_function.clear()
         return function
 
     return register
+
+
+def _module_being_imported() -> str:
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "<module>" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals["__name__"].rpartition(".")[2]
+
+
+def gathered(names: str, reason: str) -> None:
+    """Register ops for which there is no better way than to gather, with the reason."""
+    answer = Gathered(reason)
+    rule(names)(lambda *args, **kwargs: answer)
+
+
+def give(op: Any, function: Rule, replace: bool) -> None:
+    """Make `function` the rule of one overload or function, before any of ours."""
+    if op in _given and not replace:
+        raise RuleError(f"{op} has a rule already, registered by you; pass replace=True to give it another")
+    _given[op] = function
+    namespace, _, name = op._schema.name.partition("::") if hasattr(op, "_schema") else ("", "", "")
+    if namespace == "aten":
+        _hidden.update({name, name.lstrip("_")})  # softmax must arrive as _softmax
+    _by_function.clear()
+
+
+def named(name: str) -> Rule:
+    """The rule of an op that has one, for rules built on it."""
+    return _rules[name]
 
 
 def find(func: Any) -> Found | None:
@@ -95,6 +130,8 @@ def find(func: Any) -> Found | None:
 
 def _find(func: Any) -> Found | None:
     schema = getattr(func, "_schema", None)
+    if func in _given:
+        return Found(_given[func], getattr(func, "__name__", str(func)), False, False, ())
     if schema is not None:
         namespace = schema.name.partition("::")[0]
         if namespace in _COLLECTIVES:
@@ -104,14 +141,15 @@ def _find(func: Any) -> Found | None:
         name = schema.name.removeprefix("aten::")
         if any(a.is_out for a in schema.arguments):
             return None
-        return _named(name, writes_first(func))
+        # a rule of "aten::unfold" is for that op only: F.unfold is another one
+        return _named(schema.name, writes_first(func)) or _named(name, writes_first(func))
     name = getattr(func, "__name__", None)
     if name is None:
         return None
     if name == "__get__":  # a property such as Tensor.T
         name = getattr(getattr(func, "__self__", None), "__name__", "")
         return _named(name, False) if name in _rules else None
-    if not _belongs(func, name):
+    if not _belongs(func, name) or _SPELLINGS.get(name, name) in _hidden:
         return None
     return _named(name, writes_first(func))
 
@@ -137,7 +175,8 @@ def in_place_flag(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 
 
 def _named(name: str, writes: bool) -> Found | None:
-    for candidate in (name, _SPELLINGS.get(name), name[:-1] if writes else None):
+    plain = name.removeprefix("special_")  # aten's names for torch.special
+    for candidate in (name, plain, _SPELLINGS.get(name), plain[:-1] if writes else None):
         if candidate is not None:
             candidate = _SPELLINGS.get(candidate, candidate)
             if candidate in _rules:
@@ -150,6 +189,16 @@ def _belongs(func: Any, name: str) -> bool:
     return any(getattr(space, name, None) == func for space in _NAMESPACES)
 
 
-def registered() -> Iterable[str]:
-    """The names of all ops with a rule."""
-    return sorted(_rules)
+def registered() -> dict[str, tuple[Rule, str]]:
+    """All ops with a rule: by name, the rule and the file it is in."""
+    return {name: (_rules[name], _families[name]) for name in sorted(_rules)}
+
+
+def by_name(name: str) -> Found | None:
+    """The rule of an op by any of its names."""
+    return _named(name, name.endswith("_"))
+
+
+def given() -> dict[Any, Rule]:
+    """The rules the user has registered, by overload or function."""
+    return dict(_given)

@@ -141,6 +141,11 @@ def flipped(n: int) -> SetMap:
     return lambda held: normalize((n - b, n - a) for a, b in held)
 
 
+def rolled(n: int, by: int) -> SetMap:
+    """Indices go `by` up, those at the end to the front."""
+    return lambda held: intersect(normalize((*shift(held, by), *shift(held, by - n))), ((0, n),))
+
+
 def regrouped(sizes_in: Sequence[int], dim: int, sizes_out: Sequence[int]) -> list[Carried]:
     """For a reshape of `sizes_in` to `sizes_out`: the output dims that may take the cut of input dim `dim`, best first.
 
@@ -164,13 +169,13 @@ def regrouped(sizes_in: Sequence[int], dim: int, sizes_out: Sequence[int]) -> li
             continue
         if size % space == 0:
             times = size // space
-            ways.append((times, Carried(target, _then(change, _repeated(space, times)))))
+            ways.append((times, Carried(target, _then(change, repeated(space, times)))))
         elif space % size == 0 and size > 1:
             ways.append((1, Carried(target, _then(change, _periodic(size, space // size)))))
     return [way for _, way in sorted(ways, key=lambda w: w[0])]
 
 
-def _repeated(space: int, times: int) -> SetMap:
+def repeated(space: int, times: int) -> SetMap:
     return lambda held: None if len(held) * times > MOST_PIECES else repeat(held, space, times)
 
 

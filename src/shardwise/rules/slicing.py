@@ -11,7 +11,7 @@ import torch
 from shardwise.layout import Layout
 from shardwise.layout.split import count, intersect, normalize, positions
 from shardwise.rules.registry import rule
-from shardwise.rules.relayout import Carried, Relayout, call_with, flipped, same_call, sliced, unchanged
+from shardwise.rules.relayout import Carried, Relayout, call_with, flipped, rolled, same_call, sliced, unchanged
 from shardwise.rules.spec import Algorithm, Factors, Operand, PerCoords
 from shardwise.rules.view import dim_of, ints
 
@@ -66,7 +66,7 @@ def _cut(x: torch.Tensor, dim: int, start: int, stop: int, step: int) -> torch.T
     return torch.ops.aten.slice(x, dim, start, stop, step)
 
 
-@rule("narrow")
+@rule("narrow narrow_copy")
 def narrow(x: Operand, dim: int, start: Any, length: int) -> Relayout | None:
     if isinstance(start, Operand):
         return None
@@ -75,7 +75,7 @@ def narrow(x: Operand, dim: int, start: Any, length: int) -> Relayout | None:
     return slices(x, d, [(first, first + length, 1)], _slice_one(d))
 
 
-@rule("slice")
+@rule("slice slice_copy")
 def slice_(x: Operand, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Relayout:
     d = dim_of(dim, x.ndim)
     return slices(x, d, [clipped(start, end, step, x.shape[d])], _slice_one(d))
@@ -114,7 +114,7 @@ def _split_apart(dim: int, container: type) -> Callable[..., Any]:
     return cut
 
 
-@rule("split split_with_sizes")
+@rule("split split_with_sizes split_copy split_with_sizes_copy")
 def split(
     x: Operand, split_size_or_sections: Any = None, dim: int = 0, func: Any = _slice_many, **named: Any
 ) -> Relayout:
@@ -171,7 +171,30 @@ def flip(x: Operand, *dims: Any, **named: Any) -> Relayout:
     return Relayout(1, carry, same_call(torch.flip, tuple(turned)))
 
 
-@rule("select")
+@rule("roll")
+def roll(x: Operand, shifts: Any, dims: Any = ()) -> Relayout | Algorithm:
+    """A rank rolls what it holds by as many indices as wrap around."""
+    by = (shifts,) if isinstance(shifts, int) else tuple(shifts)
+    along = (dims,) if isinstance(dims, int) else tuple(dims)
+    if not along and len(by) == 1:
+        # what crosses from one rank's part to another's moves, so that the shape comes back
+        flat = lambda x: x.flatten().roll(by, (0,)).redistribute(placements=x.flatten().placements)  # noqa: E731
+        return Algorithm(lambda x, *args, **kwargs: flat(x).view(x.shape))
+    turns: dict[int, int] = {}
+    for d, n in zip((dim_of(d, x.ndim) for d in along), by, strict=False):
+        turns[d] = (turns.get(d, 0) + n) % max(x.shape[d] if x.ndim else 1, 1)
+
+    def carry(d: int) -> list[list[Carried]]:
+        return [[Carried(d, rolled(x.shape[d], turns[d]) if d in turns else unchanged)]]
+
+    def wrapped(source: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> tuple[int, ...]:
+        size = source.shape
+        return tuple(count(intersect(source.held(d, coords), ((size[d] - n, size[d]),))) for d, n in turns.items())
+
+    return Relayout(1, carry, call_with(lambda v, by: torch.roll(v, by, tuple(turns)), wrapped))
+
+
+@rule("select select_copy")
 def select(x: Operand, dim: int, index: Any) -> Factors | None:
     """Of a cut dim, the holder of the index keeps it and the others add zeros: a Partial sum, and nothing moves."""
     if isinstance(index, Operand):
@@ -189,7 +212,9 @@ def select(x: Operand, dim: int, index: Any) -> Factors | None:
     reduce = "sum" if x.dtype is not torch.bool else "bor"
     outs = (*names[:d], *names[d + 1 :])
     stays = lambda inputs: not inputs[0].is_cut(d)  # noqa: E731
-    return Factors([names], [outs], linear="joint", reduce={names[d]: reduce}, local=local, aliases=stays)
+    return Factors(
+        [names], [outs], linear="joint", reduce={names[d]: reduce}, local=local, aliases=stays, may_alias=True
+    )
 
 
 def _picker(layout: Layout, dim: int, index: int) -> Any:
@@ -203,7 +228,7 @@ def _picker(layout: Layout, dim: int, index: int) -> Any:
     return PerCoords(pick, position)
 
 
-@rule("unbind")
+@rule("unbind unbind_copy")
 def unbind(x: Operand, dim: int = 0) -> Factors:
     """The dim that is taken apart must be whole."""
     d = dim_of(dim, x.ndim)

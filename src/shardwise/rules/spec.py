@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 from shardwise.layout import Layout, Partial, Placement, Shard
 from shardwise.layout.placement import REPLICATE
 from shardwise.move.cost import DEFAULT_COST
+
+MOST_CUTS = 16  # of an axis that operands cut in more ways than this, the first ones are considered
 
 Places = tuple[Placement, ...]
 LocalCall = Any  # a function of the operands' local values, in order, or PerCoords
@@ -77,6 +80,8 @@ class Assignment:
     # whether a view op's result shares memory with its operand
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True
     reasons: Sequence[str] = ()  # what each axis does, for messages
+    # where a call is many calls in one: for each operand, the axes its own call is split on
+    splits: Sequence[tuple[int, ...]] | None = None
 
 
 class Spec(Protocol):
@@ -158,13 +163,15 @@ class Factors:
     ) -> Choice | None:
         """The cheapest choice for one axis; of equal ones the first, and one without a pending sum before one with."""
         best, best_cost = None, (0.0, 0)
+        layouts = [op.layout for op in operands]
+        some = {op.layout: op for op in operands}  # one operand of each layout: of many, most are alike
         for choice in self.choices(operands, axis, before):
-            if pinned and not choice.inputs[0] == choice.outputs[0] == operands[0].layout.placements[axis]:
+            if pinned and not choice.inputs[0] == choice.outputs[0] == layouts[0].placements[axis]:
                 continue
+            moves = Counter(zip(layouts, choice.inputs, strict=True))
             cost = sum(
-                move_cost(op, axis, op.layout.placements[axis], to)
-                for op, to in zip(operands, choice.inputs, strict=True)
-                if op.layout.placements[axis] != to
+                times * move_cost(some[layout], axis, layout.placements[axis], to)
+                for (layout, to), times in moves.items()
             )
             ranked = (cost, int(any(isinstance(p, Partial) for p in choice.outputs)))
             if best is None or ranked < best_cost:
@@ -175,15 +182,17 @@ class Factors:
         present = [op.layout.placements[axis] for op in operands]
         found: list[Choice] = []
         seen: set[Any] = set()
+        cuts = 0
         for i, placement in enumerate(present):
             if isinstance(placement, Shard):
                 factor = self.inputs[i][placement.dim]
                 if factor is None:
                     continue
-                cut = _fitting(operands[i].layout, axis, placement, before[i])
-                if (factor, cut.pieces) not in seen:
+                cut = fitting(operands[i].layout, axis, placement, before[i])
+                if (factor, cut.pieces) not in seen and cuts < MOST_CUTS:
                     seen.add((factor, cut.pieces))
                     found.append(self.cut(factor, cut))
+                    cuts += 1
             elif (
                 isinstance(placement, Partial)
                 and self.linear != "none"
@@ -197,6 +206,9 @@ class Factors:
                     if i in self.addends and self.linear == "each":
                         continue  # the product is not a part of anything, so the addend must be whole too
                     parts = stays | self.addends
+                    floats = all(_is_float(op.dtype) for j, op in enumerate(operands) if j in parts)
+                    if placement.reduce_op == "avg" and not floats:
+                        continue  # integers have no average
                     ins = tuple(placement if j in parts else REPLICATE for j in range(len(present)))
                     found.append(Choice(ins, (placement,) * len(self.outputs), f"leave {placement} pending"))
         everywhere = (REPLICATE,) * len(present), (REPLICATE,) * len(self.outputs)
@@ -208,14 +220,18 @@ class Factors:
         part = Partial(self.reduce.get(factor, "sum"))
         outs: tuple[Placement, ...] = tuple(shard.at(f.index(factor)) if factor in f else part for f in self.outputs)
         added = part if part in outs else REPLICATE
+        at = {names: shard.at(names.index(factor)) for names in set(map(tuple, self.inputs)) if factor in names}
         ins = tuple(
-            shard.at(f.index(factor)) if factor in f else added if i in self.addends else REPLICATE
-            for i, f in enumerate(self.inputs)
+            at.get(tuple(names)) or (added if i in self.addends else REPLICATE) for i, names in enumerate(self.inputs)
         )
         return Choice(ins, outs, f"cut factor {factor!r}")
 
 
-def _fitting(layout: Layout, axis: int, shard: Shard, before: Sequence[Placement]) -> Shard:
+def _is_float(dtype: Any) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def fitting(layout: Layout, axis: int, shard: Shard, before: Sequence[Placement]) -> Shard:
     """The operand's cut, as a chunk split where what it was nested in will not be there."""
     if shard.pieces is None:
         return shard

@@ -1,4 +1,6 @@
-"""Views and reshapes: permuting, merging, cutting and adding dims. Nothing moves where the cut can follow."""
+"""Views and reshapes: permuting, merging, cutting, adding and repeating dims. Nothing moves where the cut can follow.
+
+An op named ..._copy has the rule of its view: the engine sees that torch shares no memory there, and copies."""
 
 from __future__ import annotations
 
@@ -8,9 +10,10 @@ from typing import Any
 
 import torch
 
+from shardwise.rules.notation import line
 from shardwise.rules.registry import rule
-from shardwise.rules.relayout import Carried, Relayout, call_with, regrouped, same_call, unchanged
-from shardwise.rules.spec import Operand
+from shardwise.rules.relayout import Carried, Relayout, call_with, regrouped, repeated, same_call, unchanged
+from shardwise.rules.spec import Algorithm, Factors, Operand
 
 
 def dim_of(dim: int, ndim: int) -> int:
@@ -56,14 +59,25 @@ def to_shape(x: Operand, shape: Sequence[int], func: Any) -> Relayout:
     return Relayout(1, lambda dim: [regrouped(x.shape, dim, shape)], local)
 
 
-@rule("view")
-def view(x: Operand, *shape: Any, **named: Any) -> Relayout | None:
+@rule("view view_copy")
+def view(x: Operand, *shape: Any, **named: Any) -> Relayout | Factors:
     sizes = ints(shape or tuple(named.values()))
     if not sizes and x.ndim == 0:
         return permutation((), torch.Tensor.view, ())
     if sizes and isinstance(sizes[0], torch.dtype):
-        return None
+        return reread(x, sizes[0])
     return to_shape(x, filled_in(sizes, _numel(x.shape)), torch.Tensor.reshape)
+
+
+def reread(x: Operand, dtype: torch.dtype) -> Factors:
+    """The same bytes as another dtype: one of another size needs the last dim whole, and no part of a sum may stay."""
+    whole = x.ndim - 1 if dtype.itemsize != x.dtype.itemsize else None
+    names = [None if i == whole else f"d{i}" for i in range(x.ndim)]
+    return Factors([names], [names])
+
+
+line("view_as_real view_as_real_copy", "*b -> *b pair", linear="joint")
+line("view_as_complex view_as_complex_copy", "*b pair! -> *b", linear="joint")
 
 
 @rule("_unsafe_view _reshape_alias")
@@ -71,7 +85,7 @@ def unsafe_view(x: Operand, *shape: Any, **named: Any) -> Relayout:
     return dataclasses.replace(reshape(x, *shape, **named), may_alias=False)
 
 
-@rule("reshape")
+@rule("reshape _reshape_copy _reshape_alias_copy")
 def reshape(x: Operand, *shape: Any, **named: Any) -> Relayout:
     sizes = shape or tuple(named.values())
     if isinstance(sizes[0], (tuple, list)):
@@ -99,13 +113,13 @@ def unflatten(x: Operand, dim: int, sizes: Sequence[int]) -> Relayout:
     return to_shape(x, (*x.shape[:d], *inner, *x.shape[d + 1 :]), torch.Tensor.reshape)
 
 
-@rule("permute")
+@rule("permute permute_copy")
 def permute(x: Operand, *dims: Any, **named: Any) -> Relayout:
     order = [dim_of(d, x.ndim) for d in ints(dims or tuple(named.values()))]
     return permutation(order, torch.Tensor.permute, order)
 
 
-@rule("transpose swapaxes swapdims")
+@rule("transpose transpose_copy swapaxes swapdims")
 def transpose(x: Operand, dim0: int, dim1: int) -> Relayout:
     order = list(range(x.ndim))
     if order:
@@ -114,7 +128,7 @@ def transpose(x: Operand, dim0: int, dim1: int) -> Relayout:
     return permutation(order, torch.Tensor.permute, order)
 
 
-@rule("t T mT")
+@rule("t t_copy T mT")
 def t(x: Operand) -> Relayout:
     order = list(range(x.ndim))
     if len(order) >= 2:
@@ -134,13 +148,13 @@ def movedim(x: Operand, source: Any, destination: Any) -> Relayout:
     return permutation(order, torch.Tensor.permute, order)
 
 
-@rule("unsqueeze")
+@rule("unsqueeze unsqueeze_copy")
 def unsqueeze(x: Operand, dim: int) -> Relayout:
     at = dim_of(dim, x.ndim + 1)
     return Relayout(1, lambda d: [[Carried(d + (d >= at), unchanged)]], same_call(torch.unsqueeze, at))
 
 
-@rule("squeeze")
+@rule("squeeze squeeze_copy")
 def squeeze(x: Operand, dim: Any = None) -> Relayout:
     if dim is None:
         gone = [d for d, size in enumerate(x.shape) if size == 1]
@@ -155,7 +169,7 @@ def squeeze(x: Operand, dim: Any = None) -> Relayout:
     return Relayout(1, carry, same_call(torch.squeeze, tuple(gone)))
 
 
-@rule("expand broadcast_to")
+@rule("expand expand_copy broadcast_to")
 def expand(x: Operand, *size: Any, **named: Any) -> Relayout:
     target = ints(size or tuple(v for k, v in named.items() if k != "implicit"))
     new = len(target) - x.ndim
@@ -165,3 +179,24 @@ def expand(x: Operand, *size: Any, **named: Any) -> Relayout:
         return [[]] if grows else [[Carried(d + new, unchanged)]]
 
     return Relayout(1, carry, call_with(torch.Tensor.expand, lambda source, outputs, c: outputs[0].local_shape_at(c)))
+
+
+@rule("repeat")
+def repeat(x: Operand, *repeats: Any, **named: Any) -> Relayout:
+    """A cut dim is held block by block: the same set in each."""
+    times = ints(repeats or tuple(named.values()))
+    new = len(times) - x.ndim
+
+    def carry(d: int) -> list[list[Carried]]:
+        return [[Carried(d + new, repeated(x.shape[d], times[d + new]))]]
+
+    return Relayout(1, carry, same_call(torch.Tensor.repeat, times))
+
+
+@rule("rot90")
+def rot90(x: Operand, k: int = 1, dims: Any = (0, 1)) -> Algorithm | None:
+    """A quarter turn flips one of the two dims and swaps them."""
+    if len({dim_of(d, x.ndim) for d in dims}) != 2 or len(dims) != 2:
+        return None  # torch's own error
+    flips, swapped = ((), dims[1:], dims, dims[:1])[k % 4], dims if k % 2 else dims[:1] * 2
+    return Algorithm(lambda x, *args, **kwargs: x.flip(flips).transpose(*swapped))

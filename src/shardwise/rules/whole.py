@@ -1,8 +1,9 @@
-"""Functions whose operands are gathered although their parts have rules, because torch looks at more than values: at a
-flag the wrapper does not carry (whether a tensor requires grad), or at memory. And those that cannot be done at all."""
+"""Functions whose operands are gathered because torch looks at more than values: at memory. And those that cannot be
+done at all."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch.nn.functional as F
@@ -11,13 +12,7 @@ from shardwise.errors import RuleError
 from shardwise.layout.layout import dense_stride
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Algorithm, Gathered, Operand
-
-
-@rule("embedding_bag")
-def embedding_bag(*args: Any, sparse: bool = False, **kwargs: Any) -> Any:
-    if sparse:  # gradients of distributed tensors are dense
-        return Algorithm(lambda *args, sparse, **kwargs: F.embedding_bag(*args, **kwargs))
-    return Gathered("gather, since torch picks its kernel by requires_grad, and compute it on every rank")
+from shardwise.wrapper import rebind
 
 
 @rule("as_strided as_strided_copy as_strided_scatter")
@@ -47,26 +42,34 @@ def _is_no_part(x: Any, *args: Any, storage_offset: Any = None, **kwargs: Any) -
         )
 
 
+@rule("as_strided_")
+def as_strided_(x: Operand, *args: Any, **kwargs: Any) -> Algorithm:
+    return Algorithm(lambda x, *args, **kwargs: rebind(x, x.as_strided(*args, **kwargs)), writes=True)
+
+
 @rule("resize resize_as")
 def resize(x: Operand, *args: Any, **kwargs: Any) -> Algorithm:
     return Algorithm(_resize, writes=True)
 
 
 def _resize(x: Any, *size: Any, **kwargs: Any) -> Any:
-    """Allowed where it changes nothing."""
+    """The elements in the order of memory, as far as there is room; after them zeros, where torch leaves anything."""
     given = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     wanted = tuple(getattr(given, "shape", given))
-    if wanted != tuple(x.shape):
+    if wanted == tuple(x.shape):
+        return x
+    stride, room = x._layout.stride, math.prod(wanted)
+    if x.requires_grad or stride != dense_stride(x.shape, stride):
         raise RuleError(
-            f"resize_ of a distributed tensor from {tuple(x.shape)} to {wanted}: its memory is on many ranks and "
-            f"cannot be given another shape; use reshape, F.pad or a new tensor"
+            f"resize_ of a distributed tensor from {tuple(x.shape)} to {wanted}: it "
+            f"{'requires grad' if x.requires_grad else 'is part of another'}; use reshape, F.pad or a new tensor"
         )
-    return x
+    flat = x.permute(sorted(range(x.dim()), key=lambda d: -stride[d])).reshape(-1)
+    return rebind(x, F.pad(flat, (0, room - flat.numel())).reshape(wanted))
 
 
-@rule("as_strided_ set_")
+@rule("set_")
 def refused(x: Operand, *args: Any, **kwargs: Any) -> Any:
     raise RuleError(
-        "as_strided_ and set_ give a tensor other memory, and that of a distributed tensor is on many ranks; "
-        "use x.data = y, or as_strided, which makes a new tensor"
+        "set_ gives a tensor other memory, and that of a distributed tensor is on many ranks; use x.data = y"
     )

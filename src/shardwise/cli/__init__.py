@@ -1,0 +1,24 @@
+"""The `shardwise` command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console
+
+import shardwise
+from shardwise.cli import rules
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="shardwise", description="Distributed tensors for PyTorch: what it would do.")
+    parser.add_argument("--version", action="version", version=f"shardwise {shardwise.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    rules.add_to(commands)
+    options = parser.parse_args(arguments)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # in a pipe there is no edge to wrap at
+    return options.run(options, console)

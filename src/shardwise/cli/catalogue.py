@@ -1,0 +1,97 @@
+"""What is known of ops without calling them: names, the lines of rules, which rules gather, which ops have none."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from shardwise.rules import registry
+from shardwise.rules.spec import Gathered
+
+
+def rule_name(op: str) -> str | None:
+    """The name under which an op's rule is registered, whichever way the op is spelled."""
+    name = op.removeprefix("torch.").removeprefix("aten::").removeprefix("aten.").partition(".")[0]
+    if name in registry.registered():
+        return name
+    found = registry.by_name(name)
+    return None if found is None else found.name
+
+
+def in_one_line(rule: Callable[..., Any]) -> str:
+    """A rule's line, or what its docstring starts with, or what kind of rule it is."""
+    always, reasons = gathering(rule)
+    if always:
+        return reasons[0]
+    rule = _function_of(rule)
+    text = (rule.__doc__ or "").strip().partition("\n")[0]
+    return text or rule.__name__.replace("_", " ").strip()
+
+
+def _function_of(rule: Callable[..., Any]) -> Any:
+    while isinstance(rule, functools.partial):
+        rule = rule.func
+    return rule
+
+
+# -- gathering ---------------------------------------------------------------------------------------------
+def gathering(rule: Callable[..., Any]) -> tuple[bool, list[str]]:
+    """Whether a rule always gathers, and the reasons it may give: read off its code, since a rule may answer otherwise
+    for other arguments."""
+    rule = _function_of(rule)
+    cells = {n: c.cell_contents for n, c in zip(rule.__code__.co_freevars, rule.__closure__ or (), strict=True)}
+    reasons = [v.reason for v in cells.values() if isinstance(v, Gathered)]
+    always = bool(reasons) or rule.__annotations__.get("return") == "Gathered"
+    for code in _codes(rule.__code__):
+        named = [rule.__globals__.get(name) for name in code.co_names]
+        reasons += [value.reason for value in named if isinstance(value, Gathered)]
+        if Gathered in named:
+            reasons += [text for text in code.co_consts if isinstance(text, str) and text.startswith("gather")]
+    return always, list(dict.fromkeys(reasons))
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _codes(inner)
+
+
+# -- ops of torch ------------------------------------------------------------------------------------------
+@functools.cache
+def aten_ops() -> dict[str, list[Any]]:
+    """The overloads of all aten ops that the dispatcher knows, by name."""
+    found: dict[str, list[Any]] = {}
+    for full in sorted(torch._C._dispatch_get_all_op_names()):
+        namespace, _, name = full.partition("::")
+        name, _, overload = name.partition(".")
+        if namespace == "aten":
+            found.setdefault(name, []).append(getattr(getattr(torch.ops.aten, name), overload or "default"))
+    return found
+
+
+def without_rule(op: str) -> str | None:
+    """What happens to an op of torch that has no rule; None for what is no op of torch."""
+    name = op.removeprefix("torch.").removeprefix("aten::").removeprefix("aten.").partition(".")[0]
+    if name not in aten_ops():
+        return None
+    if any(map(_is_gathered, aten_ops()[name])):
+        return "its operands are gathered and it is computed on every rank"
+    return "torch takes it apart, and its parts have rules"
+
+
+def without_any_rule() -> list[str]:
+    """aten ops on tensors that have no rule and are not taken apart. Backward ops, which autograd calls on local
+    tensors only, and forms with out= or in place, which the engine makes of the others, do not count."""
+    return [name for name, ops in aten_ops().items() if "backward" not in name and any(map(_is_gathered, ops))]
+
+
+def _is_gathered(overload: Any) -> bool:
+    schema = overload._schema
+    takes_tensors = any("Tensor" in str(a.type) for a in schema.arguments)
+    taken_apart = torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
+    return takes_tensors and not schema.is_mutable and not taken_apart and registry.find(overload) is None

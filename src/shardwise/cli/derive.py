@@ -1,0 +1,204 @@
+"""What one op's rule derives for one mesh axis. Of factors, the strategies follow from the rule alone; of anything else
+they are seen by running the op on two simulated ranks, once for every way to lay out its operands."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+import shardwise
+from shardwise.errors import ShardwiseError
+from shardwise.layout import Layout, Partial, Placement, Shard
+from shardwise.layout.placement import REPLICATE
+from shardwise.mesh import as_mesh
+from shardwise.rules.notation import parse
+from shardwise.rules.spec import Choice, Factors, Operand
+
+
+class NoSample(Exception):
+    """No arguments are known to suit the op."""
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A tensor to come, in the arguments of a call."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    def __repr__(self) -> str:
+        kind = "" if self.dtype == torch.float32 else f", {str(self.dtype).removeprefix('torch.')}"
+        return f"tensor({list(self.shape)}{kind})"
+
+    def made(self) -> torch.Tensor:
+        """Small values, good as indices too."""
+        return (2 * torch.rand(self.shape)).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy: placements of the operands and results, and what travels."""
+
+    name: str
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    travels: str = ""  # seen where the op was run
+    failed: bool = False
+
+
+@dataclass
+class Derivation:
+    call: str
+    operands: int
+    rows: list[Row]
+    notes: list[str] = field(default_factory=list)
+
+
+def derive(
+    name: str,
+    rule: Callable[..., Any],
+    tensors: Sequence[Blank],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Derivation:
+    """The strategies of `rule` for a call with these tensors; without any, for some that it accepts."""
+    mesh = shardwise.simulate(2)
+    refused = ""
+    guesses: Iterable[list[Any]] = ([*tensors], [[*tensors]]) if tensors else _guesses(rule)
+    for blanks in guesses:
+        call = ([*blanks, *args], kwargs)
+        found = _derived(name, rule, call, mesh)
+        if found is not None and not all(row.failed for row in found.rows):
+            return found
+        if found is not None and not refused:
+            refused = f"{found.call} raises {found.rows[-1].outputs[0]}"
+    refused = refused or f"its rule knows no call with {', '.join(map(repr, tensors)) or 'a few small tensors'}"
+    raise NoSample(
+        f"{name}: {refused}. Say what it is called with, as --shapes 4,6 6,8 --args 1 dim=0; the rule takes "
+        f"{inspect.signature(rule)}"
+    )
+
+
+def _derived(name: str, rule: Callable[..., Any], call: Any, mesh: Any) -> Derivation | None:
+    tensors = [x for x in tree_flatten(call)[0] if isinstance(x, Blank)]
+    whole = [REPLICATE] * len(tensors)
+    spec = _answer(rule, call, tensors, whole, mesh)
+    if spec is None:
+        return None
+    args, kwargs = call
+    written = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
+    found = Derivation(f"{name}({written})", len(tensors), [])
+    ways: list[Sequence[Placement]] = [*_ways(tensors), whole]
+    if all(isinstance(_answer(rule, call, tensors, way, mesh), Factors) for way in ways):
+        _list_factors(found, spec, tensors, mesh)
+    else:
+        found.rows = [_run(_function(name), call, way, mesh) for way in ways]
+    return found
+
+
+_LINE = re.compile(r"[\w\s*!?,]+->[\w\s*!?,]*")
+
+
+def _guesses(rule: Callable[..., Any]) -> Iterator[list[Any]]:
+    """Arguments to try: as a line says, or small matrices, with a dim, in a list, then images."""
+    text = (rule.__doc__ or "").strip()
+    text = text.split("``")[1] if text.startswith("``") else text
+    if _LINE.fullmatch(text):
+        terms = parse(text).inputs
+        names = list(dict.fromkeys(name for term in terms for name in term.names))
+        sizes = {name: 4 + 2 * i for i, name in enumerate(names)}
+        yield [Blank(tuple(sizes[name] for name in term.names)) for term in terms]
+    x, index, rows = Blank((4, 6)), Blank((8,), torch.int64), Blank((2, 4, 8))
+    yield from ([x], [x, x], [x, 0], [[x, x]], [x, x, x], [x, 0, x], [[x, x], [x, x]], [x, 0, index], [index, x])
+    yield from (
+        [rows, Blank((6, 4, 3))],
+        [rows, 2],
+        [Blank((2, 4, 8, 8)), Blank((6, 4, 3, 3))],
+        [Blank((2, 4, 8, 8)), 2],
+    )
+
+
+def _answer(
+    rule: Callable[..., Any], call: Any, tensors: Sequence[Blank], way: Sequence[Placement], mesh: Any
+) -> Any | None:
+    """What the rule says; None where it does not take such a call, however it says so."""
+    spare = iter(_operands(tensors, way, mesh))
+    args, kwargs = tree_map_only(Blank, lambda _: next(spare), call)
+    try:
+        return rule(*args, **kwargs)
+    except ShardwiseError as error:
+        return error
+    except Exception:
+        return None
+
+
+def _operands(tensors: Sequence[Blank], way: Sequence[Placement], mesh: Any) -> list[Operand]:
+    layouts = (Layout.make(as_mesh(mesh), [p], x.shape, x.dtype) for x, p in zip(tensors, way, strict=True))
+    return [Operand(layout, i) for i, layout in enumerate(layouts)]
+
+
+def _ways(tensors: Sequence[Blank]) -> Iterator[list[Placement]]:
+    """One axis: one operand cut or pending and the others whole, then all of them alike."""
+    for i, x in enumerate(tensors):
+        pending = [Partial()] if x.dtype.is_floating_point else []
+        for placement in (*(Shard(d) for d in range(len(x.shape))), *pending):
+            yield [placement if j == i else REPLICATE for j in range(len(tensors))]
+    if len(tensors) > 1:
+        for dim in range(min(len(x.shape) for x in tensors)):
+            yield [Shard(dim)] * len(tensors)
+
+
+# -- factors -----------------------------------------------------------------------------------------------
+def _list_factors(found: Derivation, spec: Factors, tensors: Sequence[Blank], mesh: Any) -> None:
+    for factor in dict.fromkeys(f for names in spec.inputs for f in names if f is not None):
+        found.rows.append(_as_row(spec.cut(factor, Shard(0)), f"cut {factor}"))
+    pending: dict[Choice, None] = {}
+    for i in range(len(tensors)):
+        operands = _operands(tensors, [Partial() if i == j else REPLICATE for j in range(len(tensors))], mesh)
+        pending.update(dict.fromkeys(spec.choices(operands, 0, [[] for _ in tensors])[:-1]))
+    found.rows += [_as_row(choice, "leave a sum pending") for choice in pending]
+    everywhere = Choice((REPLICATE,) * len(tensors), (REPLICATE,) * len(spec.outputs), "")
+    found.rows.append(_as_row(everywhere, "compute it everywhere"))
+    for i, names in enumerate(spec.inputs):
+        dims = [str(d) for d, name in enumerate(names) if name is None]
+        if dims:
+            found.notes.append(f"operand {i}: dim {' and '.join(dims)} must be whole")
+
+
+def _as_row(choice: Choice, name: str) -> Row:
+    return Row(name, choice.inputs, choice.outputs)
+
+
+# -- anything else -----------------------------------------------------------------------------------------
+_PLACES = (torch, F, torch.special, torch.linalg, torch.Tensor, torch.ops.aten)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    bare = name.removeprefix("aten::")
+    places = _PLACES if bare == name else (torch.ops.aten,)
+    return next(getattr(place, bare) for place in places if hasattr(place, bare))
+
+
+def _run(function: Callable[..., Any], call: Any, way: Sequence[Placement], mesh: Any) -> Row:
+    """The op as it runs on tensors laid out this way."""
+    spare = iter(way)
+    made = lambda x: shardwise.distribute_tensor(x.made(), mesh, [next(spare)])
+    args, kwargs = tree_map_only(Blank, made, call)
+    with shardwise.debug.ledger() as log, torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        try:
+            results = tree_flatten(function(*args, **kwargs))[0]
+        except Exception as error:
+            first = str(error).partition("\n")[0]
+            return Row("run it", way, [f"{type(error).__name__}: {first}"], travels="?", failed=True)
+    places = [x.placements[0] for x in results if isinstance(x, shardwise.DTensor)]
+    kinds = dict.fromkeys(entry.kind for entry in log)
+    travels = ", ".join(f"{kind} {sum(e.bytes for e in log if e.kind == kind)} B" for kind in kinds)
+    return Row("run it", way, places, travels or "nothing")

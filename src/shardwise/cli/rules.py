@@ -1,0 +1,156 @@
+"""`shardwise rules`: which ops have a rule, what one op's rule derives, and which ops fall back to gathering."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import sys
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.cli import catalogue
+from shardwise.cli.derive import Blank, Derivation, NoSample, derive
+from shardwise.rules import registry
+
+_EXAMPLES = """examples:
+  shardwise rules                            every op that has a rule
+  shardwise rules mm                         the ways to split mm
+  shardwise rules mm --shapes 4,5 5,6        the same, for these shapes
+  shardwise rules softmax --shapes 8,16 --args dim=1
+  shardwise rules --fallback --all           what gathers its operands, and why
+"""
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "rules",
+        help="how ops may be split",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("op", nargs="?", help="the op to explain, as mm or aten::mm; without one, a list of all")
+    parser.add_argument(
+        "--shapes", nargs="+", type=_tensor, default=[], metavar="SHAPE", help="its tensors, as 4,5 or 8:int64"
+    )
+    parser.add_argument("--args", nargs="+", default=[], metavar="ARG", help="its other arguments, as 1 or dim=1")
+    parser.add_argument("--fallback", action="store_true", help="the ops that gather their operands, with the reason")
+    parser.add_argument("--all", action="store_true", help="with --fallback: the ops of torch that have no rule, too")
+    parser.set_defaults(run=run)
+
+
+def _tensor(text: str) -> Blank:
+    """
+    >>> _tensor("4,5"), _tensor("():int64")
+    (tensor([4, 5]), tensor([], int64))
+    """
+    sizes, _, kind = text.partition(":")
+    dtype = getattr(torch, kind or "float32", None)
+    if not isinstance(dtype, torch.dtype):
+        raise argparse.ArgumentTypeError(f"{text!r}: {kind!r} is no dtype of torch; write 4,5 or 4,5:int64")
+    return Blank(tuple(int(size) for size in sizes.strip("()").split(",") if size.strip()), dtype)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    if options.fallback:
+        console.print(fallback_table(options.all))
+        return 0
+    if options.op is None:
+        console.print(all_table())
+        return 0
+    name = catalogue.rule_name(options.op)
+    if name is not None:
+        return explain(name, options, console)
+    without = catalogue.without_rule(options.op)
+    if without is not None:
+        console.print(f"{options.op} has no rule of its own: {without}.")
+        return 0
+    names = [*registry.registered(), *catalogue.aten_ops()]
+    close = difflib.get_close_matches(options.op, names, n=5)
+    hint = f"; did you mean {', '.join(dict.fromkeys(close))}?" if close else "; `shardwise rules` lists all"
+    print(f"shardwise rules: no op is called {options.op!r}{hint}", file=sys.stderr)
+    return 2
+
+
+# -- lists -------------------------------------------------------------------------------------------------
+def _table(*columns: str, title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def all_table() -> Table:
+    table = _table("op", "file", "rule")
+    for name, (rule, family) in registry.registered().items():
+        table.add_row(Text(name), f"rules/{family}.py", Text(catalogue.in_one_line(rule)))
+    for op, rule in registry.given().items():
+        table.add_row(Text(str(op)), "yours", Text(catalogue.in_one_line(rule)))
+    return table
+
+
+def fallback_table(everything: bool) -> Table:
+    table = _table("op", "when", "why it gathers")
+    for name, (rule, _) in registry.registered().items():
+        always, reasons = catalogue.gathering(rule)
+        for reason in reasons:
+            table.add_row(Text(name), "always" if always else "in some forms", Text(reason))
+    if everything:
+        for name in catalogue.without_any_rule():
+            table.add_row(Text(name), "always", "no rule, and torch does not take it apart")
+    return table
+
+
+# -- one op ------------------------------------------------------------------------------------------------
+def explain(name: str, options: argparse.Namespace, console: Console) -> int:
+    rule, family = registry.registered()[name]
+    console.print(Text(name, style="bold"), Text(f"rules/{family}.py"), Text(catalogue.in_one_line(rule)), sep="  ")
+    args, kwargs = _arguments(options.args)
+    try:
+        found = derive(name, rule, options.shapes, args, kwargs)
+    except NoSample as error:
+        print(f"shardwise rules: {error}", file=sys.stderr)
+        return 2
+    console.print(Text(f"\n{found.call}"))
+    console.print(_strategies(found))
+    for note in found.notes:
+        console.print(Text(note))
+    return 0
+
+
+def _arguments(texts: list[str]) -> tuple[list[Any], dict[str, Any]]:
+    """
+    >>> _arguments(["1", "keepdim=True", "mode=mean"])
+    ([1], {'keepdim': True, 'mode': 'mean'})
+    """
+    args, kwargs = [], {}
+    for text in texts:
+        name, equals, value = text.rpartition("=")
+        if equals:
+            kwargs[name] = _literal(value)
+        else:
+            args.append(_literal(text))
+    return args, kwargs
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _strategies(found: Derivation) -> Table:
+    """The rows with the columns that say something."""
+    seen = any(row.travels for row in found.rows)
+    inputs = [f"operand {i}" for i in range(found.operands)]
+    table = _table(*(["on one axis"] if not seen else []), *inputs, "->", "result", *(["what travels"] if seen else []))
+    for row in found.rows:
+        cells = [*([row.name] if not seen else []), *row.inputs, "", ", ".join(map(str, row.outputs))]
+        table.add_row(*(Text(str(cell)) for cell in (*cells, *([row.travels] if seen else []))))
+    return table

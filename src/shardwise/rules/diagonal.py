@@ -1,0 +1,116 @@
+"""Diagonals and triangles: what is on which side follows from global indices, which every rank knows of its part.
+And the ops that put a part back: a diagonal, a slice, one index."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.layout import Layout
+from shardwise.layout.split import Intervals, count
+from shardwise.rules.program import run_local, whole
+from shardwise.rules.registry import rule
+from shardwise.rules.relayout import Carried, Relayout, call_with, sliced, unchanged
+from shardwise.rules.spec import Algorithm, Factors, Operand
+from shardwise.rules.view import dim_of
+
+
+def meta(x: Operand) -> torch.Tensor:
+    """To ask torch for shapes and for its errors."""
+    return torch.empty(x.shape, device="meta")
+
+
+@rule("diagonal diagonal_copy")
+def diagonal(x: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Relayout:
+    """An element is with who holds its row and its column: both cuts go to the one dim that is left."""
+    length = meta(x).diagonal(offset, dim1, dim2).shape[-1]
+    starts = {dim_of(dim1, x.ndim): max(-offset, 0), dim_of(dim2, x.ndim): max(offset, 0)}
+    rest = [d for d in range(x.ndim) if d not in starts]
+
+    def carry(d: int) -> list[list[Carried]]:
+        if d in rest:
+            return [[Carried(rest.index(d), unchanged)]]
+        change = sliced(starts[d], starts[d] + length, 1)
+        return [[Carried(len(rest), lambda held: change(held) if len(held) < 2 else None)]]
+
+    def corner(source: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> Any:
+        mine = outputs[0].held(len(rest), coords)
+        first = mine[0][0] if mine else 0
+        return count(mine), *(first + at - source.offset_at(d, coords) if mine else 0 for d, at in starts.items())
+
+    def pick(v: torch.Tensor, corner: tuple[int, ...]) -> torch.Tensor:
+        for d, first in zip(starts, corner[1:], strict=True):
+            v = v.narrow(d, first, corner[0])
+        return v.diagonal(0, *starts)
+
+    return Relayout(1, carry, call_with(pick, corner))
+
+
+@rule("trace")
+def trace(x: Operand) -> Algorithm | None:
+    return Algorithm(lambda x: x.diagonal().sum()) if x.ndim == 2 else None
+
+
+@rule("diag_embed")
+def diag_embed(x: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Algorithm:
+    """Rows stay with their elements."""
+    meta(x).diag_embed(offset, dim1, dim2)
+    down, right = max(-offset, 0), max(offset, 0)
+
+    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+        square = x.unsqueeze(-1).expand(*x.shape, x.shape[-1]).tril().triu()
+        return F.pad(square, (right, down, down, right)).movedim((-2, -1), (dim1, dim2)).contiguous()
+
+    return Algorithm(run)
+
+
+def triangle(name: str, clears: Callable[[Any, Any], Any]) -> None:
+    @rule(name)
+    def side(x: Operand, diagonal: int = 0, **kwargs: Any) -> Factors | Algorithm:
+        """Zeros are zero under every reduction, so nothing pending is in the way."""
+        layout, pair = x.layout, (x.ndim - 2, x.ndim - 1)
+        if x.ndim < 2 or not any(map(layout.is_cut, pair)):
+            names: tuple[str | None, ...] = (*(f"d{i}" for i in range(x.ndim - 2)), None, None)
+            return Factors([names], [names], linear="joint", any_partial=True)
+
+        def clear(v: torch.Tensor, held: tuple[Intervals, Intervals]) -> torch.Tensor:
+            down, right = (torch.cat([torch.arange(*at, device=v.device) for at in ((0, 0), *h)]) for h in held)
+            return v.masked_fill(clears(right, down[:, None] + diagonal), 0)
+
+        held = lambda coords: tuple(layout.held(d, coords) for d in pair)  # noqa: E731
+        return Algorithm(lambda x, *args, **kwargs: run_local(clear, [x], layout.replace(stride=None), held))
+
+
+triangle("tril", operator.gt)
+triangle("triu", operator.lt)
+
+
+def scatter(name: str, view: Callable[..., Any]) -> None:
+    @rule(name)
+    def put(x: Operand, src: Operand, *where: Any, **named: Any) -> Algorithm | None:
+        """A copy, written where `view` shows it. What a rank holds in several pieces is whole: a view needs one."""
+        ranks = [x.mesh.coords(rank) for rank in x.mesh.ranks]
+        pieces = [d for d in range(x.ndim) if any(len(x.layout.held(d, coords)) > 1 for coords in ranks)]
+
+        def run(x: Any, src: Any, *where: Any, **named: Any) -> Any:
+            out = whole(x, pieces).clone()
+            view(out, *where, **named).copy_(src)
+            return out
+
+        return Algorithm(run) if view(meta(x), *where, **named).shape == src.shape else None  # torch's own error
+
+
+scatter("slice_scatter", torch.ops.aten.slice)
+scatter("diagonal_scatter", torch.diagonal)
+
+
+@rule("select_scatter")
+def select_scatter(x: Operand, src: Operand, dim: int, index: int) -> Algorithm:
+    """A slice of one."""
+    meta(x).select(dim, index)
+    d, at = dim_of(dim, x.ndim), index % x.shape[dim]
+    return Algorithm(lambda x, src, *args, **kwargs: torch.slice_scatter(x, src.unsqueeze(d), d, at, at + 1))

@@ -1,0 +1,47 @@
+"""Fourier transforms: the transformed dims are whole, the others pass, and a transform of parts is a part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.rules.linalg import or_empty
+from shardwise.rules.notation import operands_in
+from shardwise.rules.reduce import dims_of, whole_along
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Factors, Operand
+
+
+def transform(name: str) -> None:
+    """torch.fft's functions go by these, and by padding or slicing to the size asked for."""
+    func = getattr(torch, name)
+
+    @rule(name)
+    def along(x: Operand, dim: Any, *args: Any, **kwargs: Any) -> Factors:
+        spec = whole_along(x, dims_of(dim, x.ndim) if dim else (), True)
+        spec.linear, local = "joint", or_empty(lambda v: func(v, dim, *args, **kwargs))
+        spec.local = lambda inputs, outputs: local
+        return spec
+
+
+transform("_fft_c2c")
+transform("_fft_r2c")
+transform("_fft_c2r")
+
+
+@rule("stft")
+def stft(
+    x: Operand,
+    n_fft: int,
+    hop_length: Any = None,
+    win_length: Any = None,
+    window: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Factors:
+    """Linear in the signal and in the window; batches pass."""
+    batch = ("b",) * (x.ndim - 1)
+    names = [(*batch, None), *((None,) for _ in operands_in((window,)))]
+    local = or_empty(lambda v, w=None: torch.stft(v, n_fft, hop_length, win_length, w, *args, **kwargs))
+    return Factors(names, [(*batch, None, None)], linear="each", local=lambda inputs, outputs: local)

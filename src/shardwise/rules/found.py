@@ -1,0 +1,204 @@
+"""Results whose sizes only the data knows. Every rank finds what it finds in its part; one exchange of counts later the
+result is cut along that dim as it was found, each rank keeping its own. That needs ranks in order: where they are not,
+the operand is first cut along its first dim, which is cheaper than to gather it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.context import relaxed
+from shardwise.layout import Partial, Shard
+from shardwise.layout.layout import shards_from_table
+from shardwise.layout.placement import REPLICATE
+from shardwise.rules.program import reduced, run_local, whole
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Algorithm, Operand
+from shardwise.wrapper import wrap
+
+Bounds = dict[tuple[int, ...], tuple[int, int]]  # by coordinates on the axes that cut: where what they found stands
+
+
+def program(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the function below as the program of these ops on every layout."""
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        rule(names)(functools.wraps(run)(lambda *args, **kwargs: Algorithm(run)))
+        return run
+
+    return register
+
+
+def in_order(x: Any, dims: Sequence[int], by: Any = None) -> tuple[Any, int]:
+    """`x` with `dims` cut along one of them only (the one returned), an interval a rank, in the order of the ranks.
+
+    Where nothing cuts these dims of `x` but something cuts `by`, which covers them, that is how `x` is cut."""
+    lead = next((d for d in dims if x.shape[d] != 1), dims[0]) if dims else 0
+    places = given = x._layout.placements
+    axes = [a for a, p in enumerate(places) if p.is_shard() and p.dim in dims]
+    if not axes and by is not None:
+        given = [p.at(p.dim + dims[0]) if p.is_shard() else p for p in by._layout.placements]
+        axes = [a for a, p in enumerate(given) if p.is_shard()]
+        axes = axes if all(places[a].is_replicate() for a in axes) else []
+    kept = all(given[a].dim == lead and (given[a].pieces is None or given[a].sizes is not None) for a in axes)
+    target = [p if a not in axes else given[a] if kept else Shard(lead) for a, p in enumerate(places)]
+    return x.redistribute(placements=target), lead
+
+
+def as_found(out: Any, dim: int, axes: Sequence[int]) -> tuple[Any, Bounds]:
+    """`out`, of which ranks along `axes` found different sizes of `dim`, with its true layout; and who found what."""
+    layout, mesh = out._layout, out._layout.mesh
+    sizes = [mesh.shape[a] for a in axes]
+    cells = list(itertools.product(*(range(k) for k in sizes)))
+    places = [Shard(0) if a in axes else REPLICATE for a in range(len(mesh.shape))]
+    one_each = layout.replace(shape=(len(cells),), dtype=torch.int64, placements=places)
+    with relaxed(), torch.no_grad():  # who calls such an op asks for this exchange
+        counts = whole(run_local(lambda v: torch.tensor([v.shape[dim]], device=v.device), [out], one_each))
+        ends = list(itertools.accumulate(mesh.comm.first(counts._local).tolist()))
+    bounds = dict(zip(cells, zip([0, *ends], ends, strict=False), strict=True))
+    shards = shards_from_table(sizes, ends[-1], lambda c: tuple(b for b in (bounds[c],) if b[0] < b[1]), dim)
+    new = dict(zip(axes, shards, strict=True))
+    places = [new.get(a, p) for a, p in enumerate(layout.placements)]
+    shape = (*layout.shape[:dim], ends[-1], *layout.shape[dim + 1 :])
+    return wrap(out._local, layout.replace(shape=shape, placements=places)), bounds
+
+
+def found_along(func: Callable[..., Any], x: Any, by: Any, at: int) -> Any:
+    """func(x, by) of what each rank holds, where the dims of `by` stand in `x` from `at` on and become one there."""
+    dims = range(at, at + by.dim())
+    x, lead = in_order(x, dims, by)
+    layout, axes = x._layout, x._layout.axes_of(lead)
+    by = by.redistribute(placements=[p.at(lead - at) if p.is_shard(lead) else REPLICATE for p in layout.placements])
+    places = [
+        Shard(at) if axis in axes else p.at(p.dim - by.dim() + 1) if p.is_shard() and p.dim > lead else p
+        for axis, p in enumerate(layout.placements)
+    ]
+    shape = (*x.shape[:at], 0, *x.shape[dims.stop :])
+    return as_found(run_local(func, [x, by], layout.replace(shape=shape, placements=places)), at, axes)[0]
+
+
+def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape these broadcast to. (torch has one too, which imports sympy first.)"""
+    columns = itertools.zip_longest(*map(reversed, shapes), fillvalue=1)
+    return tuple(next((n for n in column if n != 1), 1) for column in columns)[::-1]
+
+
+# -- where a mask is true ----------------------------------------------------------------------------------
+def select_masked(x: Any, mask: Any, at: int) -> Any:
+    """x[:, ..., mask], the mask from dim `at` on."""
+    return found_along(lambda v, m: v[(*(slice(None),) * at, m)], x, mask, at)
+
+
+@program("masked_select")
+def masked_select(x: Any, mask: Any) -> Any:
+    shape = broadcast_shape(x.shape, mask.shape) or (1,)
+    return select_masked(x.expand(shape), mask.expand(shape), 0)
+
+
+@program("nonzero argwhere")
+def nonzero(x: Any, *, as_tuple: bool = False) -> Any:
+    x = reduced(x.detach().reshape(1) if as_tuple and not x.dim() else x.detach())
+    x, lead = in_order(x, range(x.dim()))
+    layout, axes = x._layout, x._layout.axes_of(lead)
+
+    def find(v: torch.Tensor, start: int) -> torch.Tensor:
+        found = torch.nonzero(v)
+        found[:, lead : lead + 1] += start
+        return found
+
+    places = [Shard(0) if axis in axes else REPLICATE for axis in range(len(layout.placements))]
+    target = layout.replace(shape=(0, x.dim()), dtype=torch.int64, placements=places)
+    found = run_local(find, [x], target, lambda coords: layout.offset_at(lead, coords) if axes else 0)
+    out = as_found(found, 0, axes)[0]
+    return out.unbind(1) if as_tuple else out
+
+
+@program("nonzero_static")
+def nonzero_static(x: Any, *, size: int, fill_value: int = -1) -> Any:
+    found = torch.nonzero(x)[:size]
+    return torch.cat([found, found.new_full((size - found.shape[0], x.dim()), fill_value)])
+
+
+# -- how often ---------------------------------------------------------------------------------------------
+@rule("repeat_interleave")
+def repeat_interleave(x: Operand, repeats: Any = None, dim: Any = None, *, output_size: Any = None) -> Any:
+    return None if isinstance(repeats, int) else Algorithm(_repeat)  # a number of times: torch takes it apart
+
+
+def _repeat(x: Any, repeats: Any = None, dim: Any = None, *, output_size: Any = None) -> Any:
+    if repeats is None:  # the indices of x, each as often as x says
+        everywhere = x._layout.replace(placements=[REPLICATE] * len(x._layout.placements))
+        ids = torch.arange(x.shape[0], dtype=x.dtype, device=x.device)
+        x, repeats = wrap(x._layout.mesh.comm.shared(ids), everywhere), x
+    x, d = (x.reshape(-1), 0) if dim is None else (x, dim % x.dim())
+    repeats = repeats.expand(x.shape[d]) if repeats.numel() == 1 else repeats
+    if repeats.shape[0] != x.shape[d]:
+        raise RuntimeError(f"repeats must have the same size as input along dim {d}, but got {repeats.shape[0]}")
+    return found_along(lambda v, r: v.repeat_interleave(r, d), x, repeats, d)
+
+
+@program("bincount")
+def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """As many bins as the largest value anyone holds asks for; the counts of all ranks add up."""
+    x, size = reduced(x), minlength
+    if x.numel():
+        with relaxed():  # as in as_found
+            size, lowest = max(minlength, int(x.max()) + 1), int(x.min())
+        if lowest < 0:
+            raise RuntimeError(f"bincount only supports 1-d non-negative integral inputs, got {lowest}")
+    operands = [x] if weights is None else [x, weights.detach().redistribute(placements=x._layout.placements)]
+    count: Any = torch.bincount
+    dtype = count(*(torch.zeros(min(x.numel(), 1), dtype=t.dtype) for t in operands)).dtype
+    places = [Partial() if p.is_shard() else p for p in x._layout.placements]
+    target = x._layout.replace(shape=(size,), placements=places, dtype=dtype)
+    return run_local(lambda *held: count(*held, minlength=size).to(dtype), operands, target)
+
+
+# -- distinct values ---------------------------------------------------------------------------------------
+@program("unique")
+def unique(x: Any, sorted: Any = True, return_inverse: Any = False, return_counts: Any = False, dim: Any = None) -> Any:
+    found = distinct(lambda v: torch.unique(v, sorted, True, True, _first(dim)), reduced(x.detach()), dim)
+    return _asked_for(found, return_inverse, return_counts)
+
+
+@rule("unique_consecutive")
+def unique_consecutive(x: Operand, *args: Any, **kwargs: Any) -> Algorithm | None:
+    """The aten op comes without names and gives all results whatever is asked for: that one has no rule."""
+    return Algorithm(_unique_consecutive) if kwargs else None
+
+
+def _unique_consecutive(x: Any, return_inverse: bool = False, return_counts: bool = False, dim: Any = None) -> Any:
+    x = in_order(reduced(x.detach()), range(x.dim()) if dim is None else [dim % x.dim()])[0]
+    found = distinct(lambda v: torch.unique_consecutive(v, True, True, _first(dim)), x, dim)
+    return _asked_for(found, return_inverse, return_counts)
+
+
+def _first(dim: int | None) -> int | None:
+    return None if dim is None else 0  # `distinct` puts it there
+
+
+def _asked_for(results: Sequence[Any], inverse: bool, counts: bool) -> Any:
+    asked = tuple(itertools.compress(results, (True, inverse, counts)))
+    return asked if len(asked) > 1 else asked[0]
+
+
+def distinct(func: Callable[[Any], Any], x: Any, dim: int | None) -> tuple[Any, Any, Any]:
+    """func, which gives distinct values, where each element's is and how many there are, of what it gives each rank."""
+    x = x if dim is None else whole(x.movedim(dim, 0), range(1, x.dim()))
+    layout, axes = x._layout, [a for a, p in enumerate(x._layout.placements) if p.is_shard()]
+    chunks = [Shard(0) if a in axes else REPLICATE for a in range(len(layout.placements))]
+    values = layout.replace(shape=(0, *(x.shape[1:] if dim is not None else ())), placements=chunks)
+    where = layout if dim is None else layout.replace(shape=x.shape[:1])
+    counts = layout.replace(shape=(0,), placements=chunks, dtype=torch.int64)
+    found = run_local(func, [x], [values, where.replace(dtype=torch.int64), counts])
+    (merged, bounds), inverse, (many, _) = as_found(found[0], 0, axes), found[1], as_found(found[2], 0, axes)
+    if axes:  # the candidates of all ranks, and once more
+        start = lambda coords: bounds[tuple(coords[a] for a in axes)][0]  # noqa: E731
+        candidates = run_local(torch.add, [inverse], inverse._layout, start)
+        merged, again, _ = distinct(func, whole(merged), None if dim is None else 0)
+        inverse, many = again[candidates], many.new_zeros(merged.shape[0]).index_add(0, again, many)
+    return merged if not dim else merged.movedim(0, dim), inverse, many

@@ -1,0 +1,143 @@
+"""Linear algebra: each matrix is worked on whole by whoever holds it. Batch dims pass, and so do the columns of
+right-hand sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwise.layout.placement import REPLICATE
+from shardwise.rules.notation import factors, operands_in, parse
+from shardwise.rules.pointwise import broadcast
+from shardwise.rules.program import run_local, whole
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Algorithm, Assignment, Choice, Factors, Gathered, Operand, Shard
+from shardwise.rules.view import dim_of
+
+# `!` marks what must be whole; letters that only outputs have are never cut. The second line is for left=False, the
+# third for right-hand sides that are vectors.
+_LINES = {
+    "linalg_cholesky_ex linalg_inv_ex": "*b n! n! -> *b n n, *b",
+    "linalg_lu_factor_ex linalg_ldl_factor_ex": "*b m! n! -> *b m n, *b k, *b",
+    "cholesky_inverse linalg_matrix_exp": "*b n! n! -> *b n n",
+    "cholesky_solve": "*b n! r, *b n! n! -> *b n r",
+    "_linalg_det": "*b n! n! -> *b, *b n n, *b n",
+    "_linalg_slogdet": "*b n! n! -> *b, *b, *b n n, *b n",
+    "linalg_solve_triangular": "*b n! n!, *b n! r -> *b n r | *b n! n!, *b r n! -> *b r n",
+    "triangular_solve": "*b n! r!, *b n! n! -> *b n r, *b n n",
+    "linalg_lu": "*b m! n! -> *b m m, *b m k, *b k n",
+    "linalg_lu_solve": "*b n! n!, *b n!, *b n! r -> *b n r | *b n! n!, *b n!, *b r n! -> *b r n",
+    "lu_unpack": "*b m! n!, *b k! -> *b m m, *b m k, *b k n",
+    "linalg_ldl_solve": "*b n! n!, *b n!, *b n! r -> *b n r",
+    "linalg_qr": "*b m! n! -> *b m k, *b k n",
+    "_linalg_svd": "*b m! n! -> *b m k, *b k, *b k n",
+    "_linalg_eigh linalg_eig": "*b n! n! -> *b n, *b n n",
+    "linalg_eigvals": "*b n! n! -> *b n",
+    "linalg_pinv": "*b m! n!, *b?, *b? -> *b n m",
+    "_linalg_solve_ex": "*b n! n!, *b n! r -> *b n r, *b n n, *b n, *b | *b n! n!, *b r n! -> *b r n, *b n n, *b n, *b"
+    "| *b n! n!, *b n! -> *b n, *b n n, *b n, *b",
+}
+
+
+class PerMatrix(Factors):
+    """Nothing is summed: an output without the factor that is cut is the same on all ranks (the factors of a solve), or
+    empty where the call does not ask for it. None of those carries a gradient."""
+
+    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
+        shapes = [tuple(o.shape) for o in outputs]
+        self.outputs = [f if len(f) == len(s) else (None,) * len(s) for f, s in zip(self.outputs, shapes, strict=True)]
+        return super().assign(operands, outputs, pinned)
+
+    def cut(self, factor: str, shard: Shard) -> Choice:
+        choice = super().cut(factor, shard)
+        return replace(choice, outputs=tuple(REPLICATE if p.is_partial() else p for p in choice.outputs))
+
+
+def per_matrix(name: str, text: str) -> None:
+    """Register a rule by its line."""
+    lines = [parse(part) for part in text.split("|")]
+
+    @rule(name)
+    def matrices(*args: Any, check_errors: bool = False, left: bool = True, **kwargs: Any) -> Any:
+        if check_errors:
+            return Gathered("gather, since every rank must hear of an error, and compute it on every rank")
+        operands = list(operands_in((*args, *kwargs.values())))
+        if len(operands) > len(list(operands_in(args))) and "tol" not in "".join(kwargs):
+            return None  # named, so in any order: below, torch gives them by position
+        which = int(len(lines) > 1 and not left)
+        if len(lines) > 2 and (operands[1].ndim == 1 or operands[1].shape == operands[0].shape[:-1]):
+            which = 2  # torch's own condition
+        plain = factors(lines[which], operands)
+        return PerMatrix(plain.inputs, plain.outputs)
+
+
+for _names, _text in _LINES.items():
+    for _name in _names.split():
+        per_matrix(_name, _text)
+
+
+@rule("_linalg_check_errors")
+def check_errors(info: Operand, api_name: str, *, is_matrix: bool) -> Algorithm:
+    check = torch.ops.aten._linalg_check_errors
+    return Algorithm(lambda info, api_name, *, is_matrix: check(info.full_tensor(), api_name, is_matrix=is_matrix))
+
+
+@rule("cholesky")
+def cholesky(x: Operand, upper: bool = False) -> Algorithm:
+    return Algorithm(lambda x, upper=False: torch.linalg.cholesky(x, upper=upper))
+
+
+@rule("geqrf")
+def geqrf(x: Operand) -> Algorithm:
+    """A program, since torch has no meta kernel for it."""
+
+    def run(x: Any) -> Any:
+        x = whole(x, (x.ndim - 2, x.ndim - 1))
+        tau = x._layout.replace(shape=(*x.shape[:-2], min(x.shape[-2:])))
+        return torch.return_types.geqrf(run_local(torch.geqrf, [x], [x._layout, tau]))
+
+    return Algorithm(run)
+
+
+# -- kernels that refuse empty batches, or lose their gradients --------------------------------------------
+def or_empty(func: Callable[..., Any], like: int = 0) -> Callable[..., Any]:
+    """func for tensors that may be empty: the kernel gets zeros there, and what it makes of them is cut away. The dims
+    of the result are those of argument `like`, as far as that may be empty."""
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        if all(t.numel() for t in tensors):
+            return func(*tensors)
+        filled = (t if t.numel() else t.sum() + t.new_zeros([max(n, 1) for n in t.shape]) for t in tensors)
+        return func(*filled)[tuple(slice(None if n else 0) for n in tensors[like].shape)]
+
+    return call
+
+
+@rule("linalg_householder_product")
+def householder_product(x: Operand, tau: Operand) -> Factors:
+    local = or_empty(torch.linalg.householder_product)
+    return factors(_HOUSEHOLDER, [x, tau], local=lambda inputs, outputs: local)
+
+
+@rule("ormqr")
+def ormqr(x: Operand, tau: Operand, other: Operand, left: bool = True, transpose: bool = False) -> Factors:
+    local = or_empty(lambda x, tau, other: torch.ormqr(x, tau, other, left, transpose), 2)
+    line = _ORMQR[0 if left else 1]
+    return factors(line, [x, tau, other], linear="each", joint=frozenset({2}), local=lambda inputs, outputs: local)
+
+
+_HOUSEHOLDER = parse("*b m! n!, *b k! -> *b m n")
+_ORMQR = [parse("*b m! k!, *b k!, *b n! r -> *b n r"), parse("*b m! k!, *b k!, *b r n! -> *b r n")]
+
+
+# -- cross products ----------------------------------------------------------------------------------------
+@rule("linalg_cross")
+def cross(x: Operand, other: Operand, *, dim: int = -1) -> Factors:
+    """Linear in each; the three components are whole."""
+    spec = broadcast([x, other], linear="each")
+    along = f"d{dim_of(dim, len(spec.outputs[0]))}"
+    spec.inputs = [tuple(None if f == along else f for f in fs) for fs in spec.inputs]
+    return spec

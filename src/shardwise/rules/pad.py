@@ -1,0 +1,103 @@
+"""Padding, and other ops that copy: every output index reads one input index, known beforehand. An output stays with
+the rank that holds what it reads, so a cut dim becomes another split and nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from shardwise.layout import Layout
+from shardwise.layout.split import Intervals, count, intersect, normalize
+from shardwise.rules.program import reduced
+from shardwise.rules.registry import rule
+from shardwise.rules.relayout import Carried, Relayout, call_with, unchanged
+from shardwise.rules.spec import Algorithm, Factors, Operand
+
+Sources = dict[int, torch.Tensor]  # dim -> for every output index, the input index it reads
+
+
+def copied(x: Operand, sources: Sources) -> Any:
+    """Output index i of a dim reads input index sources[dim][i]. Where no such dim is cut the op itself is called,
+    unless a rank holds nothing, which kernels refuse."""
+    shapes = [x.layout.local_shape_at(x.mesh.coords(rank)) for rank in x.mesh.ranks]
+    if not any(x.layout.is_cut(dim) for dim in sources) and not any(0 in shape for shape in shapes):
+        names = tuple(None if dim in sources else f"d{dim}" for dim in range(x.ndim))
+        return Factors([names], [names], linear="joint", any_partial=True)
+
+    @cache
+    def picks(dim: int, held: Intervals) -> torch.Tensor:
+        """Where what my outputs read stands in what I hold."""
+        mine = indices(held)
+        return torch.searchsorted(mine, sources[dim][torch.isin(sources[dim], mine)]).to(x.layout.device)
+
+    def pick(v: torch.Tensor, held: tuple[Intervals, ...]) -> torch.Tensor:
+        for dim, mine in zip(sources, held, strict=True):
+            v = v.index_select(dim, picks(dim, mine))
+        return v
+
+    local = call_with(pick, lambda layout, outputs, coords: tuple(layout.held(dim, coords) for dim in sources))
+    return kept_with(x, sources, local)
+
+
+def kept_with(x: Operand, sources: Sources, local: Any) -> Relayout:
+    """Outputs stay with what they read. Of a dim without indices nothing is read: it is made everywhere."""
+
+    def carry(dim: int) -> list[list[Carried]]:
+        change = (lambda held: runs(torch.isin(sources[dim], indices(held)))) if dim in sources else unchanged
+        return [[Carried(dim, change)]] if x.shape[dim] else []
+
+    return Relayout(1, carry, local, may_alias=False)
+
+
+def indices(held: Intervals) -> torch.Tensor:
+    return torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in held)])
+
+
+def runs(chosen: torch.Tensor) -> Intervals:
+    """Where a mask is true, as a set."""
+    edges = torch.nn.functional.pad(chosen, (1, 1)).int().diff().nonzero().flatten().tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+# -- padding -----------------------------------------------------------------------------------------------
+def sources_of(mode: str, n: int, left: int, right: int) -> torch.Tensor:
+    """What padding reads; a constant one stands by the first and the last index."""
+    at = torch.arange(max(n + left + right, 0)) - left
+    if mode == "reflect":
+        return (n - 1) - ((n - 1) - at.abs()).abs()
+    if mode == "circular":  # what negative padding takes away is not there to come round
+        first, size = max(-left, 0), n + min(left, 0) + min(right, 0)
+        return first + (at - first) % max(size, 1)
+    return at.clamp(0, max(n - 1, 0))
+
+
+@rule("pad")
+def pad_(x: Operand, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
+    # torch's list starts at the last dim
+    sides = {x.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
+    sources = {dim: sources_of(mode, x.shape[dim], *side) for dim, side in sides.items()}
+    if mode != "constant":
+        return copied(x, sources) if mode in ("reflect", "replicate", "circular") and not value else None
+    if any(p.is_partial() and (value or p.reduce_op not in ("sum", "avg")) for p in x.layout.placements):  # type: ignore[attr-defined]
+        return Algorithm(lambda x, *args, **kwargs: torch.constant_pad_nd(reduced(x), pad, value or 0))
+
+    def given(layout: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> tuple[int, ...]:
+        """My part of the padding, less what negative padding takes from me."""
+        found: list[int] = []
+        for dim, (left, right) in sides.items():
+            n, m = x.shape[dim], outputs[0].shape[dim]
+            had, has = layout.held(dim, coords), outputs[0].held(dim, coords)
+            for before, after in [((0, -left), (0, left)), ((n + right, n), (m - right, m))]:
+                found.append(count(intersect(has, normalize([after]))) - count(intersect(had, normalize([before]))))
+        return tuple(found)
+
+    return kept_with(x, sources, call_with(lambda v, mine: torch.constant_pad_nd(v, mine, value or 0), given))
+
+
+rule("constant_pad_nd")(lambda x, pad, value=0: pad_(x, pad, "constant", value))
+rule("reflection_pad1d reflection_pad2d reflection_pad3d")(lambda x, padding: pad_(x, padding, "reflect"))
+rule("replication_pad1d replication_pad2d replication_pad3d")(lambda x, padding: pad_(x, padding, "replicate"))
+rule("_pad_circular")(lambda x, pad: pad_(x, pad, "circular"))

@@ -1,0 +1,179 @@
+"""Pooling. Batch and channel dims pass. A spatial dim that is cut stays cut: a rank calls the op itself on the rows its
+outputs read, beginning at a whole unit (of stride inputs and one output, say), so that what the op makes there is what
+it makes on the whole, only counted from elsewhere: borders, rounding up and divisors come out as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any
+
+import torch
+
+from shardwise.comm.base import Coords
+from shardwise.layout import Layout
+from shardwise.layout.placement import REPLICATE
+from shardwise.layout.split import Interval
+from shardwise.rules.halo import Halo, Reach, cut_like, needs
+from shardwise.rules.notation import operands_in
+from shardwise.rules.program import Windowed, reduced, run_local
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Algorithm, Factors, Operand, PerCoords
+
+ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Units(Reach):
+    """Every `stride` inputs make `per` outputs, with the help of some units before and after them.
+
+    A window is never shorter than the kernel if that is possible, since some ops insist."""
+
+    per: int = 1
+    around: tuple[int, int] = (0, 0)
+
+    def window(self, start: int, stop: int) -> Interval:
+        units = min(start // self.per - self.around[0], (self.n - self.span) // self.stride)
+        first, last = max(units, 0) * self.stride, (-(-stop // self.per) + self.around[1]) * self.stride
+        return first, max(last, first + self.span)
+
+    def first_at(self, row: int) -> int:
+        return -(-row * self.per // self.stride)
+
+    def part(self, halo: Halo, coords: Coords) -> tuple[int, int, int]:
+        """The first row a rank has, how many outputs the op makes of its rows, where its own begin among them."""
+        row, end = (halo.needs(coords) or ((0, 0),))[0]
+        start, _ = (halo.made(coords) or ((0, 0),))[0]
+        return row, (end - row) // self.stride * self.per, start - row // self.stride * self.per
+
+
+def sliding(n: int, outputs: int, kernel: int, stride: int, padding: int, dilation: int) -> Units:
+    behind = dilation * (kernel - 1) + 1 - padding  # how far an output reads from where its unit begins
+    return Units(n, outputs, kernel, stride, dilation, around=(-(-padding // stride), max(-(-behind // stride) - 1, 0)))
+
+
+def resizing(n: int, outputs: int, margin: int = 0) -> Units:
+    """Output j reads what is around j * n / outputs, and `margin` rows on both sides: the same in every unit, of the
+    smallest sizes in that proportion."""
+    units = math.gcd(n, outputs)
+    extra = -(-margin * units // n)
+    return Units(n, outputs, 1, n // units, per=outputs // units, around=(extra, extra))
+
+
+def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], Units], **more: Any) -> Any:
+    """An op on the last `dims` dims: call(x, sizes of the result, or () for those asked for), with reach(i, n, outputs)
+    of the i-th of the dims. Of two results the second has flat positions in a plane of x."""
+    planes = range(x.ndim - dims, x.ndim)
+    metas = call(torch.empty_strided(x.shape, x.layout.stride, dtype=x.dtype, device="meta"), ())
+    one = isinstance(metas, torch.Tensor)
+    metas = (metas,) if one else metas
+    sizes = metas[0].shape
+    cut = [d for d in planes if x.layout.is_cut(d)]
+    if not cut or any(0 in (x.shape[d], sizes[d]) for d in planes):
+        return leading(lambda v: call(v, ()), [x], dims, **more)
+    if x.layout.is_partial:
+        return Algorithm(lambda x, *args, **kwargs: call(reduced(x), ()))
+    halos = {d: Halo(x.layout, d, reach(d - planes[0], x.shape[d], sizes[d])) for d in cut}
+    places = [REPLICATE if any(p.is_shard(d) for d in cut) else p for p in x.layout.placements]
+    base = x.layout.replace(placements=places, shape=sizes, stride=metas[0].stride())
+    outs = [cut_like(base.replace(dtype=meta.dtype), halos) for meta in metas]
+
+    @cache
+    def of(coords: Coords) -> Any:
+        parts = [halos[d].reach.part(halos[d], coords) if d in cut else (0, sizes[d], 0) for d in planes]  # type: ignore[attr-defined]
+        return outs[0].local_shape_at(coords), *zip(*parts, strict=True)
+
+    def local(v: torch.Tensor, mine: Any) -> Any:
+        shape, rows, made, skips = mine
+        if 0 in shape:
+            return nothing(shape, [v], outs)
+        found = call(v, made)
+        found = [found] if one else list(found)
+        for d, skip in zip(planes, skips, strict=True):
+            found = [out.narrow(d, skip, shape[d]) for out in found]
+        if not one:
+            places = zip(torch.unravel_index(found[1], v.shape[planes[0] :]), rows, x.shape[planes[0] :], strict=True)
+            found[1] = reduce(lambda flat, at: flat * at[2] + at[0] + at[1], places, torch.zeros_like(found[1]))
+        return found[0] if one else tuple(found)
+
+    wanted = outs[0] if one else outs
+    return Algorithm(lambda x, *args, **kwargs: run_local(local, [Windowed(x, needs(halos))], wanted, of))
+
+
+def leading(call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1, linear: str = "none") -> Factors:
+    """call(*operands), of which the `last` dims (of each) are whole and those before them pass; `linear` in the
+    first. Kernels refuse tensors without elements, so a rank with nothing to make is spared the call."""
+    ends = (last,) * len(operands) if isinstance(last, int) else last
+    most = operands[0].ndim - ends[0]
+    names = [
+        tuple(f"d{d}" if 0 < d <= most else None for d in range(op.ndim - end, -end, -1))
+        for op, end in zip(operands, ends, strict=True)
+    ]
+
+    def local(inputs: list[Layout], outs: list[Layout]) -> Any:
+        shape_of, mesh = outs[0].local_shape_at, outs[0].mesh
+        if all(0 not in shape_of(mesh.coords(rank)) for rank in mesh.ranks):
+            return call
+        return PerCoords(lambda *v: nothing(v[-1], v[:-1], outs) if 0 in v[-1] else call(*v[:-1]), shape_of)
+
+    rounds = not operands[0].dtype.is_floating_point
+    return Factors(names, [names[0]] * outputs, "none" if rounds else linear, frozenset({0}), local=local)
+
+
+def nothing(shape: Sequence[int], values: Sequence[torch.Tensor], outs: Sequence[Layout]) -> Any:
+    """Results without elements that come from these values, so that gradients go their way on all ranks."""
+    empty = reduce(torch.add, (v.flatten()[:0] for v in values if v.dtype == values[0].dtype))
+    results = tuple(empty.to(out.dtype).reshape(shape) for out in outs)
+    return results if len(results) > 1 else results[0]
+
+
+# -- which pools there are ---------------------------------------------------------------------------------
+def each(value: Any, dims: int) -> tuple[int, ...]:
+    """One number a dim, given as one for all or one each."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * dims if len(values) == 1 else values
+
+
+def slides(name: str, dims: int, dilated: bool, **more: Any) -> None:
+    """Windows of one size."""
+
+    @rule(name)
+    def pool(x: Operand, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **named: Any) -> Any:
+        named.pop("return_indices", None)  # of torch.nn.functional, whose function of this name always returns them
+        k, p = each(kernel_size, dims), each(padding, dims)
+        s, e = each(stride or k, dims), each((args or (named.get("dilation", 1),))[0] if dilated else 1, dims)
+        call = lambda v, sizes: getattr(ATEN, name)(v, k, s, p, *args, **named)  # noqa: E731
+        return spatial(x, dims, call, lambda i, n, m: sliding(n, m, k[i], s[i], p[i], e[i]), **more)
+
+
+def adapts(name: str, dims: int, **more: Any) -> None:
+    """Windows for a size."""
+
+    @rule(name)
+    def pool(x: Operand, output_size: Any) -> Any:
+        call = lambda v, sizes: getattr(ATEN, name)(v, sizes or each(output_size, dims))  # noqa: E731
+        return spatial(x, dims, call, lambda i, n, m: resizing(n, m), **more)
+
+
+def on_planes(name: str, *last: int, **more: Any) -> None:
+    """Ops that need their planes whole: the last dims of each tensor."""
+
+    @rule(name)
+    def op(*args: Any) -> Factors:
+        def call(*values: Any) -> Any:
+            rest = iter(values)
+            return getattr(ATEN, name)(*(next(rest) if isinstance(arg, Operand) else arg for arg in args))
+
+        return leading(call, list(operands_in(args)), last, **more)
+
+
+for _d in (2, 3):
+    slides(f"avg_pool{_d}d", _d, dilated=False, linear="joint")
+    slides(f"max_pool{_d}d_with_indices", _d, dilated=True, outputs=2)
+    adapts(f"_adaptive_avg_pool{_d}d", _d, linear="joint")
+    adapts(f"adaptive_max_pool{_d}d", _d, outputs=2)
+    on_planes(f"fractional_max_pool{_d}d", _d, 1, outputs=2)
+    on_planes(f"max_unpool{_d}d", _d, _d, linear="each")
+    on_planes(f"max_pool{_d}d_with_indices_backward", _d, _d, _d)

@@ -1,0 +1,180 @@
+"""Writes at indices. A tensor that is cut keeps its layout: every rank writes what falls into what it holds. Where the
+writes are sums, the source may be cut instead, and the result is a sum of parts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.layout.layout import contiguous_stride
+from shardwise.rules.found import broadcast_shape, program
+from shardwise.rules.index import Indexed, clamped, is_mask, located, located_all, unravelled, without_masks
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Algorithm, Assignment, Factors, Operand, PerCoords
+from shardwise.rules.view import dim_of
+
+
+@dataclass
+class Written(Factors):
+    """Factors of an op that writes at indices of the dims `dims` of its first operand.
+
+    Where those are cut, `write(suffix, *operands, held)` does it on a rank that holds `held` of them (None: all), with
+    the suffix of torch's in-place form where the operand itself is written."""
+
+    dims: Sequence[int] = ()
+    write: Callable[..., Any] = lambda *args: None
+
+    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
+        assignment = super().assign(operands, outputs, pinned)
+        if assignment is not None:
+            layout = operands[0].layout.replace(placements=assignment.inputs[0])
+            write_ = lambda *locals: self.write("_" if pinned else "", *locals)  # noqa: E731
+            if pinned:
+                write_.__name__ = "write_"  # as torch marks what writes into its first argument
+            if any(layout.is_cut(d) for d in self.dims):
+                held = lambda c: tuple(layout.held(d, c) if layout.is_cut(d) else None for d in self.dims)  # noqa: E731
+                assignment.local = lambda inputs, outputs: PerCoords(write_, held)
+        return assignment
+
+
+def linear_in(source: int, adds: bool) -> dict[str, Any]:
+    """For an op linear in its first operand and its source together; if it `adds`, the source may be cut in parts."""
+    return {"linear": "joint", "joint": frozenset({0, source}), "addends": frozenset({0} if adds else ())}
+
+
+# -- one index a row ---------------------------------------------------------------------------------------
+def write_rows(op: str, x: Operand, dim: int, index: Operand, source: Any, *rest: Any, **named: Any) -> Factors:
+    """x.op(dim, index, source, *rest): row index[j] of x meets row j of the source (index_fill: a value for all)."""
+    d, adds, fills = dim_of(dim, x.ndim), op == "index_add", op == "index_fill"
+    rows = "i" if adds and index.ndim and x.ndim else None
+    # of rows of one element, torch's kernel for products of 16 bits on CPU raises: there rows stay whole
+    fragile = op == "index_reduce" and x.dtype.itemsize == 2 and x.layout.device.type == "cpu"
+    names = tuple(None if fragile and e != d else f"x{e}" for e in range(x.ndim))
+    inputs: list[Any] = [names, (rows,) * index.ndim]
+    if isinstance(source, Operand):
+        alike = source.ndim == x.ndim and all(e == d or source.shape[e] == n for e, n in enumerate(x.shape))
+        theirs = tuple(rows if e == d else n for e, n in enumerate(names))
+        inputs.append(theirs if alike else (None,) * source.ndim)
+    size = x.shape[d] if x.ndim else 1
+
+    def write(suffix: str, x: torch.Tensor, index: torch.Tensor, *given: Any) -> torch.Tensor:
+        *sources, (held,) = given
+        at, mine = located(index.reshape(-1), held, size, RuntimeError if adds else IndexError, from_end=fills)
+        picked = mine.nonzero().squeeze(1)
+        values = [s if fills else (s if s.ndim else s.reshape(1)).index_select(d, picked) for s in sources] or [source]
+        return getattr(x, op + suffix)(d, at[picked], *values, *rest, **named)
+
+    more = linear_in(2, adds) if op in ("index_add", "index_copy") else {}
+    return Written(inputs, [names], **more, dims=(d,) if x.ndim else (), write=write)
+
+
+for _op in ("index_add", "index_copy", "index_fill", "index_reduce"):
+    rule(_op)(functools.partial(write_rows, _op))
+
+
+# -- one index an element ----------------------------------------------------------------------------------
+def write_elements(op: str, x: Operand, dim: int, index: Operand, src: Any, *rest: Any, **named: Any) -> Factors:
+    """x.op(dim, index, src, *rest). Dims of one size pass position by position; of the others a rank that holds a
+    part of x looks at all of the index."""
+    d, sources, shape = dim_of(dim, x.ndim), [src] if isinstance(src, Operand) else [], x.shape
+    reduce = named.get("reduce", rest[0] if rest else None)
+    adds = op == "scatter_add" or reduce == "add" or (reduce == "sum" and named.get("include_self", True))
+    if x.ndim != index.ndim or not x.ndim:
+        return Factors([(None,) * t.ndim for t in (x, index, *sources)], [(None,) * x.ndim])
+    passes = [e != d and all(t.shape[e] == n for t in (index, *sources)) for e, n in enumerate(shape)]
+    dims = [e for e, ok in enumerate(passes) if not ok]
+    names = tuple(f"x{e}" for e in range(x.ndim))
+    rows = "i" if adds and all(t.shape[d] == index.shape[d] for t in sources) else None
+    theirs = tuple(names[e] if ok else rows if e == d else None for e, ok in enumerate(passes))
+
+    def write(suffix: str, x: torch.Tensor, index: torch.Tensor, *given: Any) -> torch.Tensor:
+        if suffix and not x.is_contiguous():
+            return x.copy_(write("", x.clone(), index, *given))
+        *sources, held = given
+        flat, mine = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool)
+        for e, step in enumerate(contiguous_stride(x.shape)):
+            line = torch.arange(index.shape[e], device=index.device)
+            at = index if e == d else line.reshape([-1 if i == e else 1 for i in range(index.ndim)])
+            part = held[dims.index(e)] if e in dims else None
+            if part is not None:
+                at, here = located(at, part, shape[e], RuntimeError)
+                mine = mine & here
+            flat = flat + at * step
+        values = [s[tuple(map(slice, index.shape))][mine] for s in sources] or [src]
+        return getattr(x.reshape(-1), op + suffix)(0, flat[mine], *values, *rest, **named).view(x.shape)
+
+    more = linear_in(2, adds) if sources and (adds or reduce in (None, "sum")) else {}
+    return Written([names, *[theirs] * (1 + len(sources))], [names], **more, dims=dims, write=write)
+
+
+for _op in ("scatter", "scatter_add", "scatter_reduce"):
+    rule(_op)(functools.partial(write_elements, _op))
+
+
+# -- x[indices] = values -----------------------------------------------------------------------------------
+@rule("index_put _unsafe_index_put _index_put_impl")
+def index_put(
+    x: Operand, indices: Sequence[Any], values: Operand, accumulate: bool = False, unsafe: Any = False
+) -> Any:
+    if any(map(is_mask, indices)):
+        return Algorithm(_put_by_masks)
+    at = Indexed(x, indices)
+    wholly = () if accumulate else at.looked  # the order of writes to one place matters, that of sums does not
+    into = ((None,) * values.ndim + at.result)[-values.ndim :] if values.ndim else ()
+    theirs = tuple(n if n and at.size[n] == k else None for n, k in zip(into, values.shape, strict=True))
+    inputs = [tuple(None if n in wholly else n for n in names) for names in (at.names, *at.index_names, theirs)]
+
+    def write(suffix: str, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        *found, values, held = given
+        places, mine = located_all(found, held, at.sizes)
+        looked = broadcast_shape(*(i.shape for i in found))
+        picked = mine.expand(looked).reshape(-1).nonzero().squeeze(1)
+        places = [p.expand(looked).reshape(-1)[picked] for p in places]
+        if values.numel() != 1:
+            kept = [n for d, n in enumerate(x.shape) if d not in at.dims]
+            before, after = kept[: at.at], kept[at.at :]
+            values = values.expand(*before, *looked, *after).reshape(*before, math.prod(looked), *after)
+            values = values.index_select(at.at, picked)
+        return getattr(torch.ops.aten, "index_put" + suffix)(x, at.placed(places, None), values, accumulate)
+
+    return Written(inputs, [at.names], **linear_in(len(inputs) - 1, accumulate), dims=at.dims, write=write)
+
+
+def _put_by_masks(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, unsafe: bool = False) -> Any:
+    """One value goes wherever the mask is true; of many, each to its place."""
+    if sum(i is not None for i in indices) == 1 and values.numel() == 1 and not accumulate:
+        at = next(d for d, i in enumerate(indices) if i is not None)
+        mask = indices[at].bool()
+        mask = mask.reshape((*mask.shape, *(1,) * (x.dim() - at - mask.dim())))
+        return torch.where(mask, values.reshape(()), x)
+    return torch.ops.aten.index_put(x, without_masks(indices), values, accumulate)
+
+
+@program("put")
+def put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    line = x if x.dim() else x.reshape(1)
+    at = unravelled(index, line.shape)
+    return torch.ops.aten.index_put(line, at, source.reshape(index.shape), accumulate).reshape(x.shape)
+
+
+@program("_unsafe_masked_index_put_accumulate")
+def masked_index_put(x: Any, mask: Any, indices: Sequence[Any], values: Any) -> Any:
+    return torch.ops.aten.index_put(x, clamped(x, indices), values.masked_fill(~mask, 0), True)
+
+
+@program("masked_scatter")
+def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
+    """The k-th place where the mask is true takes element k of the source."""
+    if x.dtype != source.dtype:
+        raise RuntimeError(f"masked_scatter: expected self and source of one dtype, got {x.dtype} and {source.dtype}")
+    shape = broadcast_shape(x.shape, mask.shape)
+    x, mask = x.expand(shape), mask.expand(shape)
+    if not source.numel() and not mask.any():
+        return x.clone()
+    order = (mask.reshape(-1).cumsum(0) - 1).reshape(shape)
+    return torch.where(mask, torch.take(source, order.masked_fill(~mask, 0)), x)

@@ -1,0 +1,144 @@
+"""Variances, norms, comparisons and counts over cut dims: from a few numbers of what each rank holds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from shardwise.layout import Partial
+from shardwise.layout.placement import REPLICATE
+from shardwise.rules.extreme import Dims, shared_extreme
+from shardwise.rules.program import reduced, run_local, whole
+from shardwise.rules.reduce import dims_of, gather_parts, names_of, staged, two_stages, whole_along, wide
+from shardwise.rules.registry import rule
+from shardwise.rules.spec import Algorithm, Factors, Operand
+
+
+# -- variances ---------------------------------------------------------------------------------------------
+def _deviation(name: str) -> None:
+    """var or std, alone or with the mean: those of each rank's part, put together around the global mean."""
+    means = name.endswith("mean")
+
+    def own(v: torch.Tensor, dims: Dims, keepdim: bool) -> tuple[torch.Tensor, ...]:
+        var, mean = torch.var_mean(v.to(wide(v.dtype)), dims, correction=0, keepdim=True)
+        return var, mean, torch.full_like(var, math.prod(v.shape[d] for d in dims), requires_grad=False)
+
+    @rule(name)
+    def over_dims(
+        x: Operand, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+    ) -> Any:
+        dims, unbiased = (dims_of(None, x.ndim), dim) if isinstance(dim, bool) else (dims_of(dim, x.ndim), unbiased)
+        less = correction if correction is not None else 1 if unbiased is None else int(unbiased)
+        size = math.prod(x.shape[d] for d in dims)
+        if size <= less or not (x.dtype.is_floating_point or x.dtype.is_complex):
+            return whole_along(x, dims, keepdim, outputs=1 + means)
+
+        def run(x: Any) -> Any:
+            var, mean, n = gather_parts(own, x, dims)
+            centre = (mean * n).sum(dims, True) / size
+            apart = mean - centre
+            total = ((var + (apart * apart.conj()).real) * n).sum(dims, True) / (size - less)
+            if name.startswith("std"):  # torch has no gradient where it is 0
+                total = total.masked_fill(total == 0, 1).sqrt().masked_fill(total == 0, 0)
+            found = total.to(x.dtype.to_real()), centre.to(x.dtype)
+            found = found if keepdim else tuple(part.squeeze(dims) for part in found)
+            return found if means else found[0]
+
+        return staged(x, dims, keepdim, run, outputs=1 + means)
+
+
+for _name in ["var", "std", "var_mean", "std_mean"]:
+    _deviation(_name)
+
+
+# -- norms -------------------------------------------------------------------------------------------------
+@rule("vector_norm linalg_vector_norm")
+def vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Norms of norms; the largest or smallest magnitude as an extreme; and a count."""
+    dims = dims_of(dim, x.ndim)
+    if ord == 0:
+        ins, outs = names_of(x, dims, keepdim)
+        return Factors([ins], [outs])
+    if -math.inf < ord < 0:
+        return whole_along(x, dims, keepdim)
+
+    def norm_of(v: Any, dims: Dims, keepdim: bool) -> Any:
+        return torch.linalg.vector_norm(v, ord, dims, keepdim, dtype=dtype if v.dtype == x.dtype else None)
+
+    if math.isinf(ord):
+        return staged(x, dims, keepdim, lambda x: shared_extreme(norm_of, x, dims, keepdim, magnitude=True))
+    return staged(x, dims, keepdim, lambda x: two_stages(norm_of, x, dims, keepdim))
+
+
+@rule("norm")
+def norm(
+    x: Operand, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any
+) -> Any:
+    """torch.norm of a vector-like kind is linalg.vector_norm; a nuclear norm goes by its parts."""
+    order = 2 if p is None or p == "fro" else p
+    if isinstance(order, (str, Operand)) or kwargs:
+        return None
+    return Algorithm(lambda x, *args, **named: torch.linalg.vector_norm(x, order, dim, keepdim, dtype=dtype))
+
+
+@rule("dist")
+def dist(x: Operand, other: Operand, p: float = 2) -> Algorithm:
+    return Algorithm(lambda x, other, *args, **named: torch.linalg.vector_norm(x - other, p))
+
+
+@rule("renorm")
+def renorm(x: Operand, p: float, dim: int, maxnorm: float) -> Any:
+    """Slices along `dim` whose norm is too large are scaled down."""
+    rest = tuple(d for d in range(x.ndim) if d not in dims_of(dim, x.ndim))
+    if p <= 0 or maxnorm < 0:
+        return whole_along(x, rest, True)
+
+    def run(x: Any) -> Any:
+        norm = torch.linalg.vector_norm(x, p, rest, True, dtype=wide(x.dtype))
+        return x * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1.0).to(x.dtype)
+
+    return staged(x, rest, True, run)
+
+
+# -- comparisons: every rank hears the same answer ---------------------------------------------------------
+@rule("equal")
+def equal(x: Operand, other: Operand) -> Algorithm:
+    return Algorithm(lambda x, other: x.shape == other.shape and bool((x == other).all()))
+
+
+@rule("allclose")
+def allclose(x: Operand, other: Operand, *args: Any, **kwargs: Any) -> Algorithm:
+    return Algorithm(lambda x, other, *args, **named: bool(torch.isclose(x, other, *args, **named).all()))
+
+
+# -- counts add up -----------------------------------------------------------------------------------------
+@rule("histc")
+def histc(x: Operand, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+    if min != max or 0 in x.shape:
+        return Factors([names_of(x, (), True)[0]], [("bin",)])
+
+    def run(x: Any, *args: Any, **named: Any) -> Any:
+        low, high = (edge.item() for edge in x.aminmax())
+        return torch.histc(x, bins, *((low - 1, high + 1) if low == high else (low, high)))
+
+    return Algorithm(run)
+
+
+@rule("histogram")
+def histogram(x: Operand, bins: Any, **kwargs: Any) -> Algorithm:
+    def run(x: Any, bins: Any, *, weight: Any = None, density: bool = False, **span: Any) -> Any:
+        x, n = reduced(x.detach()), bins if isinstance(bins, int) else bins.shape[0] - 1
+        if isinstance(bins, int) and span.get("range") is None and x.numel():
+            span["range"] = [edge.item() for edge in x.aminmax()]
+        bins = bins if isinstance(bins, int) else whole(bins.detach())
+        weight = weight if weight is None else weight.detach().redistribute(placements=x.placements)
+        places = [p if p.is_replicate() else Partial() for p in x.placements]
+        hist = x._layout.replace(shape=(n,), placements=places)
+        edges = hist.replace(shape=(n + 1,), placements=[REPLICATE] * len(places))
+        count = lambda v, bins, weight: torch.histogram(v, bins, weight=weight, **span)  # noqa: E731
+        found, at = run_local(count, [x, bins, weight], [hist, edges])
+        return torch.return_types.histogram((found / (found.sum() * at.diff()) if density else found, at))
+
+    return Algorithm(run)

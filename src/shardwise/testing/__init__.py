@@ -1,0 +1,6 @@
+"""Proofs that ops give plain torch's answer on every layout."""
+
+from shardwise.testing.check import check_rule
+from shardwise.testing.spread import spread_out
+
+__all__ = ["check_rule", "spread_out"]

@@ -1,0 +1,160 @@
+"""The proof of one operator: every sample, every form of the call, many layouts, one record of what came out."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.mesh import simulate
+from shardwise.testing.chances import cheapest_known, is_plain, missed_chance, pattern
+from shardwise.testing.opinfo import FORMS, operators, samples_of
+from shardwise.testing.spread import Combination, combinations
+from shardwise.testing.trial import RIGHT, Outcome, Reference, Sample, attempt, reference
+
+KEPT = 4  # failures and chances written down for an op; all are counted
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is tried: samples of an op, and layouts of a sample on each mesh."""
+
+    samples: int
+    other_samples: int  # in forms other than a plain call of the function
+    layouts: dict[tuple[int, ...], int]
+    other_layouts: dict[tuple[int, ...], int]
+    forms: tuple[str, ...] = tuple(FORMS)
+    seconds: int = 300  # an op that takes longer is cut off, and says so
+
+
+QUICK = Effort(2, 1, {(3,): 4, (2, 2): 2}, {(3,): 1, (2, 2): 1}, ("function", "in-place", "ties"), 60)
+FULL = Effort(40, 6, {(4,): 24, (2, 2): 10, (3,): 4}, {(3,): 5, (2, 2): 3})
+
+
+@dataclass
+class Record:
+    """What came out for one operator."""
+
+    name: str
+    trials: int = 0
+    verdicts: dict[str, int] = field(default_factory=dict)
+    forms: dict[str, int] = field(default_factory=dict)  # trials of each form
+    failures: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)  # ops that were gathered, with their reasons
+    missed: dict[str, int] = field(default_factory=dict)  # layouts -> times
+    dearer: list[str] = field(default_factory=list)  # layouts for which the trials know a cheaper plan
+    splits: dict[str, list[Any]] = field(default_factory=dict)  # layouts -> results' layouts, bytes, of all operands
+    shapes: str = ""  # of the sample that `splits` speaks of
+    bytes: int = 0  # moved forward, and what the cheapest known plans would have moved
+    cheapest: int = 0
+    seconds: float = 0.0
+    cut_off: bool = False
+
+    @property
+    def right(self) -> bool:
+        return self.trials > 0 and set(self.verdicts) == {RIGHT}
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"right": self.right}
+
+
+class _OutOfTime(BaseException):
+    """An operator took longer than its effort allows."""
+
+
+@contextmanager
+def _at_most(seconds: int) -> Iterator[None]:
+    def ring(*_: Any) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def prove(name: str, effort: Effort = FULL, seed: int = 0) -> Record:
+    """Try one operator of PyTorch's database."""
+    record, started = Record(name), time.perf_counter()
+    try:
+        with _at_most(effort.seconds):
+            for form in effort.forms:
+                plain = form == "function"
+                for n, sample in enumerate(
+                    samples_of(operators()[name], form, effort.samples if plain else effort.other_samples)
+                ):
+                    _prove_sample(
+                        record, form, n, sample, effort.layouts if plain else effort.other_layouts, f"{seed} {name}"
+                    )
+    except _OutOfTime:
+        record.cut_off = True
+    record.seconds = round(time.perf_counter() - started, 2)
+    return record
+
+
+def _prove_sample(
+    record: Record, form: str, n: int, sample: Sample, layouts: dict[tuple[int, ...], int], seed: str
+) -> None:
+    expected = reference(sample)
+    if expected is None:
+        return
+    for shape, limit in layouts.items():
+        mesh = simulate(shape)
+        tried: list[tuple[Combination, Outcome]] = []
+        for i, combination in enumerate(combinations(sample.tensors, shape, limit, f"{seed} {form} {n}")):
+            outcome = attempt(expected, mesh, combination, i)
+            _note(record, form, n, shape, sample, combination, outcome)
+            if outcome.verdict == RIGHT:
+                tried.append((combination, outcome))
+                if form == "function" and len(shape) == 1 and outcome.bytes and is_plain(combination):
+                    chance = missed_chance(expected, mesh, combination, i)
+                    if chance:
+                        record.missed[chance] = record.missed.get(chance, 0) + 1
+        if form == "function" and len(shape) == 1 and n < 3 and limit >= 12:
+            _weigh(record, expected, mesh, tried)
+
+
+def _note(
+    record: Record, form: str, n: int, shape: Any, sample: Sample, layouts: Combination, outcome: Outcome
+) -> None:
+    record.trials += 1
+    record.verdicts[outcome.verdict] = record.verdicts.get(outcome.verdict, 0) + 1
+    record.forms[form] = record.forms.get(form, 0) + 1
+    if outcome.verdict != RIGHT and len(record.failures) < KEPT:
+        shapes = " ".join(str(tuple(t.shape)).replace(" ", "") for t in sample.tensors)
+        where = f"{form} sample {n} shapes {shapes} mesh {shape}: {pattern(layouts)}"
+        record.failures.append(f"{outcome.verdict} {where}: {outcome.message[:300]}")
+    record.fallbacks = sorted({*record.fallbacks, *outcome.fallbacks})
+
+
+def _weigh(record: Record, expected: Reference, mesh: Any, tried: list[tuple[Combination, Outcome]]) -> None:
+    """What the plans cost against the cheapest that the trials know; and for the documentation, how the op is split."""
+    operand_bytes = sum(t.numel() * t.itemsize for t in expected.sample.tensors)
+    splits: dict[str, list[Any]] = {}
+    for layouts, outcome in tried:
+        least, there = cheapest_known(expected, mesh, layouts, outcome, tried)
+        record.bytes += outcome.bytes
+        record.cheapest += least
+        if least < outcome.bytes and len(record.dearer) < KEPT:
+            record.dearer.append(f"{pattern(layouts)}: {outcome.bytes} bytes, {least} by way of {pattern(there)}")
+        if is_plain(layouts):
+            kinds = Counter(e.kind for e in outcome.entries)
+            out = " ".join("·".join(map(str, p)) for p in outcome.placements)
+            splits.setdefault(pattern(layouts), [out, outcome.bytes, operand_bytes, dict(kinds)])
+    if len(splits) > len(record.splits):
+        shapes = " ".join("x".join(map(str, t.shape)) or "()" for t in expected.sample.tensors)
+        record.splits, record.shapes = splits, shapes
+
+
+def worker_setup() -> None:
+    """One thread a process: the processes share the machine."""
+    torch.set_num_threads(1)

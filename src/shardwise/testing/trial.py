@@ -1,0 +1,199 @@
+"""One trial: a call on distributed tensors next to the same call on plain ones, values and gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from shardwise.comm.record import Entry
+from shardwise.debug.ledger import Ledger
+from shardwise.errors import ShardwiseError
+from shardwise.layout import Partial, Replicate
+from shardwise.mesh import as_mesh
+from shardwise.move import plan_move
+from shardwise.tensor import DTensor
+from shardwise.testing.spread import Combination, spread_out
+
+RIGHT, REFUSED, WRONG, RAISED = "right", "refused", "wrong", "raised"
+
+TOLERANCE = {
+    torch.float64: 1e-7,
+    torch.complex128: 1e-7,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+    torch.bfloat16: 5e-2,
+    torch.float16: 1e-2,
+}
+
+
+@dataclass
+class Sample:
+    """A call to be tried: `call(tensors)` must use the given tensors in place of `tensors`."""
+
+    call: Callable[[list[Any]], Any]
+    tensors: list[torch.Tensor]
+    grad: bool = True
+    values: bool = True  # False where torch promises shapes and dtypes only (empty_like)
+    holes: bool = False  # local tensors with gaps in their memory
+
+    def __post_init__(self) -> None:
+        self.differentiable = [self.grad and (t.dtype.is_floating_point or t.dtype.is_complex) for t in self.tensors]
+
+
+@dataclass
+class Reference:
+    """What plain torch gives for a sample."""
+
+    sample: Sample
+    outputs: list[Any]
+    seeds: list[torch.Tensor]
+    grads: list[torch.Tensor | None]
+
+    @property
+    def roots(self) -> list[int]:
+        return [i for i, o in enumerate(self.outputs) if _needs_grad(o)]
+
+
+@dataclass
+class Outcome:
+    """How one trial ended, and what it cost: bytes all ranks received forward, and what finishing the sums its results
+    leave pending would take."""
+
+    verdict: str
+    message: str = ""
+    bytes: int = 0
+    pending: int = 0
+    entries: list[Entry] = field(default_factory=list)
+    placements: list[Any] = field(default_factory=list)  # of the outputs
+
+    @property
+    def fallbacks(self) -> set[str]:
+        """The reasons of ops that were gathered for want of a better way."""
+        return {f"{e.op}: {e.reason}" for e in self.entries if e.reason}
+
+
+def _needs_grad(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def reference(sample: Sample, seed: int = 0) -> Reference | None:
+    """Plain torch's answer; None where torch itself raises. Gradients are left out where torch has none."""
+    for grad in (True, False) if any(sample.differentiable) else (False,):
+        leaves = [
+            t.detach().clone().requires_grad_(grad and d)
+            for t, d in zip(sample.tensors, sample.differentiable, strict=True)
+        ]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.manual_seed(0)
+                outputs = tree_flatten(sample.call(leaves))[0]
+                generator = torch.Generator().manual_seed(seed + 1)
+                roots = [o for o in outputs if _needs_grad(o)]
+                seeds = [torch.randn(o.shape, generator=generator, dtype=o.dtype).to(o.device) for o in roots]
+                wanted = [leaf for leaf in leaves if leaf.requires_grad]
+                found = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots and wanted else ())
+        except Exception:
+            continue
+        if not grad:
+            sample.differentiable = [False] * len(leaves)
+        grads = [next(found, None) if leaf.requires_grad else None for leaf in leaves]
+        return Reference(sample, outputs, seeds, grads)
+    return None
+
+
+def attempt(expected: Reference, mesh: Any, layouts: Combination, seed: int = 0) -> Outcome:
+    """The same call with the tensors laid out."""
+    sample = expected.sample
+    whole = [Replicate()] * len(as_mesh(mesh).shape)
+    log = Ledger()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mine = [
+                spread_out(t, mesh, places, seed=seed + i, requires_grad=d, holes=sample.holes)
+                for i, (t, places, d) in enumerate(zip(sample.tensors, layouts, sample.differentiable, strict=True))
+            ]
+            torch.manual_seed(0)
+            with log:
+                got = tree_flatten(sample.call(mine))[0]
+            message = _difference(got, expected.outputs, sample.values)
+            if not message and expected.roots:
+                starts = [spread_out(s, mesh, whole) for s in expected.seeds]
+                wanted = [m for m, d in zip(mine, sample.differentiable, strict=True) if d]
+                roots = [got[i] for i in expected.roots]
+                found = iter(torch.autograd.grad(roots, wanted, starts, allow_unused=True))
+                grads = [next(found) if d else None for d in sample.differentiable]
+                message = _gradient_difference(grads, expected.grads, layouts)
+    except ShardwiseError as error:
+        return Outcome(REFUSED, f"{type(error).__name__}: {error}")
+    except Exception as error:
+        return Outcome(RAISED, f"{type(error).__name__}: {error}")
+    results = [g for g in got if isinstance(g, DTensor)]
+    pending = sum(map(_pending_bytes, results))
+    verdict, placements = WRONG if message else RIGHT, [r.placements for r in results]
+    return Outcome(verdict, message, log.total_bytes, pending, log.entries, placements)
+
+
+def _pending_bytes(x: DTensor) -> int:
+    """What it takes to finish the sums a result leaves pending."""
+    layout = x._layout
+    if not layout.is_partial:
+        return 0
+    settled = layout.replace(placements=[Replicate() if isinstance(p, Partial) else p for p in layout.placements])
+    plan = plan_move(layout, settled)
+    return sum(plan.bytes_in(rank) for rank in layout.mesh.ranks)
+
+
+def _difference(got: Sequence[Any], want: Sequence[Any], values: bool) -> str:
+    if len(got) != len(want):
+        return f"{len(got)} results instead of {len(want)}"
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        found = different(g, w, values)
+        if found:
+            return f"result {i}: {found}"
+    return ""
+
+
+def _gradient_difference(got: Sequence[Any], want: Sequence[Any], layouts: Combination) -> str:
+    for i, (g, w, places) in enumerate(zip(got, want, layouts, strict=True)):
+        if w is None or (g is None and not w.any()):  # no gradient and a gradient of zeros say the same
+            continue
+        if Partial("product") in places:  # each factor has its own gradient, which is no part of the product's
+            continue
+        found = "there is none" if g is None else different(g, w)
+        if found:
+            return f"gradient of operand {i}: {found}"
+    return ""
+
+
+def different(got: Any, want: Any, values: bool = True) -> str:
+    """How `got` differs from what plain torch gives; empty if it does not."""
+    if not isinstance(want, torch.Tensor):
+        same = got == want or (got != got and want != want)
+        return "" if same else f"{got!r} instead of {want!r}"
+    if not isinstance(got, torch.Tensor):
+        return f"{type(got).__name__} instead of a tensor"
+    if tuple(got.shape) != tuple(want.shape):
+        return f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
+    if got.dtype != want.dtype:
+        return f"dtype {got.dtype} instead of {want.dtype}"
+    if not values:
+        return ""
+    if want.is_sparse:  # a gradient torch made sparse
+        want = want.to_dense()
+    full = DTensor.full_tensor(got.detach()) if isinstance(got, DTensor) else got.detach()  # type: ignore[arg-type]
+    tolerance = TOLERANCE.get(want.dtype, 0)
+    scale = 1.0
+    if want.dtype in (torch.bfloat16, torch.float16) and want.numel():  # sums of few bits err by what they pass through
+        scale = max(1.0, want.detach().float().nan_to_num(0, 0, 0).abs().max().item())
+    try:
+        torch.testing.assert_close(full, want.detach(), rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    except AssertionError as error:
+        return " ".join(str(error).split())
+    return ""

@@ -1,0 +1,36 @@
+"""Every operator of PyTorch's database, a few samples and layouts of each. `make prove` tries them all."""
+
+import json
+
+import pytest
+
+from shardwise.testing.prove import main
+
+MOST_ON_THE_FALLBACK = 60
+
+
+@pytest.mark.timeout(500)
+def test_every_operator_is_right(tmp_path, capsys):
+    status = main(["--quick", "--out", str(tmp_path), "--docs", str(tmp_path / "operators.md")])
+    result = json.loads((tmp_path / "proof.json").read_text())
+    failures = [
+        failure
+        for record in result["operators"]
+        for failure in (record["name"], *record["failures"])
+        if record["failures"]
+    ]
+    assert status == 0, "\n".join(failures)
+    assert sum(record["trials"] > 0 for record in result["operators"]) > 600
+    gathered = [record["name"] for record in result["operators"] if record["fallbacks"]]
+    assert len(gathered) <= MOST_ON_THE_FALLBACK, gathered
+    assert "| softmax |" in (tmp_path / "operators.md").read_text()
+
+
+def test_a_proof_goes_on_where_it_stopped(tmp_path, capsys):
+    assert main(["--quick", "--jobs", "1", "--out", str(tmp_path), "--only", "neg"]) == 0
+    records = tmp_path / "quick.jsonl"
+    line = (tmp_path / "only.jsonl").read_text()
+    records.write_text(line + line.replace('"neg"', '"abs"')[:40])  # the second was cut off half-way
+    from shardwise.testing.prove import _records
+
+    assert list(_records(records)) == ["neg"]
