@@ -129,16 +129,20 @@ def written_back(func: Any, call: CallShape) -> Plan:
     def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
         target = args[0]
         if isinstance(target, (list, tuple)):
-            for one, value in zip(target, functional(*args, **kwargs), strict=True):
+            values = functional([_to_outlive(one) for one in target], *args[1:], **kwargs)
+            for one, value in zip(target, values, strict=True):
                 one.copy_(value)
             return target
-        if torch.is_grad_enabled() and target.requires_grad:  # what backward needs of it must outlive the write
-            args = (target.clone(), *args[1:])
-        return target.copy_(functional(*args, **kwargs))
+        return target.copy_(functional(_to_outlive(target), *args[1:], **kwargs))
 
     if functional is not None:
         return run
     return replicated(func, call)
+
+
+def _to_outlive(target: Any) -> Any:
+    """What backward needs of a target must outlive the write."""
+    return target.clone() if torch.is_grad_enabled() and target.requires_grad else target
 
 
 def rebound(func: Any) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -26,12 +27,16 @@ def run_move(local: Any, comm: Any, steps: tuple[MoveStep, ...], note: Note) -> 
         if isinstance(step, AllReduce) and step.reduce_op != "sum" and _needs_grad(comm, local):
             if step.reduce_op == "product":  # no partner step: gather the factors and let autograd see the product
                 local = run_steps(comm, (GatherParts(step.layout, step.axis),), local, note)
-                local = comm.bind(lambda parts: parts.prod(0).clone())(local)  # prod keeps its result for backward
+                local = comm.bind(_product)(local)
             else:
                 local = _extreme(comm, step, local, note)
         else:
             local = run_steps(comm, (step,), local, note)
     return local
+
+
+def _product(parts: torch.Tensor) -> torch.Tensor:
+    return functools.reduce(torch.mul, [parts[i] for i in range(len(parts))])  # unbind of nothing has a wrong gradient
 
 
 def _needs_grad(comm: Any, local: Any) -> bool:

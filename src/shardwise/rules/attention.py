@@ -71,6 +71,20 @@ def attention(
     )
 
 
+@rule("_scaled_dot_product_flash_attention_for_cpu")
+def cpu_kernel(
+    q: Operand, k: Operand, v: Operand, dropout_p: float = 0.0, is_causal: bool = False, *,
+    attn_mask: Any = None, scale: Any = None,
+) -> Factors:  # fmt: skip
+    """What torch makes of attention inside its own functions (multi_head_attention_forward): batch and heads pass."""
+    names = ("b", "h", None, None)
+    inputs: list[tuple[str | None, ...]] = [names] * 3
+    if isinstance(attn_mask, Operand):
+        leading = zip(names, q.shape, attn_mask.shape[:-2], strict=False)
+        inputs.append((*(name if n == m else None for name, n, m in leading), None, None))
+    return Factors(inputs, [names, names[:3]])
+
+
 def _result(q: Operand, k: Operand, v: Operand) -> Result | None:
     """As torch's fused kernels have it: stored in the order of the queries."""
     if not q.ndim == k.ndim == v.ndim or q.shape[:-3] != v.shape[:-3] or not q.dtype == k.dtype == v.dtype:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from shardwise.layout.layout import dense_stride
 from shardwise.rules.notation import operands_in
+from shardwise.rules.program import unfinished
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Algorithm, Factors, Operand, Result
@@ -34,10 +37,12 @@ def pointwise(names: str, *, keeps_float: bool = False, outputs: int = 1) -> Non
     @rule(names, any_float=True)
     def elementwise(*args: Any, **kwargs: Any) -> Factors:
         operands = list(operands_in((*args, *kwargs.values())))
-        return broadcast(operands, outputs, result=like(operands[0]) if keeps_float and len(operands) == 1 else None)
+        return broadcast(
+            operands, outputs, result=as_operand(operands[0]) if keeps_float and len(operands) == 1 else None
+        )
 
 
-def like(x: Operand) -> Result | None:
+def as_operand(x: Operand) -> Result | None:
     """A result as torch makes it for a float operand without holes in its memory."""
     stride = x.layout.stride
     if x.dtype.is_floating_point and stride == dense_stride(x.shape, stride):
@@ -84,17 +89,25 @@ def contiguous(x: Operand, *args: Any, **kwargs: Any) -> Factors:
     return broadcast([x], linear="joint", any_partial=True, may_alias=True)
 
 
-@rule(
-    "positive clone detach alias zeros_like zero alias_copy detach_copy lift lift_fresh lift_fresh_copy", any_float=True
-)
+@rule("positive clone detach alias zero alias_copy detach_copy lift lift_fresh lift_fresh_copy", any_float=True)
 def copied(x: Operand, *args: Any, **kwargs: Any) -> Factors:
     """Parts of any reduction are copied as they are; and any reduction of zeros is zero."""
     return broadcast([x], linear="joint", any_partial=True)
 
 
-@rule("ones_like full_like empty_like fill", any_float=True)
-def filled_like(x: Operand, *args: Any, **kwargs: Any) -> Factors:
-    return broadcast(list(operands_in((x, *args, *kwargs.values()))))
+def like(name: str) -> None:
+    func = getattr(torch, name)
+
+    @rule(name, any_float=True)
+    def filled_like(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm:
+        """Of the operand only the shape counts: what it has pending need not be finished."""
+        if x.layout.is_partial:
+            return Algorithm(lambda x, *args, **kwargs: func(unfinished(x), *args, **kwargs))
+        return broadcast([x])
+
+
+for _name in "zeros_like ones_like full_like empty_like".split():
+    like(_name)
 
 
 @rule("add sub subtract lerp complex", any_float=True, numbers=("alpha",))
@@ -112,9 +125,9 @@ def mul(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
 
 @rule("div divide true_divide", any_float=True)
 def div(x: Any, other: Any, *, rounding_mode: Any = None, **kwargs: Any) -> Factors:
-    operands = list(operands_in((x, other)))
-    over = isinstance(x, Operand) and rounding_mode is None and x.dtype.is_floating_point
-    return broadcast(operands, linear="each" if over else "none", joint=frozenset({0}))
+    """Linear in what a number divides. A tensor may hold zeros, and parts of both signs over zero have no sum."""
+    over = rounding_mode is None and not isinstance(other, Operand) and x.dtype.is_floating_point
+    return broadcast(list(operands_in((x, other))), linear="joint" if over else "none")
 
 
 @rule("glu")
@@ -126,7 +139,7 @@ def glu(x: Operand, dim: int = -1) -> Factors | Algorithm:
 
 
 @rule("addcmul addcdiv", any_float=True, numbers=("value",))
-@rule("masked_fill", any_float=True)
+@rule("masked_fill fill", any_float=True)
 def several(*args: Any, **kwargs: Any) -> Factors:
     return broadcast(list(operands_in((*args, *kwargs.values()))))
 

@@ -9,6 +9,7 @@ import torch
 
 from shardwise.comm.autograd import run_steps
 from shardwise.comm.base import Coords
+from shardwise.comm.bridge import share
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, running_op
 from shardwise.layout import Layout
@@ -93,6 +94,14 @@ def whole(x: Any, dims: Sequence[int] | None = None) -> Any:
 def reduced(x: Any) -> Any:
     """`x` with nothing pending, cut as it was."""
     return whole(x, ())
+
+
+def unfinished(x: Any) -> Any:
+    """`x` with what is pending taken for finished: for ops that look at its shape and not at its values."""
+    layout = x._layout
+    places = [REPLICATE if p.is_partial() else p for p in layout.placements]
+    pending = [axis for axis, p in enumerate(layout.placements) if p.is_partial()]
+    return wrap(share(layout.mesh.comm, x.detach()._local, pending), layout.replace(placements=places))
 
 
 def needs_grad(*tensors: Any) -> bool:

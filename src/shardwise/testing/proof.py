@@ -14,8 +14,8 @@ import torch
 
 from shardwise.mesh import simulate
 from shardwise.testing.chances import cheapest_known, is_plain, missed_chance, pattern
-from shardwise.testing.opinfo import FORMS, operators, samples_of
 from shardwise.testing.spread import Combination, combinations
+from shardwise.testing.subjects import FORMS, subjects
 from shardwise.testing.trial import RIGHT, Outcome, Reference, Sample, attempt, reference
 
 KEPT = 4  # failures and chances written down for an op; all are counted
@@ -30,11 +30,11 @@ class Effort:
     layouts: dict[tuple[int, ...], int]
     other_layouts: dict[tuple[int, ...], int]
     forms: tuple[str, ...] = tuple(FORMS)
-    seconds: int = 300  # an op that takes longer is cut off, and says so
+    seconds: int = 90  # an op that takes longer is cut off, and says so
 
 
 QUICK = Effort(2, 1, {(3,): 4, (2, 2): 2}, {(3,): 1, (2, 2): 1}, ("function", "in-place", "ties"), 60)
-FULL = Effort(40, 6, {(4,): 24, (2, 2): 10, (3,): 4}, {(3,): 5, (2, 2): 3})
+FULL = Effort(24, 4, {(4,): 16, (2, 2): 8}, {(3,): 4, (2, 2): 3})
 
 
 @dataclass
@@ -89,9 +89,8 @@ def prove(name: str, effort: Effort = FULL, seed: int = 0) -> Record:
         with _at_most(effort.seconds):
             for form in effort.forms:
                 plain = form == "function"
-                for n, sample in enumerate(
-                    samples_of(operators()[name], form, effort.samples if plain else effort.other_samples)
-                ):
+                samples = subjects()[name].samples(form, effort.samples if plain else effort.other_samples)
+                for n, sample in enumerate(samples):
                     _prove_sample(
                         record, form, n, sample, effort.layouts if plain else effort.other_layouts, f"{seed} {name}"
                     )

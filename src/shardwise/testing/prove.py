@@ -1,4 +1,4 @@
-"""``python -m shardwise.testing.prove``: try every operator of PyTorch's database on every kind of layout.
+"""``python -m shardwise.testing.prove``: try every operator and module of PyTorch's databases on every kind of layout.
 
 Resumable: every operator's record is appended to a file as it comes in, and those that are there are not tried again.
 """
@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import shardwise
-from shardwise.testing.opinfo import operators
 from shardwise.testing.proof import FULL, QUICK, Effort, prove, worker_setup
 from shardwise.testing.report import markdown, table, totals
+from shardwise.testing.subjects import subjects
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _chosen(only: str | None) -> list[str]:
-    everything = operators()
+    everything = subjects()
     if only is None:
         return list(everything)
     wanted = only.split(",")

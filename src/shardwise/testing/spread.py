@@ -151,16 +151,19 @@ _SHARES: dict[str, Callable[[random.Random, int, torch.Tensor], Share]] = {
 }
 
 
+_NARROWER = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
+
+
 def with_spare_bits(x: torch.Tensor) -> torch.Tensor:
-    """The double nearest to `x` among those whose shares add up exactly."""
-    if x.dtype in (torch.float64, torch.complex128):
-        return x.to(torch.float32 if x.dtype is torch.float64 else torch.complex64).to(x.dtype)
-    return x
+    """The number nearest to `x` among those whose shares add up exactly."""
+    if x.dtype.is_complex:
+        return torch.complex(with_spare_bits(x.real), with_spare_bits(x.imag)) if x.dtype != torch.complex32 else x
+    return x.to(_NARROWER[x.dtype]).to(x.dtype) if x.dtype in _NARROWER else x
 
 
 def with_holes(t: torch.Tensor) -> torch.Tensor:
     """The same values in every other place of a memory twice as large."""
-    return torch.stack([t, torch.zeros_like(t)], -1)[..., 0]
+    return torch.stack([t.detach(), torch.zeros_like(t)], -1)[..., 0]
 
 
 # -- which layouts -----------------------------------------------------------------------------------------------

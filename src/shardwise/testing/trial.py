@@ -17,7 +17,7 @@ from shardwise.layout import Partial, Replicate
 from shardwise.mesh import as_mesh
 from shardwise.move import plan_move
 from shardwise.tensor import DTensor
-from shardwise.testing.spread import Combination, spread_out
+from shardwise.testing.spread import Combination, spread_out, with_holes
 
 RIGHT, REFUSED, WRONG, RAISED = "right", "refused", "wrong", "raised"
 
@@ -40,6 +40,7 @@ class Sample:
     grad: bool = True
     values: bool = True  # False where torch promises shapes and dtypes only (empty_like)
     holes: bool = False  # local tensors with gaps in their memory
+    apart: bool = True  # may be called with tensors that do not fit each other: torch's fused modules would crash
 
     def __post_init__(self) -> None:
         self.differentiable = [self.grad and (t.dtype.is_floating_point or t.dtype.is_complex) for t in self.tensors]
@@ -85,7 +86,7 @@ def reference(sample: Sample, seed: int = 0) -> Reference | None:
     """Plain torch's answer; None where torch itself raises. Gradients are left out where torch has none."""
     for grad in (True, False) if any(sample.differentiable) else (False,):
         leaves = [
-            t.detach().clone().requires_grad_(grad and d)
+            (with_holes(t) if sample.holes else t.detach().clone()).requires_grad_(grad and d)
             for t, d in zip(sample.tensors, sample.differentiable, strict=True)
         ]
         try:

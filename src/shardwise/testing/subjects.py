@@ -1,0 +1,216 @@
+"""What there is to prove: PyTorch's databases of operators, of list operators and of modules, as samples in every form
+of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch.func import functional_call
+
+from shardwise.layout import Replicate, Shard
+from shardwise.tensor import DTensor
+from shardwise.testing.check import as_sample
+from shardwise.testing.spread import with_holes
+from shardwise.testing.trial import Sample
+
+FORMS: dict[str, torch.dtype] = {
+    "function": torch.float64,
+    "in-place": torch.float64,
+    "out=": torch.float64,
+    "ties": torch.float64,
+    "nan": torch.float64,
+    "holes in memory": torch.float64,
+    "complex128": torch.complex128,
+    "int64": torch.int64,
+    "bool": torch.bool,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class Subject(Protocol):
+    """One thing to prove."""
+
+    def samples(self, form: str, limit: int) -> list[Sample]:
+        """Up to `limit` samples of one form, spread over what the database gives."""
+
+
+@lru_cache(maxsize=1)
+def subjects() -> dict[str, Subject]:
+    """Everything with a dense tensor input, by name and variant."""
+    from torch.testing._internal import common_methods_invocations as operators
+    from torch.testing._internal.common_modules import module_db
+
+    found: dict[str, Subject] = {}
+    for op in operators.op_db:
+        if op.name not in SPARSE:
+            found[f"{op.name} [{op.variant_test_name}]" if op.variant_test_name else op.name] = Operator(op)
+    for kind in ("unary", "binary", "pointwise", "reduce", "other"):
+        for op in getattr(operators, f"foreach_{kind}_op_db"):
+            found[op.name] = Operator(op)
+    for info in module_db:
+        found[f"{info.name} (train)"] = Module(info, True)
+        if info.train_and_eval_differ:
+            found[f"{info.name} (eval)"] = Module(info, False)
+    return found
+
+
+def chosen(found: list[Sample], limit: int) -> list[Sample]:
+    return found if len(found) <= limit else [found[i * len(found) // limit] for i in range(limit)]
+
+
+# -- operators -------------------------------------------------------------------------------------------------------
+# what is laid out here is dense: a sparse result or operand is outside of the library's scope
+SPARSE = {"to_sparse", "sparse.sampled_addmm", "sparse.mm"}
+# torch promises shape and dtype of these, not values
+_UNINITIALIZED = {"empty_like", "new_empty", "new_empty_strided", "empty", "empty_strided", "empty_permuted"}
+# kernels whose value where a NaN comes in is more than what the algorithm happens to do
+_NAN_IS_DEFINED = ("UnaryUfuncInfo", "BinaryUfuncInfo", "ReductionOpInfo")
+_NAN_TOO = {"max", "min", "sort", "topk", "cumsum", "cumprod", "cummax", "cummin", "where", "maximum", "minimum"}
+# torch leaves open which of equal values these pick, so with ties only the values are compared
+_ANY_OF_EQUALS = {"topk"}
+# torch fills memory with holes in another order than memory without, or reads what is in the holes
+_BY_MEMORY = {
+    "as_strided", "as_strided_copy", "as_strided_scatter",
+    "normal", "bernoulli", "uniform", "exponential", "cauchy", "geometric", "log_normal",
+}  # fmt: skip
+# plain torch's result depends on whether `out` is given
+_OUT_IS_ANOTHER_RESULT = {"fft.ihfft2"}
+
+
+class Operator:
+    """An entry of the database of operators."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+
+    def _has(self, form: str, dtype: torch.dtype) -> bool:
+        name = self.op.name
+        return dtype in self.op.dtypes and {
+            "in-place": self.op.inplace_variant is not None,
+            "out=": self.op.supports_out and name not in _OUT_IS_ANOTHER_RESULT,
+            "nan": type(self.op).__name__ in _NAN_IS_DEFINED or name in _NAN_TOO,
+            "holes in memory": name not in _BY_MEMORY,
+        }.get(form, True)
+
+    def samples(self, form: str, limit: int) -> list[Sample]:
+        op, dtype = self.op, FORMS[form]
+        if form == "function":
+            dtype = next((d for d in (dtype, *FORMS.values(), *op.dtypes) if d in op.dtypes), dtype)
+        if not self._has(form, dtype):
+            return []
+        call = op.op
+        if form == "in-place":
+            call = _in_place(op.inplace_variant)
+        elif form == "out=":
+            call = _into(op.op)
+        elif form == "ties" and op.name in _ANY_OF_EQUALS:
+            call = lambda *args, **kwargs: op.op(*args, **kwargs)[0].detach()
+        if form == "in-place" and op.name.startswith("_foreach"):  # torch's gradients of empty tensors in lists raise
+            call = torch.no_grad()(call)
+        grad = op.supports_autograd and form not in ("out=", "bfloat16", "nan") and _is_float(dtype)
+        torch.manual_seed(0)  # the database draws from torch's own stream
+        found = []
+        for raw in op.sample_inputs("cpu", dtype, requires_grad=False):
+            if form == "in-place" and raw.broadcasts_input:
+                continue
+            run = _processed(call, raw.output_process_fn_grad)
+            values = op.name not in _UNINITIALIZED
+            sample = as_sample(run, (raw.input, *raw.args), raw.kwargs, grad=grad, values=values)
+            if sample.tensors and all(t.layout is torch.strided for t in sample.tensors):
+                found.append(sample)
+        return [_changed(sample, form) for sample in chosen(found, limit)]
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _processed(call: Callable[..., Any], process: Callable[[Any], Any]) -> Callable[..., Any]:
+    """What the database compares: for a result fixed only up to a phase or a sign, that which is fixed."""
+    return lambda *args, **kwargs: process(call(*args, **kwargs))
+
+
+def _in_place(call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+        target = [t.clone() for t in x] if isinstance(x, (list, tuple)) else x.clone()
+        result = call(target, *args, **kwargs)
+        return target if result is None else result
+
+    return run
+
+
+def _into(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The result written into tensors that are there already, in another layout than it would have."""
+
+    def target(x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return torch.zeros_like(x)
+        cut = any(p.is_shard() for p in x.placements)
+        places = [Replicate() if cut or not x.dim() else Shard(x.dim() - 1) for _ in x.placements]
+        return DTensor.redistribute(torch.zeros_like(x), placements=places)  # type: ignore[arg-type]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            first = call(*args, **kwargs)
+            into = target(first) if isinstance(first, torch.Tensor) else tuple(map(target, first))
+            return call(*args, **kwargs, out=into)
+
+    return run
+
+
+def _changed(sample: Sample, form: str) -> Sample:
+    sample.tensors = list(_values(sample.tensors, form))
+    sample.holes = form == "holes in memory"
+    return sample
+
+
+def _values(tensors: list[torch.Tensor], form: str) -> Iterator[torch.Tensor]:
+    """The values of a form: ties are halves, so that many are equal and some are zero (but none is -0: a sum of parts
+    does not keep its sign)."""
+    for t in tensors:
+        if form == "ties" and t.is_floating_point():
+            yield (t * 2).round() / 2 + 0.0
+        elif form == "nan" and t.is_floating_point() and t.numel():
+            t = t.clone()
+            t.view(-1)[t.numel() // 2] = float("nan")
+            yield t
+        elif form == "holes in memory":
+            yield with_holes(t)
+        else:
+            yield t
+
+
+# -- modules ---------------------------------------------------------------------------------------------------------
+class Module:
+    """An entry of the database of modules: its parameters, buffers and inputs are all laid out."""
+
+    def __init__(self, info: Any, training: bool) -> None:
+        self.info, self.training = info, training
+
+    def samples(self, form: str, limit: int) -> list[Sample]:
+        if form != "function" or torch.float64 not in self.info.dtypes:
+            return []
+        torch.manual_seed(0)
+        given = self.info.module_inputs_func(
+            self.info, device="cpu", dtype=torch.float64, requires_grad=False, training=self.training
+        )
+        inputs = [i for i in given if i.forward_input is not None]
+        return [self._sample(i) for i in chosen(inputs, limit)]
+
+    def _sample(self, given: Any) -> Sample:
+        make, forward = given.constructor_input, given.forward_input
+        module = self.info.module_cls(*make.args, **make.kwargs).to(torch.float64).train(self.training)
+        if any(torch.nn.parameter.is_lazy(p) for p in module.parameters()):
+            module(*forward.args, **forward.kwargs)
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+
+        def run(buffers: Any, parameters: Any, args: Any, kwargs: Any) -> Any:
+            buffers = {name: value.clone() for name, value in buffers.items()}
+            return functional_call(module, {**parameters, **buffers}, args, kwargs), buffers
+
+        sample = as_sample(run, (buffers, parameters, forward.args, forward.kwargs), apart=False)
+        sample.differentiable[: len(buffers)] = [False] * len(buffers)  # statistics are written, not differentiated
+        return sample
