@@ -82,14 +82,14 @@ def _at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def prove(name: str, effort: Effort = FULL, seed: int = 0) -> Record:
+def prove(name: str, effort: Effort = FULL, device: str = "cpu", seed: int = 0) -> Record:
     """Try one operator of PyTorch's database."""
     record, started = Record(name), time.perf_counter()
     try:
         with _at_most(effort.seconds):
             for form in effort.forms:
                 plain = form == "function"
-                samples = subjects()[name].samples(form, effort.samples if plain else effort.other_samples)
+                samples = subjects()[name].samples(form, effort.samples if plain else effort.other_samples, device)
                 for n, sample in enumerate(samples):
                     _prove_sample(
                         record, form, n, sample, effort.layouts if plain else effort.other_layouts, f"{seed} {name}"
@@ -107,7 +107,7 @@ def _prove_sample(
     if expected is None:
         return
     for shape, limit in layouts.items():
-        mesh = simulate(shape)
+        mesh = simulate(shape, device=sample.tensors[0].device.type)
         tried: list[tuple[Combination, Outcome]] = []
         for i, combination in enumerate(combinations(sample.tensors, shape, limit, f"{seed} {form} {n}")):
             outcome = attempt(expected, mesh, combination, i)

@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
     parser.add_argument("--fresh", action="store_true", help="forget what was tried before")
     parser.add_argument("--out", type=Path, default=Path("build/prove"), help="folder of the records")
+    parser.add_argument("--device", default="cpu", help="where the tensors live (default: cpu)")
     parser.add_argument("--docs", type=Path, help="write the operators' page here")
     options = parser.parse_args(arguments)
     effort = QUICK if options.quick else FULL
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         kept = kept if not options.only else options.out / "only.jsonl"
         kept.unlink(missing_ok=True)
     records = _records(kept)
-    _run([name for name in names if name not in records], effort, options.jobs, kept, records)
+    _run([name for name in names if name not in records], effort, options, kept, records)
     result = _result([records[name] for name in names if name in records], effort)
     (options.out / "proof.json").write_text(json.dumps(result, indent=1))
     console = Console()
@@ -72,17 +73,17 @@ def _records(path: Path) -> dict[str, dict[str, Any]]:
     return {record["name"]: record for record in map(json.loads, lines)}
 
 
-def _run(names: list[str], effort: Effort, jobs: int, kept: Path, records: dict[str, Any]) -> None:
+def _run(names: list[str], effort: Effort, options: Any, kept: Path, records: dict[str, Any]) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
     context = multiprocessing.get_context("spawn")
     with (
         progress,
         kept.open("a") as file,
-        ProcessPoolExecutor(jobs, context, worker_setup) as pool,
+        ProcessPoolExecutor(options.jobs, context, worker_setup) as pool,
     ):
         bar = progress.add_task("proving", total=len(names))
-        tasks = {pool.submit(prove, name, effort): name for name in names}
+        tasks = {pool.submit(prove, name, effort, options.device): name for name in names}
         for task in as_completed(tasks):
             record = task.result().as_dict()
             records[record["name"]] = record

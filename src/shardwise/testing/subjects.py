@@ -33,7 +33,7 @@ FORMS: dict[str, torch.dtype] = {
 class Subject(Protocol):
     """One thing to prove."""
 
-    def samples(self, form: str, limit: int) -> list[Sample]:
+    def samples(self, form: str, limit: int, device: str = "cpu") -> list[Sample]:
         """Up to `limit` samples of one form, spread over what the database gives."""
 
 
@@ -86,20 +86,21 @@ class Operator:
     def __init__(self, op: Any) -> None:
         self.op = op
 
-    def _has(self, form: str, dtype: torch.dtype) -> bool:
+    def _has(self, form: str, dtype: torch.dtype, device: str) -> bool:
         name = self.op.name
-        return dtype in self.op.dtypes and {
+        return dtype in self.op.supported_dtypes(device) and {
             "in-place": self.op.inplace_variant is not None,
             "out=": self.op.supports_out and name not in _OUT_IS_ANOTHER_RESULT,
             "nan": type(self.op).__name__ in _NAN_IS_DEFINED or name in _NAN_TOO,
             "holes in memory": name not in _BY_MEMORY,
         }.get(form, True)
 
-    def samples(self, form: str, limit: int) -> list[Sample]:
+    def samples(self, form: str, limit: int, device: str = "cpu") -> list[Sample]:
         op, dtype = self.op, FORMS[form]
         if form == "function":
-            dtype = next((d for d in (dtype, *FORMS.values(), *op.dtypes) if d in op.dtypes), dtype)
-        if not self._has(form, dtype):
+            supported = op.supported_dtypes(device)
+            dtype = next((d for d in (dtype, *FORMS.values(), *supported) if d in supported), dtype)
+        if not self._has(form, dtype, device):
             return []
         call = op.op
         if form == "in-place":
@@ -113,7 +114,7 @@ class Operator:
         grad = op.supports_autograd and form not in ("out=", "bfloat16", "nan") and _is_float(dtype)
         torch.manual_seed(0)  # the database draws from torch's own stream
         found = []
-        for raw in op.sample_inputs("cpu", dtype, requires_grad=False):
+        for raw in op.sample_inputs(device, dtype, requires_grad=False):
             if form == "in-place" and raw.broadcasts_input:
                 continue
             run = _processed(call, raw.output_process_fn_grad)
@@ -190,19 +191,19 @@ class Module:
     def __init__(self, info: Any, training: bool) -> None:
         self.info, self.training = info, training
 
-    def samples(self, form: str, limit: int) -> list[Sample]:
+    def samples(self, form: str, limit: int, device: str = "cpu") -> list[Sample]:
         if form != "function" or torch.float64 not in self.info.dtypes:
             return []
         torch.manual_seed(0)
         given = self.info.module_inputs_func(
-            self.info, device="cpu", dtype=torch.float64, requires_grad=False, training=self.training
+            self.info, device=device, dtype=torch.float64, requires_grad=False, training=self.training
         )
         inputs = [i for i in given if i.forward_input is not None]
-        return [self._sample(i) for i in chosen(inputs, limit)]
+        return [self._sample(i, device) for i in chosen(inputs, limit)]
 
-    def _sample(self, given: Any) -> Sample:
+    def _sample(self, given: Any, device: str) -> Sample:
         make, forward = given.constructor_input, given.forward_input
-        module = self.info.module_cls(*make.args, **make.kwargs).to(torch.float64).train(self.training)
+        module = self.info.module_cls(*make.args, **make.kwargs).to(device, torch.float64).train(self.training)
         if any(torch.nn.parameter.is_lazy(p) for p in module.parameters()):
             module(*forward.args, **forward.kwargs)
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
