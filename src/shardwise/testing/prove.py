@@ -59,8 +59,8 @@ def _chosen(only: str | None) -> list[str]:
     if only is None:
         return list(everything)
     wanted = only.split(",")
-    found = [name for name in everything if name in wanted or name.split(" [")[0] in wanted]
-    unknown = [w for w in wanted if not any(w in (name, name.split(" [")[0]) for name in found)]
+    found = [name for name in everything if name in wanted or name.partition(" ")[0] in wanted]
+    unknown = [w for w in wanted if not any(w in (name, name.partition(" ")[0]) for name in found)]
     if unknown:
         sys.exit(f"--only: PyTorch's database has no operator {', '.join(map(repr, unknown))}")
     return found
