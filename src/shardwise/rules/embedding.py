@@ -73,6 +73,14 @@ def _renorm(table: Any, ids: Any, max_norm: float, norm_type: float) -> Any:
     return table.index_copy_(0, ids, torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows))
 
 
+def _bags(**given: Any) -> torch.Tensor:
+    """F.embedding_bag, also for a rank that holds no column: there CUDA's kernel reads out of bounds."""
+    table = given["weight"]
+    if table.shape[1]:
+        return F.embedding_bag(**given)
+    return F.embedding_bag(**given | {"weight": F.pad(table, (0, 1))})[:, :0]
+
+
 @rule("embedding_bag")
 def embedding_bag(*args: Any, **kwargs: Any) -> Any:
     """``b i, v d -> b d``, or all ids in one line with the offsets of the bags. Rows that are cut are summed by who
@@ -92,7 +100,7 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Any:
     linear = frozenset(operands[name].index for name in ("weight", "per_sample_weights") if name in operands)
 
     def bag(*values: torch.Tensor) -> torch.Tensor:
-        return F.embedding_bag(**given | {name: values[x.index] for name, x in operands.items()})
+        return _bags(**given | {name: values[x.index] for name, x in operands.items()})
 
     def bag_of_mine(*values: Any) -> torch.Tensor:
         *tensors, held = values
@@ -101,7 +109,7 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Any:
         at, mine = located(ids, held, size, RuntimeError)
         counted = torch.ones_like(ids, dtype=table.dtype) if pad is None else (ids != pad).to(table.dtype)
         share = (counted if weights is None else weights * counted).masked_fill(~mine, 0)
-        out = F.embedding_bag(**local | {"input": at, "weight": pointable(table, 0), "per_sample_weights": share})
+        out = _bags(**local | {"input": at, "weight": pointable(table, 0), "per_sample_weights": share})
         if mode == "sum":
             return out
         ones = {"input": torch.zeros_like(at), "weight": table.new_ones(1, 1), "per_sample_weights": counted}

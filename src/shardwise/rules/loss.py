@@ -69,7 +69,7 @@ def loss_rule(name: str, each: Callable[..., Factors]) -> None:
             return losses.sum() / kwargs["weight"].sum()
         if name == "ctc_loss":
             lengths = args[3] if isinstance(args[3], torch.Tensor) else torch.tensor(args[3])
-            losses = losses / lengths.clamp(min=1)
+            losses = losses / lengths.to(losses.device).clamp(min=1)
         return losses.mean()
 
 

@@ -14,7 +14,7 @@ from shardwise.comm.simulation import reduce_parts
 from shardwise.layout import Layout, Partial, Shard
 from shardwise.mesh import as_mesh
 from shardwise.move import plan_move
-from shardwise.testing.spread import Combination, Parts
+from shardwise.testing.spread import Combination, Parts, can_add
 from shardwise.testing.trial import Outcome, Reference, different
 
 
@@ -59,8 +59,8 @@ def _layout_of(parts: Sequence[Any], want: Any) -> str | None:
         shapes = {(*p.shape[:dim], *p.shape[dim + 1 :]) for p in parts if p.dim() == want.dim()}
         if shapes == {(*want.shape[:dim], *want.shape[dim + 1 :])} and not different(torch.cat(list(parts), dim), want):
             return f"S({dim})"
-    same = all(p.shape == want.shape for p in parts) and want.dtype is not torch.bool
-    return "P(sum)" if same and not different(reduce_parts(parts, "sum"), want) else None
+    adds = can_add(want.dtype) and all(p.shape == want.shape for p in parts)
+    return "P(sum)" if adds and not different(reduce_parts(parts, "sum"), want) else None
 
 
 def pattern(layouts: Combination) -> str:

@@ -187,11 +187,17 @@ def reductions_of(dtype: torch.dtype) -> list[str]:
     return found
 
 
+def can_add(dtype: torch.dtype) -> bool:
+    """Whether torch has a sum of this dtype that is of this dtype."""
+    eight_bits = dtype.is_floating_point and dtype.itemsize == 1
+    return not eight_bits and dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64)
+
+
 def _reductions_for(x: torch.Tensor) -> list[str]:
     """The same for one tensor: shares of an infinite value have no sum, and a maximum that is NaN has no gradient."""
     found = reductions_of(x.dtype)
-    if x.dtype in (torch.uint16, torch.uint32, torch.uint64) or (x.dtype.is_floating_point and x.dtype.itemsize == 1):
-        return []  # torch cannot add them
+    if not can_add(x.dtype) and x.dtype is not torch.bool:
+        return []
     if x.dtype in (torch.bfloat16, torch.float16):  # their shares would not add up to x
         return ["max", "min"] if bool(x.isfinite().all()) else []
     if not _is_float(x) or bool(x.isfinite().all()):

@@ -45,7 +45,7 @@ def subjects() -> dict[str, Subject]:
 
     found: dict[str, Subject] = {}
     for op in operators.op_db:
-        if op.name not in SPARSE:
+        if op.name not in SPARSE and not op.name.startswith("jiterator"):
             found[f"{op.name} [{op.variant_test_name}]" if op.variant_test_name else op.name] = Operator(op)
     for kind in ("unary", "binary", "pointwise", "reduce", "other"):
         for op in getattr(operators, f"foreach_{kind}_op_db"):
@@ -62,7 +62,8 @@ def chosen(found: list[Sample], limit: int) -> list[Sample]:
 
 
 # -- operators -------------------------------------------------------------------------------------------------------
-# what is laid out here is dense: a sparse result or operand is outside of the library's scope
+# what is laid out here is dense: a sparse result or operand is outside of the library's scope. And torch.cuda.jiterator
+# makes functions that read the memory of their arguments without asking these
 SPARSE = {"to_sparse", "sparse.sampled_addmm", "sparse.mm"}
 # torch promises shape and dtype of these, not values
 _UNINITIALIZED = {"empty_like", "new_empty", "new_empty_strided", "empty", "empty_strided", "empty_permuted"}
@@ -76,6 +77,8 @@ _BY_MEMORY = {
     "as_strided", "as_strided_copy", "as_strided_scatter",
     "normal", "bernoulli", "uniform", "exponential", "cauchy", "geometric", "log_normal",
 }  # fmt: skip
+# the other results are states of a random generator that was not used
+_FIRST_TWO = {"torch.ops.aten._efficient_attention_forward", "torch.ops.aten._flash_attention_forward"}
 # plain torch's result depends on whether `out` is given
 _OUT_IS_ANOTHER_RESULT = {"fft.ihfft2"}
 
@@ -107,6 +110,8 @@ class Operator:
             call = _in_place(op.inplace_variant)
         elif form == "out=":
             call = _into(op.op)
+        elif op.name in _FIRST_TWO:
+            call = lambda *args, **kwargs: op.op(*args, **kwargs)[:2]
         elif form == "ties" and op.name in _ANY_OF_EQUALS:
             call = lambda *args, **kwargs: op.op(*args, **kwargs)[0].detach()
         if form == "in-place" and op.name.startswith("_foreach"):  # torch's gradients of empty tensors in lists raise
