@@ -3,8 +3,13 @@
 import json
 
 import pytest
+import torch.distributed as dist
 
-from shardwise.testing.prove import main
+from shardwise.testing.prove import _records, main
+from shardwise.testing.spread import combinations
+from shardwise.testing.subjects import subjects
+from shardwise.testing.trial import RIGHT, attempt, reference
+from tests.workers import device_mesh, run_ranks
 
 MOST_ON_THE_FALLBACK = 60
 
@@ -31,6 +36,25 @@ def test_a_proof_goes_on_where_it_stopped(tmp_path, capsys):
     records = tmp_path / "quick.jsonl"
     line = (tmp_path / "only.jsonl").read_text()
     records.write_text(line + line.replace('"neg"', '"abs"')[:40])  # the second was cut off half-way
-    from shardwise.testing.prove import _records
-
     assert list(_records(records)) == ["neg"]
+
+
+def prove_on_processes(rank, world_size):
+    """One sample and two layouts of every operator and module; every rank must come to the same verdict."""
+    mesh = device_mesh((world_size,))
+    failures = []
+    for name, subject in subjects().items():
+        for sample in subject.samples("function", 1):
+            expected = reference(sample)
+            for i, layouts in enumerate(combinations(sample.tensors, (world_size,), 2, name) if expected else ()):
+                outcome = attempt(expected, mesh, layouts, i)
+                verdicts = [None] * world_size
+                dist.all_gather_object(verdicts, outcome.verdict)
+                if set(verdicts) != {RIGHT}:
+                    failures.append(f"{name} {layouts}: {verdicts} {outcome.message}")
+    return failures
+
+
+@pytest.mark.timeout(400)
+def test_every_operator_on_processes():
+    assert [failure for failures in run_ranks(prove_on_processes, 3, timeout=380) for failure in failures] == []

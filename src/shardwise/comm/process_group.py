@@ -215,6 +215,8 @@ def _as_wire(x: torch.Tensor) -> torch.Tensor:
 
 
 def _from_wire(wire: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    if not wire.numel():  # nothing, at an offset that a view of another dtype may refuse
+        return wire.new_empty(shape, dtype=dtype)
     return (wire if wire.dtype == dtype else wire.contiguous().view(dtype)).view(shape)
 
 

@@ -258,8 +258,11 @@ def _is_out(out: Any) -> bool:
 
 
 def _into_out(func: Any) -> Plan:
-    """out=: compute aside, then write."""
+    """out=: compute aside, then write. Some ops return nothing then."""
     name = op_name(func)
+    packet = getattr(torch.ops.aten, name, None)
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()] if packet is not None else []
+    silent = any(not s.returns and any(a.is_out for a in s.arguments) for s in schemas)
 
     def write(out: Any, result: Any) -> Any:
         if tuple(out.shape) != tuple(result.shape):
@@ -277,6 +280,8 @@ def _into_out(func: Any) -> Plan:
         if isinstance(out, Wrapper):
             return write(out, result)
         written = [write(o, r) for o, r in zip(out, result, strict=True)]
+        if silent:
+            return None
         return written if isinstance(result, list) else type(result)(written)
 
     return run

@@ -24,7 +24,6 @@ _LINES = {
     "linalg_lu_factor_ex linalg_ldl_factor_ex": "*b m! n! -> *b m n, *b k, *b",
     "cholesky_inverse linalg_matrix_exp": "*b n! n! -> *b n n",
     "cholesky_solve": "*b n! r, *b n! n! -> *b n r",
-    "_linalg_det": "*b n! n! -> *b, *b n n, *b n",
     "_linalg_slogdet": "*b n! n! -> *b, *b, *b n n, *b n",
     "linalg_solve_triangular": "*b n! n!, *b n! r -> *b n r | *b n! n!, *b r n! -> *b r n",
     "triangular_solve": "*b n! r!, *b n! n! -> *b n r, *b n n",
@@ -116,6 +115,20 @@ def or_empty(func: Callable[..., Any], like: int = 0) -> Callable[..., Any]:
     return call
 
 
+@rule("_linalg_det")
+def det(x: Operand) -> Factors:
+    plain = factors(_DET, [x])
+    return PerMatrix(plain.inputs, plain.outputs, local=lambda inputs, outputs: _det)
+
+
+def _det(x: torch.Tensor) -> Any:
+    """Of no matrices torch makes no graph: some are put in, and what comes of them is cut away."""
+    if 0 not in x.shape[:-2]:
+        return torch.ops.aten._linalg_det(x)
+    ones = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(*(max(n, 1) for n in x.shape[:-2]), -1, -1)
+    return tuple(out[tuple(slice(n) for n in x.shape[:-2])] for out in torch.ops.aten._linalg_det(x.sum() + ones))
+
+
 @rule("linalg_householder_product")
 def householder_product(x: Operand, tau: Operand) -> Factors:
     local = or_empty(torch.linalg.householder_product)
@@ -129,6 +142,7 @@ def ormqr(x: Operand, tau: Operand, other: Operand, left: bool = True, transpose
     return factors(line, [x, tau, other], linear="each", joint=frozenset({2}), local=lambda inputs, outputs: local)
 
 
+_DET = parse("*b n! n! -> *b, *b n n, *b n")
 _HOUSEHOLDER = parse("*b m! n!, *b k! -> *b m n")
 _ORMQR = [parse("*b m! k!, *b k!, *b n! r -> *b n r"), parse("*b m! k!, *b k!, *b r n! -> *b r n")]
 

@@ -70,7 +70,7 @@ _UNINITIALIZED = {"empty_like", "new_empty", "new_empty_strided", "empty", "empt
 # kernels whose value where a NaN comes in is more than what the algorithm happens to do
 _NAN_IS_DEFINED = ("UnaryUfuncInfo", "BinaryUfuncInfo", "ReductionOpInfo")
 _NAN_TOO = {"max", "min", "sort", "topk", "cumsum", "cumprod", "cummax", "cummin", "where", "maximum", "minimum"}
-# torch leaves open which of equal values these pick, so with ties only the values are compared
+# torch leaves open which of equal values these pick, so only the values are compared where there may be ties
 _ANY_OF_EQUALS = {"topk"}
 # torch fills memory with holes in another order than memory without, or reads what is in the holes
 _BY_MEMORY = {
@@ -80,7 +80,9 @@ _BY_MEMORY = {
 # the other results are states of a random generator that was not used
 _FIRST_TWO = {"torch.ops.aten._efficient_attention_forward", "torch.ops.aten._flash_attention_forward"}
 # plain torch's result depends on whether `out` is given
-_OUT_IS_ANOTHER_RESULT = {"fft.ihfft2"}
+_OUT_IS_ANOTHER_RESULT = {"fft.ihfft2", "fft.ihfftn"}
+# it reads memory by the sizes it is told, whatever the tensor has
+_TRUSTS_SIZES = {"native_group_norm"}
 
 
 class Operator:
@@ -112,7 +114,7 @@ class Operator:
             call = _into(op.op)
         elif op.name in _FIRST_TWO:
             call = lambda *args, **kwargs: op.op(*args, **kwargs)[:2]
-        elif form == "ties" and op.name in _ANY_OF_EQUALS:
+        elif form != "function" and op.name in _ANY_OF_EQUALS:
             call = lambda *args, **kwargs: op.op(*args, **kwargs)[0].detach()
         if form == "in-place" and op.name.startswith("_foreach"):  # torch's gradients of empty tensors in lists raise
             call = torch.no_grad()(call)
@@ -125,6 +127,7 @@ class Operator:
             run = _processed(call, raw.output_process_fn_grad)
             values = op.name not in _UNINITIALIZED
             sample = as_sample(run, (raw.input, *raw.args), raw.kwargs, grad=grad, values=values)
+            sample.apart = op.name not in _TRUSTS_SIZES
             if sample.tensors and all(t.layout is torch.strided for t in sample.tensors):
                 found.append(sample)
         return [_changed(sample, form) for sample in chosen(found, limit)]

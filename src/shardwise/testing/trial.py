@@ -43,6 +43,8 @@ class Sample:
     apart: bool = True  # may be called with tensors that do not fit each other: torch's fused modules would crash
 
     def __post_init__(self) -> None:
+        # a call is as exact as the least exact of its operands; whole numbers come out whole
+        self.tolerance = max((TOLERANCE.get(t.dtype, 0.0) for t in self.tensors), default=0.0)
         self.differentiable = [self.grad and (t.dtype.is_floating_point or t.dtype.is_complex) for t in self.tensors]
 
 
@@ -123,14 +125,14 @@ def attempt(expected: Reference, mesh: Any, layouts: Combination, seed: int = 0)
             torch.manual_seed(0)
             with log:
                 got = tree_flatten(sample.call(mine))[0]
-            message = _difference(got, expected.outputs, sample.values)
+            message = _difference(got, expected.outputs, sample)
             if not message and expected.roots:
                 starts = [spread_out(s, mesh, whole) for s in expected.seeds]
                 wanted = [m for m, d in zip(mine, sample.differentiable, strict=True) if d]
                 roots = [got[i] for i in expected.roots]
                 found = iter(torch.autograd.grad(roots, wanted, starts, allow_unused=True))
                 grads = [next(found) if d else None for d in sample.differentiable]
-                message = _gradient_difference(grads, expected.grads, layouts)
+                message = _gradient_difference(grads, expected.grads, layouts, sample)
     except ShardwiseError as error:
         return Outcome(REFUSED, f"{type(error).__name__}: {error}")
     except Exception as error:
@@ -151,29 +153,29 @@ def _pending_bytes(x: DTensor) -> int:
     return sum(plan.bytes_in(rank) for rank in layout.mesh.ranks)
 
 
-def _difference(got: Sequence[Any], want: Sequence[Any], values: bool) -> str:
+def _difference(got: Sequence[Any], want: Sequence[Any], sample: Sample) -> str:
     if len(got) != len(want):
         return f"{len(got)} results instead of {len(want)}"
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        found = different(g, w, values)
+        found = different(g, w, sample.values, sample.tolerance)
         if found:
             return f"result {i}: {found}"
     return ""
 
 
-def _gradient_difference(got: Sequence[Any], want: Sequence[Any], layouts: Combination) -> str:
+def _gradient_difference(got: Sequence[Any], want: Sequence[Any], layouts: Combination, sample: Sample) -> str:
     for i, (g, w, places) in enumerate(zip(got, want, layouts, strict=True)):
         if w is None or (g is None and not w.any()):  # no gradient and a gradient of zeros say the same
             continue
         if Partial("product") in places:  # each factor has its own gradient, which is no part of the product's
             continue
-        found = "there is none" if g is None else different(g, w)
+        found = "there is none" if g is None else different(g, w, tolerance=sample.tolerance)
         if found:
             return f"gradient of operand {i}: {found}"
     return ""
 
 
-def different(got: Any, want: Any, values: bool = True) -> str:
+def different(got: Any, want: Any, values: bool = True, tolerance: float = 0.0) -> str:
     """How `got` differs from what plain torch gives; empty if it does not."""
     if not isinstance(want, torch.Tensor):
         same = got == want or (got != got and want != want)
@@ -189,7 +191,7 @@ def different(got: Any, want: Any, values: bool = True) -> str:
     if want.is_sparse:  # a gradient torch made sparse
         want = want.to_dense()
     full = DTensor.full_tensor(got.detach()) if isinstance(got, DTensor) else got.detach()  # type: ignore[arg-type]
-    tolerance = TOLERANCE.get(want.dtype, 0)
+    tolerance = max(TOLERANCE[want.dtype], tolerance) if want.dtype in TOLERANCE else 0.0
     scale = 1.0
     if want.dtype in (torch.bfloat16, torch.float16) and want.numel():  # sums of few bits err by what they pass through
         scale = max(1.0, want.detach().float().nan_to_num(0, 0, 0).abs().max().item())
