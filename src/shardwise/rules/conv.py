@@ -227,6 +227,13 @@ def windows(x: Operand, dimension: int, size: int, step: int) -> Any:
     return Algorithm(lambda x, *args, **kwargs: run_local(local, [Windowed(x, needs(halos))], output, of))
 
 
+@rule("unfold_backward")
+def windows_added(x: Operand, input_sizes: Any, dim: int, size: int, step: int) -> Factors:
+    """The windows of a dim added up where they came from, as istft does: the other dims pass."""
+    names = tuple(None if i == dim_of(dim, x.ndim - 1) else f"d{i}" for i in range(x.ndim - 1))
+    return Factors([(*names, None)], [names], "joint")
+
+
 @rule("im2col")
 def columns(x: Operand, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
     """F.unfold: where more than the batch is cut, windows along both dims, laid side by side."""

@@ -25,7 +25,7 @@ def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
         return Factors([names.inputs[0], *([None] * o.ndim for o in others)], names.outputs)
     wanted = [a for a in given if isinstance(a, torch.dtype)]
     same = all(d == x.dtype for d in wanted)
-    keeps = same or all(torch.promote_types(d, x.dtype) == d and d.is_floating_point for d in wanted)
+    keeps = same or all(torch.promote_types(d, x.dtype) == d and (d.is_floating_point or d.is_complex) for d in wanted)
     ordered = "memory_format" in kwargs
     return broadcast([x], linear="joint" if keeps else "none", any_partial=same, may_alias=ordered)
 

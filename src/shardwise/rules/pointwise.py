@@ -151,6 +151,8 @@ def where(condition: Any, *args: Any, **kwargs: Any) -> Factors | None:
 
 
 @rule("copy", any_float=True)
-def copy(x: Operand, y: Operand, *args: Any, **kwargs: Any) -> Factors:
-    """The target takes the source's values: a Partial target takes a Partial source."""
+def copy(x: Operand, y: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm:
+    """The target takes the source's values: a Partial target takes a Partial source of its dtype."""
+    if x.layout.is_partial and x.dtype != y.dtype:
+        return Algorithm(lambda x, y, *args, **kwargs: x.copy_(y.to(x.dtype)), writes=True)
     return broadcast([x, y], linear="joint" if x.dtype == y.dtype else "none", any_partial=True)

@@ -67,9 +67,9 @@ def _cut(x: torch.Tensor, dim: int, start: int, stop: int, step: int) -> torch.T
 
 
 @rule("narrow narrow_copy")
-def narrow(x: Operand, dim: int, start: Any, length: int) -> Relayout | None:
+def narrow(x: Operand, dim: int, start: Any, length: int) -> Relayout | Algorithm:
     if isinstance(start, Operand):
-        return None
+        return Algorithm(lambda x, dim, start, length: x.narrow(dim, int(start.item()), length))
     d = dim_of(dim, x.ndim)
     first = start + x.shape[d] if start < 0 else start
     return slices(x, d, [(first, first + length, 1)], _slice_one(d))

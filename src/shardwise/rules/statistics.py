@@ -11,7 +11,7 @@ from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.extreme import Dims, shared_extreme
 from shardwise.rules.program import reduced, run_local, whole
-from shardwise.rules.reduce import dims_of, gather_parts, names_of, staged, two_stages, whole_along, wide
+from shardwise.rules.reduce import dims_of, gather_parts, names_of, staged, whole_along, wide
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Algorithm, Factors, Operand
 
@@ -69,7 +69,15 @@ def vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False
 
     if math.isinf(ord):
         return staged(x, dims, keepdim, lambda x: shared_extreme(norm_of, x, dims, keepdim, magnitude=True))
-    return staged(x, dims, keepdim, lambda x: two_stages(norm_of, x, dims, keepdim))
+
+    def norm_of_norms(x: Any) -> Any:
+        """Where a part is infinite, its gradient is that of the part: finite elements have none."""
+        (parts,) = gather_parts(lambda *args: (norm_of(*args),), x, dims)
+        most = parts.isinf()
+        finite = norm_of(parts.masked_fill(most, 0), dims, keepdim)
+        return torch.where(most.any(dims, keepdim), parts.masked_fill(~most, 0).sum(dims, keepdim), finite)
+
+    return staged(x, dims, keepdim, norm_of_norms)
 
 
 @rule("norm")

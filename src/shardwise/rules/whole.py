@@ -1,5 +1,5 @@
-"""Functions whose operands are gathered because torch looks at more than values: at memory. And those that cannot be
-done at all."""
+"""Functions whose operands are gathered whole, with the reason: most because torch looks at memory, not at values. And
+those that cannot be done at all."""
 
 from __future__ import annotations
 
@@ -10,9 +10,21 @@ import torch.nn.functional as F
 
 from shardwise.errors import RuleError
 from shardwise.layout.layout import dense_stride
-from shardwise.rules.registry import rule
+from shardwise.rules.registry import gathered, rule
 from shardwise.rules.spec import Algorithm, Gathered, Operand
 from shardwise.wrapper import rebind
+
+gathered("linspace logspace", "gather, since its ends are two numbers, and compute it on every rank")
+gathered("_scaled_mm _scaled_mm_v2", "gather, since its scales belong to blocks, and compute it on every rank")
+gathered("hash_tensor", "gather, since a hash is of the bytes in their order, and compute it on every rank")
+gathered("segment_reduce", "gather, since segments may lie across ranks, and compute it on every rank")
+gathered(
+    "_histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors",
+    "gather, since the bins depend on all points, and compute it on every rank",
+)
+gathered(
+    "linalg_lstsq", "gather, since what it returns depends on the rank of every matrix, and compute it on every rank"
+)
 
 
 @rule("as_strided as_strided_copy as_strided_scatter")

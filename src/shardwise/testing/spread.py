@@ -78,11 +78,21 @@ def _is_float(x: torch.Tensor) -> bool:
 
 
 def _sum(generator: random.Random, size: int, x: torch.Tensor) -> Share:
-    """Shares of both signs that add up to one; quarters, so that few bits are lost."""
+    """Shares of both signs that add up to one, others for each element: what holds for multiples of a tensor only must
+    not pass for linear. They are quarters, so that few bits are lost. A zero is shared as if it were one less one."""
     step = 4 if _is_float(x) else 1
-    shares = [generator.randint(-2 * step, 2 * step) / step for _ in range(size - 1)]
-    shares.append(1 - sum(shares))
-    return lambda x, i: (x * (shares[i] if _is_float(x) else int(shares[i]))).to(x.dtype)
+    noise = torch.Generator().manual_seed(generator.randrange(2**31))
+    parts = [torch.randint(-2 * step, 2 * step + 1, x.shape, generator=noise) for _ in range(size - 1)]
+    shares = [(part / step if _is_float(x) else part).to(x.device) for part in parts]
+    rest = sum(shares)
+
+    def share(x: torch.Tensor, i: int) -> torch.Tensor:
+        zero = x == 0
+        whole = torch.where(zero, torch.ones_like(x), x)
+        last = torch.where(zero, -whole * rest, whole * (1 - rest))
+        return (last if i == size - 1 else whole * shares[i]).to(x.dtype)
+
+    return share
 
 
 def _avg(generator: random.Random, size: int, x: torch.Tensor) -> Share:

@@ -67,7 +67,7 @@ def chosen(found: list[Sample], limit: int) -> list[Sample]:
 SPARSE = {"to_sparse", "sparse.sampled_addmm", "sparse.mm"}
 # torch promises shape and dtype of these, not values
 _UNINITIALIZED = {"empty_like", "new_empty", "new_empty_strided", "empty", "empty_strided", "empty_permuted"}
-# kernels whose value where a NaN comes in is more than what the algorithm happens to do
+# kernels whose value where a NaN comes in is more than what the algorithm happens to do (a NaN as a degree is not)
 _NAN_IS_DEFINED = ("UnaryUfuncInfo", "BinaryUfuncInfo", "ReductionOpInfo")
 _NAN_TOO = {"max", "min", "sort", "topk", "cumsum", "cumprod", "cummax", "cummin", "where", "maximum", "minimum"}
 # torch leaves open which of equal values these pick, so only the values are compared where there may be ties
@@ -81,6 +81,10 @@ _BY_MEMORY = {
 _FIRST_TWO = {"torch.ops.aten._efficient_attention_forward", "torch.ops.aten._flash_attention_forward"}
 # plain torch's result depends on whether `out` is given
 _OUT_IS_ANOTHER_RESULT = {"fft.ihfft2", "fft.ihfftn"}
+# with ties, matrices are not of full rank: which solution a driver gives depends on rounding
+_MANY_SOLUTIONS = {"linalg.lstsq"}
+# given a tolerance of one, it asks whether a number is greater than itself
+_ON_THE_EDGE = {"linalg.matrix_rank"}
 # it reads memory by the sizes it is told, whatever the tensor has
 _TRUSTS_SIZES = {"native_group_norm"}
 
@@ -96,7 +100,8 @@ class Operator:
         return dtype in self.op.supported_dtypes(device) and {
             "in-place": self.op.inplace_variant is not None,
             "out=": self.op.supports_out and name not in _OUT_IS_ANOTHER_RESULT,
-            "nan": type(self.op).__name__ in _NAN_IS_DEFINED or name in _NAN_TOO,
+            "nan": (type(self.op).__name__ in _NAN_IS_DEFINED or name in _NAN_TOO) and "polynomial" not in name,
+            "ties": name not in _MANY_SOLUTIONS,
             "holes in memory": name not in _BY_MEMORY,
         }.get(form, True)
 
@@ -128,6 +133,8 @@ class Operator:
             values = op.name not in _UNINITIALIZED
             sample = as_sample(run, (raw.input, *raw.args), raw.kwargs, grad=grad, values=values)
             sample.apart = op.name not in _TRUSTS_SIZES
+            if op.name in _ON_THE_EDGE and len(sample.tensors) > 1:
+                continue
             if sample.tensors and all(t.layout is torch.strided for t in sample.tensors):
                 found.append(sample)
         return [_changed(sample, form) for sample in chosen(found, limit)]
