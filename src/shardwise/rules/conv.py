@@ -231,7 +231,9 @@ def windows(x: Operand, dimension: int, size: int, step: int) -> Any:
 def windows_added(x: Operand, input_sizes: Any, dim: int, size: int, step: int) -> Factors:
     """The windows of a dim added up where they came from, as istft does: the other dims pass."""
     names = tuple(None if i == dim_of(dim, x.ndim - 1) else f"d{i}" for i in range(x.ndim - 1))
-    return Factors([(*names, None)], [names], "joint")
+    add_up = lambda x, sizes: torch.ops.aten.unfold_backward(x, sizes, dim, size, step)
+    local = lambda inputs, outputs: PerCoords(add_up, outputs[0].local_shape_at)
+    return Factors([(*names, None)], [names], "joint", local=local)
 
 
 @rule("im2col")

@@ -77,7 +77,7 @@ def vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False
         finite = norm_of(parts.masked_fill(most, 0), dims, keepdim)
         return torch.where(most.any(dims, keepdim), parts.masked_fill(~most, 0).sum(dims, keepdim), finite)
 
-    return staged(x, dims, keepdim, norm_of_norms)
+    return staged(x, dims, keepdim, norm_of_norms if ord > 1 else lambda x: two_stages(norm_of, x, dims, keepdim))
 
 
 @rule("norm")
