@@ -11,7 +11,7 @@ from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.extreme import Dims, shared_extreme
 from shardwise.rules.program import reduced, run_local, whole
-from shardwise.rules.reduce import dims_of, gather_parts, names_of, staged, whole_along, wide
+from shardwise.rules.reduce import dims_of, gather_parts, names_of, staged, two_stages, whole_along, wide
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Algorithm, Factors, Operand
 
