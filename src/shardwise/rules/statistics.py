@@ -11,7 +11,7 @@ from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.extreme import Dims, shared_extreme
 from shardwise.rules.program import reduced, run_local, whole
-from shardwise.rules.reduce import dims_of, gather_parts, names_of, staged, two_stages, whole_along, wide
+from shardwise.rules.reduce import dims_of, gather_parts, names_of, staged, whole_along, wide
 from shardwise.rules.registry import rule
 from shardwise.rules.spec import Algorithm, Factors, Operand
 
@@ -73,11 +73,13 @@ def vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False
     def norm_of_norms(x: Any) -> Any:
         """Where a part is infinite, its gradient is that of the part: finite elements have none."""
         (parts,) = gather_parts(lambda *args: (norm_of(*args),), x, dims)
+        if ord <= 1:
+            return parts.sum(dims, keepdim) if ord == 1 else norm_of(parts, dims, keepdim)
         most = parts.isinf()
         finite = norm_of(parts.masked_fill(most, 0), dims, keepdim)
         return torch.where(most.any(dims, keepdim), parts.masked_fill(~most, 0).sum(dims, keepdim), finite)
 
-    return staged(x, dims, keepdim, norm_of_norms if ord > 1 else lambda x: two_stages(norm_of, x, dims, keepdim))
+    return staged(x, dims, keepdim, norm_of_norms)
 
 
 @rule("norm")
