@@ -59,10 +59,7 @@ def per_matrix(name: str, text: str) -> None:
     """Register a rule by its line."""
     lines = [parse(part) for part in text.split("|")]
 
-    @rule(name)
-    def matrices(*args: Any, check_errors: bool = False, left: bool = True, **kwargs: Any) -> Any:
-        if check_errors:
-            return Gathered("gather, since every rank must hear of an error, and compute it on every rank")
+    def matrices(*args: Any, left: bool = True, **kwargs: Any) -> Any:
         operands = list(operands_in((*args, *kwargs.values())))
         if len(operands) > len(list(operands_in(args))) and "tol" not in "".join(kwargs):
             return None  # named, so in any order: below, torch gives them by position
@@ -71,6 +68,13 @@ def per_matrix(name: str, text: str) -> None:
             which = 2  # torch's own condition
         plain = factors(lines[which], operands)
         return PerMatrix(plain.inputs, plain.outputs)
+
+    def checked(*args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
+        if check_errors:
+            return Gathered("gather, since every rank must hear of an error, and compute it on every rank")
+        return matrices(*args, **kwargs)
+
+    rule(name)(checked if name.endswith("_ex") else matrices)
 
 
 for _names, _text in _LINES.items():
