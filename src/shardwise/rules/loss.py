@@ -38,8 +38,11 @@ def is_legacy(size_average: Any = None, reduce: Any = None, **kwargs: Any) -> bo
     return size_average is not None or reduce is not None
 
 
-def _replicated(operands: list[Operand]) -> bool:
-    return all(p.is_replicate() for op in operands for p in op.layout.placements)
+def _in_one_piece(operands: list[Operand]) -> bool:
+    """Whether nothing is cut or pending; an axis of one rank does neither."""
+    return all(
+        p.is_replicate() or op.mesh.shape[axis] == 1 for op in operands for axis, p in enumerate(op.layout.placements)
+    )
 
 
 def loss_rule(name: str, each: Callable[..., Factors]) -> None:
@@ -55,7 +58,7 @@ def loss_rule(name: str, each: Callable[..., Factors]) -> None:
             return None
         if reduction == "none":
             return each(operands, kwargs)
-        if _replicated(operands) and each is not per_alignment:
+        if _in_one_piece(operands) and each is not per_alignment:
             return Factors([(None,) * op.ndim for op in operands], [()])
         return Algorithm(by_parts)
 
@@ -120,7 +123,7 @@ def nll_loss(x: Operand, target: Operand, weight: Any = None, *args: Any, reduct
     if is_legacy(**kwargs):
         return None
     operands = list(operands_in((x, target, weight)))
-    if reduction == "mean" and not _replicated(operands):
+    if reduction == "mean" and not _in_one_piece(operands):
         return Algorithm(lambda *args, **kwargs: over_count(F.nll_loss, *args, **kwargs))
     dim, ignored = classes_of(x), kwargs.get("ignore_index", -100)
     size = x.shape[dim]
@@ -175,7 +178,7 @@ def cross_entropy(x: Operand, target: Operand, weight: Any = None, *, reduction:
     if is_legacy(**kwargs):
         return None
     dim, operands = classes_of(x), list(operands_in((x, target, weight)))
-    if reduction == "mean" and not _replicated(operands):
+    if reduction == "mean" and not _in_one_piece(operands):
         return Algorithm(lambda *args, **kwargs: over_count(F.cross_entropy, *args, **kwargs))
     if x.layout.is_cut(dim):
         return Algorithm(over_cut_classes)
