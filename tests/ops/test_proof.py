@@ -40,13 +40,13 @@ def test_a_proof_goes_on_where_it_stopped(tmp_path, capsys):
 
 
 def prove_on_processes(rank, world_size):
-    """One sample and two layouts of every operator and module; every rank must come to the same verdict."""
+    """One sample and layout of every operator and module; every rank must come to the same verdict."""
     mesh = device_mesh((world_size,))
     failures = []
     for name, subject in subjects().items():
         for sample in subject.samples("function", 1):
             expected = reference(sample)
-            for i, layouts in enumerate(combinations(sample.tensors, (world_size,), 2, name) if expected else ()):
+            for i, layouts in enumerate(combinations(sample.tensors, (world_size,), 1, name) if expected else ()):
                 outcome = attempt(expected, mesh, layouts, i)
                 verdicts = [None] * world_size
                 dist.all_gather_object(verdicts, outcome.verdict)

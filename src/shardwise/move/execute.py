@@ -11,7 +11,7 @@ from shardwise.comm.autograd import run_steps
 from shardwise.comm.record import Note
 from shardwise.layout import Layout
 from shardwise.move.planner import plan_steps
-from shardwise.move.steps import AllReduce, GatherParts, MoveStep
+from shardwise.move.steps import AllReduce, GatherParts, MoveStep, Spread
 
 
 def move(local: Any, src: Layout, dst: Layout, note: Note, spread: tuple[int, ...] = ()) -> Any:
@@ -50,7 +50,8 @@ def _extreme(comm: Any, step: AllReduce, local: Any, note: Note) -> Any:
         wins = comm.bind(_is_it, (step.axis,))(local, found)
         counts = AllReduce(step.layout.replace(dtype=torch.int32), step.axis)
         winners = run_steps(comm, (counts,), comm.bind(torch.Tensor.int, (step.axis,))(wins), note)
-    box = [comm, local, found, comm.bind(torch.where, (step.axis,))(wins, winners, 0)]
+    spread = Spread(step.layout, step.axis)  # each rank takes its own share of the gradient
+    box = [comm, local, found, comm.bind(torch.where, (step.axis,))(wins, winners, 0), spread, note]
     if comm.simulated:
         local.used = True
     return comm.assemble(comm.structure(found), _Extreme.apply(box, *comm.values(local)))
@@ -65,8 +66,8 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, box: list[Any], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        comm, local, found, winners = box
-        ctx.comm, ctx.winners = comm, winners
+        comm, local, found, ctx.winners, ctx.spread, ctx.note = box
+        ctx.comm = comm
         ctx.before, ctx.after = comm.structure(local), comm.structure(found)
         return comm.values(found)
 
@@ -74,5 +75,6 @@ class _Extreme(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         share = lambda grad, n: torch.where(n > 0, grad / n.clamp(min=1), 0)  # noqa: E731
         axes = range(len(ctx.comm.shape))
-        back = ctx.comm.bind(share, tuple(axes))(ctx.comm.assemble(ctx.after, grads), ctx.winners)
+        whole = run_steps(ctx.comm, (ctx.spread,), ctx.comm.assemble(ctx.after, grads), ctx.note)
+        back = ctx.comm.bind(share, tuple(axes))(whole, ctx.winners)
         return None, *ctx.comm.pick(ctx.before, back)
