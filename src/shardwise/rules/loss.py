@@ -80,7 +80,8 @@ def per_sample(operands: list[Operand], statics: Any) -> Factors:
     """``b c!, b.. -> b``: the margins of one sample need all of its classes."""
     x, target, *weight = operands
     inputs: list[Any] = [("b", None)[-x.ndim :], ("b", None)[2 - x.ndim :][: target.ndim]]
-    return Factors([*inputs, *((None,) for _ in weight)], [("b",)[: x.ndim - 1]])
+    result = Result(x.shape[:-1], x.dtype, (1,) * (x.ndim - 1))
+    return Factors([*inputs, *((None,) for _ in weight)], [("b",)[: x.ndim - 1]], result=result)
 
 
 def per_alignment(operands: list[Operand], statics: Any) -> Factors:

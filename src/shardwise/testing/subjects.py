@@ -102,6 +102,7 @@ class Operator:
             "out=": self.op.supports_out and name not in _OUT_IS_ANOTHER_RESULT,
             "nan": (type(self.op).__name__ in _NAN_IS_DEFINED or name in _NAN_TOO) and "polynomial" not in name,
             "ties": name not in _MANY_SOLUTIONS,
+            "bool": name != "_foreach_pow",  # of which torch's own kernels give different dtypes
             "holes in memory": name not in _BY_MEMORY,
         }.get(form, True)
 
