@@ -49,5 +49,5 @@ def test_a_lost_peer_is_an_error(fate, tmp_path):
         for process in ranks:
             process.kill()
             process.communicate()
-    assert "CommError: cumsum: all_gather on mesh axis 'dp' (2 ranks) failed at coordinates (0,)" in said, noise
+    assert "CommError: cumsum: all_reduce on mesh axis 'dp' (2 ranks) failed at coordinates (0,)" in said, noise
     assert time.monotonic() - start < 50

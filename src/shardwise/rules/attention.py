@@ -82,7 +82,18 @@ def cpu_kernel(
     if isinstance(attn_mask, Operand):
         leading = zip(names, q.shape, attn_mask.shape[:-2], strict=False)
         inputs.append((*(name if n == m else None for name, n, m in leading), None, None))
-    return Factors(inputs, [names, names[:3]])
+
+    def local(layouts: list[Layout], outputs: list[Layout]) -> Callable[..., Any]:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> Any:
+            if q.numel():
+                kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+                return kernel(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)
+            out = attention_by_definition(q, k, v, mask, 0.0, is_causal, scale)  # the kernel divides by the heads
+            return out, q.new_zeros(q.shape[:3], dtype=outputs[1].dtype)
+
+        return attend
+
+    return Factors(inputs, [names, names[:3]], local=local)
 
 
 def _result(q: Operand, k: Operand, v: Operand) -> Result | None:
