@@ -44,7 +44,7 @@ def register_sharding(
     >>> scaled_mm(x, y, 0.5).placements
     (Partial(sum),)
 
-    Without one it is a decorator, as torch.distributed.tensor.experimental.register_sharding is: the function takes the
+    Without one it is a decorator, with the signature of torch's own experimental one: the function takes the
     op's arguments, tensors replaced by what describes them (a `TensorInfo`), and returns pairs of output placements and
     input placements that are right on one mesh axis; None stands for what is not a tensor.
 

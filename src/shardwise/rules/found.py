@@ -4,7 +4,6 @@ the operand is first cut along its first dim, which is cheaper than to gather it
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,21 +15,11 @@ from shardwise.layout import Partial, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.program import reduced, run_local, whole
-from shardwise.rules.registry import rule
+from shardwise.rules.registry import program, rule
 from shardwise.rules.spec import Algorithm, Operand
 from shardwise.wrapper import wrap
 
 Bounds = dict[tuple[int, ...], tuple[int, int]]  # by coordinates on the axes that cut: where what they found stands
-
-
-def program(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the function below as the program of these ops on every layout."""
-
-    def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        rule(names)(functools.wraps(run)(lambda *args, **kwargs: Algorithm(run)))
-        return run
-
-    return register
 
 
 def in_order(x: Any, dims: Sequence[int], by: Any = None) -> tuple[Any, int]:

@@ -12,9 +12,9 @@ import torch
 from shardwise.layout import Layout
 from shardwise.layout.layout import contiguous_stride
 from shardwise.layout.split import Intervals
-from shardwise.rules.found import broadcast_shape, program, select_masked
+from shardwise.rules.found import broadcast_shape, select_masked
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.registry import rule
+from shardwise.rules.registry import program, rule
 from shardwise.rules.slicing import clipped, select, slice_
 from shardwise.rules.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
 from shardwise.rules.view import dim_of, unsqueeze

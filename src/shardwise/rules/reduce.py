@@ -78,8 +78,7 @@ def mean(x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> F
         dtype = outputs[0].dtype
         if not any(inputs[0].is_cut(d) for d in dims):
             return lambda v: torch.mean(v, dims, keepdim, dtype=dtype) if dims else v.mean(dtype=dtype)
-        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-        return lambda v: (v.sum(dims, keepdim, dtype=wide) / n).to(dtype)
+        return lambda v: (v.sum(dims, keepdim, dtype=wide(dtype)) / n).to(dtype)
 
     return Factors([ins], [outs], linear="joint", local=local)
 

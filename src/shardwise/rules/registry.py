@@ -4,6 +4,7 @@ torch.*, Tensor.*, operators, torch.nn.functional, torch.special, torch.linalg, 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 
 from shardwise.errors import RuleError
 from shardwise.functions import writes_first
-from shardwise.rules.spec import Gathered
+from shardwise.rules.spec import Algorithm, Gathered
 
 Rule = Callable[..., Any]  # (operands and static arguments as in the call) -> spec, or None: no rule for this form
 
@@ -99,6 +100,16 @@ def gathered(names: str, reason: str) -> None:
     """Register ops for which there is no better way than to gather, with the reason."""
     answer = Gathered(reason)
     rule(names)(lambda *args, **kwargs: answer)
+
+
+def program(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the function below as the program of these ops on every layout."""
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        rule(names)(functools.wraps(run)(lambda *args, **kwargs: Algorithm(run)))
+        return run
+
+    return register
 
 
 def give(op: Any, function: Rule, replace: bool) -> None:

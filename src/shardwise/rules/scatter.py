@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from shardwise.layout.layout import contiguous_stride
-from shardwise.rules.found import broadcast_shape, program
+from shardwise.rules.found import broadcast_shape
 from shardwise.rules.index import Indexed, clamped, is_mask, located, located_all, unravelled, without_masks
-from shardwise.rules.registry import rule
+from shardwise.rules.registry import program, rule
 from shardwise.rules.spec import Algorithm, Assignment, Factors, Operand, PerCoords
 from shardwise.rules.view import dim_of
 
