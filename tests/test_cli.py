@@ -7,9 +7,9 @@ import pytest
 
 import shardwise
 from shardwise.cli import main
-from shardwise.rules import registry
-from shardwise.rules.registry import gathered, rule
-from shardwise.rules.spec import Gathered
+from shardwise.strategy import registry
+from shardwise.strategy.registry import gathered, rule
+from shardwise.strategy.spec import Gathered
 
 
 @pytest.fixture

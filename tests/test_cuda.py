@@ -11,7 +11,15 @@ from tests.ops.cases import CASES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-ON_CPU = {"index", "index two", "index apart", "index mask", "index_select", "inverse", "stft"}  # they make plain CPU tensors
+ON_CPU = {
+    "index",
+    "index two",
+    "index apart",
+    "index mask",
+    "index_select",
+    "inverse",
+    "stft",
+}  # they make plain CPU tensors
 
 
 @pytest.fixture(scope="module")

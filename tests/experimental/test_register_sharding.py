@@ -22,7 +22,7 @@ from shardwise import (
     simulate,
     strict,
 )
-from shardwise.rules import registry
+from shardwise.strategy import registry
 from tests.harness import check, seeded
 from tests.workers import device_mesh, run_ranks
 

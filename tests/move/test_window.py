@@ -8,7 +8,7 @@ import torch
 from shardwise import Partial, Shard, simulate
 from shardwise.debug import ledger
 from shardwise.layout.split import count, intersect, normalize
-from shardwise.rules.program import Windowed, run_local
+from shardwise.strategy.program import Windowed, run_local
 from tests.harness import layouts_of, seeded, spread_out
 
 

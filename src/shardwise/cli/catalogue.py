@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from shardwise.rules import registry
-from shardwise.rules.spec import Gathered
+from shardwise.strategy import registry
+from shardwise.strategy.spec import Gathered
 
 
 def rule_name(op: str) -> str | None:

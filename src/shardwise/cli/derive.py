@@ -19,8 +19,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.layout import Layout, Partial, Placement, Shard
 from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import as_mesh
-from shardwise.rules.notation import parse
-from shardwise.rules.spec import Choice, Factors, Operand
+from shardwise.strategy.notation import parse
+from shardwise.strategy.spec import Choice, Factors, Operand
 
 
 class NoSample(Exception):

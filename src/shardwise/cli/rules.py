@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shardwise.cli import catalogue
 from shardwise.cli.derive import Blank, Derivation, NoSample, derive
-from shardwise.rules import registry
+from shardwise.strategy import registry
 
 _EXAMPLES = """examples:
   shardwise rules                            every op that has a rule

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+import shardwise.rules  # noqa: F401  (importing them registers them)
 from shardwise.context import refuses_plain
 from shardwise.engine.cache import PlanCache, register_cache
 from shardwise.engine.call_shape import CallShape, op_name, tensors_in
@@ -20,9 +21,9 @@ from shardwise.errors import AutogradError, MeshError, StrictError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps
-from shardwise.rules import registry
-from shardwise.rules.relayout import Relayout
-from shardwise.rules.spec import Gathered, Operand
+from shardwise.strategy import registry
+from shardwise.strategy.relayout import Relayout
+from shardwise.strategy.spec import Gathered, Operand
 from shardwise.wrapper import Wrapper, wrap
 
 PLANS = PlanCache(maxsize=8192)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import MeshError
 from shardwise.layout import Layout
-from shardwise.rules.spec import Operand
+from shardwise.strategy.spec import Operand
 from shardwise.wrapper import Wrapper
 
 Path = tuple[Any, ...]  # an argument's number or name, then positions in lists

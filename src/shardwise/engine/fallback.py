@@ -24,7 +24,7 @@ from shardwise.layout import Layout, contiguous_stride
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps, run_move
-from shardwise.rules.registry import in_place_flag
+from shardwise.strategy.registry import in_place_flag
 from shardwise.wrapper import rebind, wrap
 
 NO_RULE = "gather, since there is no rule for it, and compute it on every rank"

@@ -21,7 +21,7 @@ from shardwise.errors import StrictError
 from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
 from shardwise.move.steps import MoveStep, Spread
-from shardwise.rules.spec import Algorithm, PerCoords
+from shardwise.strategy.spec import Algorithm, PerCoords
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
 

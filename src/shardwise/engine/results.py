@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shardwise.engine.aliasing import COPIES, note_copy, note_view, shares_memory
 from shardwise.engine.call_shape import CallShape, Path, fetch
 from shardwise.layout import Layout
-from shardwise.rules.spec import Result
+from shardwise.strategy.spec import Result
 from shardwise.wrapper import wrap, wrapper_of
 
 Finish = Callable[[Sequence[Any], Any], Any]  # (the call's arguments, the local result) -> the result

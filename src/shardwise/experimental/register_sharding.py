@@ -15,9 +15,9 @@ from shardwise.engine.call import ANY_FLOAT
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, Placement, Shard, as_placements
 from shardwise.layout.placement import REPLICATE
-from shardwise.rules import registry
-from shardwise.rules.notation import line_rule, operands_in, parse
-from shardwise.rules.spec import Assignment, Choice, Factors, Operand, Result, fitting
+from shardwise.strategy import registry
+from shardwise.strategy.notation import line_rule, operands_in, parse
+from shardwise.strategy.spec import Assignment, Choice, Factors, Operand, Result, fitting
 
 Pair = tuple[tuple[Placement, ...], tuple[Placement, ...]]  # outputs, inputs
 

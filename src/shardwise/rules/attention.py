@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import dense_stride
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Factors, Operand, Result
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
 
 
 @rule("scaled_dot_product_attention")

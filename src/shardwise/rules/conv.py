@@ -15,10 +15,10 @@ from shardwise.comm.base import Coords
 from shardwise.layout import Layout, Partial, Shard
 from shardwise.layout.split import Interval, Intervals, count
 from shardwise.rules.halo import Halo, Halos, Reach, cut_like, needs
-from shardwise.rules.program import Windowed, run_local, whole
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Factors, Operand, PerCoords, Result
 from shardwise.rules.view import dim_of
+from shardwise.strategy.program import Windowed, run_local, whole
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Factors, Operand, PerCoords, Result
 
 Ints = tuple[int, ...]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.notation import operands_in
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Factors, Operand
+from shardwise.strategy.notation import operands_in
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Factors, Operand
 from shardwise.wrapper import wrap
 
 

@@ -8,8 +8,8 @@ import torch
 
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Operand
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Operand
 from shardwise.wrapper import wrap
 
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, count
-from shardwise.rules.program import run_local, whole
-from shardwise.rules.registry import rule
-from shardwise.rules.relayout import Carried, Relayout, call_with, sliced, unchanged
-from shardwise.rules.spec import Algorithm, Factors, Operand
 from shardwise.rules.view import dim_of
+from shardwise.strategy.program import run_local, whole
+from shardwise.strategy.registry import rule
+from shardwise.strategy.relayout import Carried, Relayout, call_with, sliced, unchanged
+from shardwise.strategy.spec import Algorithm, Factors, Operand
 
 
 def meta(x: Operand) -> torch.Tensor:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, positions
 from shardwise.rules.index import located, pointable
-from shardwise.rules.program import reduced
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Factors, Gathered, Operand, PerCoords
+from shardwise.strategy.program import reduced
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Factors, Gathered, Operand, PerCoords
 
 
 @rule("embedding")

@@ -11,10 +11,10 @@ import torch
 
 from shardwise.layout.split import Intervals
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.program import needs_grad, run_local
 from shardwise.rules.reduce import dims_of, gather_parts, staged, two_stages, whole_along
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Operand
+from shardwise.strategy.program import needs_grad, run_local
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Operand
 
 Dims = tuple[int, ...]
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from shardwise.rules.linalg import or_empty
-from shardwise.rules.notation import operands_in
 from shardwise.rules.reduce import dims_of, whole_along
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Factors, Operand
+from shardwise.strategy.notation import operands_in
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Factors, Operand
 
 
 def transform(name: str) -> None:

@@ -14,9 +14,9 @@ from shardwise.context import relaxed
 from shardwise.layout import Partial, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
-from shardwise.rules.program import reduced, run_local, whole
-from shardwise.rules.registry import program, rule
-from shardwise.rules.spec import Algorithm, Operand
+from shardwise.strategy.program import reduced, run_local, whole
+from shardwise.strategy.registry import program, rule
+from shardwise.strategy.spec import Algorithm, Operand
 from shardwise.wrapper import wrap
 
 Bounds = dict[tuple[int, ...], tuple[int, int]]  # by coordinates on the axes that cut: where what they found stands

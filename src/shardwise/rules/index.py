@@ -14,10 +14,10 @@ from shardwise.layout.layout import contiguous_stride
 from shardwise.layout.split import Intervals
 from shardwise.rules.found import broadcast_shape, select_masked
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.registry import program, rule
 from shardwise.rules.slicing import clipped, select, slice_
-from shardwise.rules.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
 from shardwise.rules.view import dim_of, unsqueeze
+from shardwise.strategy.registry import program, rule
+from shardwise.strategy.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
 
 Action = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]  # rule, function, arguments
 

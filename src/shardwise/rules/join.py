@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.split import Intervals, normalize, shift
-from shardwise.rules.notation import operands_in
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Assignment, Factors, Operand
 from shardwise.rules.view import dim_of
+from shardwise.strategy.notation import operands_in
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand
 
 
 @dataclass

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from shardwise.layout.placement import REPLICATE
-from shardwise.rules.notation import factors, operands_in, parse
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.program import run_local, whole
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Assignment, Choice, Factors, Gathered, Operand, Shard
 from shardwise.rules.view import dim_of
+from shardwise.strategy.notation import factors, operands_in, parse
+from shardwise.strategy.program import run_local, whole
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Assignment, Choice, Factors, Gathered, Operand, Shard
 
 # `!` marks what must be whole; letters that only outputs have are never cut. The second line is for left=False, the
 # third for right-hand sides that are vectors.

@@ -12,11 +12,11 @@ import torch
 
 from shardwise.layout import Layout, Partial
 from shardwise.layout.placement import REPLICATE
-from shardwise.rules.notation import operands_in
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.program import needs_grad, reduced
-from shardwise.rules.registry import named, rule
-from shardwise.rules.spec import Algorithm, Assignment, Factors, Operand, Places
+from shardwise.strategy.notation import operands_in
+from shardwise.strategy.program import needs_grad, reduced
+from shardwise.strategy.registry import named, rule
+from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, Places
 from shardwise.wrapper import wrap, wrapper_of
 
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals
-from shardwise.rules.notation import operands_in
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.program import reduced
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Factors, Operand, PerCoords, Result
+from shardwise.strategy.notation import operands_in
+from shardwise.strategy.program import reduced
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Factors, Operand, PerCoords, Result
 
 REDUCTIONS = ("none", "mean", "sum")  # aten gives the number
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from shardwise.layout import contiguous_stride
-from shardwise.rules.notation import factors, line, parse
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Factors, Operand, Result
+from shardwise.strategy.notation import factors, line, parse
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
 
 line("mm", "m k, k n -> m n", linear="each")
 line("bmm", "b m k, b k n -> b m n", linear="each")

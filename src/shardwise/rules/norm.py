@@ -10,12 +10,12 @@ import torch
 
 from shardwise.layout import contiguous_stride
 from shardwise.layout.placement import REPLICATE
-from shardwise.rules.notation import operands_in
-from shardwise.rules.program import reduced, run_local, whole
 from shardwise.rules.reduce import whole_along
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Factors, Operand, Result
 from shardwise.rules.view import dim_of
+from shardwise.strategy.notation import operands_in
+from shardwise.strategy.program import reduced, run_local, whole
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
 
 Average = Callable[[Any], Any]  # of a tensor, in a shape that broadcasts against it
 

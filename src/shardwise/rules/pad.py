@@ -11,10 +11,10 @@ import torch
 
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, count, intersect, normalize
-from shardwise.rules.program import reduced
-from shardwise.rules.registry import rule
-from shardwise.rules.relayout import Carried, Relayout, call_with, unchanged
-from shardwise.rules.spec import Algorithm, Factors, Operand
+from shardwise.strategy.program import reduced
+from shardwise.strategy.registry import rule
+from shardwise.strategy.relayout import Carried, Relayout, call_with, unchanged
+from shardwise.strategy.spec import Algorithm, Factors, Operand
 
 Sources = dict[int, torch.Tensor]  # dim -> for every output index, the input index it reads
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from shardwise.layout.layout import dense_stride
-from shardwise.rules.notation import operands_in
-from shardwise.rules.program import unfinished
 from shardwise.rules.reduce import whole_along
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Factors, Operand, Result
 from shardwise.rules.view import dim_of
+from shardwise.strategy.notation import operands_in
+from shardwise.strategy.program import unfinished
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
 
 
 def broadcast(operands: list[Operand], outputs: int = 1, **more: Any) -> Factors:

@@ -17,10 +17,10 @@ from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Interval
 from shardwise.rules.halo import Halo, Reach, cut_like, needs
-from shardwise.rules.notation import operands_in
-from shardwise.rules.program import Windowed, reduced, run_local
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Factors, Operand, PerCoords
+from shardwise.strategy.notation import operands_in
+from shardwise.strategy.program import Windowed, reduced, run_local
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Factors, Operand, PerCoords
 
 ATEN = torch.ops.aten
 

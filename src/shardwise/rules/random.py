@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.layout.placement import REPLICATE
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Gathered, Operand
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Gathered, Operand
 from shardwise.wrapper import wrap
 
 

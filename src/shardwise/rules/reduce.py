@@ -13,10 +13,10 @@ from shardwise.comm.base import Coords
 from shardwise.layout import Layout
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.split import count, normalize
-from shardwise.rules.program import reduced, whole
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Factors, Operand
 from shardwise.rules.view import dim_of
+from shardwise.strategy.program import reduced, whole
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Factors, Operand
 from shardwise.wrapper import wrap
 
 Names = tuple[str | None, ...]

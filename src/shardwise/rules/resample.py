@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from shardwise.layout import Layout
-from shardwise.rules.notation import line
 from shardwise.rules.pad import copied
 from shardwise.rules.pool import ATEN, leading, resizing, spatial
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Factors, Operand, PerCoords
+from shardwise.strategy.notation import line
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Factors, Operand, PerCoords
 
 
 def nearest(name: str, dims: int) -> None:

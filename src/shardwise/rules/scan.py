@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from shardwise.layout import Partial
-from shardwise.rules.program import needs_grad, reduced, run_local
 from shardwise.rules.reduce import along, whole_along, wide
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Operand
 from shardwise.rules.view import dim_of
+from shardwise.strategy.program import needs_grad, reduced, run_local
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Operand
 
 along("cummax cummin", outputs=2)
 

@@ -14,9 +14,9 @@ import torch
 from shardwise.layout.layout import contiguous_stride
 from shardwise.rules.found import broadcast_shape
 from shardwise.rules.index import Indexed, clamped, is_mask, located, located_all, unravelled, without_masks
-from shardwise.rules.registry import program, rule
-from shardwise.rules.spec import Algorithm, Assignment, Factors, Operand, PerCoords
 from shardwise.rules.view import dim_of
+from shardwise.strategy.registry import program, rule
+from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, PerCoords
 
 
 @dataclass

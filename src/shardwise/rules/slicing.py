@@ -10,10 +10,10 @@ import torch
 
 from shardwise.layout import Layout
 from shardwise.layout.split import count, intersect, normalize, positions
-from shardwise.rules.registry import rule
-from shardwise.rules.relayout import Carried, Relayout, call_with, flipped, rolled, same_call, sliced, unchanged
-from shardwise.rules.spec import Algorithm, Factors, Operand, PerCoords
 from shardwise.rules.view import dim_of, ints
+from shardwise.strategy.registry import rule
+from shardwise.strategy.relayout import Carried, Relayout, call_with, flipped, rolled, same_call, sliced, unchanged
+from shardwise.strategy.spec import Algorithm, Factors, Operand, PerCoords
 
 Range = tuple[int, int, int]  # start, stop, step
 

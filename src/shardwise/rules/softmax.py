@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from shardwise.layout import Layout, Partial, Shard
-from shardwise.rules.program import reduced, run_local
 from shardwise.rules.reduce import dims_of, whole_along, wide
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Factors, Operand
 from shardwise.rules.view import dim_of
+from shardwise.strategy.program import reduced, run_local
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Factors, Operand
 
 
 def exponentials(x: Any, dims: tuple[int, ...], instead: Callable[[Any], Any] | None = None) -> tuple[Any, Any, Any]:

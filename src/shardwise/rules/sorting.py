@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.rules.notation import operands_in
 from shardwise.rules.reduce import along, dims_of, whole_along
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Factors, Operand
+from shardwise.strategy.notation import operands_in
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Factors, Operand
 
 along("sort", outputs=2)
 along("argsort")

@@ -10,10 +10,10 @@ import torch
 from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.extreme import Dims, shared_extreme
-from shardwise.rules.program import reduced, run_local, whole
 from shardwise.rules.reduce import dims_of, gather_parts, names_of, staged, whole_along, wide
-from shardwise.rules.registry import rule
-from shardwise.rules.spec import Algorithm, Factors, Operand
+from shardwise.strategy.program import reduced, run_local, whole
+from shardwise.strategy.registry import rule
+from shardwise.strategy.spec import Algorithm, Factors, Operand
 
 
 # -- variances ---------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.notation import line
-from shardwise.rules.registry import rule
-from shardwise.rules.relayout import Carried, Relayout, call_with, regrouped, repeated, same_call, unchanged
-from shardwise.rules.spec import Algorithm, Factors, Operand
+from shardwise.strategy.notation import line
+from shardwise.strategy.registry import rule
+from shardwise.strategy.relayout import Carried, Relayout, call_with, regrouped, repeated, same_call, unchanged
+from shardwise.strategy.spec import Algorithm, Factors, Operand
 
 
 def dim_of(dim: int, ndim: int) -> int:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from shardwise.errors import RuleError
 from shardwise.layout.layout import dense_stride
-from shardwise.rules.registry import gathered, rule
-from shardwise.rules.spec import Algorithm, Gathered, Operand
+from shardwise.strategy.registry import gathered, rule
+from shardwise.strategy.spec import Algorithm, Gathered, Operand
 from shardwise.wrapper import rebind
 
 gathered("linspace logspace", "gather, since its ends are two numbers, and compute it on every rank")

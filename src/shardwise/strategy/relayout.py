@@ -16,7 +16,7 @@ from shardwise.layout import Layout, Placement
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, intersect, normalize, repeat, shift
-from shardwise.rules.spec import Assignment, LocalCall, Operand, PerCoords, Places
+from shardwise.strategy.spec import Assignment, LocalCall, Operand, PerCoords, Places
 
 MOST_PIECES = 4096  # a split of more intervals a rank than this is gathered instead
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import RuleError
-from shardwise.rules.registry import Rule, rule
-from shardwise.rules.spec import Factors, Operand
+from shardwise.strategy.registry import Rule, rule
+from shardwise.strategy.spec import Factors, Operand
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from shardwise.errors import RuleError
 from shardwise.functions import writes_first
-from shardwise.rules.spec import Algorithm, Gathered
+from shardwise.strategy.spec import Algorithm, Gathered
 
 Rule = Callable[..., Any]  # (operands and static arguments as in the call) -> spec, or None: no rule for this form
 
