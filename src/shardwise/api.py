@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.boxes import take
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Partial, Shard, as_placements
 from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.mesh import Mesh, as_mesh
 from shardwise.move import plan_steps
-from shardwise.move.steps import take
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 

@@ -16,21 +16,27 @@ Coords = tuple[int, ...]
 
 
 class Step(Protocol):
-    """One step of a move, as a backend sees it: pure local work around one exchange along one axis."""
+    """One step of a move, as a backend sees it: pure local work around one exchange along some axes.
+
+    A step is either packed (`pack`, one collective, `unpack`) or `routed`: it says which part of its tensor each rank
+    sends to which other (`Routed`)."""
 
     @property
     def kind(self) -> str:
         """all_gather, all_reduce, reduce_scatter, all_to_all or local."""
 
     @property
-    def axis(self) -> int: ...
+    def axes(self) -> tuple[int, ...]: ...
+
+    @property
+    def routed(self) -> bool: ...
 
     @property
     def reduce_op(self) -> str: ...
 
     @property
     def uniform(self) -> bool:
-        """Whether every coordinate of the axis gets the same value."""
+        """Whether everyone along the axes gets the same value."""
 
     @property
     def partner(self) -> Step:
@@ -46,7 +52,7 @@ class Step(Protocol):
         """The new local value from what came back."""
 
     def part_shapes(self, packed: Any, coords: Coords) -> Sequence[tuple[int, ...]]:
-        """The shape of what comes from each coordinate of the axis."""
+        """The shape of what comes from each rank along the axes."""
 
 
 class Comm(ABC):

@@ -14,6 +14,8 @@ from shardwise.comm.base import Comm, Coords, Step
 from shardwise.comm.bridge import replaced
 from shardwise.comm.record import Note, record
 from shardwise.comm.simulation import reduce_parts
+from shardwise.comm.transfer import ALL_GATHER, Transfer
+from shardwise.comm.wire import WIRE, as_wire, from_wire, numel, width
 from shardwise.errors import CommError, MeshError
 
 _REDUCE = {
@@ -22,11 +24,6 @@ _REDUCE = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-# torch 2.13 has new names for these two
-ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-_WIRE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8, torch.float16, torch.bfloat16}
-
 _MOST_DIMS = 16
 _DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
 
@@ -47,6 +44,8 @@ class ProcessGroupComm(Comm):
         names = device_mesh.mesh_dim_names or tuple(str(i) for i in range(len(self.shape)))
         self.axis_names = tuple(names)
         self._device_mesh = device_mesh
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._order: dict[tuple[int, ...], list[Coords]] = {}
 
     def played(self) -> Sequence[Coords]:
         return (self.coords,)
@@ -88,7 +87,7 @@ class ProcessGroupComm(Comm):
             if self.shape[axis] > 1:
                 record(self, "all_gather", axis, (self.shape[axis] - 1) * table.nbytes, Note("from_local", "sizes"))
                 with self._naming("all_gather", axis):
-                    table = torch.stack(self._gather(axis, table, [tuple(table.shape)] * self.shape[axis]))
+                    table = torch.stack(self._gather((axis,), table, [tuple(table.shape)] * self.shape[axis]))
             else:
                 table = table.unsqueeze(0)
         rows = table.view(-1, _MOST_DIMS + 2).tolist()
@@ -103,121 +102,139 @@ class ProcessGroupComm(Comm):
 
     def broadcast(self, local: torch.Tensor, axis: int, source: int) -> torch.Tensor:
         """What the coordinate `source` holds."""
-        wire = _as_wire(local.detach()).clone()
+        wire = as_wire(local.detach()).clone()
         record(self, "broadcast", axis, 0 if self.coords[axis] == source else wire.nbytes, Note("broadcast"))
         with self._naming("broadcast", axis):
             dist.broadcast(wire, group=self.group(axis), group_src=source)
-        return _from_wire(wire, local.dtype, local.shape)
+        return from_wire(wire, local.dtype, local.shape)
 
     def scatter(self, parts: Sequence[torch.Tensor], axis: int, source: int) -> torch.Tensor:
         """My part of what the coordinate `source` cut; all parts are given everywhere, for their shapes."""
         me = self.coords[axis]
-        longest = max(part.numel() for part in parts) * _width(parts[0].dtype)
-        wires = [torch.nn.functional.pad(w, (0, longest - w.numel())) for w in map(_as_wire, parts)]
+        longest = max(part.numel() for part in parts) * width(parts[0].dtype)
+        wires = [torch.nn.functional.pad(w, (0, longest - w.numel())) for w in map(as_wire, parts)]
         out = torch.empty_like(wires[me])
         record(self, "scatter", axis, 0 if me == source else parts[me].nbytes, Note("distribute_tensor"))
         with self._naming("scatter", axis):
             dist.scatter(out, wires if me == source else None, group=self.group(axis), group_src=source)
         mine = parts[me]
-        return _from_wire(out[: mine.numel() * _width(mine.dtype)], mine.dtype, mine.shape)
+        return from_wire(out[: mine.numel() * width(mine.dtype)], mine.dtype, mine.shape)
 
-    def group(self, axis: int) -> Any:
-        return self._device_mesh.get_group(axis)
+    def group(self, axes: int | Sequence[int]) -> Any:
+        """The process group of the ranks along one axis or several; of several it is made when first asked for."""
+        key = (axes,) if isinstance(axes, int) else tuple(axes)
+        if len(key) == 1:
+            return self._device_mesh.get_group(key[0])
+        found = self._groups.get(key)
+        if found is None:
+            ranks = [int(self._device_mesh.mesh[c]) for c in self._everyone(key)]
+            backend = dist.get_backend(self._device_mesh.get_group(key[0]))
+            found = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+            self._groups[key] = found
+        return found
+
+    def _peers(self, axes: Sequence[int]) -> list[Coords]:
+        """The coordinates of everyone along the axes, in the order of their ranks in the group."""
+        key = tuple(axes)
+        if key not in self._order:
+            spots = {int(self._device_mesh.mesh[c]): c for c in self._everyone(key)}
+            self._order[key] = [spots[rank] for rank in dist.get_process_group_ranks(self.group(key))]
+        return self._order[key]
+
+    def _everyone(self, axes: Sequence[int]) -> list[Coords]:
+        ranges = [range(k) if a in axes else (self.coords[a],) for a, k in enumerate(self.shape)]
+        return list(itertools.product(*ranges))
 
     @contextmanager
-    def _naming(self, kind: str, axis: int) -> Iterator[None]:
-        """A failure inside says which collective on which axis it was."""
+    def _naming(self, kind: str, axes: int | Sequence[int]) -> Iterator[None]:
+        """A failure inside says which collective on which axes it was."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
+            key = (axes,) if isinstance(axes, int) else tuple(axes)
+            names = "+".join(self.axis_names[a] for a in key)
+            ranks = numel([self.shape[a] for a in key])
             raise CommError(
-                f"{kind} on mesh axis {self.axis_names[axis]!r} ({self.shape[axis]} ranks) failed at coordinates "
-                f"{self.coords}: {error}"
+                f"{kind} on mesh axis {names!r} ({ranks} ranks) failed at coordinates {self.coords}: {error}"
             ) from error
 
     def run(self, step: Step, local: torch.Tensor) -> torch.Tensor:
-        packed = step.pack(local, self.coords)
-        if step.kind != "local":
-            with self._naming(step.kind, step.axis):
-                packed = getattr(self, "_" + step.kind)(step, packed)
+        if step.kind == "local":
+            if step.routed:
+                return step.from_holders(self.coords, lambda coords: local, reduce_parts)  # type: ignore[attr-defined]
+            return step.unpack(step.pack(local, self.coords), self.coords)
+        if step.routed:
+            return self.start(step, local)()
+        with self._naming(step.kind, step.axes):
+            packed = getattr(self, "_" + step.kind)(step, step.pack(local, self.coords))
         return step.unpack(packed, self.coords)
 
-    # -- the four exchanges ---------------------------------------------------------------------------------
-    def _all_gather(self, step: Step, mine: torch.Tensor) -> list[torch.Tensor]:
-        return self._gather(step.axis, mine, step.part_shapes(mine, self.coords))
+    def start(self, step: Any, local: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin a routed step; what this returns waits for the result."""
+        with self._naming(step.kind, step.axes):
+            transfer = Transfer(step, local, self.coords, self._peers(step.axes), self.group(step.axes))
 
-    def _gather(self, axis: int, mine: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Everyone's tensor; uneven ones travel padded to the longest."""
-        width = _width(mine.dtype)
-        counts = [_numel(shape) * width for shape in shapes]
+        def finish() -> torch.Tensor:
+            with self._naming(step.kind, step.axes):
+                return transfer.finish()
+
+        return finish
+
+    # -- packed steps ---------------------------------------------------------------------------------------
+    def _all_gather(self, step: Step, mine: torch.Tensor) -> list[torch.Tensor]:
+        return self._gather(step.axes, mine, step.part_shapes(mine, self.coords))
+
+    def _gather(self, axes: Sequence[int], mine: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        """Everyone's tensor, in the order of coordinates; uneven ones travel padded to the longest."""
+        counts = [numel(shape) * width(mine.dtype) for shape in shapes]
         longest = max(counts)
-        wire = _as_wire(mine)
+        wire = as_wire(mine)
         if wire.numel() < longest:
             wire = torch.nn.functional.pad(wire, (0, longest - wire.numel()))
         out = wire.new_empty(longest * len(shapes))
         if longest:
-            getattr(dist, ALL_GATHER)(out, wire, group=self.group(axis))
+            getattr(dist, ALL_GATHER)(out, wire, group=self.group(axes))
         rows = out.view(len(shapes), longest)
-        return [_from_wire(rows[i, :n], mine.dtype, s) for i, (n, s) in enumerate(zip(counts, shapes, strict=True))]
+        peers = self._peers(axes)
+        order = sorted(range(len(peers)), key=lambda i: peers[i])
+        return [from_wire(rows[i, :n], mine.dtype, s) for i, n, s in zip(order, counts, shapes, strict=True)]
 
     def _all_reduce(self, step: Step, mine: torch.Tensor) -> torch.Tensor:
         wire = _reducible(mine, step.reduce_op)
-        if wire is None:  # no backend reduces this: gather the parts and reduce here
-            everyone = self._gather(step.axis, mine, [tuple(mine.shape)] * self.shape[step.axis])
-            return reduce_parts(everyone, step.reduce_op)
+        if wire is None:
+            return self._reduced_here(step, mine)
         ordered = mine.is_floating_point() and step.reduce_op in ("max", "min")
         wire = _ordered(wire, step.reduce_op) if ordered else wire.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(wire, op=_REDUCE[step.reduce_op], group=self.group(step.axis))
+        dist.all_reduce(wire, op=_REDUCE[step.reduce_op], group=self.group(step.axes))
         if ordered:
             return _unordered(wire, step.reduce_op).to(mine.dtype)
         return torch.view_as_complex(wire) if mine.is_complex() else wire
 
-    def _reduce_scatter(self, step: Step, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        mine = parts[self.coords[step.axis]]
-        group = self.group(step.axis)
-        even = all(part.shape == mine.shape for part in parts)
-        if even and mine.dtype in _WIRE and step.reduce_op in _REDUCE and dist.get_backend(group) == "nccl":
-            out = torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
-            send = torch.cat([_as_wire(part) for part in parts])
-            getattr(dist, REDUCE_SCATTER)(out.view(-1), send, op=_REDUCE[step.reduce_op], group=group)
-            return out
-        return reduce_parts(self._all_to_all(step, parts), step.reduce_op)
+    def _reduced_here(self, step: Step, mine: torch.Tensor) -> torch.Tensor:
+        """What no backend reduces: everyone gets a share of all parts, reduces it and hands it to the others."""
+        peers = self._peers(step.axes)
+        shares = list(mine.reshape(-1).tensor_split(len(peers)))
+        me = peers.index(self.coords)
+        parts = self._swap(step.axes, shares, [tuple(shares[me].shape)] * len(peers))
+        order = sorted(range(len(peers)), key=lambda i: peers[i])
+        share = reduce_parts([parts[i] for i in order], step.reduce_op)
+        whole = self._swap(step.axes, [share] * len(peers), [tuple(s.shape) for s in shares])
+        return torch.cat(whole).view(mine.shape)
 
     def _all_to_all(self, step: Step, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        shapes = step.part_shapes(parts, self.coords)
+        return self._swap(step.axes, parts, step.part_shapes(parts, self.coords))
+
+    def _swap(
+        self, axes: Sequence[int], parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
+    ) -> list[torch.Tensor]:
+        """A part for each rank along the axes, and what each of them has for this one."""
         dtype = parts[0].dtype
-        wires = [_as_wire(part) for part in parts]
-        counts = [_numel(shape) * _width(dtype) for shape in shapes]
+        wires = [as_wire(part) for part in parts]
+        counts = [numel(shape) * width(dtype) for shape in shapes]
         send = torch.cat(wires)
         out = send.new_empty(sum(counts))
-        dist.all_to_all_single(out, send, counts, [w.numel() for w in wires], group=self.group(step.axis))
-        return [_from_wire(w, dtype, s) for w, s in zip(out.split(counts), shapes, strict=True)]
-
-
-def _numel(shape: Sequence[int]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
-
-
-def _width(dtype: torch.dtype) -> int:
-    """How many wire elements one element takes (bytes for a dtype that no backend carries)."""
-    return 1 if dtype in _WIRE else dtype.itemsize
-
-
-def _as_wire(x: torch.Tensor) -> torch.Tensor:
-    """A flat tensor of a dtype every backend carries."""
-    flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.numel() <= 1:  # contiguous whatever its stride says, but a view of another dtype asks for 1
-        flat = flat.as_strided(flat.shape, (1,))
-    return flat if x.dtype in _WIRE else flat.view(torch.uint8)
-
-
-def _from_wire(wire: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    if not wire.numel():  # nothing, at an offset that a view of another dtype may refuse
-        return wire.new_empty(shape, dtype=dtype)
-    return (wire if wire.dtype == dtype else wire.contiguous().view(dtype)).view(shape)
+        dist.all_to_all_single(out, send, counts, [w.numel() for w in wires], group=self.group(axes))
+        return [from_wire(w, dtype, s) for w, s in zip(out.split(counts), shapes, strict=True)]
 
 
 def _reducible(x: torch.Tensor, op: str) -> torch.Tensor | None:
@@ -226,7 +243,7 @@ def _reducible(x: torch.Tensor, op: str) -> torch.Tensor | None:
         return None
     if x.is_complex():
         return torch.view_as_real(x.resolve_conj()) if op == "sum" else None
-    return x if x.dtype in _WIRE else None
+    return x if x.dtype in WIRE else None
 
 
 def _ordered(x: torch.Tensor, op: str) -> torch.Tensor:

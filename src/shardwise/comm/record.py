@@ -66,18 +66,18 @@ def record_step(comm: Comm, step: Step, note: Note, heard: list[Any]) -> None:
     """Tell every listener of one step; next to free when nobody listens."""
     if heard and step.kind != "local":
         total = sum(step.bytes_in(coords) for coords in comm.played())
-        _tell(comm, step.kind, step.axis, total, note, heard)
+        _tell(comm, step.kind, step.axes, total, note, heard)
 
 
 def record(comm: Comm, kind: str, axis: int, received: int, note: Note) -> None:
     """Tell of a communication that is not a step of a move."""
     heard = listeners()
     if heard:
-        _tell(comm, kind, axis, received, note, heard)
+        _tell(comm, kind, (axis,), received, note, heard)
 
 
-def _tell(comm: Comm, kind: str, axis: int, received: int, note: Note, heard: list[Any]) -> None:
-    name, source = comm.axis_names[axis], note.source or user_line()
+def _tell(comm: Comm, kind: str, axes: tuple[int, ...], received: int, note: Note, heard: list[Any]) -> None:
+    name, source = "+".join(comm.axis_names[a] for a in axes), note.source or user_line()
     for listener in heard:
         listener(Entry(note.op, kind, name, received, source, note.backward, note.reason))
 

@@ -271,17 +271,21 @@ class SimulatedComm(Comm):
         self.shape, self.axis_names = shape, axis_names
         self.grid = tuple(grid)  # coordinates of every simulated rank on the axes of this mesh
         self.spectators = tuple(spectators)  # what tells ranks of equal coordinates apart (sub-meshes)
+        self._groups: dict[tuple[int, ...], list[list[int]]] = {}
 
     def played(self) -> Sequence[Coords]:
         return self.grid
 
-    def groups(self, axis: int) -> Iterator[list[int]]:
-        """The ranks that talk to each other along `axis`, in the order of their coordinates."""
-        found: dict[Any, list[int]] = {}
-        for rank, coords in enumerate(self.grid):
-            found.setdefault((self.spectators[rank], *coords[:axis], *coords[axis + 1 :]), []).append(rank)
-        for group in found.values():
-            yield sorted(group, key=lambda rank: self.grid[rank][axis])
+    def groups(self, axes: Sequence[int]) -> list[list[int]]:
+        """The ranks that talk to each other along these axes, in the order of their coordinates."""
+        key = tuple(axes)
+        if key not in self._groups:
+            found: dict[Any, list[int]] = {}
+            for rank, coords in enumerate(self.grid):
+                rest = tuple(c for a, c in enumerate(coords) if a not in key)
+                found.setdefault((self.spectators[rank], rest), []).append(rank)
+            self._groups[key] = [sorted(group, key=lambda rank: self.grid[rank]) for group in found.values()]
+        return self._groups[key]
 
     def per_rank(self, of: Callable[[Coords], Any]) -> PerRank:
         return PerRank(of(coords) for coords in self.grid)
@@ -351,7 +355,7 @@ class SimulatedComm(Comm):
     def first_of_replicas(self, local: Any, axes: Sequence[int]) -> RankTensor:
         values = list(local.ranks)
         for axis in axes:
-            for group in self.groups(axis):
+            for group in self.groups((axis,)):
                 for rank in group:
                     values[rank] = values[group[0]]
         return RankTensor(values)
@@ -360,10 +364,11 @@ class SimulatedComm(Comm):
         values = local.ranks
         out: list[Any] = [None] * len(values)
         shared: dict[Any, Any] = {}  # groups that hold the same objects do the same work: do it once
-        for group in self.groups(step.axis):
+        run = self._route_group if step.routed else self._run_group
+        for group in self.groups(step.axes):
             key = tuple(id(values[rank]) for rank in group)
             if key not in shared:
-                shared[key] = self._run_group(step, [values[rank] for rank in group], [self.grid[r] for r in group])
+                shared[key] = run(step, [values[rank] for rank in group], [self.grid[r] for r in group])
             for rank, value in zip(group, shared[key], strict=True):
                 out[rank] = value
         return RankTensor(out)
@@ -383,6 +388,16 @@ class SimulatedComm(Comm):
         else:
             received = [packed] * len(values)
         return [step.unpack(part, c) for part, c in zip(received, coords, strict=True)]
+
+    @staticmethod
+    def _route_group(step: Any, values: list[torch.Tensor], coords: list[Coords]) -> list[torch.Tensor]:
+        held = dict(zip(coords, values, strict=True))
+        made: dict[Coords, torch.Tensor] = {}
+        for c in coords:
+            key = step.shared_by(c)
+            if key not in made:
+                made[key] = step.from_holders(c, held.__getitem__, reduce_parts)
+        return [made[step.shared_by(c)] for c in coords]
 
 
 def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:

@@ -207,7 +207,7 @@ def spread(tensor: Any, steps: tuple[MoveStep, ...], note: Note) -> Any:
     first = comm.first(local)
     if not first.requires_grad:
         return local
-    key = tuple(step.axis for step in steps)
+    key = tuple(step.axes for step in steps)
     kept = tensor._spreads
     if kept is None:
         kept = tensor._spreads = {}

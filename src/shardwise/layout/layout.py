@@ -132,8 +132,8 @@ class Layout:
         outer = 0
         for axis in cutting:
             parts = self.mesh.shape[axis]
-            row = self.placements[axis].row(count(held), parts, outer)  # type: ignore[attr-defined]
-            held = compose(held, row[coords[axis]])
+            part = self.placements[axis].part(count(held), parts, outer, coords[axis])  # type: ignore[attr-defined]
+            held = compose(held, part)
             outer = outer * parts + coords[axis]
         return held
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardwise.errors import LayoutError
-from shardwise.layout.split import Intervals, chunk_pieces, normalize, sizes_to_pieces
+from shardwise.layout.split import Intervals, chunk_bounds, chunk_pieces, normalize, sizes_to_pieces
 
 REDUCE_OPS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
 
@@ -102,6 +102,13 @@ class Shard(Placement):
         if self.pieces is None:
             return chunk_pieces(n, parts)
         return self.pieces[outer if len(self.pieces) > 1 else 0]
+
+    def part(self, n: int, parts: int, outer: int, i: int) -> Intervals:
+        """The intervals of one coordinate: `row(...)[i]` without the others."""
+        if self.pieces is None:
+            start, stop = chunk_bounds(n, parts, i)
+            return ((start, stop),) if start < stop else ()
+        return self.row(n, parts, outer)[i]
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim

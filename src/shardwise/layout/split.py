@@ -34,13 +34,18 @@ def count(intervals: Intervals) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
+def chunk_size(n: int, parts: int) -> int:
+    """The size of a full part of ``torch.chunk``."""
+    return -(-n // parts)
+
+
 def chunk_bounds(n: int, parts: int, i: int) -> Interval:
     """What ``torch.chunk`` gives part `i`: full parts of ceil(n / parts), then a shorter one, then nothing.
 
     >>> [chunk_bounds(5, 4, i) for i in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
     """
-    size = -(-n // parts)
+    size = chunk_size(n, parts)
     return min(i * size, n), min((i + 1) * size, n)
 
 

@@ -1,25 +1,70 @@
-"""What a move costs: one model, used to choose moves and to choose how an op is split."""
+"""What a move costs: one model, used to choose moves and to choose how an op is split.
+
+The numbers are rough until `calibrate` (calibrate.py) has measured them; every rank must use the same ones, or ranks
+would choose different collectives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from shardwise.comm.base import Coords, Step
+from typing import Any
 
 
 @dataclass(frozen=True)
-class CostModel:
-    """Seconds for a step: a latency, and the bytes a rank receives over the bandwidth of the axis."""
+class AxisCost:
+    """A collective along one axis: seconds to start it, and bytes a second a rank can receive."""
 
     latency: float = 10e-6
     bandwidth: float = 10e9
 
-    def exchange(self, bytes_in: float) -> float:
-        return self.latency + bytes_in / self.bandwidth
 
-    def steps(self, steps: Iterable[Step], coords: Coords) -> float:
-        return sum(self.exchange(step.bytes_in(coords)) for step in steps if step.kind != "local")
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds for a step: a latency, and the bytes a rank receives over the bandwidth of the axes they come along."""
+
+    axes: tuple[AxisCost, ...]
+
+    def along(self, axis: int, bytes_in: float) -> float:
+        """One exchange along one axis."""
+        return self.axes[axis].latency + bytes_in / self.axes[axis].bandwidth
+
+    def over(self, axes: Sequence[int], sizes: Sequence[int], bytes_in: float) -> float:
+        """One exchange among all ranks along some axes. What comes from a rank that differs on several axes comes over
+        the slowest of them; of equal shares from everyone, all but one in k cross a slowest axis of k ranks."""
+        seconds, rest = max(self.axes[a].latency for a in axes), bytes_in
+        slowest_first = sorted(axes, key=lambda a: self.axes[a].bandwidth)
+        whole = math.prod(sizes[a] for a in axes) - 1
+        for axis in slowest_first:
+            ranks = math.prod(sizes[a] for a in axes if slowest_first.index(a) >= slowest_first.index(axis))
+            across = bytes_in * (ranks - ranks // sizes[axis]) / whole if whole else 0
+            seconds += min(across, rest) / self.axes[axis].bandwidth
+            rest -= across
+        return seconds
+
+    @property
+    def uniform(self) -> bool:
+        """Whether it does not matter along which axis bytes go."""
+        return len(set(self.axes)) <= 1
 
 
-DEFAULT_COST = CostModel()
+_measured: weakref.WeakKeyDictionary[Any, CostModel] = weakref.WeakKeyDictionary()
+_defaults: dict[int, CostModel] = {}
+
+
+def cost_of(mesh: Any) -> CostModel:
+    """The costs of a mesh: what was measured, else the defaults."""
+    found = _measured.get(mesh) if _measured else None
+    if found is not None:
+        return found
+    n = len(mesh.shape)
+    if n not in _defaults:
+        _defaults[n] = CostModel((AxisCost(),) * n)
+    return _defaults[n]
+
+
+def set_cost(mesh: Any, model: CostModel) -> None:
+    """From now on moves and strategies on this mesh are priced by `model`; cached plans must be dropped."""
+    _measured[mesh] = model

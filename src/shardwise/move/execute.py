@@ -26,7 +26,7 @@ def run_move(local: Any, comm: Any, steps: tuple[MoveStep, ...], note: Note) -> 
     for step in steps:
         if isinstance(step, AllReduce) and step.reduce_op != "sum" and _needs_grad(comm, local):
             if step.reduce_op == "product":  # no partner step: gather the factors and let autograd see the product
-                local = run_steps(comm, (GatherParts(step.layout, step.axis),), local, note)
+                local = run_steps(comm, (GatherParts(step.layout, step.axes),), local, note)
                 local = comm.bind(_product)(local)
             else:
                 local = _extreme(comm, step, local, note)
@@ -47,11 +47,11 @@ def _extreme(comm: Any, step: AllReduce, local: Any, note: Note) -> Any:
     """The greatest or least of the parts. Its gradient goes in equal shares to the parts that are it."""
     with torch.no_grad():
         found = run_steps(comm, (step,), local, note)
-        wins = comm.bind(_is_it, (step.axis,))(local, found)
-        counts = AllReduce(step.layout.replace(dtype=torch.int32), step.axis)
-        winners = run_steps(comm, (counts,), comm.bind(torch.Tensor.int, (step.axis,))(wins), note)
-    spread = Spread(step.layout, step.axis)  # each rank takes its own share of the gradient
-    box = [comm, local, found, comm.bind(torch.where, (step.axis,))(wins, winners, 0), spread, note]
+        wins = comm.bind(_is_it, step.axes)(local, found)
+        counts = AllReduce(step.layout.replace(dtype=torch.int32), step.axes)
+        winners = run_steps(comm, (counts,), comm.bind(torch.Tensor.int, step.axes)(wins), note)
+    spread = Spread(step.layout, step.axes)  # each rank takes its own share of the gradient
+    box = [comm, local, found, comm.bind(torch.where, step.axes)(wins, winners, 0), spread, note]
     if comm.simulated:
         local.used = True
     return comm.assemble(comm.structure(found), _Extreme.apply(box, *comm.values(local)))

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from shardwise.comm.base import Coords
+from shardwise.comm.boxes import add_at, put_together, take
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, count, intersect, normalize, positions
-from shardwise.move.steps import MoveStep, add_at, put_together, take
+from shardwise.move.steps import MoveStep
 
 Needs = Callable[[Coords], Intervals]
 
@@ -63,7 +64,7 @@ class Window(MoveStep):
 
     @property
     def partner(self) -> MoveStep:
-        return WindowBack(self.layout, self.axis, self.along, self.has, self.needs, self.sizes)
+        return WindowBack(self.layout, self.axes, self.along, self.has, self.needs, self.sizes)
 
 
 class WindowBack(Window):
@@ -90,7 +91,7 @@ class WindowBack(Window):
 
     @property
     def partner(self) -> MoveStep:
-        return Window(self.layout, self.axis, self.along, self.has, self.needs, self.sizes)
+        return Window(self.layout, self.axes, self.along, self.has, self.needs, self.sizes)
 
 
 class Windows:
@@ -114,7 +115,7 @@ class Windows:
                 # what the inner axes will hand on must come along too
                 wanted = self._along(axes[i + 1 :], needs)
                 after = self._met(has, wanted, axis) if axes[i + 1 :] else wanted
-                out.append(Window(self.layout, axis, dim, has, after, sizes))
+                out.append(Window(self.layout, (axis,), dim, has, after, sizes))
                 sizes, has = self._resized(sizes, dim, after), after
         return tuple(out)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from shardwise.layout import Layout, Partial, Placement, Shard
 from shardwise.layout.placement import REPLICATE
-from shardwise.move.cost import DEFAULT_COST
+from shardwise.move.cost import cost_of
 
 MOST_CUTS = 16  # of an axis that operands cut in more ways than this, the first ones are considered
 
@@ -256,4 +256,4 @@ def move_cost(operand: Operand, axis: int, now: Placement, to: Placement) -> flo
         share = (k - 1) / (k * k)
     else:
         share = (k - 1) / k
-    return DEFAULT_COST.exchange(full * share)
+    return cost_of(operand.layout.mesh).along(axis, full * share)

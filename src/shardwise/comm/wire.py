@@ -1,0 +1,33 @@
+"""Tensors as backends carry them: flat, of a dtype that every backend knows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+WIRE = {torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8, torch.float16, torch.bfloat16}
+
+
+def width(dtype: torch.dtype) -> int:
+    """How many wire elements one element takes (bytes for a dtype that no backend carries)."""
+    return 1 if dtype in WIRE else dtype.itemsize
+
+
+def as_wire(x: torch.Tensor) -> torch.Tensor:
+    """A flat tensor of a dtype every backend carries; of a contiguous one, the same memory."""
+    flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.numel() <= 1:  # contiguous whatever its stride says, but a view of another dtype asks for 1
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat if x.dtype in WIRE else flat.view(torch.uint8)
+
+
+def from_wire(wire: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    if not wire.numel():  # nothing, at an offset that a view of another dtype may refuse
+        return wire.new_empty(shape, dtype=dtype)
+    return (wire if wire.dtype == dtype else wire.contiguous().view(dtype)).view(shape)
+
+
+def numel(shape: Sequence[int]) -> int:
+    return math.prod(shape)
