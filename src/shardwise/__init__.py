@@ -2,6 +2,7 @@
 
 from shardwise import debug, dynamo, experimental
 from shardwise.api import distribute_module, distribute_tensor
+from shardwise.calibration import calibrate
 from shardwise.comm.simulation import RankTensor
 from shardwise.context import strict
 from shardwise.engine.cache import cache_info, clear_caches
@@ -19,7 +20,7 @@ from shardwise.experimental import implicit_replication, local_map, register_sha
 from shardwise.factories import empty, full, ones, rand, randn, zeros
 from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
 from shardwise.mesh import DeviceMesh, init_device_mesh, simulate
-from shardwise.move import plan_move
+from shardwise.move import memory_cap, plan_move
 from shardwise.tensor import DTensor
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "ShardwiseError",
     "StrictError",
     "cache_info",
+    "calibrate",
     "clear_caches",
     "debug",
     "distribute_module",
@@ -54,6 +56,7 @@ __all__ = [
     "implicit_replication",
     "init_device_mesh",
     "local_map",
+    "memory_cap",
     "ones",
     "plan_move",
     "rand",

@@ -18,7 +18,7 @@ from shardwise.errors import LayoutError, MeshError, MoveError
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
 from shardwise.layout.placement import REPLICATE, _rebuild_shard
 from shardwise.mesh import DeviceMesh, _submesh, as_mesh
-from shardwise.move import move, plan_steps
+from shardwise.move import move, plan_steps, start_move
 from shardwise.sizes import layout_of_locals
 from shardwise.wrapper import Wrapper, wrap
 
@@ -122,8 +122,8 @@ class DTensor(Wrapper):
     ) -> DTensor:
         """The same values in another layout, differentiable.
 
-        Values travel and arrive as `forward_dtype`, gradients travel as `backward_dtype`. `async_op` is taken for
-        programs that give it; the move is done when this returns.
+        Values travel and arrive as `forward_dtype`, gradients travel as `backward_dtype`. With `async_op` the move goes
+        on while the program does, and the first use of the result (or its `wait()`) waits for it.
         """
         if device_mesh is not None and as_mesh(device_mesh) is not self._layout.mesh:
             raise MoveError(
@@ -131,7 +131,7 @@ class DTensor(Wrapper):
                 f"supported; gather with full_tensor() and distribute_tensor on the other mesh"
             )
         if forward_dtype is not None or backward_dtype is not None:
-            return _redistribute_as(self, placements, forward_dtype, backward_dtype)
+            return _redistribute_as(self, placements, forward_dtype, backward_dtype, async_op)
         if placements is None:
             return self
         target = self._layout.replace(placements=as_placements(placements))
@@ -143,7 +143,15 @@ class DTensor(Wrapper):
         op = running_op()
         if op is not None and is_strict() and any(step.kind != "local" for step in plan_steps(self._layout, target)):
             refuse_in_program(op, self._layout, f"[{', '.join(map(str, target.placements))}]")
-        return wrap(move(self._local, self._layout, target, Note(op or "redistribute")), target)
+        note = Note(op or "redistribute")
+        if async_op:
+            return _arriving(*start_move(self._local, self._layout, target, note), target)
+        return wrap(move(self._local, self._layout, target, note), target)
+
+    def wait(self) -> DTensor:
+        """This tensor, once an asynchronous move to it is done."""
+        surface.first(self)
+        return self
 
     def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """The whole value as a plain tensor, differentiable."""
@@ -345,8 +353,37 @@ def _grad_layout_given(layout: Layout, grad_placements: Sequence[Any]) -> Layout
     return given
 
 
+class _Arriving(DTensor):
+    """The result of an asynchronous move: an ordinary DTensor from the first look at its values on."""
+
+    _finish: Callable[[], Any]
+    _coming: Any
+
+    @property
+    def _local(self) -> Any:  # type: ignore[override]
+        local, finish = self._coming, self._finish
+        del self._coming, self._finish
+        self.__class__ = DTensor  # type: ignore[assignment]
+        self._local = local
+        finish()
+        return local
+
+    @_local.setter
+    def _local(self, value: Any) -> None:
+        self.__class__ = DTensor  # type: ignore[assignment]
+        self._local = value
+
+
+def _arriving(local: Any, finish: Callable[[], Any], layout: Layout) -> DTensor:
+    self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        _Arriving, layout.shape, strides=layout.stride, dtype=layout.dtype, device=layout.device
+    )
+    self._coming, self._finish, self._layout = local, finish, layout
+    return self
+
+
 def _redistribute_as(
-    tensor: DTensor, placements: Any, forward: torch.dtype | None, backward: torch.dtype | None
+    tensor: DTensor, placements: Any, forward: torch.dtype | None, backward: torch.dtype | None, async_op: bool
 ) -> DTensor:
     """A redistribute whose values travel as `forward` and whose gradients as `backward`."""
     if forward is not None and forward != tensor.dtype:
@@ -355,9 +392,9 @@ def _redistribute_as(
         comm, layout = tensor._layout.mesh.comm, tensor._layout
         convert = comm.bind(torch.Tensor.to)
         tensor = wrap(regrade(comm, tensor._local, lambda g: convert(g, layout.dtype)), layout)
-        out = tensor.redistribute(placements=placements)
+        out = tensor.redistribute(placements=placements)  # the gradient's cast must see the values: no later wait
         return wrap(regrade(comm, out._local, lambda g: convert(g, backward)), out._layout)
-    return tensor.redistribute(placements=placements)
+    return tensor.redistribute(placements=placements, async_op=async_op)
 
 
 def _set_data(tensor: DTensor, value: Any) -> None:

@@ -1,19 +1,11 @@
 """Moves as autograd sees them: one node a move, whose backward runs each step's partner in reverse.
 
-| step                    | partner                          |
-|-------------------------|----------------------------------|
-| gather                  | slice                            |
-| gather-and-spread       | reduce-scatter                   |
-| all-reduce              | spread                           |
-| all-to-all              | all-to-all back                  |
-| replicate -> partial    | take the first coordinate's      |
-
 Because a partner's partner is the step itself, second derivatives come out exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +20,9 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, box: list[Any], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        comm, steps, local, note = box
+        comm, steps, local, note, run = box
         heard = listeners()
-        result = _run(comm, steps, local, note, heard)
+        result = run(comm, steps, local, note, heard)
         outs = comm.values(result)
         if any(out is value for out in outs for value in values):  # autograd wants outputs of its own
             outs = tuple(out.view_as(out) for out in outs)
@@ -49,8 +41,11 @@ class _Move(torch.autograd.Function):
         return None, *comm.pick(ctx.before, back)
 
 
-def run_steps(comm: Comm, steps: Sequence[Step], local: Any, note: Note, heard: list[Any] | None = None) -> Any:
-    """The local value after the steps; recorded by autograd where its tensors are."""
+def run_steps(
+    comm: Comm, steps: Sequence[Step], local: Any, note: Note, heard: list[Any] | None = None, run: Any = None
+) -> Any:
+    """The local value after the steps; recorded by autograd where its tensors are. `run` is how steps are run: now."""
+    run = run or _run
     if not steps:
         return local
     if torch.is_grad_enabled():
@@ -58,10 +53,10 @@ def run_steps(comm: Comm, steps: Sequence[Step], local: Any, note: Note, heard: 
         if any(v.requires_grad for v in values):
             if comm.simulated:
                 local.used = True
-            box = [comm, steps, local, note]
+            box = [comm, steps, local, note, run]
             outs = _Move.apply(box, *values)
             return comm.assemble(box[-1], outs)
-    return _run(comm, steps, local, note, listeners() if heard is None else heard)
+    return run(comm, steps, local, note, listeners() if heard is None else heard)
 
 
 def _run(comm: Comm, steps: Sequence[Step], local: Any, note: Note, heard: list[Any]) -> Any:
@@ -72,3 +67,33 @@ def _run(comm: Comm, steps: Sequence[Step], local: Any, note: Note, heard: list[
         except CommError as error:
             raise CommError(f"{note.op}{' (backward)' if note.backward else ''}: {error}") from error.__cause__
     return local
+
+
+class Started:
+    """Runs steps as far as can be without waiting: the first exchange is begun, the tensor it will fill is there.
+    `finish` waits, runs what is left and fills it."""
+
+    def __init__(self) -> None:
+        self.finish: Callable[[], Any] = lambda: None
+
+    def __call__(self, comm: Any, steps: Sequence[Step], local: Any, note: Note, heard: list[Any]) -> Any:
+        for i, step in enumerate(steps):
+            if step.kind != "local" and comm.can_start(step, local):
+                record_step(comm, step, note, heard)
+                out, arrive = comm.start(step, local)
+                rest = steps[i + 1 :]
+                self.finish = arrive
+                if rest:
+                    first, out = out, comm.filled_later(rest[-1], out)
+                    self.finish = lambda: _fill(out, arrive, comm, rest, first, note, heard)  # noqa: B023
+                return out
+            local = _run(comm, [step], local, note, heard)
+        return local
+
+
+@torch.no_grad()
+def _fill(
+    out: Any, arrive: Callable[[], Any], comm: Any, rest: Sequence[Step], first: Any, note: Note, heard: list[Any]
+) -> None:
+    arrive()
+    out.copy_(_run(comm, rest, first, note, heard))

@@ -164,21 +164,43 @@ class ProcessGroupComm(Comm):
                 return step.from_holders(self.coords, lambda coords: local, reduce_parts)  # type: ignore[attr-defined]
             return step.unpack(step.pack(local, self.coords), self.coords)
         if step.routed:
-            return self.start(step, local)()
+            return self.start(step, local)[1]()
         with self._naming(step.kind, step.axes):
             packed = getattr(self, "_" + step.kind)(step, step.pack(local, self.coords))
         return step.unpack(packed, self.coords)
 
-    def start(self, step: Any, local: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin a routed step; what this returns waits for the result."""
+    def can_start(self, step: Step, local: torch.Tensor) -> bool:
+        """Whether a step can be begun without waiting for it."""
+        native = step.kind == "all_reduce" and not self._is_ordered(step, local)
+        return step.routed or (native and _reducible(local, step.reduce_op) is not None)
+
+    def start(self, step: Any, local: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        """Begin a step: the tensor that will hold the result, and what waits until it does."""
         with self._naming(step.kind, step.axes):
-            transfer = Transfer(step, local, self.coords, self._peers(step.axes), self.group(step.axes))
+            if step.routed:
+                transfer = Transfer(step, local, self.coords, self._peers(step.axes), self.group(step.axes))
+                out, wait = transfer.out, transfer.finish
+            else:
+                out = step.pack(local, self.coords).clone(memory_format=torch.contiguous_format)
+                wire = torch.view_as_real(out) if out.is_complex() else out
+                work = dist.all_reduce(wire, _REDUCE[step.reduce_op], group=self.group(step.axes), async_op=True)
+                wait = work.wait
 
         def finish() -> torch.Tensor:
-            with self._naming(step.kind, step.axes):
-                return transfer.finish()
+            with self._naming(step.kind, step.axes), torch.no_grad():
+                wait()
+            return out
 
-        return finish
+        return out, finish
+
+    def filled_later(self, step: Any, like: torch.Tensor) -> torch.Tensor:
+        """Room for what the last step of a move will give."""
+        layout = step.dst if hasattr(step, "dst") else step.layout
+        return like.new_empty(layout.local_shape_at(self.coords))
+
+    @staticmethod
+    def _is_ordered(step: Step, local: torch.Tensor) -> bool:
+        return local.is_floating_point() and step.reduce_op in ("max", "min")
 
     # -- packed steps ---------------------------------------------------------------------------------------
     def _all_gather(self, step: Step, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -203,7 +225,7 @@ class ProcessGroupComm(Comm):
         wire = _reducible(mine, step.reduce_op)
         if wire is None:
             return self._reduced_here(step, mine)
-        ordered = mine.is_floating_point() and step.reduce_op in ("max", "min")
+        ordered = self._is_ordered(step, mine)
         wire = _ordered(wire, step.reduce_op) if ordered else wire.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(wire, op=_REDUCE[step.reduce_op], group=self.group(step.axes))
         if ordered:

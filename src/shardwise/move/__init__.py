@@ -1,8 +1,8 @@
 """Moves: changes of layout, as steps with known bytes and known gradients."""
 
-from shardwise.move.execute import move, run_move
+from shardwise.move.execute import move, run_move, start_move
 from shardwise.move.limit import memory_cap
 from shardwise.move.plan import MovePlan, plan_move
 from shardwise.move.planner import plan_steps
 
-__all__ = ["MovePlan", "memory_cap", "move", "plan_move", "plan_steps", "run_move"]
+__all__ = ["MovePlan", "memory_cap", "move", "plan_move", "plan_steps", "run_move", "start_move"]

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from shardwise.comm.autograd import run_steps
+from shardwise.comm.autograd import Started, run_steps
 from shardwise.comm.record import Note
 from shardwise.layout import Layout
+from shardwise.move.limit import current_cap
 from shardwise.move.planner import plan_steps
 from shardwise.move.steps import AllReduce, GatherParts, MoveStep, Spread
 
 
 def move(local: Any, src: Layout, dst: Layout, note: Note, spread: tuple[int, ...] = ()) -> Any:
     """What the ranks hold under `dst`, from what they hold under `src`."""
-    return run_move(local, src.mesh.comm, plan_steps(src, dst, spread), note)
+    return run_move(local, src.mesh.comm, plan_steps(src, dst, spread, current_cap()), note)
+
+
+def start_move(local: Any, src: Layout, dst: Layout, note: Note) -> tuple[Any, Callable[[], Any]]:
+    """A move begun but not waited for: the local value there will be, and what waits for it. Where the ranks live in
+    this process, or a reduction needs its gradient worked out, it is done at once."""
+    comm, steps = src.mesh.comm, plan_steps(src, dst, memory=current_cap())
+    if comm.simulated or any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps):
+        return run_move(local, comm, steps, note), lambda: None
+    started = Started()
+    return run_steps(comm, steps, local, note, run=started), started.finish
 
 
 def run_move(local: Any, comm: Any, steps: tuple[MoveStep, ...], note: Note) -> Any:

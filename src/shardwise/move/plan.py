@@ -42,9 +42,9 @@ class MovePlan:
         transfers of each element to come together, and one more for every further rank that needs it."""
         src, dst, coords = self.src, self.dst, self.src.mesh.coords(rank)
         shape, places = src.mesh.shape, dst.placements
-        changed = _changed(src, dst)
-        summed = [a for a in changed if src.placements[a].is_partial() and not _may_stay_parts(src, dst, a)]
-        anyone = [a for a in changed if places[a].is_partial() and not src.placements[a].is_partial()]
+        changed = [a for a in _changed(src, dst) if not _may_stay_parts(src, dst, a)]
+        summed = [a for a in changed if src.placements[a].is_partial()]
+        anyone = [a for a in changed if places[a].is_partial()]
         free = {*anyone, *(a for a, p in enumerate(places) if summed and p.is_replicate())}
         pinned = {a: c for a, c in enumerate(coords) if a not in free and a not in summed}
         needed = have = 1
