@@ -21,6 +21,7 @@ from shardwise.factories import empty, full, ones, rand, randn, zeros
 from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
 from shardwise.mesh import DeviceMesh, init_device_mesh, simulate
 from shardwise.move import memory_cap, plan_move
+from shardwise.state import move_state_dict
 from shardwise.tensor import DTensor
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ __all__ = [
     "init_device_mesh",
     "local_map",
     "memory_cap",
+    "move_state_dict",
     "ones",
     "plan_move",
     "rand",

@@ -11,12 +11,13 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm.base import Comm, Coords
+from shardwise.comm.outside import OutsideComm
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.simulation import SimulatedComm
 from shardwise.errors import MeshError
@@ -67,8 +68,10 @@ _meshes: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def as_mesh(mesh: Any) -> Mesh:
-    """The Mesh of a DeviceMesh or SimulatedMesh (always the same one); with None, of the enclosing ``with mesh:``."""
+def as_mesh(mesh: Any, *, outside: bool = False) -> Mesh:
+    """The Mesh of a DeviceMesh or SimulatedMesh (always the same one); with None, of the enclosing ``with mesh:``.
+
+    With `outside`, this rank need not be in it."""
     if mesh is None:
         mesh = _current_mesh()
     if isinstance(mesh, Mesh):
@@ -76,18 +79,26 @@ def as_mesh(mesh: Any) -> Mesh:
     with _lock:
         found = _meshes.get(mesh) if isinstance(mesh, (DeviceMesh, SimulatedMesh)) else None
     if found is not None and (found.comm.simulated or found.world is _world()):
-        return found
+        return found if outside or not found.comm.outside else _refuse(mesh)
     if isinstance(mesh, SimulatedMesh):
         made = Mesh(mesh, mesh.shape, mesh.axis_names, torch.device(mesh.device_type), mesh.comm)
     elif isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
-        made = Mesh(mesh, tuple(mesh.shape), names, _device_of(mesh.device_type), ProcessGroupComm(mesh))
+        here = mesh.get_coordinate() is not None
+        comm: Comm = ProcessGroupComm(mesh) if here else OutsideComm(mesh) if outside else _refuse(mesh)
+        made = Mesh(mesh, tuple(mesh.shape), names, _device_of(mesh.device_type), comm)
     else:
         raise MeshError(f"device_mesh: expected a DeviceMesh or simulate(...), got {mesh!r} ({type(mesh).__name__})")
     with _lock:
         if found is not None:
             _meshes[mesh] = made
         return _meshes.setdefault(mesh, made)
+
+
+def _refuse(mesh: Any) -> NoReturn:
+    raise MeshError(
+        f"rank {torch.distributed.get_rank()} is not in the mesh {mesh}; call this only on the ranks of the mesh"
+    )
 
 
 def _world() -> Any:
@@ -114,8 +125,15 @@ class SimulatedMesh:
     A sub-mesh (``mesh["tp"]``) sees the same ranks through some of the axes: every rank belongs to its own one.
     """
 
-    def __init__(self, world: tuple[int, ...], axis_names: tuple[str, ...], axes: tuple[int, ...], device: str) -> None:
-        self.world, self.world_names, self.axes = world, axis_names, axes
+    def __init__(
+        self,
+        world: tuple[int, ...],
+        axis_names: tuple[str, ...],
+        axes: tuple[int, ...],
+        device: str,
+        first_rank: int = 0,
+    ) -> None:
+        self.world, self.world_names, self.axes, self.first_rank = world, axis_names, axes, first_rank
         self.device_type = device
         self.shape = tuple(world[a] for a in axes)
         self.axis_names = tuple(axis_names[a] for a in axes)
@@ -126,7 +144,7 @@ class SimulatedMesh:
             [tuple(c[a] for a in axes) for c in grid],
             [tuple(x for a, x in enumerate(c) if a not in axes) for c in grid],
         )
-        spots = {c: rank for rank, c in enumerate(grid)}
+        spots = {c: first_rank + i for i, c in enumerate(grid)}
         here = itertools.product(*(range(k) for k in self.shape))
         self.ranks = tuple(spots[tuple(c[axes.index(a)] if a in axes else 0 for a in range(len(world)))] for c in here)
         self._family: dict[tuple[int, ...], SimulatedMesh] = {axes: self}  # the views of one world, by their axes
@@ -157,7 +175,9 @@ class SimulatedMesh:
                 raise MeshError(f"mesh axis {name!r} is not one of {self.axis_names}")
         axes = tuple(self.world_names.index(name) for name in names)
         if axes not in self._family:
-            made = self._family[axes] = SimulatedMesh(self.world, self.world_names, axes, self.device_type)
+            made = self._family[axes] = SimulatedMesh(
+                self.world, self.world_names, axes, self.device_type, self.first_rank
+            )
             made._family = self._family
         return self._family[axes]
 
@@ -192,7 +212,7 @@ class SimulatedMesh:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _submesh, (self.world, self.world_names, self.axes, self.device_type)
+        return _submesh, (self.world, self.world_names, self.axes, self.device_type, self.first_rank)
 
 
 _threads = threading.local()
@@ -221,9 +241,15 @@ _worlds: dict[tuple[Any, ...], SimulatedMesh] = {}
 
 
 def simulate(
-    shape: int | Sequence[int], *, axis_names: Sequence[str] | None = None, device: str = "cpu"
+    shape: int | Sequence[int],
+    *,
+    axis_names: Sequence[str] | None = None,
+    device: str = "cpu",
+    first_rank: int = 0,
 ) -> SimulatedMesh:
     """A mesh of simulated ranks in this process. Equal calls give the same mesh.
+
+    Ranks are numbered from `first_rank`: meshes that share numbers share ranks, which matters to moves between them.
 
     >>> simulate((2, 4), axis_names=("dp", "tp"))
     SimulatedMesh(dp=2, tp=4, device='cpu')
@@ -234,13 +260,17 @@ def simulate(
     names = tuple(axis_names) if axis_names is not None else tuple(str(i) for i in range(len(sizes)))
     if len(names) != len(sizes) or len(set(names)) != len(names):
         raise MeshError(f"simulate: axis_names {names} must name each of the {len(sizes)} axes of {sizes} once")
-    return _submesh(sizes, names, tuple(range(len(sizes))), torch.device(device).type)
+    if not isinstance(first_rank, int) or isinstance(first_rank, bool) or first_rank < 0:
+        raise MeshError(f"simulate: first_rank must be an int >= 0, got {first_rank!r}")
+    return _submesh(sizes, names, tuple(range(len(sizes))), torch.device(device).type, first_rank)
 
 
-def _submesh(world: tuple[int, ...], names: tuple[str, ...], axes: tuple[int, ...], device: str) -> SimulatedMesh:
-    key = (world, names, device)
+def _submesh(
+    world: tuple[int, ...], names: tuple[str, ...], axes: tuple[int, ...], device: str, first_rank: int = 0
+) -> SimulatedMesh:
+    key = (world, names, device, first_rank)
     with _lock:
         if key not in _worlds:
-            _worlds[key] = SimulatedMesh(world, names, tuple(range(len(world))), device)
+            _worlds[key] = SimulatedMesh(world, names, tuple(range(len(world))), device, first_rank)
     found = _worlds[key]
     return found if axes == found.axes else found[tuple(names[a] for a in axes)]

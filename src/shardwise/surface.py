@@ -142,6 +142,8 @@ def set_grad(tensor: Any, grad: Any) -> None:
 def _roots(tensor: Any, grad: Any, what: str) -> tuple[list[torch.Tensor], list[Any]]:
     """The local tensors to start from and their gradients."""
     layout = tensor._layout
+    if layout.mesh.comm.outside:  # nothing to start from, but the move that made it has a gradient to take part in
+        return [tensor._local], [torch.empty_like(tensor._local)]
     if any(p.is_partial() and not p.is_partial("sum") for p in layout.placements):
         tensor = _replicated_partials(tensor)
         layout = tensor._layout

@@ -18,7 +18,7 @@ from shardwise.errors import LayoutError, MeshError, MoveError
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
 from shardwise.layout.placement import REPLICATE, _rebuild_shard
 from shardwise.mesh import DeviceMesh, _submesh, as_mesh
-from shardwise.move import move, plan_steps, start_move
+from shardwise.move import move, move_across, plan_steps, start_move
 from shardwise.sizes import layout_of_locals
 from shardwise.wrapper import Wrapper, wrap
 
@@ -98,6 +98,18 @@ class DTensor(Wrapper):
         replicas = [axis for axis, p in enumerate(layout.placements) if p.is_replicate()]
         return wrap(_across(mesh.comm, share(mesh.comm, local, replicas)), layout)
 
+    @staticmethod
+    def outside(
+        device_mesh: Any, placements: Sequence[Any], shape: Sequence[int], dtype: torch.dtype | None = None
+    ) -> DTensor:
+        """A tensor on a mesh this rank is not in: nothing of its values is here, but the rank takes part in moves."""
+        mesh = as_mesh(device_mesh, outside=True)
+        if not mesh.comm.outside:
+            raise MeshError(f"outside: this rank is in {mesh!r}; make the tensor with distribute_tensor or from_local")
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        layout = Layout.make(mesh, as_placements(placements), tuple(shape), dtype)
+        return wrap(torch.empty(0, dtype=dtype, device=mesh.device), layout)
+
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """What this rank holds (a RankTensor on a simulated mesh), differentiable.
 
@@ -122,14 +134,16 @@ class DTensor(Wrapper):
     ) -> DTensor:
         """The same values in another layout, differentiable.
 
+        To another mesh, every rank of either calls it (one that is in the target only has the source as
+        `DTensor.outside`), and ranks outside of the target get an empty tensor that says so.
+
         Values travel and arrive as `forward_dtype`, gradients travel as `backward_dtype`. With `async_op` the move goes
         on while the program does, and the first use of the result (or its `wait()`) waits for it.
         """
-        if device_mesh is not None and as_mesh(device_mesh) is not self._layout.mesh:
-            raise MoveError(
-                f"redistribute: from {self._layout.mesh!r} to {as_mesh(device_mesh)!r}: moves across meshes are not "
-                f"supported; gather with full_tensor() and distribute_tensor on the other mesh"
-            )
+        if device_mesh is not None:
+            mesh = as_mesh(device_mesh, outside=True)
+            if mesh is not self._layout.mesh:
+                return _redistribute_across(self, mesh, placements, forward_dtype, backward_dtype)
         if forward_dtype is not None or backward_dtype is not None:
             return _redistribute_as(self, placements, forward_dtype, backward_dtype, async_op)
         if placements is None:
@@ -308,6 +322,8 @@ class DTensor(Wrapper):
         places = ", ".join(map(repr, layout.placements))
         head = f"{kind}(shape={layout.shape}, dtype={layout.dtype}, placements=[{places}], mesh={layout.mesh!r}{grad})"
         local = self._local
+        if layout.mesh.comm.outside:
+            return f"{head}\nnothing here: this rank is outside of the mesh of ranks {list(layout.mesh.ranks)}"
         return f"{head}\n{local!r}" if layout.mesh.comm.simulated else f"{head}\nlocal: {local!r}"
 
     # -- torch.distributed.checkpoint -----------------------------------------------------------------------
@@ -380,6 +396,35 @@ def _arriving(local: Any, finish: Callable[[], Any], layout: Layout) -> DTensor:
     )
     self._coming, self._finish, self._layout = local, finish, layout
     return self
+
+
+def _redistribute_across(
+    tensor: DTensor, mesh: Any, placements: Any, forward: torch.dtype | None, backward: torch.dtype | None
+) -> DTensor:
+    """A redistribute to another mesh."""
+    src = tensor._layout
+    if placements is None and len(src.placements) != len(mesh.shape):
+        raise MoveError(
+            f"redistribute: from {src.mesh!r} to {mesh!r} without placements; give one for each of its axes"
+        )
+    places = as_placements(placements) if placements is not None else src.placements
+    if forward is not None and forward != src.dtype:
+        tensor = tensor.to(forward) if not src.mesh.comm.outside else _cast_nothing(tensor, forward)  # type: ignore[assignment]
+        src = tensor._layout
+    target = Layout.make(mesh, places, src.shape, src.dtype, device=mesh.device)
+    comm, local = src.mesh.comm, tensor._local
+    if backward is not None and tensor.requires_grad:
+        back = comm.bind(torch.Tensor.to) if not comm.outside else torch.Tensor.to
+        local = regrade(comm, local, lambda g: back(g, src.dtype))
+    out = move_across(local, src, target, Note(running_op() or "redistribute"))
+    if backward is not None and tensor.requires_grad:
+        there = mesh.comm.bind(torch.Tensor.to) if not mesh.comm.outside else torch.Tensor.to
+        out = regrade(mesh.comm, out, lambda g: there(g, backward))
+    return wrap(out, target)
+
+
+def _cast_nothing(tensor: DTensor, dtype: torch.dtype) -> DTensor:
+    return wrap(tensor._local.to(dtype), tensor._layout.replace(dtype=dtype))
 
 
 def _redistribute_as(

@@ -61,7 +61,7 @@ def test_axes_of_a_2d_mesh():
     assert moved(mesh, (6, 4), [Shard(0), R], [R, R]) == [("all_gather", "dp", 6 * 48)]
     assert moved(mesh, (6, 4), [R, Shard(0)], [R, R]) == [("all_gather", "tp", 6 * 64)]
     both = moved(mesh, (6, 6), [Shard(0), Shard(1)], [R, R])
-    assert [(kind, axis) for kind, axis, _ in both] == [("all_gather", "tp"), ("all_gather", "dp")]
+    assert [(kind, axis) for kind, axis, _ in both] == [("all_gather", "dp+tp")]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ class Comm(ABC):
     """A backend, bound to the axes of one mesh."""
 
     simulated: bool
+    outside = False  # whether no rank of the mesh is played here
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
 

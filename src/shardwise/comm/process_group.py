@@ -14,9 +14,10 @@ from shardwise.comm.base import Comm, Coords, Step
 from shardwise.comm.bridge import replaced
 from shardwise.comm.record import Note, record
 from shardwise.comm.simulation import reduce_parts
+from shardwise.comm.swap import start_swap, world_of
 from shardwise.comm.transfer import ALL_GATHER, Transfer
 from shardwise.comm.wire import WIRE, as_wire, from_wire, numel, width
-from shardwise.errors import CommError, MeshError
+from shardwise.errors import CommError
 
 _REDUCE = {
     "sum": dist.ReduceOp.SUM,
@@ -35,10 +36,6 @@ class ProcessGroupComm(Comm):
 
     def __init__(self, device_mesh: Any) -> None:
         coords = device_mesh.get_coordinate()
-        if coords is None:
-            raise MeshError(
-                f"rank {dist.get_rank()} is not in the mesh {device_mesh}; call this only on the ranks of the mesh"
-            )
         self.shape = tuple(device_mesh.shape)
         self.coords: Coords = tuple(coords)
         names = device_mesh.mesh_dim_names or tuple(str(i) for i in range(len(self.shape)))
@@ -105,7 +102,7 @@ class ProcessGroupComm(Comm):
         wire = as_wire(local.detach()).clone()
         record(self, "broadcast", axis, 0 if self.coords[axis] == source else wire.nbytes, Note("broadcast"))
         with self._naming("broadcast", axis):
-            dist.broadcast(wire, group=self.group(axis), group_src=source)
+            dist.broadcast(wire, group=self.group(axis), group_src=self._place(axis, source))
         return from_wire(wire, local.dtype, local.shape)
 
     def scatter(self, parts: Sequence[torch.Tensor], axis: int, source: int) -> torch.Tensor:
@@ -116,30 +113,34 @@ class ProcessGroupComm(Comm):
         out = torch.empty_like(wires[me])
         record(self, "scatter", axis, 0 if me == source else parts[me].nbytes, Note("distribute_tensor"))
         with self._naming("scatter", axis):
-            dist.scatter(out, wires if me == source else None, group=self.group(axis), group_src=source)
+            in_order = [wires[c[axis]] for c in self._peers((axis,))] if me == source else None
+            dist.scatter(out, in_order, group=self.group(axis), group_src=self._place(axis, source))
         mine = parts[me]
         return from_wire(out[: mine.numel() * width(mine.dtype)], mine.dtype, mine.shape)
 
     def group(self, axes: int | Sequence[int]) -> Any:
-        """The process group of the ranks along one axis or several; of several it is made when first asked for."""
+        """The process group of the ranks along one axis, or along several if they are the world; else None."""
         key = (axes,) if isinstance(axes, int) else tuple(axes)
-        if len(key) == 1:
-            return self._device_mesh.get_group(key[0])
-        found = self._groups.get(key)
-        if found is None:
-            ranks = [int(self._device_mesh.mesh[c]) for c in self._everyone(key)]
-            backend = dist.get_backend(self._device_mesh.get_group(key[0]))
-            found = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-            self._groups[key] = found
-        return found
+        if key not in self._groups:
+            one = self._device_mesh.get_group(key[0])
+            self._groups[key] = one if len(key) == 1 else world_of([*map(self._rank, self._everyone(key))], like=one)
+        return self._groups[key]
 
     def _peers(self, axes: Sequence[int]) -> list[Coords]:
         """The coordinates of everyone along the axes, in the order of their ranks in the group."""
         key = tuple(axes)
         if key not in self._order:
-            spots = {int(self._device_mesh.mesh[c]): c for c in self._everyone(key)}
-            self._order[key] = [spots[rank] for rank in dist.get_process_group_ranks(self.group(key))]
+            spots = {self._rank(c): c for c in self._everyone(key)}
+            group = self.group(key)
+            self._order[key] = [spots[r] for r in (dist.get_process_group_ranks(group) if group else sorted(spots))]
         return self._order[key]
+
+    def _rank(self, coords: Coords) -> int:
+        return int(self._device_mesh.mesh[coords])
+
+    def _place(self, axis: int, coord: int) -> int:
+        """The rank in the axis's group of the one at a coordinate."""
+        return [c[axis] for c in self._peers((axis,))].index(coord)
 
     def _everyone(self, axes: Sequence[int]) -> list[Coords]:
         ranges = [range(k) if a in axes else (self.coords[a],) for a, k in enumerate(self.shape)]
@@ -171,14 +172,15 @@ class ProcessGroupComm(Comm):
 
     def can_start(self, step: Step, local: torch.Tensor) -> bool:
         """Whether a step can be begun without waiting for it."""
-        native = step.kind == "all_reduce" and not self._is_ordered(step, local)
+        native = step.kind == "all_reduce" and not self._is_ordered(step, local) and self.group(step.axes) is not None
         return step.routed or (native and _reducible(local, step.reduce_op) is not None)
 
     def start(self, step: Any, local: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         """Begin a step: the tensor that will hold the result, and what waits until it does."""
         with self._naming(step.kind, step.axes):
             if step.routed:
-                transfer = Transfer(step, local, self.coords, self._peers(step.axes), self.group(step.axes))
+                peers = self._peers(step.axes)
+                transfer = Transfer(step, local, self.coords, peers, [*map(self._rank, peers)], self.group(step.axes))
                 out, wait = transfer.out, transfer.finish
             else:
                 out = step.pack(local, self.coords).clone(memory_format=torch.contiguous_format)
@@ -214,16 +216,17 @@ class ProcessGroupComm(Comm):
         if wire.numel() < longest:
             wire = torch.nn.functional.pad(wire, (0, longest - wire.numel()))
         out = wire.new_empty(longest * len(shapes))
+        if longest and self.group(axes) is None:
+            return self._swap(axes, [mine] * len(shapes), shapes)
         if longest:
             getattr(dist, ALL_GATHER)(out, wire, group=self.group(axes))
         rows = out.view(len(shapes), longest)
-        peers = self._peers(axes)
-        order = sorted(range(len(peers)), key=lambda i: peers[i])
-        return [from_wire(rows[i, :n], mine.dtype, s) for i, n, s in zip(order, counts, shapes, strict=True)]
+        came = dict(zip(self._by_group(axes), rows, strict=True))
+        return [from_wire(came[i][:n], mine.dtype, s) for i, (n, s) in enumerate(zip(counts, shapes, strict=True))]
 
     def _all_reduce(self, step: Step, mine: torch.Tensor) -> torch.Tensor:
         wire = _reducible(mine, step.reduce_op)
-        if wire is None:
+        if wire is None or self.group(step.axes) is None:
             return self._reduced_here(step, mine)
         ordered = self._is_ordered(step, mine)
         wire = _ordered(wire, step.reduce_op) if ordered else wire.clone(memory_format=torch.contiguous_format)
@@ -233,14 +236,13 @@ class ProcessGroupComm(Comm):
         return torch.view_as_complex(wire) if mine.is_complex() else wire
 
     def _reduced_here(self, step: Step, mine: torch.Tensor) -> torch.Tensor:
-        """What no backend reduces: everyone gets a share of all parts, reduces it and hands it to the others."""
-        peers = self._peers(step.axes)
-        shares = list(mine.reshape(-1).tensor_split(len(peers)))
-        me = peers.index(self.coords)
-        parts = self._swap(step.axes, shares, [tuple(shares[me].shape)] * len(peers))
-        order = sorted(range(len(peers)), key=lambda i: peers[i])
-        share = reduce_parts([parts[i] for i in order], step.reduce_op)
-        whole = self._swap(step.axes, [share] * len(peers), [tuple(s.shape) for s in shares])
+        """For what no backend reduces, and ranks without a group: everyone gets a share of all parts, reduces it and
+        hands it to the others."""
+        everyone = self._everyone(step.axes)
+        shares = list(mine.reshape(-1).tensor_split(len(everyone)))
+        own = tuple(shares[everyone.index(self.coords)].shape)
+        share = reduce_parts(self._swap(step.axes, shares, [own] * len(everyone)), step.reduce_op)
+        whole = self._swap(step.axes, [share] * len(everyone), [tuple(s.shape) for s in shares])
         return torch.cat(whole).view(mine.shape)
 
     def _all_to_all(self, step: Step, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -249,14 +251,22 @@ class ProcessGroupComm(Comm):
     def _swap(
         self, axes: Sequence[int], parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
     ) -> list[torch.Tensor]:
-        """A part for each rank along the axes, and what each of them has for this one."""
+        """A part for each rank along the axes, and what each of them has for this one; in the order of coordinates."""
         dtype = parts[0].dtype
-        wires = [as_wire(part) for part in parts]
-        counts = [numel(shape) * width(dtype) for shape in shapes]
+        order = self._by_group(axes)
+        wires = [as_wire(parts[i]) for i in order]
+        counts = [numel(shapes[i]) * width(dtype) for i in order]
         send = torch.cat(wires)
         out = send.new_empty(sum(counts))
-        dist.all_to_all_single(out, send, counts, [w.numel() for w in wires], group=self.group(axes))
-        return [from_wire(w, dtype, s) for w, s in zip(out.split(counts), shapes, strict=True)]
+        ranks = [*map(self._rank, self._peers(axes))]
+        start_swap(out, counts, send, [w.numel() for w in wires], ranks, self.group(axes)).wait()
+        came = dict(zip(order, out.split(counts), strict=True))
+        return [from_wire(came[i], dtype, shape) for i, shape in enumerate(shapes)]
+
+    def _by_group(self, axes: Sequence[int]) -> list[int]:
+        """For each rank of the group, in its order, its number in the order of coordinates."""
+        number = {c: i for i, c in enumerate(self._everyone(axes))}
+        return [number[c] for c in self._peers(axes)]
 
 
 def _reducible(x: torch.Tensor, op: str) -> torch.Tensor | None:

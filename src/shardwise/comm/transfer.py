@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardwise.comm.base import Coords
 from shardwise.comm.boxes import Box, box_shape, pick, place
 from shardwise.comm.simulation import reduce_parts
+from shardwise.comm.swap import start_swap
 from shardwise.comm.wire import WIRE, as_wire, numel, width
 
 # torch 2.13 has new names for these two
@@ -19,15 +20,26 @@ REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single
 
 
 class Transfer:
-    """One run of a routed step; `peers` are the coordinates of the group's ranks, in its order. The first round is
-    under way once this is made; `finish` waits, runs the others and returns the new local tensor."""
+    """One run of a routed step; `peers` are the coordinates of those who take part, `ranks` their global ranks, both in
+    the order of `group`, if there is one. The first round is under way once this is made; `finish` waits, runs the
+    others and returns the new local tensor."""
 
-    def __init__(self, step: Any, local: torch.Tensor, me: Coords, peers: Sequence[Coords], group: Any) -> None:
-        self.step, self.local, self.me, self.peers, self.group = step, local, me, peers, group
+    def __init__(
+        self,
+        step: Any,
+        local: torch.Tensor,
+        me: Coords,
+        peers: Sequence[Coords],
+        ranks: Sequence[int],
+        group: Any,
+    ) -> None:
+        self.step, self.local, self.me, self.peers, self.ranks, self.group = step, local, me, peers, ranks, group
         self.whole: Box = tuple(((0, n),) if n else () for n in local.shape)
         self.out = local.new_empty(step.result_shape(me))
-        if step.stacks and list(peers) == sorted(peers):
-            self.how: Any = self._stack
+        if group is None:
+            self.how: Any = self._swap
+        elif step.stacks and list(peers) == sorted(peers):
+            self.how = self._stack
         elif step.kind == "all_gather" and step.even:
             self.how = self._gather
         elif self._reduces_natively():
@@ -94,14 +106,8 @@ class Transfer:
             if peer in sent:
                 into.view(box_shape(sent[peer])).copy_(pick(self.local, sent[peer]))
         wide = width(self.local.dtype)
-        work = dist.all_to_all_single(
-            as_wire(received),
-            as_wire(packed),
-            [n * wide for n in sizes],
-            [n * wide for n in counts],
-            group=self.group,
-            async_op=True,
-        )
+        sizes_on_wire, counts_on_wire = [n * wide for n in sizes], [n * wide for n in counts]
+        work = start_swap(as_wire(received), sizes_on_wire, as_wire(packed), counts_on_wire, self.ranks, self.group)
         parts = {p: x for p, x in zip(self.peers, received.split(sizes), strict=True) if p in came}
         return work, lambda: self._place(round, parts), packed
 

@@ -10,6 +10,7 @@ from shardwise.errors import MoveError
 from shardwise.layout import Layout
 from shardwise.layout.overlap import holders_of
 from shardwise.layout.split import count, normalize
+from shardwise.move.across import CrossPlan, plan_across
 from shardwise.move.planner import Steps, peak, plan_steps, result_bytes, sample_coords
 
 _MOST_RANKS = 1024  # of larger meshes, explain() looks at a few ranks
@@ -82,11 +83,13 @@ class MovePlan:
         return self.explain()
 
 
-def plan_move(src_layout: Layout, dst_layout: Layout, *, memory: int | None = None) -> MovePlan:
+def plan_move(src_layout: Layout, dst_layout: Layout, *, memory: int | None = None) -> MovePlan | CrossPlan:
     """What a redistribute from one layout to the other would do; `memory` caps its bytes beyond the source."""
     for name, layout in (("src_layout", src_layout), ("dst_layout", dst_layout)):
         if not isinstance(layout, Layout):
             raise MoveError(f"plan_move: {name} must be a Layout, got {layout!r}; a DTensor's is its .layout")
+    if src_layout.mesh is not dst_layout.mesh:
+        return plan_across(src_layout, dst_layout)
     return MovePlan(src_layout, dst_layout, plan_steps(src_layout, dst_layout, memory=memory))
 
 

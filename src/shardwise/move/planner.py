@@ -44,6 +44,16 @@ def plan_steps(src: Layout, dst: Layout, spread: tuple[int, ...] = (), memory: i
     return tuple(_Planner(src, dst, spread, memory).plan())
 
 
+def without_sums(layout: Layout) -> Layout:
+    """A layout without parts that this one comes to with the fewest bytes: every sum ends up on one rank."""
+    parts = [a for a, p in enumerate(layout.placements) if p.is_partial()]
+    if not parts:
+        return layout
+    whole = _with(layout, dict.fromkeys(parts, REPLICATE))
+    sums = [a for a in parts if layout.placements[a].is_partial("sum") or layout.placements[a].is_partial("avg")]
+    return dealt_out(whole, sums) or whole
+
+
 class _Planner:
     def __init__(self, src: Layout, dst: Layout, spread: Iterable[int], memory: int | None) -> None:
         self.src, self.dst, self.memory = src, dst, memory
@@ -106,7 +116,7 @@ class _Planner:
         bare = self.dst.replace(placements=tuple(places))
         staying = [axis for axis in cut if self._stays_inside(axis, bare, cut)]
         bare = _with(bare, {axis: self.src.placements[axis] for axis in staying})
-        return self._dealt_out(bare, [axis for axis in cut if axis not in staying]) or bare
+        return dealt_out(bare, [axis for axis in cut if axis not in staying]) or bare
 
     def _stays_inside(self, axis: int, bare: Layout, cut: list[int]) -> bool:
         """Whether the source's tiles along `axis` lie inside the target's."""
@@ -182,12 +192,12 @@ class _Planner:
             return ways[0]
         if len(kept) < len(reduced) or not alone:
             ways.append(self._exchange(now, to))
-            own = self._dealt_out(now, reduced)
+            own = dealt_out(now, reduced)
             if own is not None:
                 ways.append([*self._exchange(now, own), *self._exchange(own, to)])
         for shared in ((), everyone_else_too) if everyone_else_too else ((),):
             apart = tuple(a for a in self._differ(now, to) if to.placements[a].is_replicate())
-            once = self._dealt_out(to, (*apart, *shared))
+            once = dealt_out(to, (*apart, *shared))
             if once is not None and once is not to:
                 ways.append([*self._exchange(now, once), *self._exchange(once, to)])
         allowed = [way for way in ways if self._fits(way)] or ways
@@ -201,20 +211,6 @@ class _Planner:
             if k > 1 and now.placements[a].is_replicate() and to.placements[a].is_replicate()
         )
 
-    def _dealt_out(self, layout: Layout, axes: Iterable[int]) -> Layout | None:
-        """The layout with these axes cutting a dim too, inside the tiles they have; None where no dim is left to."""
-        for axis in sorted(axes):
-            later = {p.dim for p in layout.placements[axis + 1 :] if isinstance(p, Shard)}
-            rest = {
-                dim: n / math.prod(layout.mesh.shape[a] for a in layout.axes_of(dim))
-                for dim, n in enumerate(layout.shape)
-                if dim not in later
-            }
-            if not rest or max(rest.values()) < 1:
-                return None
-            layout = _with(layout, {axis: Shard(max(rest, key=lambda dim: rest[dim]))})
-        return layout
-
     # -- prices ---------------------------------------------------------------------------------------------
     def _price(self, steps: list[Step]) -> float:
         shape = self.src.mesh.shape
@@ -227,6 +223,21 @@ class _Planner:
 
     def _fits(self, steps: list[Step]) -> bool:
         return self.memory is None or peak(self.src, steps, sample_coords(self.src.mesh.shape)) <= self.memory
+
+
+def dealt_out(layout: Layout, axes: Iterable[int]) -> Layout | None:
+    """The layout with these axes cutting a dim too, inside the tiles they have; None where no dim is left to."""
+    for axis in sorted(axes):
+        later = {p.dim for p in layout.placements[axis + 1 :] if isinstance(p, Shard)}
+        rest = {
+            dim: n / math.prod(layout.mesh.shape[a] for a in layout.axes_of(dim))
+            for dim, n in enumerate(layout.shape)
+            if dim not in later
+        }
+        if not rest or max(rest.values()) < 1:
+            return None
+        layout = _with(layout, {axis: Shard(max(rest, key=lambda dim: rest[dim]))})
+    return layout
 
 
 def _with(layout: Layout, changes: dict[int, Placement]) -> Layout:

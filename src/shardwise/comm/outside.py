@@ -1,0 +1,74 @@
+"""A mesh this rank is not in. A tensor on it is known by its layout; of its values this rank holds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.base import Comm, Coords, Step
+from shardwise.errors import MeshError
+
+
+class OutsideComm(Comm):
+    """Local values are empty tensors that carry the autograd graph, so that this rank takes part in moves to and from
+    the mesh, and in their gradients. Anything else is refused."""
+
+    simulated = False
+    outside = True
+
+    def __init__(self, device_mesh: Any) -> None:
+        self.shape = tuple(device_mesh.shape)
+        self.axis_names = tuple(device_mesh.mesh_dim_names or map(str, range(len(self.shape))))
+        self.ranks = device_mesh.mesh.flatten().tolist()
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise MeshError(
+            f"rank {dist.get_rank()} is outside of the mesh of ranks {self.ranks} and holds nothing of this tensor: "
+            f"compute with it on those ranks only. Here it can be redistributed to another mesh, and backward() on it "
+            f"takes part in the gradient of the move that made it"
+        )
+
+    def played(self) -> Sequence[Coords]:
+        return ()
+
+    def per_rank(self, of: Callable[[Coords], Any]) -> Any:
+        return None
+
+    def bind(self, func: Callable[..., Any], axes: Sequence[int] = ()) -> Callable[..., Any]:
+        return self._refuse
+
+    def run(self, step: Step, local: Any) -> Any:
+        self._refuse()
+
+    def values(self, local: Any) -> tuple[torch.Tensor, ...]:
+        return (local,)
+
+    def structure(self, local: Any) -> None:
+        return None
+
+    def assemble(self, structure: Any, values: Sequence[torch.Tensor | None]) -> Any:
+        return values[0]
+
+    def pick(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
+        return (local,)
+
+    def first(self, local: Any) -> torch.Tensor:
+        return local
+
+    def shared(self, value: torch.Tensor) -> Any:
+        return value.new_empty(0)
+
+    def at(self, local: Any, coords: Coords) -> torch.Tensor:
+        self._refuse()
+
+    def adopt(self, local: torch.Tensor, axes: Sequence[int]) -> Any:
+        return local
+
+    def all_kinds(self, local: Any) -> dict[Coords, tuple[str, tuple[int, ...]]]:
+        self._refuse()
+
+    def first_of_replicas(self, local: Any, axes: Sequence[int]) -> Any:
+        return local
