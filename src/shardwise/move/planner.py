@@ -116,7 +116,7 @@ class _Planner:
         bare = self.dst.replace(placements=tuple(places))
         staying = [axis for axis in cut if self._stays_inside(axis, bare, cut)]
         bare = _with(bare, {axis: self.src.placements[axis] for axis in staying})
-        return dealt_out(bare, [axis for axis in cut if axis not in staying]) or bare
+        return dealt_out(bare, [axis for axis in cut if axis not in staying], inside=True) or bare
 
     def _stays_inside(self, axis: int, bare: Layout, cut: list[int]) -> bool:
         """Whether the source's tiles along `axis` lie inside the target's."""
@@ -225,16 +225,19 @@ class _Planner:
         return self.memory is None or peak(self.src, steps, sample_coords(self.src.mesh.shape)) <= self.memory
 
 
-def dealt_out(layout: Layout, axes: Iterable[int]) -> Layout | None:
-    """The layout with these axes cutting a dim too, inside the tiles they have; None where no dim is left to."""
+def dealt_out(layout: Layout, axes: Iterable[int], inside: bool = False) -> Layout | None:
+    """The layout with these axes cutting a dim too, within the tiles they have where a dim allows it. None where
+    nothing is left to cut, or (with `inside`) where new tiles would not lie inside the old ones."""
     for axis in sorted(axes):
-        later = {p.dim for p in layout.placements[axis + 1 :] if isinstance(p, Shard)}
-        rest = {
+        later = [p for p in layout.placements[axis + 1 :] if isinstance(p, Shard)]
+        left = {
             dim: n / math.prod(layout.mesh.shape[a] for a in layout.axes_of(dim))
             for dim, n in enumerate(layout.shape)
-            if dim not in later
+            if not any(p.dim == dim and (inside or p.pieces is not None) for p in later)
         }
-        if not rest or max(rest.values()) < 1:
+        nested = {p.dim for p in later}
+        rest = {dim: n for dim, n in left.items() if dim not in nested and n > 1} or left
+        if not rest or max(rest.values()) <= 1:
             return None
         layout = _with(layout, {axis: Shard(max(rest, key=lambda dim: rest[dim]))})
     return layout
