@@ -3,6 +3,7 @@ And the ops that put a part back: a diagonal, a slice, one index."""
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.layout import Layout
+from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import Intervals, count
-from shardwise.rules.view import dim_of
+from shardwise.rules.view import carried, dims_of, factors_of
 from shardwise.strategy.program import run_local, whole
 from shardwise.strategy.registry import rule
-from shardwise.strategy.relayout import Carried, Relayout, call_with, sliced, unchanged
+from shardwise.strategy.relayout import Relayout, call_with, sliced
 from shardwise.strategy.spec import Algorithm, Factors, Operand
 
 
@@ -28,14 +30,10 @@ def meta(x: Operand) -> torch.Tensor:
 def diagonal(x: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Relayout:
     """An element is with who holds its row and its column: both cuts go to the one dim that is left."""
     length = meta(x).diagonal(offset, dim1, dim2).shape[-1]
-    starts = {dim_of(dim1, x.ndim): max(-offset, 0), dim_of(dim2, x.ndim): max(offset, 0)}
+    starts = dict(zip(dims_of((dim1, dim2), x.ndim), (max(-offset, 0), max(offset, 0)), strict=True))
     rest = [d for d in range(x.ndim) if d not in starts]
-
-    def carry(d: int) -> list[list[Carried]]:
-        if d in rest:
-            return [[Carried(rest.index(d), unchanged)]]
-        change = sliced(starts[d], starts[d] + length, 1)
-        return [[Carried(len(rest), lambda held: change(held) if len(held) < 2 else None)]]
+    where = {d: i for i, d in enumerate(rest)} | dict.fromkeys(starts, len(rest))
+    on_it = lambda start: lambda held: sliced(start, start + length, 1)(held) if len(held) < 2 else None
 
     def corner(source: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> Any:
         mine = outputs[0].held(len(rest), coords)
@@ -47,7 +45,7 @@ def diagonal(x: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Relay
             v = v.narrow(d, first, corner[0])
         return v.diagonal(0, *starts)
 
-    return Relayout(1, carry, call_with(pick, corner))
+    return carried(where, call_with(pick, corner), {d: on_it(start) for d, start in starts.items()})
 
 
 @rule("trace")
@@ -68,49 +66,45 @@ def diag_embed(x: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1) -> A
     return Algorithm(run)
 
 
-def triangle(name: str, clears: Callable[[Any, Any], Any]) -> None:
-    @rule(name)
-    def side(x: Operand, diagonal: int = 0, **kwargs: Any) -> Factors | Algorithm:
-        """Zeros are zero under every reduction, so nothing pending is in the way."""
-        layout, pair = x.layout, (x.ndim - 2, x.ndim - 1)
-        if x.ndim < 2 or not any(map(layout.is_cut, pair)):
-            names: tuple[str | None, ...] = (*(f"d{i}" for i in range(x.ndim - 2)), None, None)
-            return Factors([names], [names], linear="joint", any_partial=True)
+def triangle(clears: Callable[[Any, Any], Any], x: Operand, diagonal: int = 0, **kwargs: Any) -> Factors | Algorithm:
+    """Zeros are zero under every reduction, so nothing pending is in the way."""
+    layout, pair = x.layout, (x.ndim - 2, x.ndim - 1)
+    if x.ndim < 2 or not any(map(layout.is_cut, pair)):
+        names = factors_of(x.ndim, *pair)
+        return Factors([names], [names], linear="joint", any_partial=True)
 
-        def clear(v: torch.Tensor, held: tuple[Intervals, Intervals]) -> torch.Tensor:
-            down, right = (torch.cat([torch.arange(*at, device=v.device) for at in ((0, 0), *h)]) for h in held)
-            return v.masked_fill(clears(right, down[:, None] + diagonal), 0)
+    def clear(v: torch.Tensor, held: tuple[Intervals, Intervals]) -> torch.Tensor:
+        down, right = (torch.cat([torch.arange(*at, device=v.device) for at in ((0, 0), *h)]) for h in held)
+        return v.masked_fill(clears(right, down[:, None] + diagonal), 0)
 
-        held = lambda coords: tuple(layout.held(d, coords) for d in pair)  # noqa: E731
-        return Algorithm(lambda x, *args, **kwargs: run_local(clear, [x], layout.replace(stride=None), held))
+    held = lambda coords: tuple(layout.held(d, coords) for d in pair)
+    return Algorithm(lambda x, *args, **kwargs: run_local(clear, [x], layout.replace(stride=None), held))
 
 
-triangle("tril", operator.gt)
-triangle("triu", operator.lt)
+rule("tril")(functools.partial(triangle, operator.gt))
+rule("triu")(functools.partial(triangle, operator.lt))
 
 
-def scatter(name: str, view: Callable[..., Any]) -> None:
-    @rule(name)
-    def put(x: Operand, src: Operand, *where: Any, **named: Any) -> Algorithm | None:
-        """A copy, written where `view` shows it. What a rank holds in several pieces is whole: a view needs one."""
-        ranks = [x.mesh.coords(rank) for rank in x.mesh.ranks]
-        pieces = [d for d in range(x.ndim) if any(len(x.layout.held(d, coords)) > 1 for coords in ranks)]
+def put_back(view: Callable[..., Any], x: Operand, src: Operand, *where: Any, **named: Any) -> Algorithm | None:
+    """A copy, written where `view` shows it. What a rank holds in several pieces is whole: a view needs one."""
+    held = [parent_sets(x.mesh, x.layout.placements, d, n) for d, n in enumerate(x.shape)]
+    pieces = [d for d, sets in enumerate(held) if any(len(intervals) > 1 for intervals in sets)]
 
-        def run(x: Any, src: Any, *where: Any, **named: Any) -> Any:
-            out = whole(x, pieces).clone()
-            view(out, *where, **named).copy_(src)
-            return out
+    def run(x: Any, src: Any, *where: Any, **named: Any) -> Any:
+        out = whole(x, pieces).clone()
+        view(out, *where, **named).copy_(src)
+        return out
 
-        return Algorithm(run) if view(meta(x), *where, **named).shape == src.shape else None  # torch's own error
+    return Algorithm(run) if view(meta(x), *where, **named).shape == src.shape else None  # torch's own error
 
 
-scatter("slice_scatter", torch.ops.aten.slice)
-scatter("diagonal_scatter", torch.diagonal)
+rule("slice_scatter")(functools.partial(put_back, torch.ops.aten.slice))
+rule("diagonal_scatter")(functools.partial(put_back, torch.diagonal))
 
 
 @rule("select_scatter")
 def select_scatter(x: Operand, src: Operand, dim: int, index: int) -> Algorithm:
     """A slice of one."""
     meta(x).select(dim, index)
-    d, at = dim_of(dim, x.ndim), index % x.shape[dim]
-    return Algorithm(lambda x, src, *args, **kwargs: torch.slice_scatter(x, src.unsqueeze(d), d, at, at + 1))
+    at = index % x.shape[dim]
+    return Algorithm(lambda x, src, *args, **kwargs: torch.slice_scatter(x, src.unsqueeze(dim), dim, at, at + 1))

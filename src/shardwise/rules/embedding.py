@@ -3,69 +3,58 @@ answers with those."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, positions
-from shardwise.rules.index import located, pointable
+from shardwise.rules.index import by_holders, located, pointable
 from shardwise.strategy.program import reduced
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Gathered, Operand, PerCoords
+from shardwise.strategy.spec import Algorithm, Factors, Gathered, Operand
+
+
+def with_a_column(look_up: Callable[[Any], Any], table: torch.Tensor) -> torch.Tensor:
+    """look_up(table), also for a rank that holds no column: there CUDA's kernels read out of bounds."""
+    return look_up(table) if table.shape[1] else look_up(F.pad(table, (0, 1)))[..., :0]
 
 
 @rule("embedding")
-def embedding(first: Operand, second: Operand, padding_idx: Any = None, *args: Any, **kwargs: Any) -> Factors | None:
+def embedding(first: Operand, second: Operand, *args: Any, **kwargs: Any) -> Factors | None:
     """``i..., v d -> i... d``; aten gives the table first. With `sparse`, the gradient is dense all the same."""
-    ids, table = (second, first) if first.dtype.is_floating_point else (first, second)
-    max_norm = args[0] if args else kwargs.get("max_norm")
-    if first is table:
-        max_norm, by_freq = None, bool(args and args[0]) or kwargs.get("scale_grad_by_freq", False)
-    else:
-        by_freq = (len(args) > 2 and args[2]) or kwargs.get("scale_grad_by_freq", False)
-    if max_norm is not None:
+    aten = first.dtype.is_floating_point
+    ids, table = (second, first) if aten else (first, second)
+    options = ("padding_idx", *(() if aten else ("max_norm", "norm_type")), "scale_grad_by_freq", "sparse")
+    given = dict(zip(options, args)) | kwargs
+    if given.get("max_norm") is not None:
         return None  # torch takes it apart: first embedding_renorm_, then a plain look-up
-    where: tuple[str | None, ...] = tuple(None if by_freq else f"i{d}" for d in range(ids.ndim))
-    if padding_idx == -1 and first is table:
-        padding_idx = None
-    elif padding_idx is not None and padding_idx < 0:
-        padding_idx += table.shape[0]
-    rows = None if by_freq else "v"
-    inputs = [(rows, "d"), where] if first is table else [where, (rows, "d")]
-    size, pad = table.shape[0], -1 if padding_idx is None else padding_idx
+    size, pad, by_freq = table.shape[0], given.get("padding_idx"), given.get("scale_grad_by_freq", False)
+    if pad is None or (aten and pad == -1):
+        pad = -1
+    elif pad < 0:
+        pad += size
+    where = tuple(None if by_freq else f"i{d}" for d in range(ids.ndim))
+    rows = (None if by_freq else "v", "d")
 
-    def local(inputs: list[Layout], outputs: list[Layout]) -> Any:
-        layout = inputs[table.index]
+    def look_up(first: torch.Tensor, second: torch.Tensor, held: tuple[Intervals] | None = None) -> torch.Tensor:
+        rows, ids = (first, second) if aten else (second, first)
+        if held is None:
+            return with_a_column(lambda rows: torch.embedding(rows, ids, pad, by_freq, False), rows)
+        at, mine = located(ids, held[0], size)
+        here = next((start for start, _ in positions(held[0], ((pad, pad + 1),))), -1)
+        found = with_a_column(lambda rows: torch.embedding(rows, at, here), pointable(rows, 0))
+        return found.masked_fill(~mine.unsqueeze(-1), 0)
 
-        def look_up(a: torch.Tensor, b: torch.Tensor, held: Intervals | None = None) -> torch.Tensor:
-            rows, ids = (a, b) if first is table else (b, a)
-            if held is None:
-                return rows_of(rows, ids, pad, by_freq)
-            at, mine = located(ids, held, size)
-            here = next((start for start, _ in positions(held, ((pad, pad + 1),))), -1)
-            return rows_of(pointable(rows, 0), at, here, False).masked_fill(~mine.unsqueeze(-1), 0)
-
-        return PerCoords(look_up, lambda coords: layout.held(0, coords)) if layout.is_cut(0) else look_up
-
+    inputs = [rows, where] if aten else [where, rows]
+    local = by_holders([0], look_up, look_up, table.index)
     return Factors(inputs, [(*where, "d")], linear="each", joint=frozenset({table.index}), local=local)
 
 
-def rows_of(table: torch.Tensor, ids: torch.Tensor, padding_idx: int, by_freq: bool) -> torch.Tensor:
-    """torch.embedding, also for a rank that holds no column: there CUDA's backward kernel reads out of bounds."""
-    if not table.shape[1]:
-        return table[:0].sum(0).expand(*ids.shape, 0)
-    return torch.embedding(table, ids, padding_idx, by_freq, False)
-
-
-@rule("embedding_renorm")
-def embedding_renorm(table: Operand, ids: Operand, max_norm: float, norm_type: float) -> Algorithm:
-    return Algorithm(_renorm, writes=True)
-
-
-def _renorm(table: Any, ids: Any, max_norm: float, norm_type: float) -> Any:
+def renorm(table: Any, ids: Any, max_norm: float, norm_type: float) -> Any:
     """Shorten the rows that are looked up, each to the same length however often it is."""
     ids = ids.reshape(-1)
     rows = reduced(table.index_select(0, ids))
@@ -73,12 +62,9 @@ def _renorm(table: Any, ids: Any, max_norm: float, norm_type: float) -> Any:
     return table.index_copy_(0, ids, torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows))
 
 
-def _bags(**given: Any) -> torch.Tensor:
-    """F.embedding_bag, also for a rank that holds no column: there CUDA's kernel reads out of bounds."""
-    table = given["weight"]
-    if table.shape[1]:
-        return F.embedding_bag(**given)
-    return F.embedding_bag(**given | {"weight": F.pad(table, (0, 1))})[:, :0]
+@rule("embedding_renorm")
+def embedding_renorm(table: Operand, ids: Operand, max_norm: float, norm_type: float) -> Algorithm:
+    return Algorithm(renorm, writes=True)
 
 
 @rule("embedding_bag")
@@ -88,36 +74,35 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Any:
     bound = inspect.signature(F.embedding_bag).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments | {"sparse": False}
-    ids, table, mode, pad = (given[name] for name in ("input", "weight", "mode", "padding_idx"))
+    ids, table, mode, pad, by_freq = map(given.__getitem__, "input weight mode padding_idx scale_grad_by_freq".split())
     operands = {name: x for name, x in given.items() if isinstance(x, Operand)}
     if given["max_norm"] is not None:
         return Gathered("gather, since max_norm rewrites the rows it looks up, and compute it on every rank")
-    by_freq = given["scale_grad_by_freq"]
     bags = "b" if ids.ndim == 2 and not by_freq else None
     rows = None if mode == "max" or by_freq else "v"
     names = {x.index: (bags, None) if x.ndim == 2 else (None,) for x in operands.values()} | {table.index: (rows, "d")}
-    pad = pad + table.shape[0] if pad is not None and pad < 0 else pad
+    size = table.shape[0]
+    pad = pad + size if pad is not None and pad < 0 else pad
     linear = frozenset(operands[name].index for name in ("weight", "per_sample_weights") if name in operands)
 
-    def bag(*values: torch.Tensor) -> torch.Tensor:
-        return _bags(**given | {name: values[x.index] for name, x in operands.items()})
+    def bags_of(values: Sequence[torch.Tensor], **changes: Any) -> torch.Tensor:
+        local = given | {name: values[x.index] for name, x in operands.items()} | changes
+        return with_a_column(lambda rows: F.embedding_bag(**local | {"weight": rows}), local["weight"])
 
-    def bag_of_mine(*values: Any) -> torch.Tensor:
-        *tensors, held = values
-        local = given | {name: tensors[x.index] for name, x in operands.items()} | {"mode": "sum", "padding_idx": None}
-        ids, table, weights = local["input"], local["weight"], local["per_sample_weights"]
+    def bags_of_mine(*values: Any) -> torch.Tensor:
+        *tensors, (held,) = values
+        found = {name: tensors[x.index] for name, x in operands.items()}
+        ids, rows, weights = found["input"], found["weight"], found.get("per_sample_weights")
         at, mine = located(ids, held, size, RuntimeError)
-        counted = torch.ones_like(ids, dtype=table.dtype) if pad is None else (ids != pad).to(table.dtype)
+        counted = torch.ones_like(ids, dtype=rows.dtype) if pad is None else (ids != pad).to(rows.dtype)
         share = (counted if weights is None else weights * counted).masked_fill(~mine, 0)
-        out = _bags(**local | {"input": at, "weight": pointable(table, 0), "per_sample_weights": share})
+        total = functools.partial(bags_of, tensors, mode="sum", padding_idx=None)
+        out = total(input=at, weight=pointable(rows, 0), per_sample_weights=share)
         if mode == "sum":
             return out
-        ones = {"input": torch.zeros_like(at), "weight": table.new_ones(1, 1), "per_sample_weights": counted}
-        return out / F.embedding_bag(**local | ones).clamp(min=1)
+        ones = total(input=torch.zeros_like(at), weight=rows.new_ones(1, 1), per_sample_weights=counted)
+        return out / ones.clamp(min=1)
 
-    def local(inputs: list[Layout], outputs: list[Layout]) -> Any:
-        layout = inputs[table.index]
-        return PerCoords(bag_of_mine, lambda coords: layout.held(0, coords)) if layout.is_cut(0) else bag
-
-    size, how = table.shape[0], "none" if mode == "max" else "each"
+    local = by_holders([0], bags_of_mine, lambda *values: bags_of(values), table.index)
+    how = "none" if mode == "max" else "each"
     return Factors([names[i] for i in sorted(names)], [(bags, "d")], how, linear, local=local)

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.layout.split import Intervals
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.reduce import dims_of, gather_parts, staged, two_stages, whole_along
+from shardwise.rules.reduce import dims_of, gather_parts, staged, whole_along
 from shardwise.strategy.program import needs_grad, run_local
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Operand
@@ -25,10 +25,8 @@ def shared_extreme(func: Callable[..., Any], x: Any, dims: Dims, keepdim: bool, 
     In two stages torch shares it among ranks, then within each: a rank's part is weighed by how many elements it has.
     """
     if not needs_grad(x):
-        return two_stages(func, x, dims, keepdim)
-
-    def equal(v: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-        return (v == top) | v.isnan()  # which wins
+        return func(*gather_parts(lambda *args: (func(*args),), x, dims), dims, keepdim)
+    equal = lambda v, top: (v == top) | v.isnan()  # noqa: E731 (NaN wins)
 
     def counted(v: torch.Tensor, dims: Dims, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
         top, seen = func(v, dims, True), v.detach()
@@ -99,9 +97,8 @@ def _extremes(name: str) -> None:
         return staged(x, dims, keepdim, lambda x: kind(selected(pick, x, dims, keepdim)), outputs=2)
 
     def of_all(v: Any, dims: Dims, keepdim: bool) -> Any:
-        if not v.numel():
-            return along(v, dims, keepdim)
-        return func(v).reshape((1,) * v.dim()) if keepdim else func(v)
+        one = (1,) * v.dim() if keepdim else ()
+        return func(v).reshape(one) if v.numel() else along(v, dims, keepdim)
 
 
 _extremes("max")

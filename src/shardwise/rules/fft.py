@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,35 +14,22 @@ from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Factors, Operand
 
 
-def transform(name: str) -> None:
+def transform(func: Any, x: Operand, dim: Any, *args: Any, **kwargs: Any) -> Factors:
     """torch.fft's functions go by these, and by padding or slicing to the size asked for."""
-    func = getattr(torch, name)
-
-    @rule(name)
-    def along(x: Operand, dim: Any, *args: Any, **kwargs: Any) -> Factors:
-        spec = whole_along(x, dims_of(dim, x.ndim) if dim else (), True)
-        spec.linear, local = "joint", or_empty(lambda v: func(v, dim, *args, **kwargs))
-        spec.local = lambda inputs, outputs: local
-        return spec
+    local, dims = or_empty(lambda v: func(v, dim, *args, **kwargs)), dims_of(dim, x.ndim) if dim else ()
+    return whole_along(x, dims, True, linear="joint", local=lambda inputs, outputs: local)
 
 
-transform("_fft_c2c")
-transform("_fft_r2c")
-transform("_fft_c2r")
+for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
+    rule(_name)(partial(transform, getattr(torch, _name)))
 
 
 @rule("stft")
 def stft(
-    x: Operand,
-    n_fft: int,
-    hop_length: Any = None,
-    win_length: Any = None,
-    window: Any = None,
-    *args: Any,
-    **kwargs: Any,
+    x: Operand, n_fft: int, hop_length: Any = None, win_length: Any = None, window: Any = None, *args: Any, **more: Any
 ) -> Factors:
     """Linear in the signal and in the window; batches pass."""
     batch = ("b",) * (x.ndim - 1)
     names = [(*batch, None), *((None,) for _ in operands_in((window,)))]
-    local = or_empty(lambda v, w=None: torch.stft(v, n_fft, hop_length, win_length, w, *args, **kwargs))
+    local = or_empty(lambda v, w=None: torch.stft(v, n_fft, hop_length, win_length, w, *args, **more))
     return Factors(names, [(*batch, None, None)], linear="each", local=lambda inputs, outputs: local)

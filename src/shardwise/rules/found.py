@@ -4,6 +4,7 @@ the operand is first cut along its first dim, which is cheaper than to gather it
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,12 +15,11 @@ from shardwise.context import relaxed
 from shardwise.layout import Partial, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
+from shardwise.layout.split import sizes_to_pieces
 from shardwise.strategy.program import reduced, run_local, whole
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Operand
 from shardwise.wrapper import wrap
-
-Bounds = dict[tuple[int, ...], tuple[int, int]]  # by coordinates on the axes that cut: where what they found stands
 
 
 def in_order(x: Any, dims: Sequence[int], by: Any = None) -> tuple[Any, int]:
@@ -38,22 +38,22 @@ def in_order(x: Any, dims: Sequence[int], by: Any = None) -> tuple[Any, int]:
     return x.redistribute(placements=target), lead
 
 
-def as_found(out: Any, dim: int, axes: Sequence[int]) -> tuple[Any, Bounds]:
-    """`out`, of which ranks along `axes` found different sizes of `dim`, with its true layout; and who found what."""
+def as_found(out: Any, dim: int, axes: Sequence[int]) -> Any:
+    """`out`, of which ranks along `axes` found different sizes of `dim`, with its true layout."""
     layout, mesh = out._layout, out._layout.mesh
     sizes = [mesh.shape[a] for a in axes]
-    cells = list(itertools.product(*(range(k) for k in sizes)))
+    cells = list(itertools.product(*map(range, sizes)))
     places = [Shard(0) if a in axes else REPLICATE for a in range(len(mesh.shape))]
     one_each = layout.replace(shape=(len(cells),), dtype=torch.int64, placements=places)
     with relaxed(), torch.no_grad():  # who calls such an op asks for this exchange
         counts = whole(run_local(lambda v: torch.tensor([v.shape[dim]], device=v.device), [out], one_each))
-        ends = list(itertools.accumulate(mesh.comm.first(counts._local).tolist()))
-    bounds = dict(zip(cells, zip([0, *ends], ends, strict=False), strict=True))
-    shards = shards_from_table(sizes, ends[-1], lambda c: tuple(b for b in (bounds[c],) if b[0] < b[1]), dim)
+        found = mesh.comm.first(counts._local).tolist()
+    pieces = dict(zip(cells, sizes_to_pieces(found), strict=True))
+    shards = shards_from_table(sizes, sum(found), lambda cell: pieces[cell], dim)
     new = dict(zip(axes, shards, strict=True))
     places = [new.get(a, p) for a, p in enumerate(layout.placements)]
-    shape = (*layout.shape[:dim], ends[-1], *layout.shape[dim + 1 :])
-    return wrap(out._local, layout.replace(shape=shape, placements=places)), bounds
+    shape = (*layout.shape[:dim], sum(found), *layout.shape[dim + 1 :])
+    return wrap(out._local, layout.replace(shape=shape, placements=places))
 
 
 def found_along(func: Callable[..., Any], x: Any, by: Any, at: int) -> Any:
@@ -67,7 +67,7 @@ def found_along(func: Callable[..., Any], x: Any, by: Any, at: int) -> Any:
         for axis, p in enumerate(layout.placements)
     ]
     shape = (*x.shape[:at], 0, *x.shape[dims.stop :])
-    return as_found(run_local(func, [x, by], layout.replace(shape=shape, placements=places)), at, axes)[0]
+    return as_found(run_local(func, [x, by], layout.replace(shape=shape, placements=places)), at, axes)
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
@@ -93,16 +93,11 @@ def nonzero(x: Any, *, as_tuple: bool = False) -> Any:
     x = reduced(x.detach().reshape(1) if as_tuple and not x.dim() else x.detach())
     x, lead = in_order(x, range(x.dim()))
     layout, axes = x._layout, x._layout.axes_of(lead)
-
-    def find(v: torch.Tensor, start: int) -> torch.Tensor:
-        found = torch.nonzero(v)
-        found[:, lead : lead + 1] += start
-        return found
-
+    starts = lambda coords: tuple(layout.offset_at(d, coords) for d in range(layout.ndim))
+    find = lambda v, starts: torch.nonzero(v) + torch.tensor(starts, dtype=torch.int64, device=v.device)
     places = [Shard(0) if axis in axes else REPLICATE for axis in range(len(layout.placements))]
     target = layout.replace(shape=(0, x.dim()), dtype=torch.int64, placements=places)
-    found = run_local(find, [x], target, lambda coords: layout.offset_at(lead, coords) if axes else 0)
-    out = as_found(found, 0, axes)[0]
+    out = as_found(run_local(find, [x], target, starts), 0, axes)
     return out.unbind(1) if as_tuple else out
 
 
@@ -120,9 +115,7 @@ def repeat_interleave(x: Operand, repeats: Any = None, dim: Any = None, *, outpu
 
 def _repeat(x: Any, repeats: Any = None, dim: Any = None, *, output_size: Any = None) -> Any:
     if repeats is None:  # the indices of x, each as often as x says
-        everywhere = x._layout.replace(placements=[REPLICATE] * len(x._layout.placements))
-        ids = torch.arange(x.shape[0], dtype=x.dtype, device=x.device)
-        x, repeats = wrap(x._layout.mesh.comm.shared(ids), everywhere), x
+        x, repeats = x.new_ones(x.shape).cumsum(0, dtype=x.dtype) - 1, x
     x, d = (x.reshape(-1), 0) if dim is None else (x, dim % x.dim())
     repeats = repeats.expand(x.shape[d]) if repeats.numel() == 1 else repeats
     if repeats.shape[0] != x.shape[d]:
@@ -150,8 +143,8 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
 # -- distinct values ---------------------------------------------------------------------------------------
 @program("unique")
 def unique(x: Any, sorted: Any = True, return_inverse: Any = False, return_counts: Any = False, dim: Any = None) -> Any:
-    found = distinct(lambda v: torch.unique(v, sorted, True, True, _first(dim)), reduced(x.detach()), dim)
-    return _asked_for(found, return_inverse, return_counts)
+    func = functools.partial(torch.unique, sorted=sorted)
+    return distinct(func, reduced(x.detach()), dim, return_inverse, return_counts)
 
 
 @rule("unique_consecutive")
@@ -162,32 +155,25 @@ def unique_consecutive(x: Operand, *args: Any, **kwargs: Any) -> Algorithm | Non
 
 def _unique_consecutive(x: Any, return_inverse: bool = False, return_counts: bool = False, dim: Any = None) -> Any:
     x = in_order(reduced(x.detach()), range(x.dim()) if dim is None else [dim % x.dim()])[0]
-    found = distinct(lambda v: torch.unique_consecutive(v, True, True, _first(dim)), x, dim)
-    return _asked_for(found, return_inverse, return_counts)
+    return distinct(torch.unique_consecutive, x, dim, return_inverse, return_counts)
 
 
-def _first(dim: int | None) -> int | None:
-    return None if dim is None else 0  # `distinct` puts it there
-
-
-def _asked_for(results: Sequence[Any], inverse: bool, counts: bool) -> Any:
-    asked = tuple(itertools.compress(results, (True, inverse, counts)))
-    return asked if len(asked) > 1 else asked[0]
-
-
-def distinct(func: Callable[[Any], Any], x: Any, dim: int | None) -> tuple[Any, Any, Any]:
-    """func, which gives distinct values, where each element's is and how many there are, of what it gives each rank."""
+def distinct(func: Callable[..., Any], x: Any, dim: int | None, where: bool = True, how_many: bool = True) -> Any:
+    """The distinct values of what `func` finds on each rank; if asked, where each element's is and how many it has."""
     x = x if dim is None else whole(x.movedim(dim, 0), range(1, x.dim()))
+    find = functools.partial(func, return_inverse=True, return_counts=True, dim=None if dim is None else 0)
     layout, axes = x._layout, [a for a, p in enumerate(x._layout.placements) if p.is_shard()]
     chunks = [Shard(0) if a in axes else REPLICATE for a in range(len(layout.placements))]
     values = layout.replace(shape=(0, *(x.shape[1:] if dim is not None else ())), placements=chunks)
-    where = layout if dim is None else layout.replace(shape=x.shape[:1])
+    places = (layout if dim is None else layout.replace(shape=x.shape[:1])).replace(dtype=torch.int64)
     counts = layout.replace(shape=(0,), placements=chunks, dtype=torch.int64)
-    found = run_local(func, [x], [values, where.replace(dtype=torch.int64), counts])
-    (merged, bounds), inverse, (many, _) = as_found(found[0], 0, axes), found[1], as_found(found[2], 0, axes)
+    found = run_local(find, [x], [values, places, counts])
+    merged, inverse, many = as_found(found[0], 0, axes), found[1], as_found(found[2], 0, axes)
     if axes:  # the candidates of all ranks, and once more
-        start = lambda coords: bounds[tuple(coords[a] for a in axes)][0]  # noqa: E731
+        start = functools.partial(merged._layout.offset_at, 0)
         candidates = run_local(torch.add, [inverse], inverse._layout, start)
         merged, again, _ = distinct(func, whole(merged), None if dim is None else 0)
         inverse, many = again[candidates], many.new_zeros(merged.shape[0]).index_add(0, again, many)
-    return merged if not dim else merged.movedim(0, dim), inverse, many
+    results = merged if not dim else merged.movedim(0, dim), inverse, many
+    asked = tuple(itertools.compress(results, (True, where, how_many)))
+    return asked if len(asked) > 1 else asked[0]

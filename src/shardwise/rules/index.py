@@ -3,6 +3,7 @@ answers for the indices it holds and gives zeros for the others, so that the ans
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,16 +15,12 @@ from shardwise.layout.layout import contiguous_stride
 from shardwise.layout.split import Intervals
 from shardwise.rules.found import broadcast_shape, select_masked
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.slicing import clipped, select, slice_
+from shardwise.rules.slicing import clipped, select, slice_, sum_of
 from shardwise.rules.view import dim_of, unsqueeze
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
 
 Action = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]  # rule, function, arguments
-
-
-def _is_tensor(index: Any) -> bool:
-    return isinstance(index, (torch.Tensor, Operand, list)) or type(index) is bool
 
 
 def is_mask(index: Any) -> bool:
@@ -33,57 +30,42 @@ def is_mask(index: Any) -> bool:
 def spelled_out(index: Any, ndim: int) -> list[Any]:
     """The index as a list with one entry a dim (besides None), the ellipsis written as full slices."""
     entries = list(index) if isinstance(index, tuple) else [index]
-    used = 0
-    for entry in entries:
-        if entry is None or entry is Ellipsis or type(entry) is bool:
-            continue
-        used += entry.ndim if is_mask(entry) else 1
-    where = next((i for i, e in enumerate(entries) if e is Ellipsis), None)
-    fill = [slice(None)] * max(ndim - used, 0)
-    if where is None:
-        return entries + fill
-    return [*entries[:where], *fill, *entries[where + 1 :]]
+    new = [e is None or e is Ellipsis or type(e) is bool for e in entries]
+    used = sum(e.ndim if is_mask(e) else 1 for e, is_new in zip(entries, new) if not is_new)
+    where = next((i for i, e in enumerate(entries) if e is Ellipsis), len(entries))
+    return [*entries[:where], *[slice(None)] * (ndim - used), *entries[where + 1 :]]
 
 
-def basic_actions(
-    entries: Sequence[Any], shape: Sequence[int], keep_selected: bool = False
-) -> tuple[list[Action], list[Any]]:
+def basic_actions(entries: Sequence[Any], shape: Sequence[int], keep: bool = False) -> tuple[list[Action], list[Any]]:
     """The selects, slices and new dims of an index, and what is left: one tensor index or None a dim of the result.
 
-    With `keep_selected` an integer becomes a slice of one, so that the result is always a view of the operand.
-    """
+    With `keep` an integer is a slice of one, so that the result is always a view of the operand."""
     actions: list[Action] = []
     left: list[Any] = []
     dim = read = 0
     for entry in entries:
-        if entry is None:
-            actions.append((unsqueeze, torch.unsqueeze, (dim,)))
-            left.append(None)
-            dim += 1
-        elif isinstance(entry, slice):
-            n = shape[read]
-            if entry.step is not None and entry.step <= 0:
-                raise ValueError(f"step must be greater than zero, got {entry.step} in {entry}")
-            if entry != slice(None) and clipped(entry.start, entry.stop, entry.step or 1, n) != (0, n, 1):
-                actions.append((slice_, torch.ops.aten.slice, (dim, entry.start, entry.stop, entry.step or 1)))
-            left.append(None)
-            dim, read = dim + 1, read + 1
-        elif isinstance(entry, int) and type(entry) is not bool:
+        if isinstance(entry, int) and type(entry) is not bool:
             n = shape[read]
             if not -n <= entry < n:
                 raise IndexError(f"index {entry} is out of bounds for dimension {read} with size {n}")
-            if keep_selected:
-                at = entry % n
-                actions.append((slice_, torch.ops.aten.slice, (dim, at, at + 1, 1)))
-                left.append(None)
-                dim += 1
-            else:
-                actions.append((select, torch.select, (dim, entry)))
-            read += 1
-        elif type(entry) is bool or (is_mask(entry) and not entry.ndim):  # a new dim, of one index or none
+            if keep:
+                entry = slice(entry % n, entry % n + 1)
+        if entry is None or type(entry) is bool or (is_mask(entry) and not entry.ndim):  # a new dim, masked or not
             actions.append((unsqueeze, torch.unsqueeze, (dim,)))
-            left.append([entry] if type(entry) is bool else entry if isinstance(entry, Operand) else entry.reshape(1))
+            entry = [entry] if type(entry) is bool else entry
+            left.append(entry.reshape(1) if isinstance(entry, torch.Tensor) else entry)
             dim += 1
+        elif isinstance(entry, slice):
+            n, step = shape[read], 1 if entry.step is None else entry.step
+            if step <= 0:
+                raise ValueError(f"step must be greater than zero, got {step} in {entry}")
+            if clipped(entry.start, entry.stop, step, n) != (0, n, 1):
+                actions.append((slice_, torch.ops.aten.slice, (dim, entry.start, entry.stop, step)))
+            left.append(None)
+            dim, read = dim + 1, read + 1
+        elif isinstance(entry, int):
+            actions.append((select, torch.select, (dim, entry)))
+            read += 1
         else:
             left.append(entry)
             width = entry.ndim if is_mask(entry) else 1
@@ -91,34 +73,27 @@ def basic_actions(
     return actions, left
 
 
-@rule("__getitem__")
-def getitem(x: Any, index: Any) -> Any:
-    if not isinstance(x, Operand):
-        return Algorithm(lambda x, index: torch.ops.aten.index(x, _index_list(index, x.ndim)))
-    actions, left = basic_actions(spelled_out(index, x.ndim), x.shape)
-    if all(entry is None for entry in left):
-        if len(actions) == 1:
-            return actions[0][0](x, *actions[0][2])
-        if not actions:
-            return Algorithm(lambda x, index: x.alias() if hasattr(x, "alias") else x.view(x.shape))
-    return Algorithm(take_item)
-
-
-def _index_list(index: Any, ndim: int) -> list[Any]:
-    return [None if isinstance(e, slice) else e for e in spelled_out(index, ndim)]
-
-
-def take_item(x: Any, index: Any) -> Any:
-    actions, left = basic_actions(spelled_out(index, x.dim()), x.shape)
-    for _, function, arguments in actions:
-        x = function(x, *arguments)
-    if any(entry is not None for entry in left):
-        x = torch.ops.aten.index(x, _as_tensors(left, x))
-    return x
+def viewed(x: Any, actions: Sequence[Action]) -> Any:
+    return functools.reduce(lambda view, action: action[1](view, *action[2]), actions, x)
 
 
 def _as_tensors(entries: Sequence[Any], like: Any) -> list[Any]:
     return [e if e is None or isinstance(e, torch.Tensor) else torch.as_tensor(e, device=like.device) for e in entries]
+
+
+@rule("__getitem__")
+def getitem(x: Any, index: Any) -> Any:
+    if isinstance(x, Operand):  # else a plain tensor, at indices that are distributed
+        actions, left = basic_actions(spelled_out(index, x.ndim), x.shape)
+        if all(entry is None for entry in left) and len(actions) < 2:
+            return actions[0][0](x, *actions[0][2]) if actions else Algorithm(lambda x, index: x.view(x.shape))
+    return Algorithm(take_item)
+
+
+def take_item(x: Any, index: Any) -> Any:
+    actions, left = basic_actions(spelled_out(index, x.dim()), x.shape)
+    view = viewed(x, actions)
+    return view if all(e is None for e in left) else torch.ops.aten.index(view, _as_tensors(left, view))
 
 
 @rule("__setitem__")
@@ -129,14 +104,21 @@ def setitem(x: Any, index: Any, value: Any) -> Any:
 def put_item(x: Any, index: Any, value: Any) -> None:
     """Write through a view where the index is basic, with index_put_ where it is not."""
     entries = spelled_out(index, x.dim())
-    if any(_is_tensor(entry) for entry in entries):
-        return _put_at_tensors(x, entries, value)
-    view = x
-    for _, function, arguments in basic_actions(entries, x.shape, keep_selected=True)[0]:
-        view = function(view, *arguments)
+    if any(isinstance(entry, (torch.Tensor, list)) or type(entry) is bool for entry in entries):
+        entries = [torch.tensor(e, device=x.device) if type(e) is int else e for e in entries]
+        actions, left = basic_actions(entries, x.shape)
+        view = viewed(x, actions)
+        value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=x.dtype, device=x.device)
+        there = view, _as_tensors(left, view), value.to(x.dtype)
+        if any(map(is_mask, there[1])):
+            view.copy_(torch.ops.aten.index_put(*there))
+        else:
+            torch.ops.aten.index_put_(*there)
+        return
+    view = viewed(x, basic_actions(entries, x.shape, keep=True)[0])
     if not isinstance(value, torch.Tensor):
         view.fill_(value)
-        return None
+        return
     for dim, entry in enumerate(entries):  # the value has no dim where an integer was
         at = value.dim() - (len(entries) - dim - 1)
         if isinstance(entry, int) and at >= 0:
@@ -144,25 +126,6 @@ def put_item(x: Any, index: Any, value: Any) -> None:
     if view.dim() < value.dim():
         value = value.reshape(value.shape[value.dim() - view.dim() :])
     view.copy_(value.to(view.dtype) if value.dtype != view.dtype else value)
-    return None
-
-
-def _put_at_tensors(x: Any, entries: list[Any], value: Any) -> None:
-    value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=x.dtype, device=x.device)
-    value = value.to(x.dtype)
-    if x.dim() == 0:  # the only index left is a mask: whether to write at all
-        x.copy_(torch.where(_as_tensors(entries, x)[0], value, x))
-        return
-    entries = [torch.tensor(e, device=x.device) if type(e) is int else e for e in entries]
-    actions, left = basic_actions(entries, x.shape)
-    view = x
-    for _, function, arguments in actions:
-        view = function(view, *arguments)
-    left = _as_tensors(left, view)
-    if any(map(is_mask, left)):
-        view.copy_(torch.ops.aten.index_put(view, left, value))
-    else:
-        torch.ops.aten.index_put_(view, left, value)
 
 
 # -- who holds what an index asks for ----------------------------------------------------------------------
@@ -170,7 +133,6 @@ def located(
     index: torch.Tensor, held: Intervals, size: int, error: type[Exception] = IndexError, from_end: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where indices of a dim of `size` stand in what a rank holds, and whether it holds them (if not, they stand at 0).
-
     With `from_end`, negative indices count from the end."""
     outside = (index < (-size if from_end else 0)) | (index >= size)
     if index.is_cuda:
@@ -190,9 +152,7 @@ def located(
     return at.masked_fill(~mine, 0), mine
 
 
-def located_all(
-    indices: Sequence[torch.Tensor], held: Sequence[Intervals | None], sizes: Sequence[int]
-) -> tuple[list[torch.Tensor], Any]:
+def located_all(indices: Sequence[Any], held: Sequence[Any], sizes: Sequence[int]) -> tuple[list[torch.Tensor], Any]:
     """The same for indices of several dims, broadcast; `held` is None for a dim that is whole."""
     places, mine = list(indices), None
     for n, intervals in enumerate(held):
@@ -207,9 +167,16 @@ def pointable(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x if x.shape[dim] else torch.cat([x, x.new_zeros((*x.shape[:dim], 1, *x.shape[dim + 1 :]))], dim)
 
 
-def sum_of(x: Operand) -> str:
-    """How the answers of the ranks, all but one of them zero, become one."""
-    return "bor" if x.dtype == torch.bool else "sum"
+def by_holders(dims: Sequence[int], mine: Callable[..., Any], whole: Callable[..., Any], operand: int = 0) -> Any:
+    """The local call of an op at indices of these dims of an operand: mine(*values, held) where one of them is cut,
+    held[n] what a rank holds of dims[n] (None: all), else whole(*values)."""
+
+    def local(inputs: list[Layout], outputs: list[Layout]) -> LocalCall:
+        layout, cut = inputs[operand], [inputs[operand].is_cut(d) for d in dims]
+        held = lambda coords: tuple(layout.held(d, coords) if c else None for d, c in zip(dims, cut))
+        return PerCoords(mine, held) if any(cut) else whole
+
+    return local
 
 
 # -- look-ups ----------------------------------------------------------------------------------------------
@@ -252,20 +219,15 @@ def index(x: Operand, indices: Sequence[Any]) -> Factors | Algorithm | None:
             v = pointable(v, d)
         return v[tuple(at.placed(places, slice(None)))].masked_fill(~mine.reshape((*mine.shape, *(1,) * at.after)), 0)
 
-    def local(inputs: list[Layout], outputs: list[Layout]) -> LocalCall:
-        layout = inputs[0]
-        if not any(map(layout.is_cut, at.dims)):
-            return lambda v, *found: v[tuple(at.placed(found, slice(None)))]
-        return PerCoords(look_up, lambda c: tuple(layout.held(d, c) if layout.is_cut(d) else None for d in at.dims))
-
+    local = by_holders(at.dims, look_up, lambda v, *found: v[tuple(at.placed(found, slice(None)))])
     reduce = {at.names[d]: sum_of(x) for d in at.dims}
     return Factors([at.names, *at.index_names], [at.result], "each", frozenset({0}), reduce=reduce, local=local)
 
 
 def _index_by_masks(x: Any, indices: Sequence[Any]) -> Any:
-    if sum(i is not None for i in indices) == 1:
-        at = next(d for d, i in enumerate(indices) if i is not None)
-        return select_masked(x, indices[at].bool(), at)
+    at = [d for d, i in enumerate(indices) if i is not None]
+    if len(at) == 1:
+        return select_masked(x, indices[at[0]].bool(), at[0])
     return torch.ops.aten.index(x, without_masks(indices))
 
 
@@ -275,21 +237,17 @@ def without_masks(indices: Sequence[Any]) -> list[Any]:
     return [i for entry in spelled for i in entry]
 
 
-def look_up_along(
-    x: Operand, d: int, pick: Callable[..., Any], names: Sequence[Any], mask: Any, error: type[Exception]
-) -> Factors:
+def look_up_along(x: Operand, d: int, pick: Any, names: Sequence[Any], mask: Any, error: type[Exception]) -> Factors:
     """pick(x, index) along dim d; `names` are the index's; a mask of it in the shape `mask` fits the result."""
     mine = tuple(f"x{i}" for i in range(x.ndim))
     outs = tuple("i" if i == d else n for i, n in enumerate(mine))
 
-    def local(inputs: list[Layout], outputs: list[Layout]) -> LocalCall:
-        def look_up(v: torch.Tensor, index: torch.Tensor, held: Intervals) -> torch.Tensor:
-            at, mine = located(index, held, x.shape[d], error)
-            return pick(pointable(v, d), at).masked_fill(~mine.reshape(mask or mine.shape), 0)
+    def look_up(v: torch.Tensor, index: torch.Tensor, held: tuple[Intervals]) -> torch.Tensor:
+        at, mine = located(index, held[0], x.shape[d], error)
+        return pick(pointable(v, d), at).masked_fill(~mine.reshape(mask or mine.shape), 0)
 
-        return PerCoords(look_up, lambda coords: inputs[0].held(d, coords)) if inputs[0].is_cut(d) else pick
-
-    return Factors([mine, names], [outs], "each", frozenset({0}), reduce={f"x{d}": sum_of(x)}, local=local)
+    more = {"reduce": {f"x{d}": sum_of(x)}, "local": by_holders([d], look_up, pick)}
+    return Factors([mine, names], [outs], "each", frozenset({0}), **more)
 
 
 @rule("index_select")
@@ -306,17 +264,11 @@ def gather(x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -
     d = dim_of(dim, x.ndim)
     if x.ndim != index.ndim or not x.ndim:
         return Factors([(None,) * x.ndim, (None,) * index.ndim], [(None,) * index.ndim], "each", frozenset({0}))
-    if any(i != d and index.shape[i] < x.shape[i] for i in range(x.ndim)):
-        return Algorithm(_gather_of_the_first)
+    if any(i != d and index.shape[i] < n for i, n in enumerate(x.shape)):
+        first = tuple(slice(None if i == d else n) for i, n in enumerate(index.shape))
+        return Algorithm(lambda x, dim, index, **kwargs: torch.gather(x[first], dim, index))
     names = tuple("i" if i == d else f"x{i}" for i in range(x.ndim))
     return look_up_along(x, d, lambda v, at: v.gather(d, at), names, None, RuntimeError)
-
-
-def _gather_of_the_first(x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
-    for i, n in enumerate(index.shape):
-        if i != dim % x.dim() and n < x.shape[i]:
-            x = x.narrow(i, 0, n)
-    return torch.gather(x, dim, index)
 
 
 @rule("take")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ import torch
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.view import dim_of
-from shardwise.strategy.notation import factors, operands_in, parse
+from shardwise.strategy.notation import factors, line, operands_in, parse
 from shardwise.strategy.program import run_local, whole
-from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Assignment, Choice, Factors, Gathered, Operand, Shard
+from shardwise.strategy.registry import program, rule
+from shardwise.strategy.spec import Assignment, Choice, Factors, Gathered, Operand, Shard
 
 # `!` marks what must be whole; letters that only outputs have are never cut. The second line is for left=False, the
 # third for right-hand sides that are vectors.
@@ -46,8 +47,8 @@ class PerMatrix(Factors):
     empty where the call does not ask for it. None of those carries a gradient."""
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
-        shapes = [tuple(o.shape) for o in outputs]
-        self.outputs = [f if len(f) == len(s) else (None,) * len(s) for f, s in zip(self.outputs, shapes, strict=True)]
+        pairs = zip(self.outputs, outputs, strict=True)
+        self.outputs = [names if len(names) == out.dim() else (None,) * out.dim() for names, out in pairs]
         return super().assign(operands, outputs, pinned)
 
     def cut(self, factor: str, shard: Shard) -> Choice:
@@ -55,54 +56,45 @@ class PerMatrix(Factors):
         return replace(choice, outputs=tuple(REPLICATE if p.is_partial() else p for p in choice.outputs))
 
 
-def per_matrix(name: str, text: str) -> None:
-    """Register a rule by its line."""
-    lines = [parse(part) for part in text.split("|")]
+def matrices(lines: Sequence[Any], local: Any, *args: Any, left: bool = True, **kwargs: Any) -> PerMatrix | None:
+    """The first line, or the one for this form of the call."""
+    operands = list(operands_in((*args, *kwargs.values())))
+    if len(operands) > len(list(operands_in(args))) and "tol" not in "".join(kwargs):
+        return None  # named, so in any order: below, torch gives them by position
+    which = int(len(lines) > 1 and not left)
+    if len(lines) > 2 and (operands[1].ndim == 1 or operands[1].shape == operands[0].shape[:-1]):
+        which = 2  # torch's own condition
+    plain = factors(lines[which], operands)
+    return PerMatrix(plain.inputs, plain.outputs, local=local)
 
-    def matrices(*args: Any, left: bool = True, **kwargs: Any) -> Any:
-        operands = list(operands_in((*args, *kwargs.values())))
-        if len(operands) > len(list(operands_in(args))) and "tol" not in "".join(kwargs):
-            return None  # named, so in any order: below, torch gives them by position
-        which = int(len(lines) > 1 and not left)
-        if len(lines) > 2 and (operands[1].ndim == 1 or operands[1].shape == operands[0].shape[:-1]):
-            which = 2  # torch's own condition
-        plain = factors(lines[which], operands)
-        return PerMatrix(plain.inputs, plain.outputs)
 
-    def checked(*args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
-        if check_errors:
-            return Gathered("gather, since every rank must hear of an error, and compute it on every rank")
-        return matrices(*args, **kwargs)
-
-    rule(name)(checked if name.endswith("_ex") else matrices)
+def checked(lines: Sequence[Any], *args: Any, check_errors: bool = False, **kwargs: Any) -> PerMatrix | Gathered | None:
+    if check_errors:
+        return Gathered("gather, since every rank must hear of an error, and compute it on every rank")
+    return matrices(lines, None, *args, **kwargs)
 
 
 for _names, _text in _LINES.items():
-    for _name in _names.split():
-        per_matrix(_name, _text)
+    _lines = [parse(part) for part in _text.split("|")]
+    rule(_names)(partial(checked, _lines) if _names.endswith("_ex") else partial(matrices, _lines, None))
 
 
-@rule("_linalg_check_errors")
-def check_errors(info: Operand, api_name: str, *, is_matrix: bool) -> Algorithm:
-    check = torch.ops.aten._linalg_check_errors
-    return Algorithm(lambda info, api_name, *, is_matrix: check(info.full_tensor(), api_name, is_matrix=is_matrix))
+@program("_linalg_check_errors")
+def check_errors(info: Any, api_name: str, *, is_matrix: bool) -> None:
+    torch.ops.aten._linalg_check_errors(info.full_tensor(), api_name, is_matrix=is_matrix)
 
 
-@rule("cholesky")
-def cholesky(x: Operand, upper: bool = False) -> Algorithm:
-    return Algorithm(lambda x, upper=False: torch.linalg.cholesky(x, upper=upper))
+@program("cholesky")
+def cholesky(x: Any, upper: bool = False) -> Any:
+    return torch.linalg.cholesky(x, upper=upper)
 
 
-@rule("geqrf")
-def geqrf(x: Operand) -> Algorithm:
+@program("geqrf")
+def geqrf(x: Any) -> Any:
     """A program, since torch has no meta kernel for it."""
-
-    def run(x: Any) -> Any:
-        x = whole(x, (x.ndim - 2, x.ndim - 1))
-        tau = x._layout.replace(shape=(*x.shape[:-2], min(x.shape[-2:])))
-        return torch.return_types.geqrf(run_local(torch.geqrf, [x], [x._layout, tau]))
-
-    return Algorithm(run)
+    x = whole(x, (x.ndim - 2, x.ndim - 1))
+    tau = x._layout.replace(shape=(*x.shape[:-2], min(x.shape[-2:])))
+    return torch.return_types.geqrf(run_local(torch.geqrf, [x], [x._layout, tau]))
 
 
 # -- kernels that refuse empty batches, or lose their gradients --------------------------------------------
@@ -119,12 +111,6 @@ def or_empty(func: Callable[..., Any], like: int = 0) -> Callable[..., Any]:
     return call
 
 
-@rule("_linalg_det")
-def det(x: Operand) -> Factors:
-    plain = factors(_DET, [x])
-    return PerMatrix(plain.inputs, plain.outputs, local=lambda inputs, outputs: _det)
-
-
 def _det(x: torch.Tensor) -> Any:
     """Of no matrices torch makes no graph: some are put in, and what comes of them is cut away."""
     if 0 not in x.shape[:-2]:
@@ -133,25 +119,18 @@ def _det(x: torch.Tensor) -> Any:
     return tuple(out[tuple(slice(n) for n in x.shape[:-2])] for out in torch.ops.aten._linalg_det(x.sum() + ones))
 
 
-@rule("linalg_householder_product")
-def householder_product(x: Operand, tau: Operand) -> Factors:
-    local = or_empty(torch.linalg.householder_product)
-    return factors(_HOUSEHOLDER, [x, tau], local=lambda inputs, outputs: local)
+rule("_linalg_det")(partial(matrices, [parse("*b n! n! -> *b, *b n n, *b n")], lambda inputs, outputs: _det))
+_householder = or_empty(torch.linalg.householder_product)
+line("linalg_householder_product", "*b m! n!, *b k! -> *b m n", local=lambda inputs, outputs: _householder)
+_ORMQR = [parse("*b m! k!, *b k!, *b n! r -> *b n r"), parse("*b m! k!, *b k!, *b r n! -> *b r n")]
 
 
 @rule("ormqr")
 def ormqr(x: Operand, tau: Operand, other: Operand, left: bool = True, transpose: bool = False) -> Factors:
-    local = or_empty(lambda x, tau, other: torch.ormqr(x, tau, other, left, transpose), 2)
-    line = _ORMQR[0 if left else 1]
+    local, line = or_empty(lambda x, tau, other: torch.ormqr(x, tau, other, left, transpose), 2), _ORMQR[not left]
     return factors(line, [x, tau, other], linear="each", joint=frozenset({2}), local=lambda inputs, outputs: local)
 
 
-_DET = parse("*b n! n! -> *b, *b n n, *b n")
-_HOUSEHOLDER = parse("*b m! n!, *b k! -> *b m n")
-_ORMQR = [parse("*b m! k!, *b k!, *b n! r -> *b n r"), parse("*b m! k!, *b k!, *b r n! -> *b r n")]
-
-
-# -- cross products ----------------------------------------------------------------------------------------
 @rule("linalg_cross")
 def cross(x: Operand, other: Operand, *, dim: int = -1) -> Factors:
     """Linear in each; the three components are whole."""

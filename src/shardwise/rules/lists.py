@@ -6,129 +6,101 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from shardwise.layout import Layout, Partial
-from shardwise.layout.placement import REPLICATE
+from shardwise.layout.placement import REPLICATE, Partial
 from shardwise.rules.pointwise import broadcast
+from shardwise.rules.reduce import names_of
 from shardwise.strategy.notation import operands_in
 from shardwise.strategy.program import needs_grad, reduced
 from shardwise.strategy.registry import named, rule
 from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, Places
 from shardwise.wrapper import wrap, wrapper_of
 
-
-@dataclasses.dataclass
-class Columns:
-    """`columns[j]` are the operands at position j of the lists, with how they may be split there; `shared` are tensors
-    that meet every position, whole."""
-
-    in_place_without_meta = True  # fused steps have no meta kernels, and need none
-
-    columns: Sequence[tuple[tuple[Operand, ...], Factors]]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def shared(self) -> list[Operand]:
-        return [a for a in (*self.args, *self.kwargs.values()) if isinstance(a, Operand)]
-
-    def run_meta(self, func: Callable[..., Any]) -> Any:
-        """The call on meta tensors: one position of each kind stands for all that are alike."""
-        kinds: dict[Any, int] = {}  # kind of position -> number among the results
-        positions, index = [], []
-        for j, (members, _) in enumerate(self.columns):
-            here = (_at(a, j) for a in (*self.args, *self.kwargs.values()) if _is_list(a))
-            kind = (*(op.layout for op in members), *(type(a) for a in here if not isinstance(a, Operand)))
-            if kind not in kinds:
-                kinds[kind] = len(kinds)
-                positions.append(j)
-            index.append(kinds[kind])
-        meta = lambda a: [_meta(a[j]) for j in positions] if _is_list(a) and a else _one(a)  # noqa: E731
-        found = func(*map(meta, self.args), **{name: meta(value) for name, value in self.kwargs.items()})
-        return type(found)([found[i] for i in index])
-
-    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
-        ins: list[Places] = [(REPLICATE,) * len(op.layout.placements) for op in operands]
-        splits: list[tuple[int, ...]] = [()] * len(operands)
-        outs = []
-        known: dict[Any, Assignment | None] = {}  # most positions are alike
-        for members, spec in self.columns:
-            key = tuple(op.layout for op in members)
-            if key not in known:
-                known[key] = spec.assign(members, [], pinned)
-            found = known[key]
-            if found is None:
-                return None
-            split = _split_axes((*found.inputs, found.outputs[0]))
-            for op, places in zip(members, found.inputs, strict=True):
-                ins[op.index], splits[op.index] = places, split
-            outs.append(found.outputs[0])
-        for op in self.shared:
-            splits[op.index] = ()
-        return Assignment(ins, outs, splits=splits)
-
-
-def _meta(value: Any) -> Any:
-    if not isinstance(value, Operand):
-        return value
-    layout = value.layout
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-
-
-def _one(value: Any) -> Any:
-    """A tensor outside of the lists is a number, and torch looks at it."""
-    return torch.ones(value.shape, dtype=value.dtype) if isinstance(value, Operand) else value
-
-
-def _split_axes(layouts: Sequence[Places]) -> tuple[int, ...]:
-    return tuple(a for a in range(len(layouts[0])) if any(not places[a].is_replicate() for places in layouts))
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
-
-
-def _at(value: Any, j: int) -> Any:
-    return value[j] if _is_list(value) and value else value
-
-
 _SAME_NAMES = {"alpha", "value", "weight", "memory_format", "non_blocking"}  # list ops have own names for the others
 
 
-def foreach(name: str) -> None:
-    """`_foreach_<name>`: what <name> does, at every position. A tensor outside of the lists is taken whole."""
+class Columns:
+    """Every position of the lists by itself: plan(*the arguments there) says how it may be split. Of positions of one
+    kind the first stands for all. Tensors outside of the lists meet every position, whole."""
 
-    @rule(f"_foreach_{name}", any_float=True)
-    def at_each_position(*args: Any, **kwargs: Any) -> Columns | Algorithm | None:
-        shared = [a for a in (*args, *kwargs.values()) if isinstance(a, Operand)]
-        if shared and name.startswith("addc"):  # a number for each position, as a tensor
-            func = getattr(torch, f"_foreach_{name}")
-            return Algorithm(lambda xs, ys, zs, scalars: func(xs, ys, zs, scalars.tolist()))
-        args, kwargs = tuple(map(_whole, args)), {k: _whole(v) for k, v in kwargs.items()}
-        known: dict[Any, Any] = {}
-        columns: list[Any] = []
+    in_place_without_meta = True  # fused steps have no meta kernels, and need none
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], plan: Callable[..., Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.members: list[tuple[Operand, ...]] = []
+        self.kinds: list[Any] = []
+        self.specs: dict[Any, tuple[int, Any]] = {}  # a position of each kind, and its plan
         for j in range(len(next(filter(_is_list, args)))):
-            here = [_at(a, j) for a in (*args, *(v for k, v in kwargs.items() if k not in _SAME_NAMES))]
-            options = {k: _at(v, j) for k, v in kwargs.items() if k in _SAME_NAMES}
-            members = tuple(operands_in((*here, *options.values())))
-            key = tuple(op.layout for op in members)
-            if key not in known:
-                known[key] = named(name)(*here, **options)
-            spec = known[key]
-            if not isinstance(spec, Factors) or spec.local is not None:
-                return None
-            columns.append((members, dataclasses.replace(spec, linear="none") if shared else spec))
-        return Columns(columns, args, kwargs)
+            here, options = [_at(a, j) for a in args], {name: _at(value, j) for name, value in kwargs.items()}
+            values = (*here, *options.values())
+            kind = tuple(value.layout if isinstance(value, Operand) else type(value) for value in values)
+            self.members.append(tuple(operands_in(values)))
+            self.kinds.append(kind)
+            if kind not in self.specs:
+                self.specs[kind] = j, plan(*here, **options)
+
+    def run_meta(self, func: Callable[..., Any]) -> Any:
+        """The call on meta tensors: one position of each kind."""
+
+        def meta(value: Any) -> Any:
+            if isinstance(value, Operand):
+                return torch.ones(value.shape, dtype=value.dtype)  # a number, and torch looks at it
+            some = [value[j] for j, _ in self.specs.values()] if _is_list(value) else []
+            if not some or not isinstance(some[0], Operand):
+                return some or value
+            return [torch.empty_strided(op.shape, op.layout.stride, dtype=op.dtype, device="meta") for op in some]
+
+        found = func(*map(meta, self.args), **{name: meta(value) for name, value in self.kwargs.items()})
+        of_kind = dict(zip(self.specs, found, strict=True))
+        return type(found)([of_kind[kind] for kind in self.kinds])
+
+    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
+        found = {kind: spec.assign(self.members[j], [], pinned) for kind, (j, spec) in self.specs.items()}
+        if None in found.values():
+            return None
+        everywhere: Places = (REPLICATE,) * len(operands[0].layout.placements)
+        places = [everywhere] * len(operands)
+        splits: list[tuple[int, ...]] = [()] * len(operands)
+        split = {}
+        for kind, way in found.items():
+            axes = enumerate(zip(*way.inputs, way.outputs[0], strict=True))
+            split[kind] = tuple(axis for axis, along in axes if not all(p.is_replicate() for p in along))
+        for members, kind in zip(self.members, self.kinds, strict=True):
+            for op, own in zip(members, found[kind].inputs, strict=True):
+                places[op.index], splits[op.index] = own, split[kind]
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, Operand):
+                places[value.index], splits[value.index] = everywhere, ()
+        return Assignment(places, [found[kind].outputs[0] for kind in self.kinds], splits=splits)
 
 
-def _whole(value: Any) -> Any:
-    """A tensor outside of the lists as one that is whole."""
-    if not isinstance(value, Operand):
-        return value
-    return Operand(value.layout.replace(placements=[REPLICATE] * len(value.layout.placements)), value.index)
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0
+
+
+def _at(value: Any, j: int) -> Any:
+    return value[j] if _is_list(value) else value
+
+
+def at_each_position(name: str, *args: Any, **kwargs: Any) -> Columns | Algorithm | None:
+    """`_foreach_<name>`: what <name> does, at every position. A tensor outside of the lists is taken whole."""
+    shared = any(isinstance(value, Operand) for value in (*args, *kwargs.values()))
+    if shared and name.startswith("addc"):  # a number for each position, as a tensor
+        func = getattr(torch, f"_foreach_{name}")
+        return Algorithm(lambda xs, ys, zs, scalars: func(xs, ys, zs, scalars.tolist()))
+
+    def plan(*here: Any, **options: Any) -> Any:
+        others = [value for key, value in options.items() if key not in _SAME_NAMES]
+        spec = named(name)(*here, *others, **{key: options[key] for key in _SAME_NAMES & options.keys()})
+        return dataclasses.replace(spec, linear="none") if shared and isinstance(spec, Factors) else spec
+
+    columns = Columns(args, kwargs, plan)
+    plain = all(isinstance(spec, Factors) and spec.local is None for _, spec in columns.specs.values())
+    return columns if plain else None
 
 
 for _name in (
@@ -136,79 +108,64 @@ for _name in (
     "frac lerp lgamma log log10 log1p log2 maximum minimum mm mul neg pow reciprocal round rsqrt sigmoid sign sin sinh "
     "sqrt sub tan tanh trunc zero"
 ).split():
-    foreach(_name)
+    rule(f"_foreach_{_name}", any_float=True)(partial(at_each_position, _name))
 
 
-def fused(name: str) -> None:
+def fused(func: Any, *args: Any, **kwargs: Any) -> Columns | Algorithm | None:
     """A fused optimizer step: local where parameter, gradient and state are laid out alike. Gradients are made so."""
-
-    @rule(name, any_float=True)
-    def step(*args: Any, **kwargs: Any) -> Columns | Algorithm | None:
-        columns = list(zip(*(a for a in args if _is_list(a) and a), strict=True))
-        if any(not _alike(param, grad) for param, grad, *_ in columns):
-            return Algorithm(with_gradients_alike, writes=True)
-        for param, _, *state in columns:
-            if not all(_alike(param, op) for op in state if op.ndim) or param.layout.is_partial:
-                return None
-        return Columns([(tuple(column), broadcast(list(column))) for column in columns], args, kwargs)
+    lists = [a for a in args if _is_list(a)]
 
     def with_gradients_alike(params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         grads = [g.redistribute(placements=p.placements) for p, g in zip(params, grads, strict=True)]
-        return getattr(torch, name)(params, grads, *args, **kwargs)
+        return func(params, grads, *args, **kwargs)
+
+    if any(param.layout.placements != grad.layout.placements for param, grad in zip(*lists[:2], strict=True)):
+        return Algorithm(with_gradients_alike, writes=True)
+    columns = zip(*lists, strict=True)
+    alike = all(op.layout.placements == param.layout.placements for param, *state in columns for op in state if op.ndim)
+    pending = any(param.layout.is_partial for param in lists[0])
+    return Columns(lists, {}, lambda *here: broadcast(here)) if alike and not pending else None
 
 
-def _alike(one: Operand, other: Operand) -> bool:
-    return one.layout.placements == other.layout.placements
-
-
-for _name in "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_".split():
-    fused(_name)
+for _func in (torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_):
+    rule(_func.__name__, any_float=True)(partial(fused, _func))
 
 
 # -- one exchange for a list -------------------------------------------------------------------------------
-class Together:
-    """One number a tensor, for a whole list. Tensors of one dtype that are cut along the same axes travel together:
-    what each rank makes of those it holds, a vector, is reduced over the ranks by `reduce_op`."""
+def together(
+    tensors: Sequence[Operand], op: Any, part: Any, reduce_op: str, after: Any = None, dtype: Any = None
+) -> Any:
+    """One number a tensor, for a whole list, of `dtype` or else the tensors'. Of whole tensors `op` makes them. Tensors
+    of one dtype that are cut along the same axes travel together: `part` makes a vector of what a rank holds, those are
+    reduced by `reduce_op`, and `after` makes the numbers of the sums."""
+    groups: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        axes = tuple(a for a, p in enumerate(t.layout.placements) if p.is_shard() and t.mesh.shape[a] > 1)
+        groups.setdefault((axes, t.dtype), []).append(i)
+    pending = [i for i, t in enumerate(tensors) if t.layout.is_partial]
 
-    def __init__(self, tensors: Sequence[Operand], reduce_op: str) -> None:
-        self.reduce_op = reduce_op
-        self.pending = [i for i, t in enumerate(tensors) if t.layout.is_partial]
-        self.groups: dict[tuple[Layout, tuple[int, ...]], list[int]] = {}
-        first: dict[Any, Layout] = {}
-        for i, t in enumerate(tensors):
-            axes = tuple(a for a, p in enumerate(t.layout.placements) if p.is_shard() and t.mesh.shape[a] > 1)
-            layout = first.setdefault((axes, t.dtype), t.layout)
-            self.groups.setdefault((layout, axes), []).append(i)
-
-    def run(
-        self,
-        tensors: Sequence[Any],
-        op: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
-        part: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-        after: Callable[[torch.Tensor], torch.Tensor] = lambda vector: vector,
-        dtype: torch.dtype | None = None,
-    ) -> tuple[Any, ...]:
-        """Of whole tensors `op` makes the numbers. Of cut ones `part` makes a rank's vector of parts, which are reduced
-        over the ranks, and `after` makes the numbers of the sums. They are of `dtype`, or else of the tensors'."""
-        tensors = list(tensors)
-        for i in self.pending:
+    def run(tensors: Any) -> Any:
+        tensors, found = list(tensors), [None] * len(tensors)
+        for i in pending:
             tensors[i] = reduced(tensors[i])
-        found: list[Any] = [None] * len(tensors)
-        for (layout, axes), positions in self.groups.items():
-            comm, locals = layout.mesh.comm, [tensors[i]._local for i in positions]
-            kind = (layout.dtype if dtype is None else dtype).to_real()
+        for (axes, own), positions in groups.items():
+            layout, locals = tensors[positions[0]]._layout, [tensors[i]._local for i in positions]
+            comm, everywhere, kind = layout.mesh.comm, [REPLICATE] * len(layout.placements), (dtype or own).to_real()
             if axes:
                 parts = comm.bind(part, axes)(locals)
-                places = [Partial(self.reduce_op) if a in axes else REPLICATE for a in range(len(layout.placements))]
+                places = [Partial(reduce_op) if a in axes else REPLICATE for a in range(len(everywhere))]
                 vector = layout.replace(shape=(len(locals),), placements=places, dtype=comm.first(parts).dtype)
-                whole = wrap(parts, vector).redistribute(placements=[REPLICATE] * len(places))
-                numbers = comm.bind(lambda sums, kind=kind: after(sums).to(kind).unbind())(whole._local)
+                whole = wrap(parts, vector).redistribute(placements=everywhere)
+                finish = lambda sums, kind=kind: (after(sums) if after else sums).to(kind).unbind()  # noqa: E731
+                numbers = comm.bind(finish)(whole._local)
             else:
                 numbers = comm.bind(op)(locals)
-            one = wrapper_of(layout.replace(shape=(), placements=[REPLICATE] * len(layout.placements), dtype=kind))
+            one = wrapper_of(layout.replace(shape=(), placements=everywhere, dtype=kind))
             for i, number in zip(positions, numbers, strict=True):
                 found[i] = one(number)
         return tuple(found)
+
+    return run
 
 
 def _filled(values: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
@@ -216,12 +173,17 @@ def _filled(values: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
     return [v if v.numel() else v.new_full((1,), fill) for v in values]
 
 
+def one_each(tensors: Sequence[Operand], alone: Any, op: Any, *more: Any, **options: Any) -> Algorithm:
+    """The numbers of a list: where gradients are needed, of each tensor alone."""
+    if any(0 in t.shape for t in tensors):
+        op([torch.empty(0, dtype=tensors[0].dtype)])  # raises where torch knows none of nothing
+    every = together(tensors, op, *more, **options)
+    return Algorithm(lambda ts, *args, **kwargs: tuple(map(alone, ts)) if needs_grad(*ts) else every(ts))
+
+
 @rule("_foreach_norm")
 def foreach_norm(tensors: Sequence[Operand], ord: Any = 2, dtype: Any = None) -> Algorithm:
     """Without gradients the p-th powers of the ranks' norms add up, in double precision so that nothing overflows."""
-    if any(0 in t.shape for t in tensors):
-        torch._foreach_norm([torch.empty(0)], ord)  # raises where torch knows no norm of nothing
-    together = Together(tensors, "sum" if math.isfinite(ord) else "max" if ord > 0 else "min")
     power = ord if ord and math.isfinite(ord) else 1
 
     def part(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -229,32 +191,20 @@ def foreach_norm(tensors: Sequence[Operand], ord: Any = 2, dtype: Any = None) ->
         values = _filled(values, 0 if ord >= 0 else math.inf)
         return torch.stack(torch._foreach_norm(values, ord, torch.float32 if half else dtype)).double() ** power
 
-    def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if needs_grad(*tensors):
-            return tuple(torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors)
-        norms = lambda values: torch._foreach_norm(values, ord, dtype)  # noqa: E731
-        return together.run(tensors, norms, part, lambda sums: sums ** (1 / power), dtype)
-
-    return Algorithm(run)
+    alone = lambda t: torch.linalg.vector_norm(t, ord, dtype=dtype)  # noqa: E731
+    op = lambda values: torch._foreach_norm(values, ord, dtype)  # noqa: E731
+    reduce_op = "sum" if math.isfinite(ord) else "max" if ord > 0 else "min"
+    return one_each(tensors, alone, op, part, reduce_op, lambda sums: sums ** (1 / power), dtype)
 
 
 @rule("_foreach_max")
 def foreach_max(tensors: Sequence[Operand]) -> Algorithm:
-    if any(0 in t.shape for t in tensors):
-        torch._foreach_max([torch.empty(0)])  # raises torch's own error
-    together = Together(tensors, "max")
-
     def part(values: Sequence[torch.Tensor]) -> torch.Tensor:
         kind = values[0].dtype
         lowest = -math.inf if kind.is_floating_point else False if kind == torch.bool else torch.iinfo(kind).min
         return torch.stack(torch._foreach_max(_filled(values, lowest)))
 
-    def run(tensors: Any) -> Any:
-        if needs_grad(*tensors):
-            return tuple(t.max() for t in tensors)
-        return together.run(tensors, lambda values: torch._foreach_max(list(values)), part)
-
-    return Algorithm(run)
+    return one_each(tensors, torch.max, lambda values: torch._foreach_max(list(values)), part, "max")
 
 
 @rule("_foreach_powsum")
@@ -262,21 +212,17 @@ def foreach_powsum(tensors: Sequence[Operand], ord: Any = 2, dtype: Any = None) 
     """Sums of powers: of what is cut, each rank has a part."""
     if not 0 < ord < math.inf:
         return None
-    columns = [((t,), Factors([[f"d{i}" for i in range(t.ndim)]], [()])) for t in tensors]
-    return Columns(columns, (tensors, ord), {"dtype": dtype})
+    return Columns((tensors, ord), {"dtype": dtype}, lambda t, *_, **options: Factors([names_of(t, (), True)[0]], [()]))
 
 
 @rule("_amp_foreach_non_finite_check_and_unscale")
 def unscale(tensors: Sequence[Operand], found_inf: Operand, inv_scale: Operand) -> Algorithm:
     """Gradients times `inv_scale`, in place; `found_inf` hears on every rank if any has an infinity or NaN."""
-    together = Together(tensors, "max")
-
-    def part(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([v.isfinite().logical_not().any() for v in values]).float()
+    part = lambda values: torch.stack([v.isfinite().logical_not().any() for v in values]).float()  # noqa: E731
+    flags = together(tensors, lambda values: part(values).unbind(), part, "max", dtype=torch.float32)
 
     def run(tensors: Any, found_inf: Any, inv_scale: Any) -> None:
-        flags = together.run(tensors, lambda values: part(values).unbind(), part, dtype=torch.float32)
-        found_inf.copy_(torch.maximum(found_inf, torch.stack(flags).amax()))
+        found_inf.copy_(torch.maximum(found_inf, torch.stack(flags(tensors)).amax()))
         torch._foreach_mul_(tensors, inv_scale.to(tensors[0].dtype).reshape(()))
 
     return Algorithm(run, writes=True)

@@ -3,15 +3,15 @@ reduce what each rank holds, gather those few values, reduce again."""
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import torch
 
-from shardwise.comm.base import Coords
-from shardwise.layout import Layout
-from shardwise.layout.layout import shards_from_table
+from shardwise.layout.layout import Layout, parent_sets, shards_from_table
 from shardwise.layout.split import count, normalize
 from shardwise.rules.view import dim_of
 from shardwise.strategy.program import reduced, whole
@@ -19,20 +19,13 @@ from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand
 from shardwise.wrapper import wrap
 
-Names = tuple[str | None, ...]
-
 
 def dims_of(dim: Any, ndim: int) -> tuple[int, ...]:
     """The reduced dims: all of them for None or (). Raises as torch does, since a program asks no meta kernel."""
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return tuple(range(ndim))
-    n, given = max(ndim, 1), (dim,) if isinstance(dim, int) else tuple(dim)
-    for d in given:
-        if not -n <= d < n:
-            raise IndexError(f"Dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {d})")
-        if [other % n for other in given].count(d % n) > 1:
-            raise RuntimeError(f"dim {d % n} appears multiple times in the list of dims")
-    return tuple(d % n for d in given) if ndim else ()
+    torch.empty((1,) * ndim, device="cpu").sum(dim)
+    return tuple(d % ndim for d in ((dim,) if isinstance(dim, int) else dim)) if ndim else ()
 
 
 def wide(dtype: Any) -> Any:
@@ -40,29 +33,25 @@ def wide(dtype: Any) -> Any:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def names_of(x: Operand, dims: tuple[int, ...], keepdim: bool) -> tuple[Names, Names]:
-    names: Names = tuple(f"d{i}" for i in range(x.ndim))
-    if keepdim:
-        return names, tuple(None if i in dims else n for i, n in enumerate(names))
-    return names, tuple(n for i, n in enumerate(names) if i not in dims)
+def names_of(x: Operand, dims: tuple[int, ...], keepdim: bool) -> list[tuple[str | None, ...]]:
+    """The factors of an operand, and those of its result."""
+    names = tuple(f"d{i}" for i in range(x.ndim))
+    return [names, tuple(None if i in dims else n for i, n in enumerate(names) if keepdim or i not in dims)]
 
 
-def reduction(names: str, op: str, linear: str = "none") -> None:
-    """Ops with the signature (x, dim, keepdim) whose parts reduce by `op`."""
-
-    @rule(names)
-    def reduces(x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Factors | None:
-        if isinstance(dim, (torch.dtype, str)):
-            return None
-        ins, outs = names_of(x, dims_of(dim, x.ndim), keepdim)
-        return Factors([ins], [outs], linear=linear, reduce={n: op for n in ins if n})
+def parts_reduce(op: str, linear: str, x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    """The parts reduce as the op does."""
+    if isinstance(dim, (torch.dtype, str)):
+        return None
+    ins, outs = names_of(x, dims_of(dim, x.ndim), keepdim)
+    return Factors([ins], [outs], linear=linear, reduce={n: op for n in ins if n})
 
 
-reduction("sum", "sum", linear="joint")
-reduction("nansum count_nonzero", "sum")
-reduction("prod", "product")
-reduction("any", "bor")
-reduction("all", "band")
+rule("sum")(partial(parts_reduce, "sum", "joint"))
+rule("nansum count_nonzero")(partial(parts_reduce, "sum", "none"))
+rule("prod")(partial(parts_reduce, "product", "none"))
+rule("any")(partial(parts_reduce, "bor", "none"))
+rule("all")(partial(parts_reduce, "band", "none"))
 
 
 @rule("mean")
@@ -70,23 +59,19 @@ def mean(x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> F
     """The parts are sums over the global count, so uneven shards weigh what they should."""
     dims = dims_of(dim, x.ndim)
     ins, outs = names_of(x, dims, keepdim)
-    n = 1
-    for d in dims:
-        n *= x.shape[d]
+    n = math.prod(x.shape[d] for d in dims)
 
     def local(inputs: list[Layout], outputs: list[Layout]) -> Callable[..., Any]:
         dtype = outputs[0].dtype
         if not any(inputs[0].is_cut(d) for d in dims):
-            return lambda v: torch.mean(v, dims, keepdim, dtype=dtype) if dims else v.mean(dtype=dtype)
+            return lambda v: torch.mean(v, dims, keepdim, dtype=dtype)
         return lambda v: (v.sum(dims, keepdim, dtype=wide(dtype)) / n).to(dtype)
 
     return Factors([ins], [outs], linear="joint", local=local)
 
 
 # -- two stages --------------------------------------------------------------------------------------------
-def gather_parts(
-    func: Callable[..., Any], x: Any, dims: tuple[int, ...], rows: int = 1, of: Callable[[Coords], Any] | None = None
-) -> list[Any]:
+def gather_parts(func: Callable[..., Any], x: Any, dims: tuple[int, ...], rows: int = 1, of: Any = None) -> list[Any]:
     """What func(value, dims, True[, of(coords)]) leaves on each rank, side by side along `dims`, and those gathered.
 
     Func gives a tuple; of a reduced dim it leaves `rows` rows, or as many as a rank holds. One that holds none leaves
@@ -103,24 +88,17 @@ def gather_parts(
         return [part.squeeze(-1) for part in func(v.unsqueeze(-1), (v.dim(),), True, *more)]
 
     for dim in dims:
-        axes, table, shape[dim] = layout.axes_of(dim), {}, 0
-        sizes = [layout.mesh.shape[axis] for axis in axes]
-        for at in itertools.product(*map(range, sizes)):
-            coords = dict(zip(axes, at, strict=True))
-            left = min(rows, count(layout.held(dim, [coords.get(axis, 0) for axis in range(len(places))])))
-            table[at] = normalize([(shape[dim], shape[dim] + left)])
-            shape[dim] += left
-        for axis, shard in zip(axes, shards_from_table(sizes, shape[dim], table.__getitem__, dim), strict=True):
+        left = [min(rows, count(held)) for held in parent_sets(layout.mesh, layout.placements, dim, layout.shape[dim])]
+        ends = list(accumulate(left, initial=0))
+        sizes = [layout.mesh.shape[axis] for axis in layout.axes_of(dim)]
+        table = {at: normalize([part]) for at, part in zip(product(*map(range, sizes)), pairwise(ends), strict=True)}
+        shape[dim], shards = ends[-1], shards_from_table(sizes, ends[-1], table.__getitem__, dim)
+        for axis, shard in zip(layout.axes_of(dim), shards, strict=True):
             places[axis] = shard
     split = tuple(axis for axis, p in enumerate(places) if not p.is_replicate())
-    parts = comm.bind(local, split)(x._local, *([] if of is None else [comm.per_rank(of)]))
+    results = comm.bind(local, split)(x._local, *([] if of is None else [comm.per_rank(of)]))
     stage = layout.replace(shape=tuple(shape), placements=tuple(places))
-    return [whole(wrap(part, stage.replace(dtype=comm.first(part).dtype)), dims) for part in parts]
-
-
-def two_stages(func: Callable[..., Any], x: Any, dims: tuple[int, ...], keepdim: bool) -> Any:
-    """func(value, dims, keepdim) of the values func leaves on each rank."""
-    return func(*gather_parts(lambda *args: (func(*args),), x, dims), dims, keepdim)
+    return [whole(wrap(part, stage.replace(dtype=comm.first(part).dtype)), dims) for part in results]
 
 
 def staged(x: Operand, dims: tuple[int, ...], keepdim: bool, run: Callable[[Any], Any], outputs: int = 1) -> Any:
@@ -130,19 +108,13 @@ def staged(x: Operand, dims: tuple[int, ...], keepdim: bool, run: Callable[[Any]
     return whole_along(x, dims, keepdim, outputs)
 
 
-# -- dims that must be whole -------------------------------------------------------------------------------
-def whole_along(x: Operand, dims: tuple[int, ...], keepdim: bool, outputs: int = 1) -> Factors:
+def whole_along(x: Operand, dims: tuple[int, ...], keepdim: bool, outputs: int = 1, **more: Any) -> Factors:
     """The reduced dims are gathered, the others pass."""
-    ins: Names = tuple(None if i in dims else f"d{i}" for i in range(x.ndim))
-    outs = ins if keepdim else tuple(n for i, n in enumerate(ins) if i not in dims)
-    return Factors([ins], [outs] * outputs)
+    return Factors([names_of(x, dims, True)[1]], [names_of(x, dims, keepdim)[1]] * outputs, **more)
 
 
-def along(names: str, outputs: int = 1, default: int = -1) -> None:
-    """Ops (x, dim) that keep the shape and need `dim` whole."""
-
-    @rule(names)
-    def whole_dim(x: Operand, dim: Any = default, *args: Any, **kwargs: Any) -> Factors | None:
-        if not isinstance(dim, int) or isinstance(dim, bool):
-            return None
-        return whole_along(x, (dim_of(dim, x.ndim),), True, outputs)
+def along(outputs: int, x: Operand, dim: Any = -1, *args: Any, **kwargs: Any) -> Factors | None:
+    """An op that keeps the shape and needs `dim` whole."""
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        return None
+    return whole_along(x, (dim_of(dim, x.ndim),), True, outputs)

@@ -13,10 +13,10 @@ import torch
 
 from shardwise.layout.layout import contiguous_stride
 from shardwise.rules.found import broadcast_shape
-from shardwise.rules.index import Indexed, clamped, is_mask, located, located_all, unravelled, without_masks
+from shardwise.rules.index import Indexed, by_holders, clamped, is_mask, located, located_all, unravelled, without_masks
 from shardwise.rules.view import dim_of
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, PerCoords
+from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand
 
 
 @dataclass
@@ -31,14 +31,13 @@ class Written(Factors):
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
         assignment = super().assign(operands, outputs, pinned)
+        suffix = "_" if pinned else ""
+        write = lambda *locals: self.write(suffix, *locals)
+        write.__name__ = "write" + suffix  # as torch marks what writes into its first argument
         if assignment is not None:
             layout = operands[0].layout.replace(placements=assignment.inputs[0])
-            write_ = lambda *locals: self.write("_" if pinned else "", *locals)  # noqa: E731
-            if pinned:
-                write_.__name__ = "write_"  # as torch marks what writes into its first argument
-            if any(layout.is_cut(d) for d in self.dims):
-                held = lambda c: tuple(layout.held(d, c) if layout.is_cut(d) else None for d in self.dims)  # noqa: E731
-                assignment.local = lambda inputs, outputs: PerCoords(write_, held)
+            if any(map(layout.is_cut, self.dims)):
+                assignment.local = by_holders(self.dims, write, write)
         return assignment
 
 
@@ -118,9 +117,7 @@ for _op in ("scatter", "scatter_add", "scatter_reduce"):
 
 # -- x[indices] = values -----------------------------------------------------------------------------------
 @rule("index_put _unsafe_index_put _index_put_impl")
-def index_put(
-    x: Operand, indices: Sequence[Any], values: Operand, accumulate: bool = False, unsafe: Any = False
-) -> Any:
+def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = False, unsafe: Any = False) -> Any:
     if any(map(is_mask, indices)):
         return Algorithm(_put_by_masks)
     at = Indexed(x, indices)
@@ -147,19 +144,18 @@ def index_put(
 
 def _put_by_masks(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, unsafe: bool = False) -> Any:
     """One value goes wherever the mask is true; of many, each to its place."""
-    if sum(i is not None for i in indices) == 1 and values.numel() == 1 and not accumulate:
-        at = next(d for d, i in enumerate(indices) if i is not None)
-        mask = indices[at].bool()
-        mask = mask.reshape((*mask.shape, *(1,) * (x.dim() - at - mask.dim())))
+    at = [d for d, i in enumerate(indices) if i is not None]
+    if len(at) == 1 and values.numel() == 1 and not accumulate:
+        mask = indices[at[0]].bool()
+        mask = mask.reshape((*mask.shape, *(1,) * (x.dim() - at[0] - mask.dim())))
         return torch.where(mask, values.reshape(()), x)
     return torch.ops.aten.index_put(x, without_masks(indices), values, accumulate)
 
 
 @program("put")
 def put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
-    line = x if x.dim() else x.reshape(1)
-    at = unravelled(index, line.shape)
-    return torch.ops.aten.index_put(line, at, source.reshape(index.shape), accumulate).reshape(x.shape)
+    line, source = x if x.dim() else x.reshape(1), source.reshape(index.shape)
+    return torch.ops.aten.index_put(line, unravelled(index, line.shape), source, accumulate).reshape(x.shape)
 
 
 @program("_unsafe_masked_index_put_accumulate")

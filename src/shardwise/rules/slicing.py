@@ -2,83 +2,48 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardwise.layout import Layout
-from shardwise.layout.split import count, intersect, normalize, positions
-from shardwise.rules.view import dim_of, ints
+from shardwise.layout.split import Intervals, count, intersect, normalize, positions
+from shardwise.rules.view import carried, dim_of, dims_of, factors_of, ints
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, flipped, rolled, same_call, sliced, unchanged
-from shardwise.strategy.spec import Algorithm, Factors, Operand, PerCoords
+from shardwise.strategy.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
 
 Range = tuple[int, int, int]  # start, stop, step
 
 
-def slices(x: Operand, dim: int, ranges: Sequence[Range], func: Callable[..., Any]) -> Relayout:
-    """One output a range of `dim`. func(x, [(start, length, step), ...]) makes a rank's parts from local positions."""
+def slices(dim: int, ranges: Sequence[Range], apart: bool = False) -> Relayout:
+    """One output a range of `dim`. Parts that are `apart` are no views to autograd: each may be written without the
+    others counting as changed."""
+    carry = lambda d: [[Carried(d, sliced(*r) if d == dim else unchanged)] for r in ranges]
+    local_ranges = lambda source, outputs, coords: tuple(_local_range(source, dim, r, coords) for r in ranges)
 
-    def carry(d: int) -> list[list[Carried]]:
-        return [[Carried(d, sliced(*r) if d == dim else unchanged)] for r in ranges]
+    def cut(v: torch.Tensor, ranges: Sequence[Range]) -> Sequence[torch.Tensor]:
+        if apart:
+            return torch.unsafe_split_with_sizes(v, [stop - start for start, stop, _ in ranges], dim)
+        return tuple(_slice(v, dim, *r) for r in ranges)
 
-    def local_ranges(source: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> tuple[Range, ...]:
-        return tuple(_local_range(source, dim, r, coords) for r in ranges)
-
-    return Relayout(len(ranges), carry, call_with(func, local_ranges))
+    return Relayout(len(ranges), carry, call_with(cut, local_ranges), may_alias=not apart)
 
 
 def _local_range(source: Layout, dim: int, wanted: Range, coords: tuple[int, ...]) -> Range:
-    """Where the wanted indices stand in what a rank holds."""
+    """Where the wanted indices stand in what a rank holds: with a step, that is one interval (`sliced` saw to it)."""
     start, stop, step = wanted
+    first = start + max(-((start - source.offset_at(dim, coords)) // step), 0) * step
     held = source.held(dim, coords)
-    if step == 1:
-        before = count(intersect(held, ((0, start),)))
-        inside = count(intersect(held, normalize([(start, stop)])))
-        return before, before + inside, 1
-    if not held:
-        return 0, 0, 1
-    a, b = held[0]  # a single interval: `sliced` saw to it
-    first = max(start, start + -(-(a - start) // step) * step)
-    last = min(stop, b)
-    return (first - a, last - a, step) if first < last else (0, 0, 1)
+    begin, end = (count(intersect(held, normalize([(0, edge)]))) for edge in (first, stop))
+    return begin, max(begin, end), step
 
 
-def _slice_one(dim: int) -> Callable[..., Any]:
-    def cut(x: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
-        return _cut(x, dim, *ranges[0])
-
-    return cut
-
-
-def _slice_many(dim: int, container: type) -> Callable[..., Any]:
-    def cut(x: torch.Tensor, ranges: Sequence[Range]) -> Any:
-        return container(_cut(x, dim, *r) for r in ranges)
-
-    return cut
-
-
-def _cut(x: torch.Tensor, dim: int, start: int, stop: int, step: int) -> torch.Tensor:
-    if step == 1:
-        return x.narrow(dim, start, stop - start)
-    return torch.ops.aten.slice(x, dim, start, stop, step)
-
-
-@rule("narrow narrow_copy")
-def narrow(x: Operand, dim: int, start: Any, length: int) -> Relayout | Algorithm:
-    if isinstance(start, Operand):
-        return Algorithm(lambda x, dim, start, length: x.narrow(dim, int(start.item()), length))
-    d = dim_of(dim, x.ndim)
-    first = start + x.shape[d] if start < 0 else start
-    return slices(x, d, [(first, first + length, 1)], _slice_one(d))
-
-
-@rule("slice slice_copy")
-def slice_(x: Operand, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Relayout:
-    d = dim_of(dim, x.ndim)
-    return slices(x, d, [clipped(start, end, step, x.shape[d])], _slice_one(d))
+def _slice(x: torch.Tensor, dim: int, start: int, stop: int, step: int) -> torch.Tensor:
+    return x.narrow(dim, start, stop - start) if step == 1 else torch.ops.aten.slice(x, dim, start, stop, step)
 
 
 def clipped(start: Any, end: Any, step: Any, n: int) -> Range:
@@ -87,111 +52,86 @@ def clipped(start: Any, end: Any, step: Any, n: int) -> Range:
     return a, max(a, b), s
 
 
-def parts_of(sizes: Sequence[int]) -> list[Range]:
-    out, at = [], 0
-    for size in sizes:
-        out.append((at, at + size, 1))
-        at += size
-    return out
+@rule("slice slice_copy")
+def slice_(x: Operand, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Relayout:
+    d = dim_of(dim, x.ndim)
+    wanted = clipped(start, end, step, x.shape[d] if x.ndim else 0)
+    local_range = lambda source, outputs, coords: _local_range(source, d, wanted, coords)
+    return carried(range(x.ndim), call_with(lambda v, r: _slice(v, d, *r), local_range), {d: sliced(*wanted)})
 
 
-@rule("unsafe_split unsafe_split_with_sizes")
-def unsafe_split(x: Operand, *args: Any, **named: Any) -> Relayout:
-    return dataclasses.replace(split(x, *args, func=_split_apart, **named), may_alias=False)
-
-
-@rule("unsafe_chunk")
-def unsafe_chunk(x: Operand, chunks: int, dim: int = 0) -> Relayout:
-    return dataclasses.replace(chunk(x, chunks, dim, func=_split_apart), may_alias=False)
-
-
-def _split_apart(dim: int, container: type) -> Callable[..., Any]:
-    """Parts that are no views to autograd: each may be written without the others counting as changed."""
-
-    def cut(x: torch.Tensor, ranges: Sequence[Range]) -> Any:
-        return container(torch.unsafe_split_with_sizes(x, [stop - start for start, stop, _ in ranges], dim))
-
-    return cut
+@rule("narrow narrow_copy")
+def narrow(x: Operand, dim: int, start: Any, length: int) -> Relayout | Algorithm:
+    if isinstance(start, Operand):
+        return Algorithm(lambda x, dim, start, length: x.narrow(dim, int(start.item()), length))
+    first = start + x.shape[dim_of(dim, x.ndim)] if start < 0 else start
+    return slice_(x, dim, first, first + length)
 
 
 @rule("split split_with_sizes split_copy split_with_sizes_copy")
-def split(
-    x: Operand, split_size_or_sections: Any = None, dim: int = 0, func: Any = _slice_many, **named: Any
-) -> Relayout:
-    wanted = split_size_or_sections if split_size_or_sections is not None else next(iter(named.values()))
-    d = dim_of(dim, x.ndim)
-    n = x.shape[d]
+def split(x: Operand, sizes: Any = None, dim: int = 0, apart: bool = False, **named: Any) -> Relayout:
+    d, wanted = dim_of(dim, x.ndim), next(iter(named.values()), sizes)
     if isinstance(wanted, int):
-        wanted = [min(wanted, n - i) for i in range(0, n, wanted)] if wanted and n else [n]
-    return slices(x, d, parts_of(wanted), func(d, tuple))
+        n = x.shape[d]
+        wanted = [min(wanted, n - start) for start in range(0, n, wanted)] if wanted and n else [n]
+    return slices(d, [(end - size, end, 1) for size, end in zip(wanted, itertools.accumulate(wanted))], apart)
 
 
 @rule("chunk")
-def chunk(x: Operand, chunks: int, dim: int = 0, func: Any = _slice_many) -> Relayout:
-    d = dim_of(dim, x.ndim)
-    n = x.shape[d]
-    size = -(-n // chunks) if n and chunks > 0 else 0  # torch's own error for chunks <= 0 comes from the meta call
-    sizes = [min(size, n - i) for i in range(0, n, size)] if size else [0] * chunks
-    return slices(x, d, parts_of(sizes), func(d, tuple))
+def chunk(x: Operand, chunks: int, dim: int = 0, apart: bool = False) -> Relayout:
+    n = x.shape[dim_of(dim, x.ndim)]
+    size = -(-n // chunks) if chunks > 0 else 0  # torch's own error for chunks <= 0 comes from the meta call
+    return split(x, size or [0] * chunks, dim, apart)
+
+
+rule("unsafe_split unsafe_split_with_sizes")(functools.partial(split, apart=True))
+rule("unsafe_chunk")(functools.partial(chunk, apart=True))
 
 
 @rule("tensor_split")
-def tensor_split(x: Operand, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Relayout | Algorithm:
-    wanted = indices_or_sections if indices_or_sections is not None else next(iter(named.values()))
+def tensor_split(x: Operand, where: Any = None, dim: int = 0, **named: Any) -> Relayout | Algorithm:
+    d, wanted = dim_of(dim, x.ndim), next(iter(named.values()), where)
+    n = x.shape[d]
     if isinstance(wanted, Operand):
         return Algorithm(lambda x, where, dim=0: x.tensor_split(where.tolist(), dim))
-    d = dim_of(dim, x.ndim)
-    n = x.shape[d]
     if isinstance(wanted, int):
         small, extra = divmod(n, wanted)
-        ranges = parts_of([small + (i < extra) for i in range(wanted)])
-    else:
-        edges = [0, *(clipped(None, i, 1, n)[1] for i in wanted), n]
-        ranges = [(a, max(a, b), 1) for a, b in zip(edges, edges[1:], strict=False)]
-    return slices(x, d, ranges, _slice_many(d, tuple))
+        wanted = [i * small + min(i, extra) for i in range(1, wanted)]
+    edges = [0, *(clipped(None, i, 1, n)[1] for i in wanted), n]
+    return slices(d, [(a, max(a, b), 1) for a, b in itertools.pairwise(edges)])
 
 
-@rule("fliplr")
-def fliplr(x: Operand) -> Relayout:
-    return flip(x, 1)
-
-
-@rule("flipud")
-def flipud(x: Operand) -> Relayout:
-    return flip(x, 0)
+@rule("unbind unbind_copy")
+def unbind(x: Operand, dim: int = 0) -> Factors:
+    """The dim that is taken apart must be whole."""
+    d = dim_of(dim, x.ndim)
+    names = factors_of(x.ndim, d)
+    return Factors([names], [(*names[:d], *names[d + 1 :])] * x.shape[d], linear="joint")
 
 
 @rule("flip")
 def flip(x: Operand, *dims: Any, **named: Any) -> Relayout:
-    turned = {dim_of(d, x.ndim) for d in ints(dims or tuple(named.values()))}
+    turned = {d: flipped(x.shape[d]) for d in dims_of(ints(dims, named), x.ndim) if x.ndim}
+    return carried(range(x.ndim), same_call(torch.flip, tuple(turned)), turned)
 
-    def carry(d: int) -> list[list[Carried]]:
-        return [[Carried(d, flipped(x.shape[d]) if d in turned else unchanged)]]
 
-    return Relayout(1, carry, same_call(torch.flip, tuple(turned)))
+rule("fliplr")(functools.partial(flip, dims=1))
+rule("flipud")(functools.partial(flip, dims=0))
 
 
 @rule("roll")
 def roll(x: Operand, shifts: Any, dims: Any = ()) -> Relayout | Algorithm:
     """A rank rolls what it holds by as many indices as wrap around."""
-    by = (shifts,) if isinstance(shifts, int) else tuple(shifts)
-    along = (dims,) if isinstance(dims, int) else tuple(dims)
+    by, along = ((shifts,) if isinstance(shifts, int) else tuple(shifts)), dims_of(dims, x.ndim)
     if not along and len(by) == 1:
         # what crosses from one rank's part to another's moves, so that the shape comes back
-        flat = lambda x: x.flatten().roll(by, (0,)).redistribute(placements=x.flatten().placements)  # noqa: E731
+        flat = lambda x: x.flatten().roll(by, (0,)).redistribute(placements=x.flatten().placements)
         return Algorithm(lambda x, *args, **kwargs: flat(x).view(x.shape))
-    turns: dict[int, int] = {}
-    for d, n in zip((dim_of(d, x.ndim) for d in along), by, strict=False):
-        turns[d] = (turns.get(d, 0) + n) % max(x.shape[d] if x.ndim else 1, 1)
-
-    def carry(d: int) -> list[list[Carried]]:
-        return [[Carried(d, rolled(x.shape[d], turns[d]) if d in turns else unchanged)]]
-
-    def wrapped(source: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> tuple[int, ...]:
-        size = source.shape
-        return tuple(count(intersect(source.held(d, coords), ((size[d] - n, size[d]),))) for d, n in turns.items())
-
-    return Relayout(1, carry, call_with(lambda v, by: torch.roll(v, by, tuple(turns)), wrapped))
+    turns = {d: sum(n for e, n in zip(along, by) if e == d) % max(x.shape[d], 1) for d in along if x.ndim}
+    ends = {d: normalize([(x.shape[d] - n, x.shape[d])]) for d, n in turns.items()}
+    wrapped = lambda source, outputs, coords: tuple(count(intersect(source.held(d, coords), ends[d])) for d in ends)
+    local = call_with(lambda v, by: torch.roll(v, by, tuple(turns)), wrapped)
+    return carried(range(x.ndim), local, {d: rolled(x.shape[d], n) for d, n in turns.items()})
 
 
 @rule("select select_copy")
@@ -199,38 +139,22 @@ def select(x: Operand, dim: int, index: Any) -> Factors | None:
     """Of a cut dim, the holder of the index keeps it and the others add zeros: a Partial sum, and nothing moves."""
     if isinstance(index, Operand):
         return None
-    d = dim_of(dim, x.ndim)
+    d, names = dim_of(dim, x.ndim), factors_of(x.ndim)
     at = index + x.shape[d] if index < 0 else index
-    names = tuple(f"d{i}" for i in range(x.ndim))
 
-    def local(inputs: list[Layout], outputs: list[Layout]) -> Any:
-        layout = inputs[0]
-        if not layout.is_cut(d):
+    def pick(v: torch.Tensor, found: Intervals) -> torch.Tensor:
+        mine = v.narrow(d, found[0][0] if found else 0, len(found))
+        return mine.any(d) if v.dtype is torch.bool else mine.sum(d, dtype=v.dtype)  # of nothing: zeros
+
+    def local(inputs: list[Layout], outputs: list[Layout]) -> LocalCall:
+        if not inputs[0].is_cut(d):
             return lambda v: v.select(d, at)
-        return _picker(layout, d, at)
+        return PerCoords(pick, lambda coords: positions(inputs[0].held(d, coords), ((at, at + 1),)))
 
-    reduce = "sum" if x.dtype is not torch.bool else "bor"
-    outs = (*names[:d], *names[d + 1 :])
-    stays = lambda inputs: not inputs[0].is_cut(d)  # noqa: E731
-    return Factors(
-        [names], [outs], linear="joint", reduce={names[d]: reduce}, local=local, aliases=stays, may_alias=True
-    )
+    more: dict[str, Any] = {"local": local, "aliases": lambda inputs: not inputs[0].is_cut(d), "may_alias": True}
+    return Factors([names], [(*names[:d], *names[d + 1 :])], "joint", reduce={f"d{d}": sum_of(x)}, **more)
 
 
-def _picker(layout: Layout, dim: int, index: int) -> Any:
-    position = lambda coords: positions(layout.held(dim, coords), ((index, index + 1),))  # noqa: E731
-
-    def pick(x: torch.Tensor, found: Any) -> torch.Tensor:
-        start = found[0][0] if found else 0
-        mine = x.narrow(dim, start, 1 if found else 0)
-        return mine.any(dim) if x.dtype is torch.bool else mine.sum(dim, dtype=x.dtype)  # of nothing: zeros
-
-    return PerCoords(pick, position)
-
-
-@rule("unbind unbind_copy")
-def unbind(x: Operand, dim: int = 0) -> Factors:
-    """The dim that is taken apart must be whole."""
-    d = dim_of(dim, x.ndim)
-    names = tuple(None if i == d else f"d{i}" for i in range(x.ndim))
-    return Factors([names], [(*names[:d], *names[d + 1 :])] * x.shape[d], linear="joint")
+def sum_of(x: Operand) -> str:
+    """How the answers of the ranks, all but one of them zero, become one."""
+    return "bor" if x.dtype == torch.bool else "sum"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from shardwise.rules.reduce import along, dims_of, whole_along
@@ -9,9 +10,9 @@ from shardwise.strategy.notation import operands_in
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Factors, Operand
 
-along("sort", outputs=2)
-along("argsort")
-along("msort", default=0)
+rule("sort")(partial(along, 2))
+rule("argsort")(partial(along, 1))
+rule("msort")(partial(along, 1, dim=0))
 
 
 @rule("kthvalue")
@@ -30,25 +31,15 @@ def median(x: Operand, dim: Any = None, keepdim: bool = False) -> Factors:
     return whole_along(x, dims_of(dim, x.ndim), keepdim, outputs=1 if dim is None else 2)
 
 
-# -- looked up one by one, in values that are whole --------------------------------------------------------
-def lookup(x: Any, *args: Any, rows: int = 0) -> Factors:
-    """Elements of `x` (or a number) are looked up in the other operands, rows (the first dims) in rows."""
+@rule("bucketize isin")
+def lookup(x: Any, *args: Any, rows: int = 0, **kwargs: Any) -> Factors:
+    """Elements of `x` (or a number) are looked up in the others, which are whole; rows (the first dims) in rows."""
     names = tuple(f"d{i}" for i in range(x.ndim)) if isinstance(x, Operand) else ()
-    among = lambda op: (*names[:rows], *(None,) * (op.ndim - rows))  # noqa: E731
-    return Factors([names if op is x else among(op) for op in operands_in(args)], [names])
-
-
-@rule("bucketize")
-def bucketize(x: Any, boundaries: Operand, **kwargs: Any) -> Factors:
-    return lookup(x, x, boundaries)
-
-
-@rule("isin")
-def isin(elements: Any, test_elements: Any, **kwargs: Any) -> Factors:
-    return lookup(elements, elements, test_elements)
+    operands = sorted(operands_in((x, *args, *kwargs.values())), key=lambda op: op.index)
+    inputs = [names if op is x else (*names[:rows], *(None,) * (op.ndim - rows)) for op in operands]
+    return Factors(inputs, [names])
 
 
 @rule("searchsorted")
 def searchsorted(sorted_sequence: Operand, input: Any, *, sorter: Any = None, **kwargs: Any) -> Factors:
-    rows = sorted_sequence.ndim - 1 if isinstance(input, Operand) else 0
-    return lookup(input, sorted_sequence, input, sorter, rows=rows)
+    return lookup(input, sorted_sequence, sorter, rows=sorted_sequence.ndim - 1 if isinstance(input, Operand) else 0)

@@ -14,17 +14,16 @@ from shardwise.strategy.registry import gathered, rule
 from shardwise.strategy.spec import Algorithm, Gathered, Operand
 from shardwise.wrapper import rebind
 
-gathered("linspace logspace", "gather, since its ends are two numbers, and compute it on every rank")
-gathered("_scaled_mm _scaled_mm_v2", "gather, since its scales belong to blocks, and compute it on every rank")
-gathered("hash_tensor", "gather, since a hash is of the bytes in their order, and compute it on every rank")
-gathered("segment_reduce", "gather, since segments may lie across ranks, and compute it on every rank")
-gathered(
-    "_histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors",
-    "gather, since the bins depend on all points, and compute it on every rank",
-)
-gathered(
-    "linalg_lstsq", "gather, since what it returns depends on the rank of every matrix, and compute it on every rank"
-)
+_REASONS = {
+    "linspace logspace": "its ends are two numbers",
+    "_scaled_mm _scaled_mm_v2": "its scales belong to blocks",
+    "hash_tensor": "a hash is of the bytes in their order",
+    "segment_reduce": "segments may lie across ranks",
+    "_histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors": "the bins depend on all points",
+    "linalg_lstsq": "what it returns depends on the rank of every matrix",
+}
+for _names, _reason in _REASONS.items():
+    gathered(_names, f"gather, since {_reason}, and compute it on every rank")
 
 
 @rule("as_strided as_strided_copy as_strided_scatter")
@@ -42,12 +41,10 @@ def as_strided(x: Operand, *args: Any, **kwargs: Any) -> Gathered:
 
 def _is_no_part(x: Any, *args: Any, storage_offset: Any = None, **kwargs: Any) -> None:
     """Raise if a storage offset is given for a part of another tensor: it counts from the start of that one."""
-    if all(p.is_replicate() for p in x.placements):
+    given = storage_offset is not None or any(isinstance(a, int) for a in args)
+    if not given or all(p.is_replicate() for p in x.placements):
         return
-    if storage_offset is None and not any(isinstance(a, int) for a in args):
-        return
-    parts = x._layout.mesh.comm.values(x._local)
-    if any(v.untyped_storage().nbytes() != v.numel() * v.itemsize for v in parts):
+    if any(v.untyped_storage().nbytes() != v.numel() * v.itemsize for v in x._layout.mesh.comm.values(x._local)):
         raise RuleError(
             f"as_strided with a storage offset, of a tensor of shape {tuple(x.shape)} that is part of another: the "
             f"memory of the other is on many ranks; leave out the offset, or use as_strided on x.clone()"
@@ -82,6 +79,4 @@ def _resize(x: Any, *size: Any, **kwargs: Any) -> Any:
 
 @rule("set_")
 def refused(x: Operand, *args: Any, **kwargs: Any) -> Any:
-    raise RuleError(
-        "set_ gives a tensor other memory, and that of a distributed tensor is on many ranks; use x.data = y"
-    )
+    raise RuleError("set_ gives a tensor other memory, and that of this one is on many ranks; use x.data = y")
