@@ -39,15 +39,15 @@ def test_a_proof_goes_on_where_it_stopped(tmp_path, capsys):
     assert list(_records(records)) == ["neg"]
 
 
-def prove_on_processes(rank, world_size):
-    """One sample and layout of every operator and module; every rank must come to the same verdict."""
-    mesh = device_mesh((world_size,))
+def prove_on_processes(rank, world_size, meshes):
+    """One sample and layout of every operator and module, on the meshes in turn; all ranks must say the same of it."""
     failures = []
-    for name, subject in subjects().items():
+    for number, (name, subject) in enumerate(subjects().items()):
+        mesh_shape = meshes[number % len(meshes)]
         for sample in subject.samples("function", 1):
             expected = reference(sample)
-            for i, layouts in enumerate(combinations(sample.tensors, (world_size,), 1, name) if expected else ()):
-                outcome = attempt(expected, mesh, layouts, i)
+            for i, layouts in enumerate(combinations(sample.tensors, mesh_shape, 1, name) if expected else ()):
+                outcome = attempt(expected, device_mesh(mesh_shape), layouts, i)
                 verdicts = [None] * world_size
                 dist.all_gather_object(verdicts, outcome.verdict)
                 if set(verdicts) != {RIGHT}:
@@ -57,4 +57,5 @@ def prove_on_processes(rank, world_size):
 
 @pytest.mark.timeout(400)
 def test_every_operator_on_processes():
-    assert [failure for failures in run_ranks(prove_on_processes, 3, timeout=380) for failure in failures] == []
+    found = run_ranks(prove_on_processes, 4, ((4,), (2, 2)), timeout=380)
+    assert [failure for failures in found for failure in failures] == []
