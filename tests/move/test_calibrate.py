@@ -137,3 +137,13 @@ def test_rounds_on_processes():
 def test_a_cap_that_is_none(bad):
     with pytest.raises(MoveError, match="bytes must be an int > 0"):
         memory_cap(bad)
+
+
+def test_plans_and_layouts_do_not_grow_with_the_mesh():
+    """On 65,536 ranks a layout keeps what it was asked for, and a plan looks at a few ranks."""
+    mesh = as_mesh(simulate((16, 16, 16, 16), device="meta"))
+    src = Layout.make(mesh, [Shard(0), Partial(), Shard(1), Replicate()], (4096, 4096), torch.float32)
+    dst = Layout.make(mesh, [Replicate(), Shard(0), Shard(0), Shard(1)], (4096, 4096), torch.float32)
+    plan = plan_move(src, dst)
+    assert plan.bytes_in(70) > 0 and plan.lower_bound(70) > 0 and "busiest rank" in plan.explain()
+    assert len(src._sets) + len(dst._sets) < 200
