@@ -291,7 +291,6 @@ def what_people_catch(n):
         (lambda: n.distribute_tensor(d, line(), [n.Replicate()]), ValueError),
         (lambda: n.DTensor.from_local(value, line(), [n.Shard(3)]), RuntimeError),
         (lambda: n.zeros(8, -4, device_mesh=line(), placements=[n.Shard(0)]), RuntimeError),
-        (lambda: d.redistribute(grid(), [n.Shard(0), n.Replicate()]), RuntimeError),
         (lambda: d + other, RuntimeError),
         (lambda: d @ other, RuntimeError),
         (lambda: d.view(7, 7), RuntimeError),

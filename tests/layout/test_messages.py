@@ -176,8 +176,8 @@ def test_meshes():
 
 def test_moves():
     here = on((2,), [Shard(0)], (4, 4))
-    there = on((3,), [Shard(0)], (4, 4))
-    text = "cannot move from mesh mesh(0=2) to mesh mesh(0=3): layouts must be on one mesh"
+    there = on((3,), [Shard(0)], (4, 5))
+    text = f"a move keeps shape and dtype, but {here} and {there} differ"
     fails_with(MoveError, lambda: plan_move(here, there), text)
     wide = here.replace(dtype=torch.float64)
     fails_with(MoveError, lambda: plan_move(here, wide), f"a move keeps shape and dtype, but {here} and {wide} differ")

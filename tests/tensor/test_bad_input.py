@@ -75,7 +75,8 @@ CASES = {
     # moves
     "redistribute placements": (lambda: distribute_tensor(VALUE, MESH).redistribute(placements=[R]), LayoutError, "placements: 1 given"),
     "redistribute dim": (lambda: distribute_tensor(VALUE, LINE).redistribute(placements=[Shard(4)]), LayoutError, "placements[0] = Shard(dim=4): dim 4 is out of range"),
-    "redistribute mesh": (lambda: distribute_tensor(VALUE, LINE).redistribute(MESH, [R, R]), MoveError, "moves across meshes are not supported"),
+    "redistribute mesh": (lambda: distribute_tensor(VALUE, LINE).redistribute(MESH), MoveError, "without placements; give one for each of its axes"),
+    "redistribute across": (lambda: distribute_tensor(VALUE, LINE).redistribute(MESH, [R]), LayoutError, "placements: 1 given"),
     "redistribute ints to avg": (lambda: distribute_tensor(torch.arange(4), LINE).redistribute(placements=[Partial("avg")]), ShardwiseError, "Partial(avg)"),
     # factories
     "factory partial": (lambda: shardwise.zeros(3, device_mesh=LINE, placements=[Partial()]), LayoutError, "placements: a factory makes whole values, not parts; got [Partial(sum)]"),
