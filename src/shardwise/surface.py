@@ -19,7 +19,7 @@ from shardwise.errors import AutogradError, LayoutError
 from shardwise.layout import Layout, Partial, Placement
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import move
-from shardwise.wrapper import Wrapper, wrap
+from shardwise.wrapper import Wrapper, wrap, wrapper_of
 
 
 def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -93,17 +93,30 @@ def retain_grad(tensor: Any) -> None:
 def get_grad(tensor: Any) -> Any:
     """The gradient as a distributed tensor; the same object as long as the local gradients are the same."""
     own = tensor.__dict__  # optimizers and clipping ask this of every parameter, several times a step
-    local, kept = own.get("_leaf", own["_local"]), own.get("_grad")
-    held = tensor._layout.mesh.comm.values(local)
+    local, kept, layout = leaf_local(tensor), own.get("_grad"), own["_layout"]
+    if type(local) is torch.Tensor:
+        grad = local.grad
+        if kept is not None and kept[0][0] is grad:
+            return kept[1]
+        if grad is not None and not grad.requires_grad and grad.dtype == layout.dtype:
+            wrapped = _gradient_of(layout)(grad)
+            own["_grad"] = ([grad], wrapped)
+            return wrapped
+    held = layout.mesh.comm.values(local)
     if kept is not None and held[0].grad is kept[0][0] and (len(held) == 1 or _same(kept[0], held)):
         return kept[1]
     grads = [value.grad for value in held]
     if grads[0] is None:
         own.pop("_grad", None)
         return None
-    wrapped = as_gradient(tensor._layout, tensor._layout.mesh.comm.rebuild(local, grads))
+    wrapped = as_gradient(layout, layout.mesh.comm.rebuild(local, grads))
     own["_grad"] = (grads, wrapped)
     return wrapped
+
+
+@functools.lru_cache(maxsize=4096)
+def _gradient_of(layout: Layout) -> Callable[[Any], Any]:
+    return wrapper_of(grad_layout(layout))
 
 
 def _same(grads: Sequence[Any], held: Sequence[torch.Tensor]) -> bool:
@@ -112,7 +125,8 @@ def _same(grads: Sequence[Any], held: Sequence[torch.Tensor]) -> bool:
 
 def set_grad(tensor: Any, grad: Any) -> None:
     if grad is None:
-        for value in values(tensor):
+        local = leaf_local(tensor)
+        for value in (local,) if type(local) is torch.Tensor else values(tensor):
             value.grad = None
         tensor.__dict__.pop("_grad", None)
         return
