@@ -2,98 +2,46 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import dense_stride
+from shardwise.rules.conv import cut_evenly
+from shardwise.strategy.notation import factors, operands_in, parse
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
 
 
 @rule("scaled_dot_product_attention")
 def attention(
-    query: Operand,
-    key: Operand,
-    value: Operand,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
-) -> Any:
+    query: Operand, key: Operand, value: Operand, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
     if dropout_p > 0.0:
         return Algorithm(attention_by_definition)
-    q, k, v = query, key, value
-    batch = max(q.ndim, k.ndim, v.ndim) - 2
-    sizes = [max(_size(op, i, batch) for op in (q, k, v)) for i in range(batch)]
-    grouped = enable_gqa and batch > 0 and _size(q, batch - 1, batch) != _size(k, batch - 1, batch)
+    three, mask = (query, key, value), None if isinstance(attn_mask, Operand) else attn_mask
+    operands, ranks = list(operands_in((*three, attn_mask))), [op.ndim for op in three]
+    if not all(2 <= op.ndim <= max(ranks) for op in operands):
+        return None
+    rows = "l!" if is_causal else "l"
+    spec = factors(parse(f"*b {rows} e!, *b s! e!, *b s! v, *b {rows} s! -> *b {rows} v"), operands)
+    if (
+        enable_gqa and min(ranks) > 2 and query.shape[-3] != key.shape[-3]
+    ):  # heads are cut alike where all divide evenly
+        even = cut_evenly([op.shape[-3] for op in three], three, [op.ndim - 3 for op in three])
+        heads = [spec.inputs[0][-3] if even else None] * 3 + [None]
+        spec.inputs = [(*n[:-3], head, *n[-2:])[-len(n) :] for n, head in zip(spec.inputs, heads)]
 
-    def leading(op: Operand) -> list[str | None]:
-        names: list[str | None] = []
-        for i in range(batch - (op.ndim - 2), batch):
-            if grouped and i == batch - 1:
-                names.append("heads" if _heads_may_be_cut((q, k, v)) else None)
-            else:
-                names.append(f"b{i}" if _size(op, i, batch) == sizes[i] else None)
-        return names
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = mask) -> torch.Tensor:
+        # fused kernels drop the graph of an empty shard; every rank must build the same one
+        kernel = F.scaled_dot_product_attention if q.numel() and v.numel() else attention_by_definition
+        return kernel(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    rows = None if is_causal else "l"
-    out = [f"b{i}" for i in range(batch)]
-    if grouped:
-        out[-1] = "heads"
-    inputs = [(*leading(q), rows, None), (*leading(k), None, None), (*leading(v), None, "e")]
-    if isinstance(attn_mask, Operand):
-        mask_batch: list[str | None] = []
-        for i in range(batch - (attn_mask.ndim - 2), batch):
-            fits = _size(attn_mask, i, batch) == sizes[i] and not (grouped and i == batch - 1)
-            mask_batch.append(f"b{i}" if fits else None)
-        inputs.append((*mask_batch, rows if attn_mask.ndim > 1 and attn_mask.shape[-2] == q.shape[-2] else None, None))
-    causal, grouping = is_causal, enable_gqa
-
-    def local(layouts: list[Layout], outputs: list[Layout]) -> Callable[..., Any]:
-        plain_mask = None if isinstance(attn_mask, Operand) else attn_mask
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = plain_mask) -> torch.Tensor:
-            if q.numel() and v.numel():
-                return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouping)
-            # fused kernels drop the graph of an empty shard; every rank must build the same one
-            return attention_by_definition(q, k, v, mask, 0.0, causal, scale, grouping)
-
-        return attend
-
-    return Factors(
-        inputs, [(*out, rows, "e")], linear="each", joint=frozenset({2}), local=local, result=_result(q, k, v)
-    )
-
-
-@rule("_scaled_dot_product_flash_attention_for_cpu")
-def cpu_kernel(
-    q: Operand, k: Operand, v: Operand, dropout_p: float = 0.0, is_causal: bool = False, *,
-    attn_mask: Any = None, scale: Any = None,
-) -> Factors:  # fmt: skip
-    """What torch makes of attention inside its own functions (multi_head_attention_forward): batch and heads pass."""
-    names = ("b", "h", None, None)
-    inputs: list[tuple[str | None, ...]] = [names] * 3
-    if isinstance(attn_mask, Operand):
-        leading = zip(names, q.shape, attn_mask.shape[:-2], strict=False)
-        inputs.append((*(name if n == m else None for name, n, m in leading), None, None))
-
-    def local(layouts: list[Layout], outputs: list[Layout]) -> Callable[..., Any]:
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> Any:
-            if q.numel():
-                kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-                return kernel(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)
-            out = attention_by_definition(q, k, v, mask, 0.0, is_causal, scale)  # the kernel divides by the heads
-            return out, q.new_zeros(q.shape[:3], dtype=outputs[1].dtype)
-
-        return attend
-
-    return Factors(inputs, [names, names[:3]], local=local)
+    spec.linear, spec.joint, spec.local, spec.result = "each", frozenset({2}), lambda *layouts: attend, _result(*three)
+    return spec
 
 
 def _result(q: Operand, k: Operand, v: Operand) -> Result | None:
@@ -104,40 +52,27 @@ def _result(q: Operand, k: Operand, v: Operand) -> Result | None:
     return Result(shape, q.dtype, dense_stride(shape, q.layout.stride))
 
 
-def _size(op: Operand, batch_dim: int, batch: int) -> int:
-    """The size of a batch dim counted in the broadcast result."""
-    dim = batch_dim - (batch - (op.ndim - 2))
-    return op.shape[dim] if dim >= 0 else 1
+@rule("_scaled_dot_product_flash_attention_for_cpu")
+def cpu_kernel(
+    q: Operand, k: Operand, v: Operand, dropout_p: float = 0.0, is_causal: bool = False, *,
+    attn_mask: Any = None, scale: Any = None,
+) -> Factors:  # fmt: skip
+    """What torch makes of attention inside its own functions (multi_head_attention_forward): batch and heads pass."""
+
+    def attend(dtype: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> Any:
+        if q.numel():
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            return kernel(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)
+        out = attention_by_definition(q, k, v, mask, 0.0, is_causal, scale=scale)  # the kernel divides by the heads
+        return out, q.new_zeros(q.shape[:3], dtype=dtype)
+
+    line = parse("*b l! e!, *b s! e!, *b s! v!, *b l! s! -> *b l! v!, *b l!")
+    local = lambda inputs, outputs: partial(attend, outputs[1].dtype)
+    return factors(line, list(operands_in((q, k, v, attn_mask))), local=local)
 
 
-def _heads_may_be_cut(operands: tuple[Operand, ...]) -> bool:
-    """Grouped queries: query and key heads are cut alike only where both divide evenly."""
-    cuts = [(axis, p) for op in operands for axis, p in enumerate(op.layout.placements) if p.is_shard(op.ndim - 3)]
-    parts = math.prod(operands[0].mesh.shape[axis] for axis in {axis for axis, _ in cuts})
-    regular = all(isinstance(p, Shard) and p.pieces is None for _, p in cuts)
-    return regular and all(op.shape[-3] % parts == 0 for op in operands)
-
-
-def attention_by_definition(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """The definition, spelled out, so that dropout draws what one device would draw."""
-    q, k, v = query, key, value
-    if enable_gqa:
-        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
-        v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
-    scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if is_causal:
-        allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~allowed, float("-inf"))
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype is torch.bool else scores + attn_mask
-    weights = scores.softmax(-1)
-    return (F.dropout(weights, dropout_p) if dropout_p else weights) @ v
+def attention_by_definition(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """In torch's own parts, whose dropout draws what one device would draw."""
+    if attn_mask is not None and attn_mask.dtype is torch.bool:  # of which the parts make nothing
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    return torch._scaled_dot_product_attention_math(query, key, value, attn_mask, *args, **kwargs)[0]

@@ -1,8 +1,8 @@
 """Sliding windows along cut dims: who makes which outputs, and from which inputs.
 
     halos = {d: Halo(layout, d, Reach(n, outputs, kernel, stride, ...))}  # for every dim of x that slides and is cut
-    output = cut_like(layout, halos, shape=..., dtype=..., stride=...)     # its split of these dims
-    run_local(func, [Windowed(x, needs(halos)), ...], output, of=...)
+    output = cut_like(layout, halos, result)                              # its split of these dims
+    run_local(func, [windowed(x, halos), ...], output, of=...)
 
 A rank makes one interval of outputs, or none, and asks for one interval of inputs, whoever holds them. What its window
 has beyond the ends of x is for func to pad.
@@ -16,8 +16,9 @@ from typing import Any
 
 from shardwise.comm.base import Coords
 from shardwise.layout import Layout
-from shardwise.layout.layout import shards_from_table
-from shardwise.layout.split import Interval, Intervals, chunk_bounds, intersect, normalize
+from shardwise.layout.layout import parent_sets, shards_from_table
+from shardwise.layout.split import Interval, Intervals, chunk_pieces, intersect, normalize
+from shardwise.strategy.program import Windowed
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,10 @@ class Halo:
     def __init__(self, layout: Layout, dim: int, reach: Reach) -> None:
         self.reach, self.dim, self.axes = reach, dim, layout.axes_of(dim)
         self.sizes = [layout.mesh.shape[axis] for axis in self.axes]
-        held = {}
-        for c in itertools.product(*map(range, self.sizes)):
-            at = dict(zip(self.axes, c, strict=True))
-            held[c] = layout.held(dim, [at.get(axis, 0) for axis in range(len(layout.placements))])
-        follows = any(held.values()) and all(len(rows) <= 1 for rows in held.values())
-        self.table = {
-            c: self._middles(rows) if follows else normalize([chunk_bounds(reach.outputs, len(held), i)])
-            for i, (c, rows) in enumerate(held.items())
-        }
+        held = parent_sets(layout.mesh, layout.placements, dim, layout.shape[dim])
+        follows = any(held) and all(len(rows) <= 1 for rows in held)
+        made = map(self._middles, held) if follows else chunk_pieces(reach.outputs, len(held))
+        self.table = dict(zip(itertools.product(*map(range, self.sizes)), made, strict=True))
 
     def _middles(self, rows: Intervals) -> Intervals:
         """The outputs whose middle is at these rows; those before the first and after the last go to the ends."""
@@ -70,11 +66,10 @@ class Halo:
         return normalize([min(max(bound, 0), total) for bound in piece] for piece in bounds)
 
     def made(self, coords: Coords) -> Intervals:
-        """The outputs made at `coords`."""
         return self.table[tuple(coords[axis] for axis in self.axes)]
 
     def needs(self, coords: Coords) -> Intervals:
-        """The inputs they are made from."""
+        """The inputs that the outputs made at `coords` are made from."""
         windows = normalize(self.reach.window(*made) for made in self.made(coords))
         return intersect(windows, normalize([(0, self.reach.n)]))
 
@@ -82,16 +77,26 @@ class Halo:
 Halos = dict[int, Halo]
 
 
-def needs(halos: Halos) -> dict[int, Any]:
-    """For Windowed."""
-    return {dim: halo.needs for dim, halo in halos.items()}
+def windowed(x: Any, halos: Halos) -> Windowed:
+    return Windowed(x, {dim: halo.needs for dim, halo in halos.items()})
 
 
-def cut_like(layout: Layout, halos: Halos, **changes: Any) -> Layout:
-    """`layout` with these changes, and these dims split as the outputs are."""
-    places = list(changes.pop("placements", layout.placements))
+def cut_like(layout: Layout, halos: Halos, result: Any, placements: Any = None) -> Layout:
+    """Of a result (a meta tensor, say) laid out like this, but for these dims: they are split as the outputs are."""
+    places = list(placements or layout.placements)
     for halo in halos.values():
         shards = shards_from_table(halo.sizes, halo.reach.outputs, halo.table.__getitem__, halo.dim)
         for axis, shard in zip(halo.axes, shards, strict=True):
             places[axis] = shard
-    return layout.replace(placements=places, **changes)
+    return layout.replace(placements=places, shape=result.shape, dtype=result.dtype, stride=result.stride())
+
+
+def leaves_empty(layout: Layout) -> bool:
+    """Whether some rank holds nothing, which many kernels refuse."""
+    return any(() in parent_sets(layout.mesh, layout.placements, d, n) for d, n in enumerate(layout.shape))
+
+
+def each(value: Any, dims: int) -> tuple[int, ...]:
+    """One number a dim, given as one for all or one each."""
+    values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    return values * dims if len(values) == 1 else values

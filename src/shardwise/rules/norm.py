@@ -10,43 +10,39 @@ import torch
 
 from shardwise.layout import contiguous_stride
 from shardwise.layout.placement import REPLICATE
-from shardwise.rules.reduce import whole_along
+from shardwise.rules.halo import leaves_empty
+from shardwise.rules.reduce import whole_along, wide
 from shardwise.rules.view import dim_of
 from shardwise.strategy.notation import operands_in
 from shardwise.strategy.program import reduced, run_local, whole
-from shardwise.strategy.registry import rule
+from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
 
-Average = Callable[[Any], Any]  # of a tensor, in a shape that broadcasts against it
 
-
-def over(dims: Any) -> Average:
+def over(dims: Any) -> Callable[[Any], Any]:
+    """The average of a tensor, in a shape that broadcasts against it."""
     return lambda t: reduced(t.mean(tuple(dims), keepdim=True))
 
 
-def scaled(
-    x: Any, average: Average, eps: float | None, weight: Any, bias: Any, known: Any = None, centre: bool = True
-) -> tuple[Any, Any, Any, Any]:
+def scaled(x: Any, average: Any, eps: Any, weight: Any, bias: Any, known: Any = None, centre: bool = True) -> Any:
     """x normalised, and its mean, variance and inverse deviation, where not `known`: in float32 for halves, as torch
     does, and the mean first, since a difference of large sums loses digits."""
-    wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
-    mean, var = known or (average(wide) if centre else None, None)
-    centred = wide if mean is None else wide - mean
+    v = x.to(wide(x.dtype))
+    mean, var = known or (average(v) if centre else None, None)
+    centred = v if mean is None else v - mean
     var = average(centred * centred) if var is None else var
-    inverse = (var + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
-    out = centred * inverse
-    out = out if weight is None else out * weight
+    inverse = (var + (torch.finfo(v.dtype).eps if eps is None else eps)).rsqrt()
+    out = centred * inverse if weight is None else centred * inverse * weight
     return (out if bias is None else out + bias).to(x.dtype), mean, var, inverse
 
 
 def fits_kernel(x: Any, dims: Any) -> bool:
     """Whether these dims are whole and no rank's part is empty: some kernels divide by its size."""
-    layout = x._layout
-    return not any(map(layout.is_cut, dims)) and not any(0 in layout.local_shape(rank) for rank in layout.mesh.ranks)
+    return not any(map(x._layout.is_cut, dims)) and not leaves_empty(x._layout)
 
 
 # -- over trailing dims ------------------------------------------------------------------------------------
-def trailing(name: str, program: Callable[..., Any]) -> None:
+def trailing(name: str, normed: Callable[..., Any]) -> None:
     """What stands before the normalised dims passes."""
 
     @rule(name)
@@ -54,43 +50,35 @@ def trailing(name: str, program: Callable[..., Any]) -> None:
         kept = x.ndim - (1 if isinstance(normalized_shape, int) else len(normalized_shape))
         if name.startswith("native") or any(map(x.layout.is_cut, range(kept, x.ndim))):
             of = over(range(kept, x.ndim))
-            return Algorithm(lambda x, normalized_shape, *args, **kwargs: program(reduced(x), of, *args, **kwargs))
+            return Algorithm(lambda x, normalized_shape, *args, **kwargs: normed(reduced(x), of, *args, **kwargs))
         names = tuple(f"d{i}" if i < kept else None for i in range(x.ndim))
-        scale_and_shift = list(operands_in((*args, *kwargs.values())))
-        inputs = [names, *((None,) * op.ndim for op in scale_and_shift)]
-        same = all(op.dtype == x.dtype for op in scale_and_shift)
-        return Factors(inputs, [names], result=Result(x.shape, x.dtype, contiguous_stride(x.shape)) if same else None)
+        others = list(operands_in((*args, *kwargs.values())))
+        same = all(op.dtype == x.dtype for op in others)
+        result = Result(x.shape, x.dtype, contiguous_stride(x.shape)) if same else None
+        return Factors([names, *((None,) * op.ndim for op in others)], [names], result=result)
 
 
-def _native_layer_norm(x: Any, average: Average, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+def _native_layer_norm(x: Any, average: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
     out, mean, _, inverse = scaled(x, average, eps, weight, bias)
     dtype = x.dtype if weight is None else weight.dtype
     return out, mean.to(dtype), inverse.to(dtype)
 
 
-def _rms_norm(x: Any, average: Average, weight: Any = None, eps: float | None = None) -> Any:
-    return scaled(x, average, eps, weight, None, centre=False)[0]
-
-
 trailing("native_layer_norm", _native_layer_norm)
 trailing("layer_norm", lambda x, average, *args, **kwargs: _native_layer_norm(x, average, *args[:3], **kwargs)[0])
-trailing("rms_norm", _rms_norm)
+trailing("rms_norm", lambda x, average, weight=None, eps=None: scaled(x, average, eps, weight, None, centre=False)[0])
 
 
 # -- over groups of channels -------------------------------------------------------------------------------
-@rule("native_group_norm")
-def group_norm(*args: Any, **kwargs: Any) -> Algorithm:
-    return Algorithm(_group_norm)
-
-
-def _group_norm(x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> Any:
+@program("native_group_norm")
+def group_norm(x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> Any:
     """The averages of channels are small: they are regrouped, however the channels are cut, and not `x`."""
     x = reduced(x)
     dtype = x.dtype if weight is None else weight.dtype
     if fits_kernel(x, range(1, x.ndim)):
         places = [p if p.is_shard(0) else REPLICATE for p in x.placements]
         saved = x._layout.replace(shape=(N, group), dtype=dtype, placements=places)
-        kernel = lambda v, w, b: torch.native_group_norm(v, w, b, len(v), C, HxW, group, eps)  # noqa: E731
+        kernel = lambda v, w, b: torch.native_group_norm(v, w, b, len(v), C, HxW, group, eps)
         operands = [x.contiguous(), *(t if t is None else whole(t).contiguous() for t in (weight, bias))]
         return run_local(kernel, operands, [x._layout.replace(stride=None), saved, saved])
     ones = [1] * (x.ndim - 2)
@@ -106,36 +94,29 @@ def _group_norm(x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group:
 
 
 # -- over the batch ----------------------------------------------------------------------------------------
-def batch_norm(name: str, fixed: bool | None = None, reserves: int = 0, copies: bool = False) -> None:
+def batch_norm(names: str, fixed: bool | None = None, reserves: int = 0, copies: bool = False) -> None:
     """A form aten has: with training `fixed`, with reserves for its own backward, or with new statistics returned."""
-
-    @rule(name)
-    def over_batch(*args: Any, **kwargs: Any) -> Algorithm:
-        return Algorithm(run, writes=True)
 
     def run(x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, *settings: Any, **named: Any) -> Any:
         kept = [running_mean, running_var]
         if isinstance(running_mean, bool):  # no statistics
             kept, settings = [None, None], (*kept, *settings)
         kept = [t.clone() for t in kept] if copies else kept
-        given = settings if fixed is None else (fixed, *settings)
-        out = _batch_norm(reduced(x), weight, bias, *kept, *given, **named)
+        out = _batch_norm(reduced(x), weight, bias, *kept, *(() if fixed is None else (fixed,)), *settings, **named)
         return *out, *[x.new_empty(0, dtype=torch.uint8)] * reserves, *(kept if copies else ())
 
+    rule(names)(lambda *args, **kwargs: Algorithm(run, writes=True))
 
-batch_norm("native_batch_norm")
-batch_norm("miopen_batch_norm")
+
+batch_norm("native_batch_norm miopen_batch_norm _native_batch_norm_legit")
 batch_norm("cudnn_batch_norm", reserves=1)
-batch_norm("_native_batch_norm_legit")
 batch_norm("_native_batch_norm_legit_functional", copies=True)
 batch_norm("_batch_norm_with_update", True, 1)
 batch_norm("_batch_norm_with_update_functional", True, 1, copies=True)
 batch_norm("_batch_norm_no_update", False, 1)
 
 
-def _batch_norm(
-    x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
-) -> Any:
+def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: Any, eps: Any) -> Any:
     """Channels pass, the running statistics follow them, and what was moved of those is written back."""
     layout, dims = x._layout, [d for d in range(x.ndim) if d != 1]
     follow = [p.at(0) if p.is_shard(1) else REPLICATE for p in layout.placements]
@@ -163,7 +144,10 @@ def _batch_norm(
     return out
 
 
-# -- by a vector's length, or by neighbours ----------------------------------------------------------------
+# -- by neighbours, or by a vector's length ----------------------------------------------------------------
+rule("local_response_norm")(lambda x, *args, **kwargs: whole_along(x, (1,), True))
+
+
 @rule("normalize")
 def normalize(x: Operand, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, **kwargs: Any) -> Factors | None:
     """By its parts, a norm and a quotient, where the dim is cut."""
@@ -171,15 +155,7 @@ def normalize(x: Operand, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, **kw
     return whole_along(x, (dim_of(dim, x.ndim),), True) if given else None
 
 
-@rule("local_response_norm")
-def local_response_norm(x: Operand, *args: Any, **kwargs: Any) -> Factors:
-    return whole_along(x, (1,), True)
-
-
-@rule("_weight_norm")
-def weight_norm(v: Operand, g: Operand, dim: int = 0) -> Algorithm:
-    def run(v: Any, g: Any, dim: int = 0) -> Any:
-        others = [d for d in range(v.ndim) if dim == -1 or d != dim]
-        return v * (g / torch.linalg.vector_norm(v, 2, others, keepdim=dim != -1))
-
-    return Algorithm(run)
+@program("_weight_norm")
+def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
+    others = [d for d in range(v.ndim) if dim == -1 or d != dim]
+    return v * (g / torch.linalg.vector_norm(v, 2, others, keepdim=dim != -1))

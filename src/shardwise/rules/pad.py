@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Intervals, count, intersect, normalize
+from shardwise.rules.halo import leaves_empty
 from shardwise.strategy.program import reduced
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, unchanged
@@ -22,8 +23,7 @@ Sources = dict[int, torch.Tensor]  # dim -> for every output index, the input in
 def copied(x: Operand, sources: Sources) -> Any:
     """Output index i of a dim reads input index sources[dim][i]. Where no such dim is cut the op itself is called,
     unless a rank holds nothing, which kernels refuse."""
-    shapes = [x.layout.local_shape_at(x.mesh.coords(rank)) for rank in x.mesh.ranks]
-    if not any(x.layout.is_cut(dim) for dim in sources) and not any(0 in shape for shape in shapes):
+    if not any(map(x.layout.is_cut, sources)) and not leaves_empty(x.layout):
         names = tuple(None if dim in sources else f"d{dim}" for dim in range(x.ndim))
         return Factors([names], [names], linear="joint", any_partial=True)
 
@@ -76,12 +76,11 @@ def sources_of(mode: str, n: int, left: int, right: int) -> torch.Tensor:
 
 @rule("pad")
 def pad_(x: Operand, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
-    # torch's list starts at the last dim
-    sides = {x.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
+    sides = {x.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}  # from the last dim on
     sources = {dim: sources_of(mode, x.shape[dim], *side) for dim, side in sides.items()}
     if mode != "constant":
         return copied(x, sources) if mode in ("reflect", "replicate", "circular") and not value else None
-    if any(p.is_partial() and (value or p.reduce_op not in ("sum", "avg")) for p in x.layout.placements):  # type: ignore[attr-defined]
+    if any(isinstance(p, Partial) and (value or p.reduce_op not in ("sum", "avg")) for p in x.layout.placements):
         return Algorithm(lambda x, *args, **kwargs: torch.constant_pad_nd(reduced(x), pad, value or 0))
 
     def given(layout: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> tuple[int, ...]:

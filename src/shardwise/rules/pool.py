@@ -11,16 +11,16 @@ from functools import cache, reduce
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.base import Coords
 from shardwise.layout import Layout
-from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Interval
-from shardwise.rules.halo import Halo, Reach, cut_like, needs
+from shardwise.rules.halo import Halo, Reach, cut_like, each, windowed
 from shardwise.strategy.notation import operands_in
-from shardwise.strategy.program import Windowed, reduced, run_local
+from shardwise.strategy.program import reduced, run_local
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, PerCoords
+from shardwise.strategy.spec import Algorithm, Factors, Operand
 
 ATEN = torch.ops.aten
 
@@ -66,19 +66,15 @@ def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], U
     """An op on the last `dims` dims: call(x, sizes of the result, or () for those asked for), with reach(i, n, outputs)
     of the i-th of the dims. Of two results the second has flat positions in a plane of x."""
     planes = range(x.ndim - dims, x.ndim)
-    metas = call(torch.empty_strided(x.shape, x.layout.stride, dtype=x.dtype, device="meta"), ())
-    one = isinstance(metas, torch.Tensor)
-    metas = (metas,) if one else metas
+    metas = tree_leaves(call(torch.empty_strided(x.shape, x.layout.stride, dtype=x.dtype, device="meta"), ()))
     sizes = metas[0].shape
     cut = [d for d in planes if x.layout.is_cut(d)]
     if not cut or any(0 in (x.shape[d], sizes[d]) for d in planes):
-        return leading(lambda v: call(v, ()), [x], dims, **more)
+        return leading(lambda v: call(v, ()), [x], [dims], **more)
     if x.layout.is_partial:
         return Algorithm(lambda x, *args, **kwargs: call(reduced(x), ()))
     halos = {d: Halo(x.layout, d, reach(d - planes[0], x.shape[d], sizes[d])) for d in cut}
-    places = [REPLICATE if any(p.is_shard(d) for d in cut) else p for p in x.layout.placements]
-    base = x.layout.replace(placements=places, shape=sizes, stride=metas[0].stride())
-    outs = [cut_like(base.replace(dtype=meta.dtype), halos) for meta in metas]
+    outs = [cut_like(x.layout, halos, meta) for meta in metas]
 
     @cache
     def of(coords: Coords) -> Any:
@@ -89,34 +85,31 @@ def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], U
         shape, rows, made, skips = mine
         if 0 in shape:
             return nothing(shape, [v], outs)
-        found = call(v, made)
-        found = [found] if one else list(found)
-        for d, skip in zip(planes, skips, strict=True):
+        found = tree_leaves(call(v, made))
+        for d, skip in zip(planes, skips):
             found = [out.narrow(d, skip, shape[d]) for out in found]
-        if not one:
-            places = zip(torch.unravel_index(found[1], v.shape[planes[0] :]), rows, x.shape[planes[0] :], strict=True)
+        if len(found) == 2:
+            places = zip(torch.unravel_index(found[1], v.shape[planes[0] :]), rows, x.shape[planes[0] :])
             found[1] = reduce(lambda flat, at: flat * at[2] + at[0] + at[1], places, torch.zeros_like(found[1]))
-        return found[0] if one else tuple(found)
+        return one_or_all(found)
 
-    wanted = outs[0] if one else outs
-    return Algorithm(lambda x, *args, **kwargs: run_local(local, [Windowed(x, needs(halos))], wanted, of))
+    return Algorithm(lambda x, *args, **kwargs: run_local(local, [windowed(x, halos)], one_or_all(outs), of))
+
+
+def one_or_all(results: Sequence[Any]) -> Any:
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def leading(call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1, linear: str = "none") -> Factors:
-    """call(*operands), of which the `last` dims (of each) are whole and those before them pass; `linear` in the
+    """call(*operands), of which so many `last` dims of each are whole and those before them pass; `linear` in the
     first. Kernels refuse tensors without elements, so a rank with nothing to make is spared the call."""
-    ends = (last,) * len(operands) if isinstance(last, int) else last
-    most = operands[0].ndim - ends[0]
-    names = [
-        tuple(f"d{d}" if 0 < d <= most else None for d in range(op.ndim - end, -end, -1))
-        for op, end in zip(operands, ends, strict=True)
-    ]
+    most = operands[0].ndim - last[0]
+    places = [range(op.ndim - end, -end, -1) for op, end in zip(operands, last)]
+    names = [tuple(f"d{d}" if 0 < d <= most else None for d in dims) for dims in places]
 
     def local(inputs: list[Layout], outs: list[Layout]) -> Any:
-        shape_of, mesh = outs[0].local_shape_at, outs[0].mesh
-        if all(0 not in shape_of(mesh.coords(rank)) for rank in mesh.ranks):
-            return call
-        return PerCoords(lambda *v: nothing(v[-1], v[:-1], outs) if 0 in v[-1] else call(*v[:-1]), shape_of)
+        sizes = outs[0].shape[most:]
+        return lambda *v: call(*v) if v[0].numel() else nothing((*v[0].shape[:most], *sizes), v, outs)
 
     rounds = not operands[0].dtype.is_floating_point
     return Factors(names, [names[0]] * outputs, "none" if rounds else linear, frozenset({0}), local=local)
@@ -125,17 +118,10 @@ def leading(call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1,
 def nothing(shape: Sequence[int], values: Sequence[torch.Tensor], outs: Sequence[Layout]) -> Any:
     """Results without elements that come from these values, so that gradients go their way on all ranks."""
     empty = reduce(torch.add, (v.flatten()[:0] for v in values if v.dtype == values[0].dtype))
-    results = tuple(empty.to(out.dtype).reshape(shape) for out in outs)
-    return results if len(results) > 1 else results[0]
+    return one_or_all([empty.to(out.dtype).reshape(shape) for out in outs])
 
 
 # -- which pools there are ---------------------------------------------------------------------------------
-def each(value: Any, dims: int) -> tuple[int, ...]:
-    """One number a dim, given as one for all or one each."""
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * dims if len(values) == 1 else values
-
-
 def slides(name: str, dims: int, dilated: bool, **more: Any) -> None:
     """Windows of one size."""
 
@@ -144,7 +130,7 @@ def slides(name: str, dims: int, dilated: bool, **more: Any) -> None:
         named.pop("return_indices", None)  # of torch.nn.functional, whose function of this name always returns them
         k, p = each(kernel_size, dims), each(padding, dims)
         s, e = each(stride or k, dims), each((args or (named.get("dilation", 1),))[0] if dilated else 1, dims)
-        call = lambda v, sizes: getattr(ATEN, name)(v, k, s, p, *args, **named)  # noqa: E731
+        call = lambda v, sizes: getattr(ATEN, name)(v, k, s, p, *args, **named)
         return spatial(x, dims, call, lambda i, n, m: sliding(n, m, k[i], s[i], p[i], e[i]), **more)
 
 
@@ -153,7 +139,7 @@ def adapts(name: str, dims: int, **more: Any) -> None:
 
     @rule(name)
     def pool(x: Operand, output_size: Any) -> Any:
-        call = lambda v, sizes: getattr(ATEN, name)(v, sizes or each(output_size, dims))  # noqa: E731
+        call = lambda v, sizes: getattr(ATEN, name)(v, sizes or each(output_size, dims))
         return spatial(x, dims, call, lambda i, n, m: resizing(n, m), **more)
 
 

@@ -3,102 +3,79 @@ sum of the exponentials."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from shardwise.layout import Layout, Partial, Shard
-from shardwise.rules.reduce import dims_of, whole_along, wide
+from shardwise.layout import Partial, Shard
+from shardwise.rules.reduce import dims_of, staged, whole_along, wide
 from shardwise.rules.view import dim_of
 from shardwise.strategy.program import reduced, run_local
-from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand
+from shardwise.strategy.registry import program, rule
+from shardwise.strategy.spec import Algorithm, Operand
 
 
 def exponentials(x: Any, dims: tuple[int, ...], instead: Callable[[Any], Any] | None = None) -> tuple[Any, Any, Any]:
     """exp(x - largest), its sum over `dims` and the largest; where `instead` says so, 0 stands for the largest."""
-    layout = x._layout
-
-    def one(shape: Sequence[int]) -> list[int]:
-        return [1 if d in dims else n for d, n in enumerate(shape)]
-
-    def pending(op: str) -> Layout:
-        places = [Partial(op) if isinstance(p, Shard) and p.dim in dims else p for p in layout.placements]
-        return layout.replace(shape=one(layout.shape), placements=places)
 
     def largest_held(v: torch.Tensor) -> torch.Tensor:
         return v.amax(dims, True) if all(v.shape[d] for d in dims) else v.new_full(one(v.shape), -torch.inf)
 
-    largest = reduced(run_local(largest_held, [x.detach()], pending("max")))
+    one = lambda shape: [1 if d in dims else n for d, n in enumerate(shape)]
+    places = [Partial("max") if isinstance(p, Shard) and p.dim in dims else p for p in x.placements]
+    pending = x._layout.replace(shape=one(x.shape), placements=places)
+    largest = reduced(run_local(largest_held, [x.detach()], pending))
     if instead is not None:
         largest = largest.masked_fill(instead(largest), 0)
     powers = (x - largest).exp()
-    total = run_local(lambda v: v.sum(dims, True), [powers], pending("sum"))
-    return powers, reduced(total), largest
+    return powers, reduced(powers.sum(dims, True)), largest
 
 
-def softmax(x: Any, dim: int) -> Any:
-    powers, total, _ = exponentials(x, (dim,))
-    return powers / total
+def softmax_rule(names: str, finish: Callable[..., Any], instead: Callable[[Any], Any] | None = None) -> None:
+    """finish(x, *exponentials(x, ...)) along a cut dim."""
 
-
-def log_softmax(x: Any, dim: int) -> Any:
-    _, total, largest = exponentials(x, (dim,))
-    return (x - largest) - total.log()
-
-
-def safe_softmax(x: Any, dim: int) -> Any:
-    """Zeros, and no gradient, where everything is -inf."""
-    powers, total, _ = exponentials(x, (dim,), lambda largest: largest == -torch.inf)
-    return powers / total.masked_fill(total == 0, 1)
-
-
-def softmax_rule(names: str, program: Callable[[Any, int], Any]) -> None:
     @rule(names)
     def along(x: Operand, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(dim, int):
             return None  # torch chooses one, with a warning
         dim, more = dim_of(dim, x.ndim), (*args, *kwargs.values())
-        given = [a for a in more if isinstance(a, torch.dtype)]
-        to_float = any(a is True for a in more)  # aten's half_to_float
-        kept = given[0] if given else torch.float32 if to_float else x.dtype
-        if not x.ndim or not x.layout.is_cut(dim) or not kept.is_floating_point:
+        to_float = [torch.float32] if any(a is True for a in more) else []  # aten's half_to_float
+        kept = [*(a for a in more if isinstance(a, torch.dtype)), *to_float, x.dtype][0]
+        if not x.layout.is_cut(dim) or not kept.is_floating_point:
             return whole_along(x, (dim,), True)
-        return Algorithm(lambda x, *args, **kwargs: program(reduced(x).to(wide(kept)), dim).to(kept))
+
+        def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+            x = reduced(x).to(wide(kept))
+            return finish(x, *exponentials(x, (dim,), instead)).to(kept)
+
+        return Algorithm(run)
 
 
-softmax_rule("softmax _softmax", softmax)
-softmax_rule("log_softmax _log_softmax", log_softmax)
-softmax_rule("_safe_softmax", safe_softmax)
-softmax_rule("softmin", lambda x, dim: softmax(-x, dim))
+softmax_rule("softmax _softmax", lambda x, powers, total, largest: powers / total)
+softmax_rule("log_softmax _log_softmax", lambda x, powers, total, largest: (x - largest) - total.log())
+_or_zeros = lambda x, powers, total, largest: powers / total.masked_fill(total == 0, 1)
+softmax_rule("_safe_softmax", _or_zeros, lambda largest: largest == -torch.inf)  # no gradient either, if all are -inf
 
 
 @rule("logsumexp")
 def logsumexp(x: Operand, dim: Any, keepdim: bool = False) -> Any:
     dims = dims_of(dim, x.ndim)
-    if x.dtype.is_complex or not any(x.layout.is_cut(d) for d in dims):
-        return whole_along(x, dims, keepdim)
     kept = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
 
-    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-        _, total, largest = exponentials(reduced(x).to(wide(kept)), dims, torch.isinf)
+    def run(x: Any) -> Any:
+        _, total, largest = exponentials(x.to(wide(kept)), dims, torch.isinf)
         result = (total.log() + largest).to(kept)
         return result if keepdim else result.squeeze(dims)
 
-    return Algorithm(run)
+    return whole_along(x, dims, keepdim) if x.dtype.is_complex else staged(x, dims, keepdim, run)
 
 
-def backward_rule(name: str, program: Callable[..., Any]) -> None:
-    @rule(name)
-    def backward(grad: Operand, output: Operand, dim: int, input_dtype: Any) -> Any:
-        dim = dim_of(dim, output.ndim)
-        if grad.ndim and (grad.layout.is_cut(dim) or output.layout.is_cut(dim)):
-            run = lambda g, y, *args: program(g.to(wide(g.dtype)), y.to(wide(y.dtype)), dim).to(input_dtype)  # noqa: E731
-            return Algorithm(run)
-        names = whole_along(output, (dim,), True).inputs[0]
-        return Factors([names, names], [names])
+def backward_program(name: str, formula: Callable[..., Any]) -> None:
+    @program(name)
+    def run(grad: Any, output: Any, dim: int, input_dtype: Any) -> Any:
+        return formula(reduced(grad).to(wide(grad.dtype)), reduced(output).to(wide(output.dtype)), dim).to(input_dtype)
 
 
-backward_rule("_softmax_backward_data", lambda g, y, dim: (g - reduced((g * y).sum(dim, True))) * y)
-backward_rule("_log_softmax_backward_data", lambda g, y, dim: g - reduced(g.sum(dim, True)) * y.exp())
+backward_program("_softmax_backward_data", lambda g, y, dim: (g - reduced((g * y).sum(dim, True))) * y)
+backward_program("_log_softmax_backward_data", lambda g, y, dim: g - reduced(g.sum(dim, True)) * y.exp())

@@ -12,7 +12,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.rules.extreme import Dims, shared_extreme
 from shardwise.rules.reduce import dims_of, gather_parts, names_of, staged, whole_along, wide
 from shardwise.strategy.program import reduced, run_local, whole
-from shardwise.strategy.registry import rule
+from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand
 
 
@@ -83,19 +83,12 @@ def vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False
 
 
 @rule("norm")
-def norm(
-    x: Operand, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any
-) -> Any:
+def norm(x: Operand, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """torch.norm of a vector-like kind is linalg.vector_norm; a nuclear norm goes by its parts."""
     order = 2 if p is None or p == "fro" else p
-    if isinstance(order, (str, Operand)) or kwargs:
+    if isinstance(order, (str, Operand)):
         return None
     return Algorithm(lambda x, *args, **named: torch.linalg.vector_norm(x, order, dim, keepdim, dtype=dtype))
-
-
-@rule("dist")
-def dist(x: Operand, other: Operand, p: float = 2) -> Algorithm:
-    return Algorithm(lambda x, other, *args, **named: torch.linalg.vector_norm(x - other, p))
 
 
 @rule("renorm")
@@ -113,14 +106,9 @@ def renorm(x: Operand, p: float, dim: int, maxnorm: float) -> Any:
 
 
 # -- comparisons: every rank hears the same answer ---------------------------------------------------------
-@rule("equal")
-def equal(x: Operand, other: Operand) -> Algorithm:
-    return Algorithm(lambda x, other: x.shape == other.shape and bool((x == other).all()))
-
-
-@rule("allclose")
-def allclose(x: Operand, other: Operand, *args: Any, **kwargs: Any) -> Algorithm:
-    return Algorithm(lambda x, other, *args, **named: bool(torch.isclose(x, other, *args, **named).all()))
+program("dist")(lambda x, other, p=2: torch.linalg.vector_norm(x - other, p))
+program("equal")(lambda x, other: x.shape == other.shape and bool((x == other).all()))
+program("allclose")(lambda *args, **kwargs: bool(torch.isclose(*args, **kwargs).all()))
 
 
 # -- counts add up -----------------------------------------------------------------------------------------
@@ -136,19 +124,17 @@ def histc(x: Operand, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     return Algorithm(run)
 
 
-@rule("histogram")
-def histogram(x: Operand, bins: Any, **kwargs: Any) -> Algorithm:
-    def run(x: Any, bins: Any, *, weight: Any = None, density: bool = False, **span: Any) -> Any:
-        x, n = reduced(x.detach()), bins if isinstance(bins, int) else bins.shape[0] - 1
-        if isinstance(bins, int) and span.get("range") is None and x.numel():
-            span["range"] = [edge.item() for edge in x.aminmax()]
-        bins = bins if isinstance(bins, int) else whole(bins.detach())
-        weight = weight if weight is None else weight.detach().redistribute(placements=x.placements)
-        places = [p if p.is_replicate() else Partial() for p in x.placements]
-        hist = x._layout.replace(shape=(n,), placements=places)
-        edges = hist.replace(shape=(n + 1,), placements=[REPLICATE] * len(places))
-        count = lambda v, bins, weight: torch.histogram(v, bins, weight=weight, **span)  # noqa: E731
-        found, at = run_local(count, [x, bins, weight], [hist, edges])
-        return torch.return_types.histogram((found / (found.sum() * at.diff()) if density else found, at))
-
-    return Algorithm(run)
+@program("histogram")
+def histogram(x: Any, bins: Any, *, weight: Any = None, density: bool = False, **span: Any) -> Any:
+    x, n = reduced(x.detach()), bins
+    if not isinstance(bins, int):
+        bins, n = whole(bins.detach()), bins.shape[0] - 1
+    elif span.get("range") is None and x.numel():
+        span["range"] = [edge.item() for edge in x.aminmax()]
+    weight = weight if weight is None else weight.detach().redistribute(placements=x.placements)
+    places = [p if p.is_replicate() else Partial() for p in x.placements]
+    hist = x._layout.replace(shape=(n,), placements=places)
+    edges = hist.replace(shape=(n + 1,), placements=[REPLICATE] * len(places))
+    count = lambda v, bins, weight: torch.histogram(v, bins, weight=weight, **span)
+    found, at = run_local(count, [x, bins, weight], [hist, edges])
+    return torch.return_types.histogram((found / (found.sum() * at.diff()) if density else found, at))
