@@ -29,7 +29,7 @@ def in_one_line(rule: Callable[..., Any]) -> str:
         return reasons[0]
     rule = _function_of(rule)
     text = (rule.__doc__ or "").strip().partition("\n")[0]
-    return text or rule.__name__.replace("_", " ").strip()
+    return text or rule.__name__.replace("<lambda>", "a program").replace("_", " ").strip()
 
 
 def _function_of(rule: Callable[..., Any]) -> Any:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from shardwise.layout.split import Intervals, positions
 from shardwise.rules.index import by_holders, located, pointable
 from shardwise.strategy.program import reduced
-from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Gathered, Operand
+from shardwise.strategy.registry import program, rule
+from shardwise.strategy.spec import Factors, Gathered, Operand
 
 
 def with_a_column(look_up: Callable[[Any], Any], table: torch.Tensor) -> torch.Tensor:
@@ -54,17 +54,13 @@ def embedding(first: Operand, second: Operand, *args: Any, **kwargs: Any) -> Fac
     return Factors(inputs, [(*where, "d")], linear="each", joint=frozenset({table.index}), local=local)
 
 
+@program("embedding_renorm", writes=True)
 def renorm(table: Any, ids: Any, max_norm: float, norm_type: float) -> Any:
     """Shorten the rows that are looked up, each to the same length however often it is."""
     ids = ids.reshape(-1)
     rows = reduced(table.index_select(0, ids))
     norms = torch.linalg.vector_norm(rows, norm_type, 1, keepdim=True)
     return table.index_copy_(0, ids, torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows))
-
-
-@rule("embedding_renorm")
-def embedding_renorm(table: Operand, ids: Operand, max_norm: float, norm_type: float) -> Algorithm:
-    return Algorithm(renorm, writes=True)
 
 
 @rule("embedding_bag")

@@ -96,11 +96,7 @@ def take_item(x: Any, index: Any) -> Any:
     return view if all(e is None for e in left) else torch.ops.aten.index(view, _as_tensors(left, view))
 
 
-@rule("__setitem__")
-def setitem(x: Any, index: Any, value: Any) -> Any:
-    return Algorithm(put_item, writes=True)
-
-
+@program("__setitem__", writes=True)
 def put_item(x: Any, index: Any, value: Any) -> None:
     """Write through a view where the index is basic, with index_put_ where it is not."""
     entries = spelled_out(index, x.dim())

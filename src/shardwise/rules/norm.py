@@ -105,7 +105,7 @@ def batch_norm(names: str, fixed: bool | None = None, reserves: int = 0, copies:
         out = _batch_norm(reduced(x), weight, bias, *kept, *(() if fixed is None else (fixed,)), *settings, **named)
         return *out, *[x.new_empty(0, dtype=torch.uint8)] * reserves, *(kept if copies else ())
 
-    rule(names)(lambda *args, **kwargs: Algorithm(run, writes=True))
+    program(names, writes=True)(run)
 
 
 batch_norm("native_batch_norm miopen_batch_norm _native_batch_norm_legit")

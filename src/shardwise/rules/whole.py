@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from shardwise.errors import RuleError
 from shardwise.layout.layout import dense_stride
-from shardwise.strategy.registry import gathered, rule
-from shardwise.strategy.spec import Algorithm, Gathered, Operand
+from shardwise.strategy.registry import gathered, program, rule
+from shardwise.strategy.spec import Gathered, Operand
 from shardwise.wrapper import rebind
 
 _REASONS = {
@@ -51,17 +51,11 @@ def _is_no_part(x: Any, *args: Any, storage_offset: Any = None, **kwargs: Any) -
         )
 
 
-@rule("as_strided_")
-def as_strided_(x: Operand, *args: Any, **kwargs: Any) -> Algorithm:
-    return Algorithm(lambda x, *args, **kwargs: rebind(x, x.as_strided(*args, **kwargs)), writes=True)
+program("as_strided_", writes=True)(lambda x, *args, **kwargs: rebind(x, x.as_strided(*args, **kwargs)))
 
 
-@rule("resize resize_as")
-def resize(x: Operand, *args: Any, **kwargs: Any) -> Algorithm:
-    return Algorithm(_resize, writes=True)
-
-
-def _resize(x: Any, *size: Any, **kwargs: Any) -> Any:
+@program("resize resize_as", writes=True)
+def resize(x: Any, *size: Any, **kwargs: Any) -> Any:
     """The elements in the order of memory, as far as there is room; after them zeros, where torch leaves anything."""
     given = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     wanted = tuple(getattr(given, "shape", given))

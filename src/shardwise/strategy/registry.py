@@ -102,11 +102,11 @@ def gathered(names: str, reason: str) -> None:
     rule(names)(lambda *args, **kwargs: answer)
 
 
-def program(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the function below as the program of these ops on every layout."""
+def program(names: str, writes: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the function below as the program of these ops on every layout; `writes` as in `Algorithm`."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        rule(names)(functools.wraps(run)(lambda *args, **kwargs: Algorithm(run)))
+        rule(names)(functools.wraps(run)(lambda *args, **kwargs: Algorithm(run, writes)))
         return run
 
     return register
