@@ -53,8 +53,8 @@ class Transfer:
             work, arrive, _kept = self.under_way
             if work is not None:
                 work.wait()
+            self.under_way = self.how(round + 1) if round + 1 < self.step.rounds else None  # travels meanwhile
             arrive()
-            self.under_way = self.how(round + 1) if round + 1 < self.step.rounds else None
         return self.out
 
     # Each way begins a round: (work to wait for, what to do then, memory to keep until then).

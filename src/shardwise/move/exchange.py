@@ -193,14 +193,14 @@ class Exchange:
         return sum(sent) * self.dst.dtype.itemsize
 
     def buffer_bytes(self, coords: Coords) -> int:
-        """The most bytes of packed parts, out and in, that are alive in one round."""
+        """The most bytes of packed parts, out and in, that are alive at once: those of two rounds, if it takes several."""
         if self.kind == "local" or self.stacks:
             return 0
         if self.kind == "all_gather":
             out = math.prod(self.src.local_shape_at(coords)) * self.dst.dtype.itemsize
         else:
             out = self.bytes_out(coords)
-        return -(-(out + self.bytes_in(coords)) // self.rounds)
+        return -(-min(2, self.rounds) * (out + self.bytes_in(coords)) // self.rounds)
 
     def __str__(self) -> str:
         names = "+".join(self.src.mesh.axis_names[a] for a in self.axes)
