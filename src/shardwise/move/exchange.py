@@ -193,7 +193,7 @@ class Exchange:
         return sum(sent) * self.dst.dtype.itemsize
 
     def buffer_bytes(self, coords: Coords) -> int:
-        """The most bytes of packed parts, out and in, that are alive at once: two rounds of them, if it takes several."""
+        """The most bytes of packed parts, out and in, that are alive at once (of several rounds, two are)."""
         if self.kind == "local" or self.stacks:
             return 0
         if self.kind == "all_gather":
