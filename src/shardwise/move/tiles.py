@@ -194,13 +194,13 @@ class TileSet:
     boxes: Boxes
 
     @staticmethod
-    def of(tiles: Mapping[int, Sequence[Box]] | TileSet, ndim: int | None = None) -> TileSet:
+    def of(tiles: Mapping[int, Sequence[Box]] | TileSet) -> TileSet:
         if isinstance(tiles, TileSet):
             return tiles
         counts = [len(held) for held in tiles.values()]
         ranks = np.repeat(np.array(list(tiles), dtype=np.int64), counts)
         slots = np.concatenate([np.arange(n) for n in counts] or [np.zeros(0, dtype=np.int64)])
-        return TileSet(ranks, slots, Boxes.of((box for held in tiles.values() for box in held), ndim))
+        return TileSet(ranks, slots, Boxes.of(box for held in tiles.values() for box in held))
 
     @staticmethod
     def owned(ranks: np.ndarray, boxes: Boxes) -> TileSet:
@@ -209,6 +209,10 @@ class TileSet:
         slots = np.empty(len(ranks), dtype=np.int64)
         slots[order] = np.arange(len(ranks)) - np.searchsorted(ranks[order], ranks[order], side="left")
         return TileSet(ranks, slots, boxes)
+
+    def of_width(self, ndim: int | None) -> TileSet:
+        """This set; one without tiles as one of that many dims."""
+        return self if len(self.boxes) else TileSet(self.ranks, self.slots, Boxes.of([], ndim or 0))
 
     @property
     def ndim(self) -> int | None:
@@ -286,11 +290,11 @@ class TilePlan:
         itemsize: int = 1,
         holes: bool = False,
     ) -> None:
-        width = TileSet.of(sources).ndim if TileSet.of(sources).ndim is not None else TileSet.of(targets).ndim
-        self.sources, self.targets = TileSet.of(sources, width), TileSet.of(targets, width)
+        held, needed = TileSet.of(sources), TileSet.of(targets)
+        if None not in (held.ndim, needed.ndim) and held.ndim != needed.ndim:
+            raise MoveError(f"targets: boxes of {needed.ndim} dims, but the sources have {held.ndim}")
+        self.sources, self.targets = held.of_width(needed.ndim), needed.of_width(held.ndim)
         self.itemsize, self.holes = itemsize, holes
-        if self.targets.ndim not in (None, width):
-            raise MoveError(f"targets: boxes of {self.targets.ndim} dims, but the sources have {width}")
         pieces = _disjoint(self.sources)
         target, piece = meetings(self.targets.boxes, pieces.boxes)
         boxes = self.targets.boxes.take(target).meet(pieces.boxes.take(piece))

@@ -72,7 +72,7 @@ def _first_dim_cut(tensor: ShardedTensor, mesh: Mesh) -> list[Any]:
 
 def layout_tiles(layout: Layout) -> TileSet:
     """What every rank of a layout holds, replicas included."""
-    return TileSet.of({rank: layout.tiles(rank) for rank in layout.mesh.ranks}, layout.ndim)
+    return TileSet.of({rank: layout.tiles(rank) for rank in layout.mesh.ranks})
 
 
 def _local_value(tensor: ShardedTensor, layout: Layout) -> torch.Tensor:

@@ -211,8 +211,13 @@ class ShardedTensor(ShardedTensorBase):
             home = _device_of(self._metadata)
             if home.type == "cuda":
                 home = torch.device("cuda", torch.cuda.current_device())
-            self._empty = new_tile([0] * max(1, len(self._metadata.size)), home, properties)
+            self._empty = self._as_empty(new_tile([0], home, properties).detach())
+            self._empty.requires_grad_(properties.requires_grad)
         return self._empty
+
+    def _as_empty(self, part: torch.Tensor) -> torch.Tensor:
+        """A tensor without elements in the form of a tile."""
+        return part.view([0] * max(1, self.dim()))
 
     def _with_parts(self, parts: Sequence[torch.Tensor]) -> ShardedTensor:
         """The same tiles with other values, of another dtype perhaps."""
@@ -330,11 +335,11 @@ class ShardedTensor(ShardedTensorBase):
         plan = plan_between(self._tiles, tiles, self.dtype.itemsize)
         parts = plan.run(self._parts, self._process_group, note or Note("reshard"))
         mine = [metadata.shards_metadata[i] for i in (tiles.ranks == dist.get_rank()).nonzero()[0]]
-        parts = [part.to(_home(shard)) for part, shard in zip(parts, mine)] or parts
+        parts = [part.to(_home(shard)) for part, shard in zip(parts, mine)] or [self._as_empty(parts[0])]
         if flag and leaf and not torch.is_grad_enabled():
             parts = [part.detach().requires_grad_() for part in parts]
         self._local_shards = [Shard(part, shard) for part, shard in zip(parts, mine)]
-        self._empty = None if mine else parts[0].view([0] * max(1, self.dim()))
+        self._empty = None if mine else parts[0]
         self._metadata = ShardedTensorMetadata(metadata.shards_metadata, self.size(), metadata.tensor_properties)
         self._sharding_spec, self._tiles_kept = spec, tiles
         self.__dict__.pop("_grad_kept", None)
@@ -475,12 +480,13 @@ class ShardedTensor(ShardedTensorBase):
             raise TypeError(f"grad: expected a ShardedTensor or None, got {type(value).__name__}")
         if value is not None and value.size() != self.size():
             raise RuntimeError(f"grad: size {list(value.size())} for a tensor of size {list(self.size())}")
-        given = [None] * len(self._parts) if value is None else value._like(self)._parts
-        for part, grad in zip(self._parts, given):
-            part.grad = grad
         self.__dict__.pop("_grad_kept", None)
+        value = None if value is None else value._like(self)
+        grads = [None] * len(self._parts) if value is None else value._parts
+        for part, grad in zip(self._parts, grads):
+            part.grad = grad
         if value is not None:
-            self.__dict__["_grad_kept"] = (given, value if given == value._parts else value._like(self))
+            self.__dict__["_grad_kept"] = (grads, value)
 
     @grad.deleter
     def grad(self) -> None:

@@ -114,7 +114,7 @@ def _cut(x: torch.Tensor, box: tuple[Sequence[int], Sequence[int]]) -> torch.Ten
     lead = len(box[0]) - x.dim()
     for dim in range(x.dim()):
         start, length = box[0][lead + dim], box[1][lead + dim]
-        if x.shape[dim] != 1 or not length:
+        if x.shape[dim] != 1:  # else it is broadcast, along a tile without elements too
             x = x.narrow(dim, start, length)
     return x
 

@@ -1,4 +1,4 @@
-"""Filling sharded tensors: nn.init and the in-place random fills draw the same tensor in any tiling."""
+"""Random values: nn.init, the in-place random fills and dropout draw the same tensor in any tiling."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from shardwise.sharded.fill import fill_tiles
@@ -52,6 +53,19 @@ def _every_tile(tensor: Any, write: Callable[[torch.Tensor], Any]) -> ShardedTen
         for shard in tensor.local_shards():
             write(shard.tensor)
     return tensor
+
+
+@own(F.dropout)
+def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> ShardedTensor:
+    """As on one device: what is dropped does not depend on the tiles."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not training or p == 0.0:
+        return input
+    noise = _fill(
+        input._with_parts([torch.empty_like(x) for x in input._parts]), lambda x: F.dropout(x.fill_(1), p, True, True)
+    )
+    return input.mul_(noise) if inplace else input * noise
 
 
 for _name in "normal_ uniform_ exponential_ geometric_ log_normal_ cauchy_ random_ bernoulli_".split():

@@ -90,9 +90,9 @@ class Lookup:
         n = self.table.size(0)
         for rank, (low, high) in zip(self.ranks, limits):
             if (low < 0 or high >= n) and (low, high) != (0, 0):
+                row = low if low < 0 else high
                 raise IndexError(
-                    f"{self.note.op}: index out of range in self: rank {rank} looks up row {low if low < 0 else high} of "
-                    f"a table of {n} rows"
+                    f"{self.note.op}: index out of range in self: rank {rank} looks up row {row} of a table of {n} rows"
                 )
 
     def _exchange(self, flat: torch.Tensor, take: Sequence[int], give: Sequence[int]) -> torch.Tensor:
