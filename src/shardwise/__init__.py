@@ -1,6 +1,6 @@
 """shardwise: tensors that live on many devices and behave as if they lived on one."""
 
-from shardwise import debug, dynamo, experimental
+from shardwise import debug, dynamo, experimental, sharded
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.calibration import calibrate
 from shardwise.comm.simulation import RankTensor
@@ -64,6 +64,7 @@ __all__ = [
     "rand",
     "randn",
     "register_sharding",
+    "sharded",
     "simulate",
     "strict",
     "zeros",

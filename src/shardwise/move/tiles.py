@@ -194,13 +194,13 @@ class TileSet:
     boxes: Boxes
 
     @staticmethod
-    def of(tiles: Mapping[int, Sequence[Box]] | TileSet, ndim: int | None = None) -> TileSet:
+    def of(tiles: Mapping[int, Sequence[Box]] | TileSet) -> TileSet:
         if isinstance(tiles, TileSet):
             return tiles
         counts = [len(held) for held in tiles.values()]
         ranks = np.repeat(np.array(list(tiles), dtype=np.int64), counts)
         slots = np.concatenate([np.arange(n) for n in counts] or [np.zeros(0, dtype=np.int64)])
-        return TileSet(ranks, slots, Boxes.of((box for held in tiles.values() for box in held), ndim))
+        return TileSet(ranks, slots, Boxes.of(box for held in tiles.values() for box in held))
 
     @staticmethod
     def owned(ranks: np.ndarray, boxes: Boxes) -> TileSet:
@@ -209,6 +209,10 @@ class TileSet:
         slots = np.empty(len(ranks), dtype=np.int64)
         slots[order] = np.arange(len(ranks)) - np.searchsorted(ranks[order], ranks[order], side="left")
         return TileSet(ranks, slots, boxes)
+
+    def of_width(self, ndim: int | None) -> TileSet:
+        """This set; one without tiles as one of that many dims."""
+        return self if len(self.boxes) else TileSet(self.ranks, self.slots, Boxes.of([], ndim or 0))
 
     @property
     def ndim(self) -> int | None:
@@ -286,23 +290,18 @@ class TilePlan:
         itemsize: int = 1,
         holes: bool = False,
     ) -> None:
-        width = TileSet.of(sources).ndim if TileSet.of(sources).ndim is not None else TileSet.of(targets).ndim
-        self.sources, self.targets = TileSet.of(sources, width), TileSet.of(targets, width)
+        held, needed = TileSet.of(sources), TileSet.of(targets)
+        if None not in (held.ndim, needed.ndim) and held.ndim != needed.ndim:
+            raise MoveError(f"targets: boxes of {needed.ndim} dims, but the sources have {held.ndim}")
+        self.sources, self.targets = held.of_width(needed.ndim), needed.of_width(held.ndim)
         self.itemsize, self.holes = itemsize, holes
-        if self.targets.ndim not in (None, width):
-            raise MoveError(f"targets: boxes of {self.targets.ndim} dims, but the sources have {width}")
         pieces = _disjoint(self.sources)
         target, piece = meetings(self.targets.boxes, pieces.boxes)
         boxes = self.targets.boxes.take(target).meet(pieces.boxes.take(piece))
         self._check_cover(target, boxes)
         source = self._choose(pieces, piece, self.targets.ranks[target], boxes.volumes)
-        key = (
-            *boxes.starts.T[::-1],
-            self.targets.slots[target],
-            self.targets.ranks[target],
-            self.sources.ranks[source],
-        )
-        order = np.lexsort(key)
+        receiver, sender = self.targets.ranks[target], self.sources.ranks[source]
+        order = np.lexsort((*boxes.starts.T[::-1], self.targets.slots[target], receiver, sender))
         self._from, self._to, self._boxes = source[order], target[order], boxes.take(order)
         self._volumes = self._boxes.volumes
         self._sender, self._receiver = self.sources.ranks[self._from], self.targets.ranks[self._to]
@@ -317,8 +316,8 @@ class TilePlan:
             i = int(short[0])
             start, end = self.targets.boxes.starts[i], self.targets.boxes.ends[i]
             raise MoveError(
-                f"rank {self.targets.ranks[i]} needs the tile at {start.tolist()} of sizes {(end - start).tolist()}, of "
-                f"which no rank holds {int(self.targets.boxes.volumes[i] - found[i])} elements"
+                f"rank {self.targets.ranks[i]} needs the tile at {start.tolist()} of sizes {(end - start).tolist()}, "
+                f"of which no rank holds {int(self.targets.boxes.volumes[i] - found[i])} elements"
             )
 
     def _choose(self, pieces: Pieces, piece: np.ndarray, needing: np.ndarray, volumes: np.ndarray) -> np.ndarray:
@@ -337,7 +336,7 @@ class TilePlan:
 
     def _turns(self, pieces: Pieces, piece: np.ndarray, volumes: np.ndarray) -> np.ndarray:
         """Which request this is of those that the same holders can serve."""
-        team = {}  # pieces with the same holders
+        team: dict[bytes, int] = {}  # pieces with the same holders
         number = np.empty(len(piece), dtype=np.int64)
         for i, p in enumerate(piece.tolist()):
             held = pieces.holders[pieces.first[p] : pieces.first[p + 1]]
@@ -416,7 +415,7 @@ class _Copy(NamedTuple):
     """A piece of a tile: which tile, where in it, its sizes, and its place in a flat buffer."""
 
     slot: int
-    index: tuple[slice, ...]
+    place: tuple[slice, ...]
     sizes: tuple[int, ...]
     start: int
     end: int
@@ -446,10 +445,10 @@ class _Program:
     def pack(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Everything this rank sends, in one flat buffer, by receiver."""
         if len(self.sends) == 1:
-            return parts[self.sends[0].slot][self.sends[0].index].contiguous().view(-1)
+            return parts[self.sends[0].slot][self.sends[0].place].contiguous().view(-1)
         wire = parts[0].new_empty(self.sends[-1].end if self.sends else 0)
         for piece in self.sends:
-            wire[piece.start : piece.end].view(piece.sizes).copy_(parts[piece.slot][piece.index])
+            wire[piece.start : piece.end].view(piece.sizes).copy_(parts[piece.slot][piece.place])
         return wire
 
     def unpack(
@@ -473,10 +472,10 @@ class _Program:
         self, out: list[torch.Tensor], wire: torch.Tensor, parts: Sequence[torch.Tensor], stays: dict[int, int]
     ) -> list[torch.Tensor]:
         for piece in self.receives:
-            out[piece.slot][piece.index] = wire[piece.start : piece.end].view(piece.sizes)
+            out[piece.slot][piece.place] = wire[piece.start : piece.end].view(piece.sizes)
         for at, to in self.keeps:
             if to.slot not in stays:
-                out[to.slot][to.index] = parts[at.slot][at.index]
+                out[to.slot][to.place] = parts[at.slot][at.place]
         return out
 
     @property

@@ -1,0 +1,64 @@
+"""Tile tensors: tiles of any shape on any rank of a process group, with the names of torch.distributed._shard."""
+
+from shardwise.sharded import convert, ops, scatter  # noqa: F401  (importing them gives the classes their methods)
+from shardwise.sharded.factories import empty, full, ones, rand, randn, zeros
+from shardwise.sharded.loading import load_with_process_group
+from shardwise.sharded.local_shards import init_from_local_shards
+from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded.module import (
+    _collect_local_shard,
+    _reshard_output,
+    _shard_tensor,
+    shard_module,
+    shard_parameter,
+)
+from shardwise.sharded.optim import ShardedOptimizer, named_params_with_sharded_tensor
+from shardwise.sharded.plan import ShardingPlan, ShardingPlanner
+from shardwise.sharded.registry import custom_sharded_op_impl, custom_sharding_spec_op
+from shardwise.sharded.shard import Shard
+from shardwise.sharded.sharder import Sharder
+from shardwise.sharded.spec import (
+    ChunkShardingSpec,
+    DevicePlacementSpec,
+    EnumerableShardingSpec,
+    PlacementSpec,
+    ShardingSpec,
+)
+from shardwise.sharded.state_dict import pre_load_state_dict_hook, state_dict_hook
+from shardwise.sharded.tensor import ShardedTensor, ShardedTensorBase
+
+__all__ = [
+    "ChunkShardingSpec",
+    "DevicePlacementSpec",
+    "EnumerableShardingSpec",
+    "PlacementSpec",
+    "Shard",
+    "ShardMetadata",
+    "ShardedOptimizer",
+    "ShardedTensor",
+    "ShardedTensorBase",
+    "ShardedTensorMetadata",
+    "Sharder",
+    "ShardingPlan",
+    "ShardingPlanner",
+    "ShardingSpec",
+    "TensorProperties",
+    "_collect_local_shard",
+    "_reshard_output",
+    "_shard_tensor",
+    "custom_sharded_op_impl",
+    "custom_sharding_spec_op",
+    "empty",
+    "full",
+    "init_from_local_shards",
+    "load_with_process_group",
+    "named_params_with_sharded_tensor",
+    "ones",
+    "pre_load_state_dict_hook",
+    "rand",
+    "randn",
+    "shard_module",
+    "shard_parameter",
+    "state_dict_hook",
+    "zeros",
+]

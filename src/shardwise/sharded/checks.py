@@ -1,0 +1,97 @@
+"""What is checked before a sharded tensor is made or gathered; each error names the values and the ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.sharded.owners import check_remote_device, owners
+from shardwise.sharded.shard import Shard
+from shardwise.sharded.spec import ShardingSpec
+from shardwise.sharded.tiling import check_cover, check_disjoint
+
+
+def checked_properties(
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    pin_memory: bool,
+    memory_format: torch.memory_format,
+) -> TensorProperties:
+    if layout != torch.strided:
+        raise ValueError(f"Only torch.strided layout is currently supported, got layout={layout}")
+    if memory_format != torch.contiguous_format:
+        raise ValueError(
+            f"Only torch.contiguous_format memory_format is currently supported, got memory_format={memory_format}"
+        )
+    return TensorProperties(dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory)
+
+
+def check_strided(properties: TensorProperties) -> None:
+    if properties.layout != torch.strided:
+        raise ValueError(f"Only torch.strided layout is currently supported, got layout={properties.layout}")
+
+
+def wrong_out(me: int, dst: int, size: torch.Size, out: torch.Tensor | None) -> str | None:
+    """What is wrong with `out` on this rank."""
+    if me != dst:
+        if out is None:
+            return None
+        return (
+            f"Argument ``dst_tensor`` must NOT be specified on non-destination ranks: rank {me} has out, dst is {dst}"
+        )
+    if out is None:
+        return f"Argument ``dst_tensor`` must be specified on destination rank {dst}: pass out"
+    if tuple(out.size()) != tuple(size):
+        return f"Argument ``dst_tensor`` have size {tuple(out.size())},but should be {tuple(size)}"
+    return None
+
+
+def checked_metadata(local_shards: list[Shard], metadata: ShardedTensorMetadata, group: Any) -> ShardedTensorMetadata:
+    """The global metadata, once it fits itself and what this rank holds."""
+    if not isinstance(metadata, ShardedTensorMetadata):
+        raise TypeError(f"sharded_tensor_metadata: expected ShardedTensorMetadata, got {type(metadata).__name__}")
+    properties, me = metadata.tensor_properties, dist.get_rank()
+    check_strided(properties)
+    owned = owners(metadata.shards_metadata, group)
+    mine = [metadata.shards_metadata[i] for i in (owned == me).nonzero()[0]]
+    if len(mine) != len(local_shards):
+        raise RuntimeError(
+            f"Number of local shards ({len(local_shards)}) does not match number of local shards metadata in "
+            f"sharded_tensor_metadata ({len(mine)}) on rank ({dist.get_rank(group)}) "
+        )
+    for shard, known in zip(local_shards, mine):
+        rank, _ = check_remote_device(group, shard.metadata.placement)
+        if rank != me:
+            raise ValueError(
+                f"Local shard metadata's rank does not match with the rank in its process group! Found current rank in "
+                f"the process group: {me}, local ShardMetadata placement's rank: {rank}"
+            )
+        if shard.metadata != known and shard.metadata not in mine:
+            raise ValueError(f"rank {me} holds {shard.metadata}, but by the global metadata it holds {mine}")
+        for name in ("dtype", "layout", "requires_grad", "pin_memory"):
+            want = getattr(properties, name)
+            have = shard.tensor.is_pinned() if name == "pin_memory" else getattr(shard.tensor, name)
+            if want != have:
+                raise ValueError(
+                    f"Local shards' tensor {name} property is incompatible with tensor property on rank "
+                    f"{dist.get_rank(group)}: tensor property {name}={want}, local shard tensor {name}={have}."
+                )
+    check_disjoint(metadata.shards_metadata)
+    check_cover(metadata.shards_metadata, metadata.size)
+    properties = copy.copy(properties)
+    properties.memory_format = torch.contiguous_format
+    return ShardedTensorMetadata(list(metadata.shards_metadata), torch.Size(metadata.size), properties)
+
+
+def check_spec(spec: Any, metadata: ShardedTensorMetadata) -> None:
+    if not isinstance(spec, ShardingSpec):
+        raise ValueError(f"Expecting ShardingSpec but got: {type(spec)}")
+    built = spec.build_metadata(metadata.size, metadata.tensor_properties).shards_metadata
+    if set(built) != set(metadata.shards_metadata):
+        odd = next(iter(set(built) ^ set(metadata.shards_metadata)))
+        raise ValueError(f"sharding_spec: {spec} does not give the shards of the metadata; they differ in {odd}")

@@ -1,0 +1,78 @@
+"""Sharded tensors born distributed: zeros, ones, empty, full, rand, randn. Each rank makes its own tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.sharded.fill import fill_tiles
+from shardwise.sharded.metadata import as_size
+from shardwise.sharded.spec import ShardingSpec
+from shardwise.sharded.tensor import ShardedTensor
+
+
+def empty(
+    sharding_spec: ShardingSpec,
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: Any = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
+    """Like torch.empty, in the tiles of the spec."""
+    return ShardedTensor(
+        sharding_spec,
+        *size,
+        dtype=dtype,
+        layout=layout,
+        requires_grad=requires_grad,
+        pin_memory=pin_memory,
+        memory_format=memory_format,
+        process_group=process_group,
+        init_rrefs=init_rrefs,
+    )
+
+
+def _filled(spec: ShardingSpec, size: Sequence[Any], value: Any, options: dict[str, Any]) -> ShardedTensor:
+    made = empty(spec, *size, **options)
+    with torch.no_grad():
+        for shard in made.local_shards():
+            shard.tensor.fill_(value)
+    return made
+
+
+def _drawn(spec: ShardingSpec, size: Sequence[Any], draw: Callable[[torch.Tensor], Any], options: Any) -> ShardedTensor:
+    made = empty(spec, *size, **options)
+    tiles = [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in made.local_shards()]
+    fill_tiles(tiles, made.size(), draw, made._parts[0])
+    return made
+
+
+def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """Like torch.zeros, in the tiles of the spec. Options as for `empty`."""
+    return _filled(sharding_spec, size, 0, options)
+
+
+def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """Like torch.ones, in the tiles of the spec. Options as for `empty`."""
+    return _filled(sharding_spec, size, 1, options)
+
+
+def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
+    """Like torch.full, in the tiles of the spec. Options as for `empty`."""
+    return _filled(sharding_spec, as_size((size,) if isinstance(size, int) else size), fill_value, options)
+
+
+def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """Like torch.rand: for one seed the same tensor in any tiling. Options as for `empty`."""
+    return _drawn(sharding_spec, size, torch.Tensor.uniform_, options)
+
+
+def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """Like torch.randn: for one seed the same tensor in any tiling. Options as for `empty`."""
+    return _drawn(sharding_spec, size, torch.Tensor.normal_, options)

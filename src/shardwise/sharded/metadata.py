@@ -1,0 +1,132 @@
+"""What is known of a sharded tensor everywhere: its tiles with their owners, its size, its kind of memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.distributed import _remote_device  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=65536)
+def _parsed(text: str) -> _remote_device:
+    return _remote_device(text)
+
+
+def as_remote_device(placement: Any) -> Any:
+    """A placement such as "rank:1/cuda:0" as torch's object; equal texts give the same one."""
+    return _parsed(placement) if type(placement) is str else placement
+
+
+@dataclass(slots=True, init=False)
+class ShardMetadata:
+    """One tile: where it starts, how large it is, and where it lives ("rank:1/cuda:0")."""
+
+    shard_offsets: list[int]
+    shard_sizes: list[int]
+    placement: _remote_device | None
+
+    def __init__(
+        self,
+        shard_offsets: list[int],
+        shard_sizes: list[int],
+        placement: str | _remote_device | None = None,
+    ) -> None:
+        self.shard_offsets, self.shard_sizes = shard_offsets, shard_sizes
+        self.placement = _parsed(placement) if type(placement) is str else placement  # type: ignore[assignment]
+        if len(shard_offsets) != len(shard_sizes):
+            raise ValueError(
+                f"shard_offsets and shard_sizes should have the same number of elements, found {len(shard_offsets)} "
+                f"and {shard_sizes} respectively"
+            )
+        if shard_offsets and (min(shard_offsets) < 0 or min(shard_sizes) < 0):
+            if min(shard_offsets) < 0:
+                raise ValueError(f"shard_offsets should be >=0, found {list(shard_offsets)}")
+            raise ValueError(f"shard_sizes should be >= 0, found {list(shard_sizes)}")
+
+    def __hash__(self) -> int:
+        return hash((*self.shard_offsets, *self.shard_sizes, self.placement))
+
+
+class MEM_FORMAT_ENCODING(Enum):
+    """A torch.memory_format does not pickle; these do."""
+
+    TORCH_CONTIGUOUS_FORMAT = 0
+    TORCH_CHANNELS_LAST = 1
+    TORCH_PRESERVE_FORMAT = 2
+
+
+_FORMATS = {
+    MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
+    MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST: torch.channels_last,
+    MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT: torch.preserve_format,
+}
+_ENCODINGS = {kind: encoding for encoding, kind in _FORMATS.items()}
+
+
+@dataclass
+class TensorProperties:
+    """What every tile of a tensor has in common."""
+
+    dtype: torch.dtype = field(default=torch.get_default_dtype())
+    layout: torch.layout = field(default=torch.strided)
+    requires_grad: bool = False
+    memory_format: torch.memory_format = field(default=torch.contiguous_format)
+    pin_memory: bool = False
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        if self.memory_format not in _ENCODINGS:
+            raise RuntimeError(
+                f"Invalid torch.memory_format: {self.memory_format}; only {[str(f) for f in _ENCODINGS]} can be pickled"
+            )
+        return self.dtype, self.layout, self.requires_grad, _ENCODINGS[self.memory_format], self.pin_memory
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype, self.layout, self.requires_grad, encoding, self.pin_memory = state
+        self.memory_format = _FORMATS[encoding]
+
+    @staticmethod
+    def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
+        return TensorProperties(
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            requires_grad=tensor.requires_grad,
+            memory_format=torch.contiguous_format,
+            pin_memory=tensor.is_pinned(),
+        )
+
+
+_SHOWN = 64  # tiles that a repr lists
+
+
+@dataclass
+class ShardedTensorMetadata:
+    """A tensor as every rank knows it."""
+
+    shards_metadata: list[ShardMetadata] = field(default_factory=list)
+    size: torch.Size = field(default=torch.Size([]))
+    tensor_properties: TensorProperties = field(default_factory=TensorProperties)
+
+    def __repr__(self) -> str:
+        tiles = ", ".join(map(repr, self.shards_metadata[:_SHOWN]))
+        if len(self.shards_metadata) > _SHOWN:
+            tiles += f", ... {len(self.shards_metadata) - _SHOWN} more"
+        return (
+            f"ShardedTensorMetadata(shards_metadata=[{tiles}], size={self.size}, "
+            f"tensor_properties={self.tensor_properties})"
+        )
+
+
+def as_size(size: Sequence[Any]) -> torch.Size:
+    """A global size given as ints or as one sequence of them."""
+    given = size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size
+    for n in given:
+        if not isinstance(n, int) or isinstance(n, bool):
+            raise TypeError(f"size has to be a sequence of ints, found: {list(given)}")
+    if any(n < 0 for n in given):
+        raise ValueError(f"size: {list(given)} has a negative entry")
+    return torch.Size(given)

@@ -1,0 +1,174 @@
+"""Sharding what modules hold: one parameter, or a whole module by a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.sharded.owners import as_group, ranks_of
+from shardwise.sharded.plan import ShardingPlan
+from shardwise.sharded.sharder import Sharder
+from shardwise.sharded.spec import ChunkShardingSpec, ShardingSpec
+from shardwise.sharded.tensor import ShardedTensor
+
+
+def _shard_tensor(
+    tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
+) -> ShardedTensor:
+    """The tensor of `src_rank` in the tiles of the spec; every rank of the group calls it with the same spec."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor: expected a torch.Tensor, got {type(tensor).__name__}")
+    if not tensor.is_contiguous():
+        raise ValueError("input tensor is not a contiguous Tensor")
+    group = as_group(process_group)
+    _check_alike(group, src_rank=src_rank, sharding_spec=sharding_spec, size=tuple(tensor.size()), dtype=tensor.dtype)
+    if not isinstance(sharding_spec, ShardingSpec):
+        raise ValueError(f"Expecting ShardingSpec but got: {type(sharding_spec)}")
+    return sharding_spec.shard(tensor, src_rank=src_rank, process_group=process_group)
+
+
+def _check_alike(group: Any, **given: Any) -> None:
+    """Raise where ranks were called with different arguments, and say which."""
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, given, group=group)
+    ranks, me = ranks_of(group), dist.get_rank()
+    for rank, other in zip(ranks, told):
+        for name, value in given.items():
+            if other[name] != value:
+                raise ValueError(
+                    f"{name}={value} on rank: {me} does not match with {name}={other[name]} on rank: {rank}"
+                )
+
+
+def shard_parameter(
+    module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
+) -> None:
+    """Replace a parameter (or buffer, or other tensor attribute) of a module by a ShardedTensor, in place."""
+    _shard_named(module, param_name, sharding_spec, src_rank, process_group, {})
+
+
+def _shard_named(
+    module: nn.Module, name: str, spec: ShardingSpec, src_rank: int, process_group: Any, made: dict[int, Any]
+) -> None:
+    """`made` holds what has been sharded, by the tensor it was: tied parameters stay tied."""
+    if not hasattr(module, name):
+        raise AttributeError(f"{type(module).__name__} has no attribute `{name}`")
+    tensor = getattr(module, name)
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"Expected {type(module).__name__}.{name} to be a Tensor, but found {type(tensor).__name__}")
+    if isinstance(tensor, ShardedTensor):
+        raise ValueError(f"{type(module).__name__}.{name} is a ShardedTensor already; use its reshard")
+    if not tensor.is_contiguous():
+        raise ValueError(f"param: {name} is not a contiguous Tensor")
+    if id(tensor) not in made:
+        sharded = _shard_tensor(tensor.detach(), spec, src_rank, process_group)
+        if isinstance(tensor, nn.Parameter):
+            sharded = nn.Parameter(sharded, requires_grad=tensor.requires_grad)  # type: ignore[assignment]
+        elif tensor.requires_grad:
+            sharded.requires_grad_()
+        made[id(tensor)] = (tensor, sharded)
+    _replace(module, name, made[id(tensor)][1])
+
+
+def _replace(module: nn.Module, name: str, value: Any) -> None:
+    if name in module._parameters:
+        module._parameters[name] = value
+    elif name in module._buffers:
+        module._buffers[name] = value
+    else:
+        setattr(module, name, value)
+
+
+def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Any = None) -> None:
+    """Shard a module as a plan says, in place; every rank of the group calls it.
+
+    The plan is checked first: a path that is not there or a wrong type leaves the module as it was. A parameter that
+    several names share is sharded once and stays shared, under names outside of the plan too.
+    """
+    _check_plan(module, plan)
+    made: dict[int, Any] = {}
+    for path, spec in plan.plan.items():
+        owner_path, _, name = path.rpartition(".")
+        if isinstance(spec, ShardingSpec):
+            owner = module.get_submodule(owner_path)
+            if not isinstance(getattr(owner, name), ShardedTensor):
+                _shard_named(owner, name, spec, src_rank, process_group, made)
+        else:
+            _replace_module(module.get_submodule(owner_path), name, path, spec)
+    _retie(module, made)
+    for path, spec in (plan.output_plan or {}).items():
+        _reshard_output(module.get_submodule(path), spec)
+    for path in plan.return_local_tensor or []:
+        _collect_local_shard(module.get_submodule(path))
+
+
+def _replace_module(parent: nn.Module, name: str, path: str, sharder: Any) -> None:
+    sharded = sharder.shard(getattr(parent, name))
+    if not isinstance(sharded, nn.Module):
+        raise TypeError(f"the Sharder for '{path}' must return a torch.nn.Module, got {type(sharded).__name__}")
+    setattr(parent, name, sharded)
+
+
+def _retie(module: nn.Module, made: dict[int, Any]) -> None:
+    """Other names of what has been sharded get the sharded tensor."""
+    for owner in module.modules():
+        for table in (owner._parameters, owner._buffers):
+            for name, value in table.items():
+                if id(value) in made:
+                    table[name] = made[id(value)][1]
+
+
+def _check_plan(module: nn.Module, plan: ShardingPlan) -> None:
+    for path, spec in plan.plan.items():
+        if not isinstance(spec, (ShardingSpec, Sharder)):
+            raise TypeError(
+                f"Only `ShardingSpec` and `Sharder` are supported to shard '{path}', got {type(spec).__name__}"
+            )
+        if isinstance(spec, Sharder) and not path:
+            raise KeyError("Module path must not be empty for custom sharder!")
+        _find(module, path)
+    for path, spec in (plan.output_plan or {}).items():
+        if not isinstance(spec, ShardingSpec):
+            raise TypeError(f"Only `ShardingSpec` is supported as output_plan for '{path}', got {type(spec).__name__}")
+        _find(module, path)
+    for path in plan.return_local_tensor or []:
+        _find(module, path)
+
+
+def _find(module: nn.Module, path: str) -> Any:
+    here: Any = module
+    for name in path.split(".") if path else ():
+        if not hasattr(here, name):
+            raise AttributeError(f"{type(here).__name__} has no attribute `{name}` (in the path '{path}')")
+        here = getattr(here, name)
+    return here
+
+
+def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
+    """Reshard what the module returns, where that is a ShardedTensor."""
+
+    def hook(_: nn.Module, inputs: Any, output: Any) -> Any:
+        return output.reshard(resharding_spec) if isinstance(output, ShardedTensor) else output
+
+    module.register_forward_hook(hook)
+    return module
+
+
+def _collect_local_shard(module: nn.Module) -> nn.Module:
+    """Return the local tensor of a ShardedTensor output. A dim cut into single rows goes: a [4, 16] tensor on 4 ranks
+    is a [16] tensor on each."""
+
+    def hook(_: nn.Module, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, ShardedTensor):
+            return output
+        local = output.local_tensor()
+        spec = output.sharding_spec()
+        if isinstance(spec, ChunkShardingSpec) and local.size(int(spec.dim)) == 1:
+            local = local.squeeze(int(spec.dim))
+        return local
+
+    module.register_forward_hook(hook)
+    return module

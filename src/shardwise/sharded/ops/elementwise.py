@@ -1,0 +1,197 @@
+"""Elementwise functions, casts and list functions: called on each tile. Nothing moves if the tilings are equal."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.comm.record import Note, listeners, record
+from shardwise.context import is_strict
+from shardwise.engine.call_shape import op_name
+from shardwise.errors import StrictError
+from shardwise.functions import writes_first
+from shardwise.sharded.tensor import ShardedTensor, same_tiles
+from shardwise.strategy import registry as rules
+
+_CASTS = frozenset(
+    "float double half bfloat16 int long short char byte bool cfloat cdouble chalf type type_as contiguous".split()
+)
+_NOT_ELEMENTWISE_LISTS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+
+
+@functools.cache
+def _elementwise_names() -> frozenset[str]:
+    """The ops whose rules are in rules/pointwise.py, but for one that halves a dim."""
+    return frozenset(name for name, (_, family) in rules.registered().items() if family == "pointwise") - {"glu"}
+
+
+def is_elementwise(func: Any) -> bool:
+    found = rules.find(func)
+    return (found is not None and found.name in _elementwise_names()) or getattr(func, "__name__", "") in _CASTS
+
+
+def on_tiles(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of a function that can be called tile by tile, else NotImplemented."""
+    name = getattr(func, "__name__", "")
+    if kwargs.get("out") is not None:
+        return NotImplemented
+    if name.startswith(("_foreach_", "_fused_")) and not name.startswith(_NOT_ELEMENTWISE_LISTS):
+        return _on_lists(func, args, kwargs)
+    if not is_elementwise(func):
+        return NotImplemented
+    leaves, structure = tree_flatten((tuple(args), kwargs))
+    sharded = [x for x in leaves if isinstance(x, ShardedTensor)]
+    writes = writes_first(func) or rules.in_place_flag(func, args, kwargs)
+    model = args[0] if writes else sharded[0]
+    if not isinstance(model, ShardedTensor) or not _fits(model, leaves):
+        return NotImplemented
+    if name == "type" and not writes and len(leaves) == 1:
+        return torch.empty(0, dtype=model.dtype).type()  # asks for the name of the type
+    columns = _columns(op_name(func), leaves, model)
+    results = [_called(func, column, structure) for column in columns]
+    return model if writes else _wrapped(results, model)
+
+
+def _called(func: Any, leaves: Sequence[Any], structure: Any) -> Any:
+    args, kwargs = tree_unflatten(leaves, structure)
+    return func(*args, **kwargs)
+
+
+def _fits(model: ShardedTensor, leaves: Sequence[Any]) -> bool:
+    """Whether every tensor is of the model's size, or a plain one that broadcasts to it."""
+    for x in leaves:
+        if isinstance(x, ShardedTensor):
+            if x.size() != model.size():
+                return False
+        elif isinstance(x, torch.Tensor):
+            if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.dim() > model.dim():
+                return False
+            if any(n not in (1, m) for n, m in zip(x.shape, model.size()[model.dim() - x.dim() :])):
+                return False
+    return True
+
+
+def _columns(name: str, leaves: Sequence[Any], model: ShardedTensor) -> list[list[Any]]:
+    """For each tile of the model, the arguments of its call."""
+    every = []
+    for x in leaves:
+        if isinstance(x, ShardedTensor):
+            every.append(in_tiles_of(name, x, model)._parts)
+        elif isinstance(x, torch.Tensor):
+            whole = spread(x, model._process_group) if x.requires_grad and torch.is_grad_enabled() else x
+            every.append([_cut(whole, box) for box in _boxes(model)])
+        else:
+            every.append([x] * len(model._parts))
+    return [list(column) for column in zip(*every)]
+
+
+def in_tiles_of(name: str, x: ShardedTensor, model: ShardedTensor) -> ShardedTensor:
+    """`x` in the tiles of another tensor of its size: what must move does, and the ledger hears for which op."""
+    if x is model or same_tiles(x, model):
+        return x
+    if is_strict():
+        raise StrictError(
+            f"{name} would communicate under strict(): its operands, of size {list(x.size())}, are tiled by "
+            f"{type(x.sharding_spec()).__name__} and {type(model.sharding_spec()).__name__} differently; reshard "
+            f"one first"
+        )
+    return x._like(model, Note(name, "operands in different tiles"))
+
+
+def _boxes(model: ShardedTensor) -> list[tuple[list[int], list[int]]]:
+    """The local tiles; for a rank without any, an empty one."""
+    held = [(s.metadata.shard_offsets, s.metadata.shard_sizes) for s in model.local_shards()]
+    return held or [([0] * model.dim(), [0] * model.dim())]
+
+
+def _cut(x: torch.Tensor, box: tuple[Sequence[int], Sequence[int]]) -> torch.Tensor:
+    """The part of a plain tensor that meets a tile."""
+    lead = len(box[0]) - x.dim()
+    for dim in range(x.dim()):
+        start, length = box[0][lead + dim], box[1][lead + dim]
+        if x.shape[dim] != 1:  # else it is broadcast, along a tile without elements too
+            x = x.narrow(dim, start, length)
+    return x
+
+
+def _wrapped(results: Sequence[Any], model: ShardedTensor) -> Any:
+    if isinstance(results[0], torch.Tensor):
+        return model._with_parts(results)
+    return type(results[0])(model._with_parts(column) for column in zip(*results))
+
+
+class _Spread(torch.autograd.Function):
+    """The same value on all ranks, of which each uses a part: the gradients add up."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Summed.apply(grad, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        out = value.clone(memory_format=torch.contiguous_format)
+        if listeners():
+            k = dist.get_world_size(group)
+            record(_Axis(), "all_reduce", 0, 2 * (k - 1) * out.nbytes // k, Note("spread", backward=True))  # type: ignore[arg-type]
+        dist.all_reduce(torch.view_as_real(out) if out.is_complex() else out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Spread.apply(grad, ctx.group), None
+
+
+class _Axis:
+    axis_names = ("tiles",)
+
+
+def spread(value: torch.Tensor, group: Any) -> torch.Tensor:
+    """A plain tensor whose gradient is the sum of every rank's."""
+    return _Spread.apply(value, group)
+
+
+# -- lists ---------------------------------------------------------------------------------------------------------
+def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A foreach function: its lists made longer, one entry a tile."""
+    lead = next((a for a in args if isinstance(a, (list, tuple)) and any(map(_is_sharded, a))), None)
+    if lead is None:
+        return NotImplemented
+    name = op_name(func)
+    counts = [len(x._parts) if _is_sharded(x) else 1 for x in lead]
+
+    def longer(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)) or len(value) != len(lead):
+            return value
+        out: list[Any] = []
+        for x, model, n in zip(value, lead, counts):
+            if _is_sharded(x):
+                out += in_tiles_of(name, x, model)._parts
+            else:
+                out += [x] * n
+        return out
+
+    flat = func(*map(longer, args), **{k: longer(v) for k, v in kwargs.items()})
+    if writes_first(func) or flat is None:
+        return lead if flat is not None else None
+    results, at = [], 0
+    for model, n in zip(lead, counts):
+        results.append(model._with_parts(flat[at : at + n]) if _is_sharded(model) else flat[at])
+        at += n
+    return type(flat)(results)
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, ShardedTensor)

@@ -1,0 +1,140 @@
+"""Optimizers for sharded parameters: any torch optimizer, run on the local shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from shardwise.sharded.tensor import ShardedTensor
+
+
+class ShardedOptimizer(optim.Optimizer):
+    """A torch optimizer over the local shards of sharded parameters, and over plain parameters.
+
+    Steps are local. Each parameter is known by its name: the state dict is keyed by names, and state that has a value
+    for each element of a sharded parameter is a ShardedTensor in it, so it can be resharded with its parameter.
+    """
+
+    def __init__(
+        self,
+        named_params: Mapping[str, torch.Tensor],
+        optimizer_class: type[optim.Optimizer],
+        *optimizer_args: Any,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        self.named_params = dict(named_params)
+        self._params = {name: self._tensors(param) for name, param in self.named_params.items()}
+        tensors = [t for held in self._params.values() for t in held]
+        if not tensors and self.named_params:  # this rank owns no tile: something to run on
+            tensors = [nn.Parameter(torch.empty(0))]
+        self._optim = optimizer_class(tensors, *optimizer_args, **optimizer_kwargs)
+
+    @staticmethod
+    def _tensors(param: Any) -> list[torch.Tensor]:
+        if isinstance(param, ShardedTensor):
+            return [shard.tensor for shard in param.local_shards()]
+        return [param]
+
+    # An Optimizer in its behaviour; what one keeps is kept by the optimizer inside.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._optim.param_groups
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
+        return self._optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._optim.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all parameters."""
+        self._optim.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """One step on every local shard and plain parameter."""
+        return self._optim.step(closure)
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer({self._optim!r})"
+
+    # -- state, by name -----------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """State and groups by parameter name; sharded state as ShardedTensors."""
+        state = {name: self._state_of(name) for name in self.named_params}
+        names = {id(t): name for name, held in self._params.items() for t in held}
+        groups = []
+        for group in self._optim.param_groups:
+            inside = dict.fromkeys(names[id(t)] for t in group["params"] if id(t) in names)
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": list(inside)})
+        return {"state": state, "param_groups": groups}
+
+    def _state_of(self, name: str) -> dict[str, Any]:
+        param, held = self.named_params[name], self._params[name]
+        states = [self._optim.state.get(t, {}) for t in held]
+        if not isinstance(param, ShardedTensor):
+            return dict(states[0])
+        out: dict[str, Any] = {}
+        for key in states[0] if states else ():
+            values = [s[key] for s in states]
+            each = all(isinstance(v, torch.Tensor) and v.shape == t.shape and v.dim() for v, t in zip(values, held))
+            out[key] = param._with_parts(values) if each else values[0]
+        return out
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Take what `state_dict` gave, for the same parameter names; sharded state may be in other tiles."""
+        unknown = [n for n in state_dict["state"] if n not in self.named_params]
+        missing = [n for n in self.named_params if n not in state_dict["state"]]
+        if unknown or missing:
+            raise KeyError(f"state_dict: unknown parameters {unknown}, missing parameters {missing}")
+        if len(state_dict["param_groups"]) != len(self._optim.param_groups):
+            raise ValueError(
+                f"state_dict: {len(state_dict['param_groups'])} param_groups, the optimizer has "
+                f"{len(self._optim.param_groups)}"
+            )
+        for name, saved in state_dict["state"].items():
+            param: Any = self.named_params[name]
+            held = self._params[name]
+            local = [{} for _ in held]  # type: list[dict[str, Any]]
+            for key, value in saved.items():
+                parts = value._like(param)._parts if isinstance(value, ShardedTensor) else [value] * len(held)
+                for state, part in zip(local, parts):
+                    state[key] = part.detach().clone() if isinstance(part, torch.Tensor) else part
+            for tensor, state in zip(held, local):
+                if state:
+                    self._optim.state[tensor] = state
+        for group, saved in zip(self._optim.param_groups, state_dict["param_groups"]):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, given as {"params": {name: tensor}, **options} (or a list of (name, tensor))."""
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f"param_group: expected a dict with 'params', got {param_group!r}")
+        named = dict(param_group["params"])
+        taken = [name for name in named if name in self.named_params]
+        if taken:
+            raise ValueError(f"params: names {taken} are in the optimizer already")
+        self.named_params.update(named)
+        self._params.update({name: self._tensors(param) for name, param in named.items()})
+        tensors = [t for name in named for t in self._params[name]] or [nn.Parameter(torch.empty(0))]
+        self._optim.add_param_group({**param_group, "params": tensors})
+
+
+def named_params_with_sharded_tensor(
+    module: nn.Module, prefix: str = "", recurse: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """The parameters of a module by name, sharded tensors that are plain attributes included; each tensor once."""
+    seen: set[int] = set()
+    for path, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
+        for name, value in owner.__dict__.items():
+            if isinstance(value, ShardedTensor) and id(value) not in seen:
+                seen.add(id(value))
+                yield f"{path}.{name}" if path else name, value
+    for name, param in module.named_parameters(prefix, recurse):
+        if id(param) not in seen:
+            seen.add(id(param))
+            yield name, param

@@ -1,0 +1,93 @@
+"""Process groups, and who owns a placement: "rank:1/cuda:0" by global rank, "trainer1/cpu" by the name RPC knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+from torch.distributed.distributed_c10d import _get_default_group
+
+from shardwise.sharded.metadata import ShardMetadata
+
+
+def as_group(process_group: Any) -> Any:
+    """The group given, or the default one."""
+    if process_group is not None:
+        return process_group
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "process_group: None given and there is no default process group; call torch.distributed.init_process_group"
+        )
+    return _get_default_group()
+
+
+def ranks_of(group: Any) -> list[int]:
+    """The global ranks of a group; none for the stand-in that `new_group` gives to ranks outside."""
+    if isinstance(group, dist.ProcessGroup):
+        return dist.get_process_group_ranks(group)
+    return []
+
+
+def is_member(group: Any) -> bool:
+    return isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
+
+
+def rpc_is_running() -> bool:
+    return rpc._is_current_rpc_agent_set()  # type: ignore[attr-defined]
+
+
+def rank_of(placement: Any) -> int:
+    """The global rank a placement names."""
+    if placement is None:
+        raise ValueError("remote device is None: give every shard a placement such as 'rank:0/cpu'")
+    rank = placement.rank()
+    if rank is not None:
+        return rank
+    name = placement.worker_name()
+    if name is None:
+        raise ValueError(f"placement {placement} names no owner; write 'rank:<rank>/{placement}'")
+    if not rpc_is_running():
+        raise RuntimeError(f"RPC framework needs to be initialized for using worker names: {name}")
+    workers = {worker.name: worker.id for worker in rpc.api._get_current_rpc_agent().get_worker_infos()}
+    if name not in workers:
+        raise ValueError(f"Invalid worker name: {name}; RPC knows {sorted(workers)}")
+    return workers[name]
+
+
+def owners(shards: Sequence[ShardMetadata], group: Any) -> np.ndarray:
+    """The global rank of each shard's owner, all of them in the group."""
+    known: dict[int, int] = {}
+    ranks = np.empty(len(shards), dtype=np.int64)
+    for i, shard in enumerate(shards):
+        placement = shard.placement
+        rank = known.get(id(placement))
+        if rank is None:
+            rank = known[id(placement)] = rank_of(placement)
+        ranks[i] = rank
+    members = ranks_of(group)
+    if members:
+        for rank in dict.fromkeys(known.values()):
+            if rank not in members:
+                raise ValueError(f"Global rank {rank} does not exist in input process group: {members}")
+    return ranks
+
+
+def check_remote_device(group: Any, placement: Any) -> tuple[int, torch.device]:
+    """The owner of a placement and its device there."""
+    rank = rank_of(placement)
+    members = ranks_of(group)
+    if members and rank not in members:
+        raise ValueError(f"Global rank {rank} does not exist in input process group: {members}")
+    return rank, placement.device()
+
+
+def communication_device(group: Any) -> torch.device:
+    """Where tensors must lie for this group's collectives: NCCL wants the current CUDA device."""
+    backend = dist.get_backend(group)
+    if backend == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

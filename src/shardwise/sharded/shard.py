@@ -1,0 +1,41 @@
+"""A shard: one tile of a sharded tensor, with its values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.sharded.metadata import ShardMetadata
+
+
+@dataclass(slots=True)
+class Shard:
+    """The values of one tile, and which tile it is."""
+
+    tensor: torch.Tensor
+    metadata: ShardMetadata
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, torch.Tensor):
+            raise TypeError(f"tensor: a shard holds a torch.Tensor, got {type(self.tensor).__name__}")
+        if not isinstance(self.metadata, ShardMetadata):
+            raise TypeError(f"metadata: expected a ShardMetadata, got {type(self.metadata).__name__}")
+        sizes = list(self.tensor.size())
+        if sizes != list(self.metadata.shard_sizes):
+            raise ValueError(
+                f"Shard tensor size does not match with metadata.shard_lengths! Found shard tensor size: {sizes}, "
+                f"metadata.shard_lengths: {list(self.metadata.shard_sizes)}, "
+            )
+        placement = self.metadata.placement
+        if placement is not None and placement.device() != self.tensor.device:
+            raise ValueError(
+                f"Local shard tensor device does not match with local Shard's placement! Found local shard tensor "
+                f"device: {self.tensor.device}, local shard metadata placement device: {placement.device()}"
+            )
+
+    @classmethod
+    def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: list[int], rank: int) -> Shard:
+        """The shard of `rank` that starts at `shard_offsets`, as large and on the same device as `tensor`."""
+        metadata = ShardMetadata(shard_offsets, list(tensor.size()), f"rank:{rank}/{tensor.device}")
+        return cls(tensor, metadata)

@@ -1,0 +1,6 @@
+"""The names of torch.distributed._shard.sharded_optim."""
+
+from shardwise.sharded.optim import ShardedOptimizer, named_params_with_sharded_tensor
+from shardwise.sharded.tensor import ShardedTensor
+
+__all__ = ["ShardedOptimizer", "ShardedTensor", "named_params_with_sharded_tensor"]

@@ -1,0 +1,41 @@
+"""The names of torch.distributed._shard.sharded_tensor."""
+
+from shardwise.sharded.factories import empty, full, ones, rand, randn, zeros
+from shardwise.sharded.local_shards import init_from_local_shards
+from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded.ops.compare import allclose, equal
+from shardwise.sharded.ops.init import constant_, kaiming_uniform_, normal_, uniform_
+from shardwise.sharded.registry import custom_sharded_op_impl
+from shardwise.sharded.shard import Shard
+from shardwise.sharded.sharded_tensor import api, metadata, shard, utils
+from shardwise.sharded.state_dict import pre_load_state_dict_hook, state_dict_hook
+from shardwise.sharded.tensor import ShardedTensor, ShardedTensorBase
+
+__all__ = [
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensor",
+    "ShardedTensorBase",
+    "ShardedTensorMetadata",
+    "TensorProperties",
+    "allclose",
+    "api",
+    "constant_",
+    "custom_sharded_op_impl",
+    "empty",
+    "equal",
+    "full",
+    "init_from_local_shards",
+    "kaiming_uniform_",
+    "metadata",
+    "normal_",
+    "ones",
+    "pre_load_state_dict_hook",
+    "rand",
+    "randn",
+    "shard",
+    "state_dict_hook",
+    "uniform_",
+    "utils",
+    "zeros",
+]

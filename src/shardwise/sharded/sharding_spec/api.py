@@ -1,0 +1,22 @@
+"""The names of torch.distributed._shard.sharding_spec.api."""
+
+from shardwise.sharded.metadata import ShardMetadata
+from shardwise.sharded.registry import custom_sharding_spec_op
+from shardwise.sharded.registry import dispatch_spec_op as _dispatch_custom_op
+from shardwise.sharded.registry import has_spec_op as _has_custom_op
+from shardwise.sharded.registry import spec_ops as _CUSTOM_SHARDING_SPEC_OPS
+from shardwise.sharded.spec import DevicePlacementSpec, EnumerableShardingSpec, PlacementSpec, ShardingSpec
+from shardwise.sharded.spec import spec_of as _infer_sharding_spec_from_shards_metadata
+
+__all__ = [
+    "_CUSTOM_SHARDING_SPEC_OPS",
+    "DevicePlacementSpec",
+    "EnumerableShardingSpec",
+    "PlacementSpec",
+    "ShardMetadata",
+    "ShardingSpec",
+    "_dispatch_custom_op",
+    "_has_custom_op",
+    "_infer_sharding_spec_from_shards_metadata",
+    "custom_sharding_spec_op",
+]

@@ -1,0 +1,133 @@
+"""Sharding specs: which tiles a tensor is cut into, and who owns them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import _remote_device  # type: ignore[attr-defined]
+
+from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_remote_device
+from shardwise.sharded.tiling import boxes_of, check_cover, check_disjoint
+
+
+class PlacementSpec(ABC):  # noqa: B024
+    """Where something lives; subclass it for placements of your own."""
+
+
+def _remote(placement: Any) -> Any:
+    return placement if isinstance(placement, _remote_device) else as_remote_device(_text(placement))
+
+
+def _text(placement: Any) -> str:
+    if not isinstance(placement, str):
+        raise TypeError(f"Invalid type for remote_device: {type(placement)}; write a string such as 'rank:0/cpu'")
+    return placement
+
+
+@dataclass
+class DevicePlacementSpec(PlacementSpec):
+    """One device of one rank."""
+
+    device: _remote_device
+
+    def __post_init__(self) -> None:
+        self.device = _remote(self.device)
+
+
+class ShardingSpec(ABC):
+    """How tensors are cut into tiles. `build_metadata` is all that a spec of your own must say."""
+
+    scatter: Callable[..., Any]  # set where sharded tensors are made
+
+    @abstractmethod
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """The tiles of a tensor of this size, with their owners."""
+
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
+        """The tensor that `src_rank` of the group holds, cut into tiles that are sent to their owners."""
+        return ShardingSpec.scatter(tensor, self, src_rank, process_group)
+
+
+@dataclass
+class ChunkShardingSpec(ShardingSpec):
+    """Cut along one dim like torch.chunk: one chunk for each placement, in order."""
+
+    dim: int | str
+    placements: list[_remote_device | str]
+
+    def __post_init__(self) -> None:
+        self._verify_dim(self.dim)
+        self.placements = [_remote(p) for p in self.placements]
+
+    @staticmethod
+    def _verify_dim(dim: Any) -> None:
+        if isinstance(dim, str):
+            raise NotImplementedError(f"ChunkShardingSpec does not support named dimension yet! Got dim={dim!r}")
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise ValueError(f"Sharding dim needs to be an integer, found: {dim}")
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        self._verify_dim(self.dim)
+        ndim, dim = len(tensor_sizes), int(self.dim)
+        if not -ndim <= dim < ndim:
+            raise ValueError(f"Invalid sharding dim: {dim} for a tensor of size {list(tensor_sizes)}")
+        if not self.placements:
+            raise ValueError("placements: the list is empty; name at least one, such as 'rank:0/cpu'")
+        dim, n = dim % ndim, tensor_sizes[dim]
+        step = chunk_size(n, len(self.placements))
+        sizes, zeros = list(tensor_sizes), [0] * ndim
+        shards = []
+        for i, placement in enumerate(self.placements):
+            start, end = min(i * step, n), min((i + 1) * step, n)
+            offsets, lengths = zeros.copy(), sizes.copy()
+            offsets[dim], lengths[dim] = start, end - start
+            shards.append(ShardMetadata(offsets, lengths, placement))
+        return ShardedTensorMetadata(shards, torch.Size(tensor_sizes), tensor_properties)
+
+
+@dataclass
+class EnumerableShardingSpec(ShardingSpec):
+    """Any tiles with any owners, one by one. They may not overlap."""
+
+    shards: list[ShardMetadata]
+
+    def __post_init__(self) -> None:
+        if not self.shards:
+            raise ValueError(f"Empty shard list provided: {self.shards}")
+        check_disjoint(self.shards)
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        check_cover(self.shards, tensor_sizes)
+        return ShardedTensorMetadata(list(self.shards), torch.Size(tensor_sizes), tensor_properties)
+
+
+def chunk_size(n: int, chunks: int) -> int:
+    """How many indices all chunks but the last ones get, as torch.chunk deals them out."""
+    return (n + chunks - 1) // chunks
+
+
+def spec_of(shards: Sequence[ShardMetadata]) -> ShardingSpec:
+    """The spec behind tiles: chunks of one dim where they are that, else the list of them."""
+    found = _as_chunks(shards)
+    return found if found is not None else EnumerableShardingSpec(list(shards))
+
+
+def _as_chunks(shards: Sequence[ShardMetadata]) -> ChunkShardingSpec | None:
+    boxes = boxes_of(shards)
+    cut = [d for d in range(boxes.starts.shape[1]) if (boxes.starts[:, d] != boxes.starts[0, d]).any()]
+    if len(cut) != 1:
+        return None
+    dim = cut[0]
+    order = sorted(range(len(shards)), key=lambda i: (shards[i].shard_offsets[dim], -shards[i].shard_sizes[dim]))
+    size = torch.Size(boxes.ends.max(axis=0).tolist())
+    spec = ChunkShardingSpec(dim, [shards[i].placement for i in order])  # type: ignore[misc]
+    built = spec.build_metadata(size, TensorProperties()).shards_metadata
+    same = all(
+        list(b.shard_offsets) == list(shards[i].shard_offsets) and list(b.shard_sizes) == list(shards[i].shard_sizes)
+        for b, i in zip(built, order)
+    )
+    return spec if same else None

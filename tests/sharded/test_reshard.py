@@ -1,0 +1,103 @@
+"""From any spec to any spec: values, gradients, fewest bytes; on processes."""
+
+import itertools
+
+import pytest
+import torch
+
+import shardwise
+from shardwise import sharded as S
+from shardwise.sharded.tiling import plan_between
+from tests.sharded.common import chunks, irregular, on_one, sharded, specs_for, values, whole
+from tests.workers import run_ranks
+
+TIME = 90
+
+
+def all_pairs(rank, world, size):
+    value = values(*size)
+    specs = specs_for(size, range(world))
+    for (a, source), (b, target) in itertools.product(specs.items(), specs.items()):
+        st = sharded(value, source)
+        plan = plan_between(st._tiles, sharded(value, target)._tiles, 8)
+        with shardwise.debug.ledger() as log:
+            same = st.reshard(target)
+        assert same is st and st.sharding_spec() == target
+        assert sum(e.bytes for e in log) == plan.bytes_in(rank) == plan.lower_bound(rank), (a, b)
+        assert torch.equal(whole(st), value), (a, b)
+        assert [s.metadata for s in st.local_shards()] == [
+            m for m in st.metadata().shards_metadata if m.placement.rank() == rank
+        ]
+    return True
+
+
+@pytest.mark.parametrize("world,size", [(2, (5, 3)), (4, (6, 5)), (4, (3,)), (2, (0, 4)), (2, (2, 3, 4))])
+def test_all_pairs(world, size):
+    assert all(run_ranks(all_pairs, world, size, timeout=TIME))
+
+
+def with_gradients(rank, world):
+    value, weight = values(5, 4), values(5, 4, seed=1)
+    specs = specs_for((5, 4), range(world))
+    for a, b in itertools.product(("chunk 0", "one", "irregular", "grid", "twice", "some"), repeat=2):
+        leaf = sharded(value, specs[a], requires_grad=True)
+        st = (leaf * 2).reshard(specs[b])  # a rank without tiles takes part in the backward pass
+        factor = sharded(weight, specs[b])
+        loss = (st * st * factor).sum()
+        loss.backward()
+        want = 8 * value * weight
+        assert torch.allclose(whole(leaf.grad), want), (a, b)
+        assert leaf.grad.sharding_spec() == specs[a] and leaf.is_leaf and not st.is_leaf
+    return True
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients(world):
+    assert all(run_ranks(with_gradients, world, timeout=TIME))
+
+
+def second_order(rank, world):
+    value = values(4, 3)
+    leaf = sharded(value, irregular((4, 3), range(world), 0), requires_grad=True)
+    moved = (leaf * 1.0).reshard(chunks(1, range(world)))
+    (first,) = torch.autograd.grad((moved**3).sum(), [leaf], create_graph=True)
+    (second,) = torch.autograd.grad((first**2).sum(), [leaf])
+    assert torch.allclose(whole(second), 36 * value**3)
+    return True
+
+
+def test_second_derivatives():
+    assert all(run_ranks(second_order, 2, timeout=TIME))
+
+
+def parameters(rank, world):
+    value = values(5, 4)
+    leaf = torch.nn.Parameter(sharded(value, chunks(0, range(world))))
+    with torch.no_grad():
+        leaf.reshard(irregular((5, 4), range(world), 1))
+    assert leaf.is_leaf and leaf.requires_grad and isinstance(leaf, torch.nn.Parameter)
+    (leaf * leaf).sum().backward()
+    assert torch.allclose(whole(leaf.grad), 2 * value)
+    assert leaf.grad.sharding_spec() == leaf.sharding_spec()
+    return True
+
+
+def test_parameters_stay_leaves():
+    assert all(run_ranks(parameters, 4, timeout=TIME))
+
+
+def dtypes(rank, world):
+    for dtype in (torch.bool, torch.int8, torch.complex128, torch.bfloat16, torch.float16, torch.int64):
+        value = values(5, 4, dtype=dtype)
+        st = sharded(value, chunks(0, range(world))).reshard(irregular((5, 4), range(world), 2))
+        assert torch.equal(whole(st), value)
+    scalar = sharded(torch.tensor(2.5), on_one((), 0)).reshard(on_one((), world - 1))
+    assert whole(scalar) == 2.5
+    still = S.ones(chunks(0, range(world)), 5)
+    tile = still.local_tensor()
+    assert still.reshard(chunks(0, range(world))) is still and still.local_tensor() is tile
+    return True
+
+
+def test_dtypes_and_no_ops():
+    assert all(run_ranks(dtypes, 2, timeout=TIME))
