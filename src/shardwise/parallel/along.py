@@ -77,12 +77,23 @@ class Along:
         shape = [known.get(d, n) for d, n in enumerate(mine)] if cut and cut <= known.keys() else None
         return DTensor.from_local(x, self.mesh, places, shape=shape)
 
-    def move(self, x: DTensor, layout: Layout) -> DTensor:
-        """The tensor laid out so; axes that the layout does not speak of stay as they are.
+    def move(self, x: DTensor, layout: Layout, others: tuple[Placement, ...] | None = None) -> DTensor:
+        """The tensor laid out so; axes that the layout does not speak of stay as they are, or become as `others` say.
 
         A plain Shard(dim) asks for no particular sizes: a tensor that is cut along dim already stays, however it is."""
-        asked = self.places(layout, x.placements)
+        asked = self.places(layout, x.placements if others is None else others)
         return x.redistribute(placements=[_unless_cut(want, have, x.dim()) for want, have in zip(asked, x.placements)])
+
+    def as_before(self, output: DTensor, given: Any) -> tuple[Placement, ...]:
+        """The output's placements, but on the other axes those of the input: a batch that came in cut stays cut, also where
+        it was cheaper to gather it than a parameter which those axes cut."""
+        if self.alone or not isinstance(given, DTensor):
+            return output.placements
+        leading = min(given.dim(), output.dim()) - (given.dtype.is_floating_point or given.dtype.is_complex)
+        return tuple(
+            have if axis == self.axis or came.is_partial() or (isinstance(came, Shard) and came.dim >= leading) else came
+            for axis, (have, came) in enumerate(zip(output.placements, given.placements))
+        )
 
     def lay_out(self, param: torch.Tensor, placement: Placement, source: int | None) -> DTensor:
         """A parameter or buffer with this placement on the axis; one that is distributed keeps its other axes."""

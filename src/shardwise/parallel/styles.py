@@ -62,7 +62,7 @@ class _LayerParallel(ParallelStyle):
         placements = {name: self._placement(module, name, along) for name in module._parameters}
         self._lay_out(module, placements, along)
         module.register_forward_pre_hook(Hook(self._enter, along), with_kwargs=True)
-        module.register_forward_hook(Hook(self._leave, along))
+        module.register_forward_hook(Hook(self._leave, along), with_kwargs=True)
         return module
 
     def _placement(self, module: nn.Module, name: str, along: Along) -> Placement:
@@ -93,9 +93,11 @@ class _LayerParallel(ParallelStyle):
     def _desired(self, module: nn.Module) -> Placement:
         return self.desired_input
 
-    def _leave(self, module: nn.Module, args: Any, output: Any, along: Along) -> Any:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any, along: Along) -> Any:
         output = check_tensor(output, f"{type(self).__name__}: the output of {type(module).__name__}")
-        return leaves(self.use_local_output, along.move(along.enter(output, REPLICATE), self.output_layouts), along)
+        output, given = along.enter(output, REPLICATE), next(iter((*args, *kwargs.values())))
+        output = along.move(output, self.output_layouts, along.as_before(output, given))
+        return leaves(self.use_local_output, output, along)
 
     def _weight_dim(self, module: nn.Module, given: int | None, linear: int, table: int) -> int:
         """The dim of the weight that is cut."""
@@ -216,7 +218,9 @@ class SequenceParallel(ParallelStyle):
         return along.move(along.enter(x, self.sequence), self.sequence), *args[1:]
 
     def _leave(self, module: nn.Module, args: Any, output: Any, along: Along) -> Any:
-        return leaves(self.use_local_output, along.enter(output, self.sequence), along)
+        output = along.enter(output, self.sequence)
+        output = along.move(output, output.placements[along.axis], along.as_before(output, args[0]))
+        return leaves(self.use_local_output, output, along)
 
     def __repr__(self) -> str:
         return f"SequenceParallel(sequence_dim={self.sequence.dim}, use_local_output={self.use_local_output})"
