@@ -1,11 +1,10 @@
 """Train a GPT on 2-D and 3-D meshes, each next to the same model on one device.
 
-    python examples/gpt_3d.py                                  8 simulated ranks in this process
-    torchrun --nproc-per-node 4 examples/gpt_3d.py             4 real processes (gloo)
+    python examples/gpt_3d.py                              8 simulated ranks in this process
+    torchrun --nproc-per-node 4 examples/gpt_3d.py         4 real processes (gloo)
 
-The model knows nothing of meshes. A plan of styles cuts it over the axis "tp"; the batch is cut over "dp", the sequence over
-"sp"; and "zero" cuts the parameters, their gradients and the optimizer's state over "dp" as well. In float64 the losses,
-gradients and parameters are those of one device.
+The model knows nothing of meshes. A plan of styles cuts it over the axis "tp"; the batch is cut over "dp", the sequence
+over "sp"; and "zero" cuts the parameters, their gradients and the optimizer's state over "dp" as well.
 """
 
 import copy
@@ -32,10 +31,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         y = self.norm1(x)
-        q, k, v = (
-            f(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for f in (self.query, self.key, self.value)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k, v = (f(y).unflatten(-1, (-1, self.head_width)) for f in (self.query, self.key, self.value))
+        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
         x = x + self.project(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -44,26 +41,23 @@ class GPT(nn.Module):
     def __init__(self, vocabulary=61, context=16, width=32, heads=4, layers=2):
         super().__init__()
         self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens):
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.blocks(x)))
 
 
 # ------------------------------------------------------------------ its layouts
 
-COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
+COLUMNS, ROWS, SEQUENCE_ROWS = ColwiseParallel(), RowwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
 TENSOR = {
     "token": RowwiseParallel(input_layouts=Replicate()),
     "blocks.*.query": COLUMNS, "blocks.*.key": COLUMNS, "blocks.*.value": COLUMNS, "blocks.*.project": ROWS,
     "blocks.*.up": COLUMNS, "blocks.*.down": ROWS,
     "head": COLUMNS,
 }  # fmt: skip
-SEQUENCE_ROWS = RowwiseParallel(output_layouts=Shard(1))
 SEQUENCE = TENSOR | {  # between the linear layers, what "tp" cuts is the sequence
     "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "blocks.*.norm?": SequenceParallel(), "blocks.*.project": SEQUENCE_ROWS, "blocks.*.down": SEQUENCE_ROWS,
@@ -90,15 +84,13 @@ def make_mesh(layout, ranks):
 
 def lay_out(model, mesh, layout):
     _, plan, zero = LAYOUTS[layout]
-
     distribute_module(parallelize_module(model, mesh, plan, axis="tp"), mesh)
     for module in model.modules() if zero else ():
-        for name, param in module.named_parameters(
-            recurse=False
-        ):  # "dp" cuts a dim that "tp" leaves whole, if there is one
+        for name, param in module.named_parameters(recurse=False):
             rest = param.placements[1:]
-            dim = next((d for d in range(param.dim()) if Shard(d) not in rest), 0)
-            module.register_parameter(name, nn.Parameter(param.detach().redistribute(placements=[Shard(dim), *rest])))
+            whole = [Shard(dim) for dim in range(param.dim()) if Shard(dim) not in rest]  # what "tp" leaves for "dp"
+            laid = param.detach().redistribute(placements=[whole[0] if whole else Replicate(), *rest])
+            module.register_parameter(name, nn.Parameter(laid))
     return model
 
 
@@ -129,8 +121,8 @@ def compare(layout, mesh, steps=3, **sizes):
     torch.manual_seed(0)
     one = GPT(**sizes).double()
     many = lay_out(copy.deepcopy(one), mesh, layout)
-    vocabulary, context = one.token.num_embeddings, one.position.num_embeddings
-    batches = [torch.randint(vocabulary, (6, context + 1)) % (1 + step % 7) for step in range(steps)]
+    vocabulary, length = one.head.out_features, one.position.num_embeddings + 1
+    batches = [torch.randint(vocabulary, (6, length)) % (1 + step % 7) for step in range(steps)]
     want = train(one, batches, lambda rows: rows)
     with shardwise.debug.ledger() as log:
         got = train(many, batches, lambda rows: lay_out_batch(rows, mesh))
@@ -140,11 +132,11 @@ def compare(layout, mesh, steps=3, **sizes):
 def main():
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
-    ranks, quiet = (dist.get_world_size(), dist.get_rank() > 0) if dist.is_initialized() else (8, False)
-    say, worst = (lambda *words: None) if quiet else print, 0.0
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (8, 0)
+    say, worst = print if rank == 0 else lambda *words: None, 0.0
     for layout in LAYOUTS:
         mesh = make_mesh(layout, ranks)
-        losses, difference, moved = compare(layout, mesh, steps=10)
+        losses, difference, moved = compare(layout, mesh, steps=5)
         shape = " x ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         say(f"{layout:40} {shape:20} loss {losses[0]:.4f} -> {losses[-1]:.4f}   {moved:10,} bytes a step")
         worst = max(worst, difference)

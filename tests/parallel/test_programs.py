@@ -192,7 +192,7 @@ def train(model, steps=2):
 
 def sequence_parallel_training(n):
     """Norms and dropouts on parts of the sequence of 4; attention and MLP gather it and scatter it again."""
-    whole_in = dict(input_layouts=(n.Shard(1),), desired_input_layouts=(n.Replicate(),))
+    whole_in = {"input_layouts": (n.Shard(1),), "desired_input_layouts": (n.Replicate(),)}
     plan = {
         "words": n.RowwiseParallel(input_layouts=n.Replicate(), output_layouts=n.Shard(1), use_local_output=False),
         "layers.*.norm?": n.SequenceParallel(),
@@ -227,7 +227,9 @@ def sequences(n):
                     whole(y).sum()
                     (y if type(y) is torch.Tensor else y.to_local()).pow(2).sum().backward()
                     seen.append(len(grads(norm)))
-    return [tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in s) if isinstance(s, tuple) else s for s in seen]
+    return [
+        tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in s) if isinstance(s, tuple) else s for s in seen
+    ]
 
 
 class Two(nn.Module):
@@ -244,11 +246,20 @@ def preparing(n):
     def see(module, *args, **kwargs):
         out = module(*args, **kwargs)
         out = out if isinstance(out, tuple) else (out,)
-        seen.append((module.types, module.shapes, [type(t).__name__ for t in out], [whole(t) if isinstance(t, torch.Tensor) else t for t in out]))
+        seen.append(
+            (
+                module.types,
+                module.shapes,
+                [type(t).__name__ for t in out],
+                [whole(t) if isinstance(t, torch.Tensor) else t for t in out],
+            )
+        )
 
     mine = x.chunk(ranks)[torch.distributed.get_rank()]
     for local in (False, True):
-        style = n.PrepareModuleInput(input_layouts=(s(0), None), desired_input_layouts=(r, None), use_local_output=local)
+        style = n.PrepareModuleInput(
+            input_layouts=(s(0), None), desired_input_layouts=(r, None), use_local_output=local
+        )
         see(n.parallelize_module(Two(), line(), style), mine, 3)
         see(n.parallelize_module(Two(), line(), style), n.distribute_tensor(x, line(), [s(0)]), "text")
         style = n.PrepareModuleInput(
@@ -256,7 +267,9 @@ def preparing(n):
             desired_input_kwarg_layouts={"scale": s(0)}, use_local_output=local,
         )  # fmt: skip
         see(n.parallelize_module(Two(), line(), style), x, x, scale=x)
-        style = n.PrepareModuleOutput(output_layouts=(r, r), desired_output_layouts=(s(0), s(1)), use_local_output=local)
+        style = n.PrepareModuleOutput(
+            output_layouts=(r, r), desired_output_layouts=(s(0), s(1)), use_local_output=local
+        )
         see(n.parallelize_module(Two(), line(), style), x, x)
         style = n.PrepareModuleInputOutput(
             input_layouts=(r, None), desired_input_layouts=(s(0), None), use_local_input=local,
@@ -268,8 +281,12 @@ def preparing(n):
         lambda: n.PrepareModuleInput(input_layouts=(r,)),
         lambda: n.PrepareModuleOutput(output_layouts=(r, r), desired_output_layouts=(r,)),
         lambda: n.PrepareModuleInput(input_kwarg_layouts={"scale": r}, desired_input_kwarg_layouts={}),
-        lambda: n.parallelize_module(Two(), line(), n.PrepareModuleInput(input_layouts=r, desired_input_layouts=r))(x, x),
-        lambda: n.parallelize_module(Two(), line(), n.PrepareModuleOutput(output_layouts=r, desired_output_layouts=r))(x, x),
+        lambda: n.parallelize_module(Two(), line(), n.PrepareModuleInput(input_layouts=r, desired_input_layouts=r))(
+            x, x
+        ),
+        lambda: n.parallelize_module(Two(), line(), n.PrepareModuleOutput(output_layouts=r, desired_output_layouts=r))(
+            x, x
+        ),
     )
     return seen, [raises(call, (ValueError, AssertionError)) for call in bad]
 
