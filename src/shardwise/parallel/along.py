@@ -37,10 +37,10 @@ class Along:
         if axis is not None:
             return Along(mesh, mesh.axis(axis))
         if len(mesh.shape) != 1:
-            names = ", ".join(mesh.axis_names)
+            last = mesh.axis_names[-1]
             raise MeshError(
-                f"device_mesh: {mesh!r} has the axes {names}; say which one the plan cuts with axis={mesh.axis_names[-1]!r}, "
-                f"or give a mesh of that axis alone, device_mesh[{mesh.axis_names[-1]!r}]"
+                f"device_mesh: {mesh!r} has several axes; say which one the plan cuts, as axis={last!r}, or give a "
+                f"mesh of that axis alone, device_mesh[{last!r}]"
             )
         return Along(mesh, 0)
 
@@ -65,9 +65,10 @@ class Along:
         `whole` gives the global size of cut dims where it is known, so that the ranks need not tell each other."""
         if isinstance(x, DTensor):
             if x._layout.mesh is not self.mesh:
+                axis = self.mesh.axis_names[self.axis]
                 raise MeshError(
-                    f"a tensor on {x._layout.mesh!r} meets a module parallelized over {self.mesh!r}; parallelize it over "
-                    f"the mesh of the tensors, parallelize_module(module, mesh, plan, axis={self.mesh.axis_names[self.axis]!r})"
+                    f"a tensor on {x._layout.mesh!r} meets a module parallelized over {self.mesh!r}; use the mesh of "
+                    f"the tensors, parallelize_module(module, mesh, plan, axis={axis!r})"
                 )
             return x
         places = self.places(layout)
@@ -85,13 +86,15 @@ class Along:
         return x.redistribute(placements=[_unless_cut(want, have, x.dim()) for want, have in zip(asked, x.placements)])
 
     def as_before(self, output: DTensor, given: Any) -> tuple[Placement, ...]:
-        """The output's placements, but on the other axes those of the input: a batch that came in cut stays cut, also where
-        it was cheaper to gather it than a parameter which those axes cut."""
+        """The output's placements, but on the other axes those of the input: a batch that came in cut stays cut, also
+        where it was cheaper to gather it than a parameter which those axes cut."""
         if self.alone or not isinstance(given, DTensor):
             return output.placements
         leading = min(given.dim(), output.dim()) - (given.dtype.is_floating_point or given.dtype.is_complex)
         return tuple(
-            have if axis == self.axis or came.is_partial() or (isinstance(came, Shard) and came.dim >= leading) else came
+            have
+            if axis == self.axis or came.is_partial() or (isinstance(came, Shard) and came.dim >= leading)
+            else came
             for axis, (have, came) in enumerate(zip(output.placements, given.placements))
         )
 
@@ -103,7 +106,8 @@ class Along:
             raise MeshError(
                 f"a parameter lies on {param._layout.mesh!r}, its module is parallelized over {self.mesh!r}"
             )
-        return param.detach().redistribute(placements=self.places(placement, param.placements))
+        value: Any = param.detach()
+        return value.redistribute(placements=self.places(placement, param.placements))
 
     def __deepcopy__(self, memo: Any) -> Along:
         return self

@@ -1,8 +1,8 @@
 """loss_parallel: cross-entropy on logits whose classes are cut, and nothing of them moved.
 
-The rule of cross_entropy never gathers cut classes: the ranks exchange the largest logit, the sum of the exponentials and
-the picked log-probability, a few numbers a sample. What this adds is a promise: under it, a call that would move logits
-(because they come whole, pending or as something else) raises instead.
+The rule of cross_entropy never gathers cut classes: the ranks exchange the largest logit, the sum of the exponentials
+and the picked log-probability, a few numbers a sample. What this adds is a promise: under it, a call that would move
+logits (because they come whole, pending or as something else) raises instead.
 """
 
 from __future__ import annotations
@@ -45,17 +45,16 @@ def _check(logits: DTensor, target: Any) -> None:
     cut = [axis for axis, p in enumerate(places) if p.is_shard(dim)]
     pending = [axis for axis, p in enumerate(places) if isinstance(p, Partial)]
     if not cut or pending:
-        what = f"pending on mesh axis {pending[0]}" if pending else f"whole along dim {dim}"
+        what = f"is pending on mesh axis {pending[0]}" if pending else f"has whole classes (dim {dim})"
         raise LayoutError(
-            f"loss_parallel: input of shape {tuple(logits.shape)} has placements {list(places)}, so its classes are {what}; "
-            f"redistribute it to Shard({dim}) on an axis, or give the last layer "
-            f"ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)"
+            f"loss_parallel: input of shape {tuple(logits.shape)} with placements {list(places)} {what}; redistribute "
+            f"it to Shard({dim}) on an axis, or give the last layer ColwiseParallel(use_local_output=False)"
         )
     if isinstance(target, torch.Tensor) and target.dtype.is_floating_point:
         theirs = target.placements if isinstance(target, DTensor) else ()
         wrong = [axis for axis in cut if theirs and not theirs[axis].is_replicate() and theirs[axis] != places[axis]]
         if wrong:
             raise LayoutError(
-                f"loss_parallel: target, of probabilities, has placements {list(theirs)} where input has {list(places)}; "
-                f"redistribute it to those of input"
+                f"loss_parallel: target, of probabilities, has placements {list(theirs)}, input has {list(places)}; "
+                f"redistribute target to those of input"
             )

@@ -129,17 +129,17 @@ class _Ties:
     def restore(self) -> None:
         for key, owners in self.shared.items():
             old = self.old[key]
-            changed = [(path, module._parameters[name]) for path, module, name in owners]
-            changed = [(path, param) for path, param in changed if param is not old and param is not None]
+            now: list[tuple[str, Any]] = [(path, module._parameters[name]) for path, module, name in owners]
+            changed = [(path, param) for path, param in now if param is not old and param is not None]
             if not changed:
                 continue
             path, first = changed[0]
             for other, param in changed[1:]:
-                if param is not None and param._layout is not first._layout:  # type: ignore[union-attr]
+                if param._layout is not first._layout:
                     raise LayoutError(
                         f"parallelize_plan: {path} and {other} are one parameter, but their styles lay it out as "
-                        f"{list(first.placements)} and {list(param.placements)}; "  # type: ignore[union-attr]
-                        f"choose styles that agree, such as RowwiseParallel for an embedding and ColwiseParallel for a linear"
+                        f"{list(first.placements)} and {list(param.placements)}; choose styles that agree, such as "
+                        f"RowwiseParallel for an embedding and ColwiseParallel for a linear layer"
                     )
             for _, module, name in owners:
                 module._parameters[name] = first

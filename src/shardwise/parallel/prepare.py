@@ -57,8 +57,8 @@ class _Inputs:
         if self.layouts is not None:
             if len(args) != len(self.layouts):
                 raise LayoutError(
-                    f"input_layouts: {len(self.layouts)} given, but {type(module).__name__} was called with {len(args)} "
-                    f"positional inputs; give one for each (None leaves it alone)"
+                    f"input_layouts: {len(self.layouts)} given, but {type(module).__name__} was called with "
+                    f"{len(args)} positional inputs; give one for each (None leaves it alone)"
                 )
             pairs = zip(args, self.layouts, self.desired, strict=True)
             args = tuple(_prepared(x, a, b, local, along, f"input {i}") for i, (x, a, b) in enumerate(pairs))
@@ -93,8 +93,8 @@ class _Outputs:
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         if len(outputs) != len(self.layouts):
             raise LayoutError(
-                f"output_layouts: {len(self.layouts)} given, but {type(module).__name__} returned {len(outputs)} outputs; "
-                f"give one for each (None leaves it alone)"
+                f"output_layouts: {len(self.layouts)} given, but {type(module).__name__} returned {len(outputs)} "
+                f"outputs; give one for each (None leaves it alone)"
             )
         triples = zip(outputs, self.layouts, self.desired, strict=True)
         made = tuple(_prepared(x, a, b, local, along, f"output {i}") for i, (x, a, b) in enumerate(triples))

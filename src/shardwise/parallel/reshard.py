@@ -25,9 +25,9 @@ def input_reshard(
     *,
     axis: int | str | None = None,
 ) -> nn.Module:
-    """Of the module's inputs that all ranks of the axis hold alike, let each keep its part along `input_reshard_dim` for
-    the backward pass, and gather them there. Plain tensors count as held alike. None changes nothing. On a mesh of several
-    axes, `axis` says which one.
+    """Of the module's inputs that all ranks of the axis hold alike, let each keep its part along `input_reshard_dim`
+    for the backward pass, and gather them there. Plain tensors count as held alike. None changes nothing. On a mesh of
+    several axes, `axis` says which one.
 
     It saves memory if nobody else keeps the inputs."""
     if input_reshard_dim is None:
@@ -57,12 +57,11 @@ class _Keeping:
         self.running.append(hooks)
 
     def _note(self, x: torch.Tensor, inputs: dict[int, tuple[_Parts, int]]) -> None:
-        with torch.no_grad():
-            laid = self.along.enter(x, REPLICATE)
+        laid = self.along.enter(x.detach(), REPLICATE)
         held = laid.placements[self.along.axis]
         if not held.is_replicate() or not laid.numel() or not -laid.dim() <= self.dim < laid.dim():
             return
-        parts = _Parts(laid.detach(), self.along, self.dim)
+        parts = _Parts(laid, self.along, self.dim)
         for i, value in enumerate(self.along.mesh.comm.values(laid._local)):
             if value.is_contiguous() and value.numel():
                 inputs[value.data_ptr()] = (parts, i)
@@ -86,7 +85,8 @@ class _Parts:
     def keep(self) -> None:
         if self.x is not None:
             cut = self.x.redistribute(placements=self.along.places(Shard(self.dim), self.x.placements))
-            self.parts, self.x = cut.clone(memory_format=torch.contiguous_format), None  # not a view of the whole
+            self.parts: Any = cut.clone(memory_format=torch.contiguous_format)  # not a view of the whole
+            self.x = None
 
     @functools.cached_property
     def values(self) -> list[torch.Tensor]:

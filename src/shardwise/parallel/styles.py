@@ -108,8 +108,8 @@ class _LayerParallel(ParallelStyle):
         if isinstance(module, nn.Embedding):
             return table
         raise RuleError(
-            f"{type(self).__name__} knows nn.Linear and nn.Embedding, got {type(module).__name__}; say which dim of its weight "
-            f"to cut with weight_dim=..."
+            f"{type(self).__name__} knows nn.Linear and nn.Embedding, got {type(module).__name__}; say which dim of "
+            f"its weight to cut with weight_dim=..."
         )
 
     def __repr__(self) -> str:
@@ -123,8 +123,8 @@ class ColwiseParallel(_LayerParallel):
     The input comes as `input_layouts` (default: Replicate()) and is made whole along the axis; the output goes as
     `output_layouts` (default: Shard(-1)), as a local tensor with `use_local_output` (default: on a mesh of one axis).
 
-    `weight_dim` says which dim of the weight to cut, for modules of other types. With `parts`, the outputs are that many
-    projections side by side, as the query, key and value of one fused layer, and every one of them is cut.
+    `weight_dim` says which dim of the weight to cut, for modules of other types. With `parts`, the outputs are that
+    many projections side by side, as the query, key and value of one fused layer, and every one of them is cut.
     """
 
     desired_input = Replicate()
@@ -193,7 +193,7 @@ class RowwiseParallel(_LayerParallel):
 
 
 class SequenceParallel(ParallelStyle):
-    """Run a norm, dropout or other layer that treats positions alike on a part of the sequence; parameters are replicated.
+    """Run a norm, dropout or other layer that treats positions alike on a part of the sequence; replicate its parameters.
 
     The input is cut along `sequence_dim` (a plain tensor counts as each rank's part of it) and so is the output, a
     local tensor with `use_local_output`.
@@ -227,7 +227,7 @@ class SequenceParallel(ParallelStyle):
 
 
 def cut_in_parts(dim: int, shape: torch.Size, parts: int, along: Along) -> Shard:
-    """A Shard that cuts each of `parts` equal stretches of a dim like chunk: every rank has its share of all of them."""
+    """A Shard that cuts each of `parts` equal stretches of a dim like chunk: a rank has its share of every one."""
     if parts == 1:
         return Shard(dim)
     size, ranks = shape[dim], along.mesh.shape[along.axis]
