@@ -1,0 +1,131 @@
+"""One axis of a mesh: where a style cuts. It brings tensors in, moves them along the axis, and lets them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwise.api import distribute_tensor
+from shardwise.errors import LayoutError, MeshError
+from shardwise.layout import Placement, Shard
+from shardwise.layout.placement import REPLICATE, as_placement
+from shardwise.mesh import Mesh, as_mesh
+from shardwise.tensor import DTensor
+
+# What a style is told of a tensor: its placement on the style's axis, or placements by the names of axes.
+Layout = Placement | Mapping[str, Placement]
+
+
+def as_layout(value: Any, name: str) -> Layout:
+    """A layout that a user gave as the argument `name`, in our placements."""
+    if isinstance(value, Mapping):
+        return {axis: as_placement(place, f"{name}[{axis!r}]") for axis, place in value.items()}
+    return as_placement(value, name)
+
+
+class Along:
+    """A mesh and the number of the axis that a style works on."""
+
+    def __init__(self, mesh: Mesh, axis: int) -> None:
+        self.mesh, self.axis = mesh, axis
+
+    @staticmethod
+    def of(device_mesh: Any, axis: int | str | None) -> Along:
+        mesh = as_mesh(device_mesh)
+        if axis is not None:
+            return Along(mesh, mesh.axis(axis))
+        if len(mesh.shape) != 1:
+            last = mesh.axis_names[-1]
+            raise MeshError(
+                f"device_mesh: {mesh!r} has several axes; say which one the plan cuts, as axis={last!r}, or give a "
+                f"mesh of that axis alone, device_mesh[{last!r}]"
+            )
+        return Along(mesh, 0)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the mesh has no other axis."""
+        return len(self.mesh.shape) == 1
+
+    def places(self, layout: Layout, others: tuple[Placement, ...] | None = None) -> tuple[Placement, ...]:
+        """Placements for all axes: those of the layout, and `others` (or Replicate) where it says nothing."""
+        found = list(others if others is not None else (REPLICATE,) * len(self.mesh.shape))
+        if not isinstance(layout, Mapping):
+            found[self.axis] = layout
+            return tuple(found)
+        for name, place in layout.items():
+            found[self.mesh.axis(name)] = place
+        return tuple(found)
+
+    def enter(self, x: Any, layout: Layout, whole: Mapping[int, int] | None = None) -> DTensor:
+        """A tensor on the mesh: one that is there as it is, a plain one as what each rank holds under `layout`.
+
+        `whole` gives the global size of cut dims where it is known, so that the ranks need not tell each other."""
+        if isinstance(x, DTensor):
+            if x._layout.mesh is not self.mesh:
+                axis = self.mesh.axis_names[self.axis]
+                raise MeshError(
+                    f"a tensor on {x._layout.mesh!r} meets a module parallelized over {self.mesh!r}; use the mesh of "
+                    f"the tensors, parallelize_module(module, mesh, plan, axis={axis!r})"
+                )
+            return x
+        places = self.places(layout)
+        mine = getattr(x, "ranks", (x,))[0].shape  # simulated ranks may differ where a dim is cut
+        cut = {p.dim % len(mine) for p in places if isinstance(p, Shard) and -len(mine) <= p.dim < len(mine)}
+        known = {dim % len(mine): size for dim, size in (whole or {}).items() if -len(mine) <= dim < len(mine)}
+        shape = [known.get(d, n) for d, n in enumerate(mine)] if cut and cut <= known.keys() else None
+        return DTensor.from_local(x, self.mesh, places, shape=shape)
+
+    def move(self, x: DTensor, layout: Layout, others: tuple[Placement, ...] | None = None) -> DTensor:
+        """The tensor laid out so; axes that the layout does not speak of stay as they are, or become as `others` say.
+
+        A plain Shard(dim) asks for no particular sizes: a tensor that is cut along dim already stays, however it is."""
+        asked = self.places(layout, x.placements if others is None else others)
+        return x.redistribute(placements=[_unless_cut(want, have, x.dim()) for want, have in zip(asked, x.placements)])
+
+    def as_before(self, output: DTensor, given: Any) -> tuple[Placement, ...]:
+        """The output's placements, but on the other axes those of the input: a batch that came in cut stays cut, also
+        where it was cheaper to gather it than a parameter which those axes cut."""
+        if self.alone or not isinstance(given, DTensor):
+            return output.placements
+        leading = min(given.dim(), output.dim()) - (given.dtype.is_floating_point or given.dtype.is_complex)
+        return tuple(
+            have
+            if axis == self.axis or came.is_partial() or (isinstance(came, Shard) and came.dim >= leading)
+            else came
+            for axis, (have, came) in enumerate(zip(output.placements, given.placements))
+        )
+
+    def lay_out(self, param: torch.Tensor, placement: Placement, source: int | None) -> DTensor:
+        """A parameter or buffer with this placement on the axis; one that is distributed keeps its other axes."""
+        if not isinstance(param, DTensor):
+            return distribute_tensor(param.detach(), self.mesh, self.places(placement), src_data_rank=source)
+        if param._layout.mesh is not self.mesh:
+            raise MeshError(
+                f"a parameter lies on {param._layout.mesh!r}, its module is parallelized over {self.mesh!r}"
+            )
+        value: Any = param.detach()
+        return value.redistribute(placements=self.places(placement, param.placements))
+
+    def __deepcopy__(self, memo: Any) -> Along:
+        return self
+
+
+def _unless_cut(want: Placement, have: Placement, ndim: int) -> Placement:
+    if (
+        isinstance(want, Shard)
+        and want.pieces is None
+        and isinstance(have, Shard)
+        and want.dim % max(ndim, 1) == have.dim
+    ):
+        return have
+    return want
+
+
+def check_tensor(x: Any, what: str) -> Any:
+    """`x`, if a style can lay it out."""
+    if not isinstance(x, torch.Tensor):
+        raise LayoutError(f"{what} is a {type(x).__name__}, not a tensor; give it the layout None")
+    return x

@@ -1,0 +1,60 @@
+"""loss_parallel: cross-entropy on logits whose classes are cut, and nothing of them moved.
+
+The rule of cross_entropy never gathers cut classes: the ranks exchange the largest logit, the sum of the exponentials
+and the picked log-probability, a few numbers a sample. What this adds is a promise: under it, a call that would move
+logits (because they come whole, pending or as something else) raises instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from shardwise.errors import LayoutError
+from shardwise.layout import Partial
+from shardwise.rules.loss import classes_of
+from shardwise.tensor import DTensor
+
+_SIGNATURE = inspect.signature(F.cross_entropy)
+
+
+class loss_parallel(TorchFunctionMode):
+    """Inside, `F.cross_entropy` of DTensors wants the classes cut over a mesh axis, and moves bytes by the batch only.
+
+    with loss_parallel():
+        loss = F.cross_entropy(logits, targets)  # logits: Shard(-1), as ColwiseParallel(use_local_output=False) gives
+        loss.backward()
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy:
+            given = _SIGNATURE.bind(*args, **kwargs).arguments
+            if isinstance(given["input"], DTensor):
+                _check(given["input"], given["target"])
+        return func(*args, **kwargs)
+
+
+def _check(logits: DTensor, target: Any) -> None:
+    """Raise where logits, or class probabilities of the same size, would have to move."""
+    places, dim = logits.placements, classes_of(logits)
+    cut = [axis for axis, p in enumerate(places) if p.is_shard(dim)]
+    pending = [axis for axis, p in enumerate(places) if isinstance(p, Partial)]
+    if not cut or pending:
+        what = f"is pending on mesh axis {pending[0]}" if pending else f"has whole classes (dim {dim})"
+        raise LayoutError(
+            f"loss_parallel: input of shape {tuple(logits.shape)} with placements {list(places)} {what}; redistribute "
+            f"it to Shard({dim}) on an axis, or give the last layer ColwiseParallel(use_local_output=False)"
+        )
+    if isinstance(target, torch.Tensor) and target.dtype.is_floating_point:
+        theirs = target.placements if isinstance(target, DTensor) else ()
+        wrong = [axis for axis in cut if theirs and not theirs[axis].is_replicate() and theirs[axis] != places[axis]]
+        if wrong:
+            raise LayoutError(
+                f"loss_parallel: target, of probabilities, has placements {list(theirs)}, input has {list(places)}; "
+                f"redistribute target to those of input"
+            )

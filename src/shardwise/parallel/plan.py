@@ -1,0 +1,145 @@
+"""parallelize_module: a plan of styles by module names, applied."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import LayoutError, ShardwiseError
+from shardwise.parallel.along import Along
+from shardwise.parallel.styles import ParallelStyle
+
+
+class PlanError(ShardwiseError, TypeError):
+    """A plan that is not made of names and styles."""
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: Any = None,
+    parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    axis: int | str | None = None,
+) -> nn.Module:
+    """Parallelize a module in place, and return it.
+
+    The plan is a style, or a dict of them by module path; every atom of a path may have wildcards, as "layers.*.mlp".
+    Parameters take the values of `src_data_rank`; tied ones stay tied. On a mesh of several axes `axis` says which one
+    the plan cuts: parameters are replicated over the others, and tensors keep what the others do to them.
+    """
+    if not isinstance(module, nn.Module):
+        raise PlanError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    Along.of(device_mesh, axis)  # complains of a mesh or axis before anything is changed
+    if parallelize_plan is None:
+        warnings.warn("parallelize_module: no parallelize_plan is given, so nothing is done", stacklevel=2)
+        return module
+    work = list(_resolve(module, parallelize_plan))
+    before, ties = _Before(module), _Ties(module)
+    try:
+        for target, style in work:
+            style.src_data_rank, style.axis = src_data_rank, axis
+            style._apply(target, device_mesh)
+        ties.restore()
+    except BaseException:
+        before.restore()
+        raise
+    return module
+
+
+def _resolve(module: nn.Module, plan: Any) -> Iterator[tuple[nn.Module, ParallelStyle]]:
+    """The modules that a plan names, each with its style."""
+    if isinstance(plan, ParallelStyle):
+        yield module, plan
+        return
+    if not isinstance(plan, Mapping):
+        raise PlanError(
+            f"parallelize_plan: expected a ParallelStyle or a dict of them by module path, got {type(plan).__name__}"
+        )
+    for path, style in plan.items():
+        if not isinstance(path, str) or not isinstance(style, ParallelStyle):
+            raise PlanError(
+                f"parallelize_plan[{path!r}]: expected a ParallelStyle under a module path, got {type(style).__name__}"
+            )
+        found = _matching(module, path)
+        if not found:
+            warnings.warn(
+                f"parallelize_plan[{path!r}] matches no module of {type(module).__name__}, so nothing is done with it; "
+                f"{_where_it_ends(module, path)}",
+                stacklevel=3,
+            )
+        for target in found:
+            yield target, style
+
+
+def _matching(module: nn.Module, path: str) -> list[nn.Module]:
+    found = [module]
+    for atom in path.split(".") if path else ():
+        found = [child for parent in found for name, child in parent.named_children() if fnmatch(name, atom)]
+    return found
+
+
+def _where_it_ends(module: nn.Module, path: str) -> str:
+    """The first atom of a path that nothing matches, and what there is instead."""
+    atoms = path.split(".")
+    for i, atom in enumerate(atoms):
+        if not _matching(module, ".".join(atoms[: i + 1])):
+            parents = _matching(module, ".".join(atoms[:i]))
+            names = list(dict.fromkeys(name for parent in parents for name, _ in parent.named_children()))
+            here = ".".join(atoms[:i]) or type(module).__name__
+            return f"the children of {here} are {names}" if names else f"{here} has no children, so no {atom!r}"
+    raise LayoutError(f"{path!r} matches a module")
+
+
+class _Before:
+    """What a plan may change in the modules, to put back if it fails half-way."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.state = [
+            (found, found.copy())
+            for module in root.modules()
+            for key, found in module.__dict__.items()
+            if key in ("_parameters", "_buffers") or "hooks" in key
+            if isinstance(found, dict)
+        ]
+
+    def restore(self) -> None:
+        for found, copy in self.state:
+            found.clear()
+            found.update(copy)
+
+
+class _Ties:
+    """Parameters that several modules share. A style replaces one of them; the others must follow."""
+
+    def __init__(self, root: nn.Module) -> None:
+        owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+        self.old: dict[int, nn.Parameter] = {}
+        for path, module in root.named_modules():
+            for name, param in module._parameters.items():
+                if param is not None:
+                    owners.setdefault(id(param), []).append((f"{path}.{name}".lstrip("."), module, name))
+                    self.old[id(param)] = param
+        self.shared = {key: found for key, found in owners.items() if len(found) > 1}
+
+    def restore(self) -> None:
+        for key, owners in self.shared.items():
+            old = self.old[key]
+            now: list[tuple[str, Any]] = [(path, module._parameters[name]) for path, module, name in owners]
+            changed = [(path, param) for path, param in now if param is not old and param is not None]
+            if not changed:
+                continue
+            path, first = changed[0]
+            for other, param in changed[1:]:
+                if param._layout is not first._layout:
+                    raise LayoutError(
+                        f"parallelize_plan: {path} and {other} are one parameter, but their styles lay it out as "
+                        f"{list(first.placements)} and {list(param.placements)}; choose styles that agree, such as "
+                        f"RowwiseParallel for an embedding and ColwiseParallel for a linear layer"
+                    )
+            for _, module, name in owners:
+                module._parameters[name] = first

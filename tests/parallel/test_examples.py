@@ -1,0 +1,104 @@
+"""Every example on every layout it lists: loss, gradients and parameters after 3 steps of AdamW equal one device's."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers import device_mesh, run_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name):
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+LAYOUTS = [(name, layout) for name in ("gpt_3d", "vit", "lora") for layout in example(name).LAYOUTS]
+HUGGING = [("llama", "data x tensor"), ("llama", "zero x tensor"), ("gpt2", "data x tensor"), ("gpt2", "zero x tensor")]
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_simulated(name, layout):
+    module = example(name)
+    mesh = module.make_mesh(layout, 8) if name == "gpt_3d" else module.make_mesh()
+    losses, difference, moved = module.compare(layout, mesh)
+    assert len(losses) == 3 and difference < 1e-10 and moved > 0
+
+
+@pytest.mark.parametrize(("name", "layout"), HUGGING)
+def test_hugging_face_simulated(name, layout):
+    pytest.importorskip("transformers")
+    module = example("huggingface")
+    losses, difference, _ = module.compare(name, layout, module.make_mesh())
+    assert len(losses) == 3 and difference < (1e-10 if name == "gpt2" else 1e-8)  # Llama's norms compute in float32
+    in_double(module)
+    losses, difference, _ = module.compare(name, layout, module.make_mesh())
+    assert len(losses) == 3 and difference < 1e-10
+
+
+def in_double(module):
+    """Give Llama torch's norm, which computes in the dtype that it is given."""
+
+    def llama():
+        model = module.llama()
+        for owner in list(model.modules()):
+            for name, child in owner.named_children():
+                if type(child).__name__ == "LlamaRMSNorm":
+                    setattr(owner, name, torch.nn.RMSNorm(module.WIDTH, child.variance_epsilon))
+        return model
+
+    module.MODELS["llama"] = (llama, module.LLAMA_PLAN)
+
+
+def on_ranks(rank, world_size, cases):
+    worst = {}
+    for name, *layout in cases:
+        module = example(name)
+        if name == "huggingface":
+            in_double(module)
+            mesh = device_mesh((2, 2), ("dp", "tp"))
+        else:
+            mesh = real_mesh(module, *layout)
+        worst[name, *layout] = module.compare(*layout, mesh)[1]
+    return worst
+
+
+def real_mesh(module, layout):
+    if module.__name__ != "gpt_3d":
+        return device_mesh((2, 2), ("dp", "mp") if module.__name__ == "vit" else ("dp", "tp"))
+    axes = module.LAYOUTS[layout][0]
+    return device_mesh(tuple(sizes[0] for sizes in axes.values()), tuple(axes))
+
+
+def test_on_processes():
+    cases = LAYOUTS[1:]  # the first is a part of the second
+    for worst in run_ranks(on_ranks, 4, cases, timeout=100):
+        assert len(worst) == len(cases) and max(worst.values()) < 1e-10, worst
+
+
+def test_hugging_face_on_processes():
+    pytest.importorskip("transformers")
+    for worst in run_ranks(on_ranks, 4, [("huggingface", *case) for case in HUGGING], timeout=100):
+        assert len(worst) == len(HUGGING) and max(worst.values()) < 1e-10, worst
+
+
+def test_the_script_runs_under_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", EXAMPLES / "lora.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("loss") == 3 and "largest difference to one device" in ran.stdout
+
+
+def test_examples_are_short():
+    for name in ("gpt_3d", "vit", "lora", "huggingface"):
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 150, name
