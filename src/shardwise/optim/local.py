@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise.errors import LayoutError, RuleError
+from shardwise.errors import AutogradError, LayoutError, RuleError
 from shardwise.optim.elementwise import WHOLE, is_elementwise
 from shardwise.optim.twin import Twin
 from shardwise.tensor import DTensor
@@ -69,23 +69,31 @@ def _steps_alone(param: DTensor) -> bool:
 
 def _twin_of(optimizer: Any) -> Twin | None:
     """The twin to step instead; None where the optimizer must be stepped as it is."""
-    if not is_elementwise(optimizer) and optimizer not in _asked:
-        return None
-    any_distributed = False
+    any_distributed, alone = False, is_elementwise(optimizer) or optimizer in _asked
     for group in optimizer.param_groups:
         for param in group["params"]:
             if type(param) is DTensor:
                 any_distributed = True
-                if not _steps_alone(param):
-                    return None
+                alone = alone and _steps_alone(param)
+                if "_unreduced" in param.__dict__:
+                    _check_reduced(param)
         if group.get("differentiable"):
-            return None
-    if not any_distributed:
+            alone = False
+    if not any_distributed or not alone:
         return None
     twin = _twins.get(optimizer)
     if twin is None:
         twin = _twins[optimizer] = Twin(optimizer)
     return twin
+
+
+def _check_reduced(param: Any) -> None:
+    """`data_parallel` marks a gradient of which ranks still have parts."""
+    if param.grad is not None:
+        raise AutogradError(
+            f"step: the gradient of a parameter of shape {tuple(param.shape)} has parts that were not reduced, because "
+            f"the last backward pass ran under no_sync(); run the last one of an accumulation outside of it"
+        )
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:

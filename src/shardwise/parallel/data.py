@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from shardwise import surface
 from shardwise.comm.simulation import RankTensor
-from shardwise.errors import AutogradError, LayoutError
+from shardwise.errors import LayoutError
 from shardwise.parallel.data_copies import Entry
 from shardwise.parallel.data_grads import GradBucket
 from shardwise.parallel.data_home import DataAxis, home_of
@@ -106,6 +105,7 @@ class DataParallel:
         self.data, self.shard = data, shard
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
         self.frees = shard == "parameters" and data.size > 1
+        self.parts_only = shard in ("gradients", "parameters")  # no rank has room for all gradients whole
         self.units: list[Unit] = []
         self.sync = True
         self._reset()
@@ -121,7 +121,7 @@ class DataParallel:
         self.in_flight: list[GradBucket] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("data", "shard", "compute_dtype", "reduce_dtype", "frees", "units", "sync", "root")
+        names = ("data", "shard", "compute_dtype", "reduce_dtype", "frees", "parts_only", "units", "sync", "root")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ class DataParallel:
             self.launched += 1
             bucket.start(self.scale)
             self.in_flight.append(bucket)
-            while len(self.in_flight) > 2:  # memory: what is reduced must not pile up
+            while self.parts_only and len(self.in_flight) > 2:  # what is being reduced must not pile up
                 self.in_flight.pop(0).finish()
 
     def end_backward(self) -> None:
@@ -302,11 +302,3 @@ class DataParallel:
                 for leaf in entry.leaves:
                     leaf.grad = None
 
-
-def check_reduced(param: Any) -> None:
-    """Raise if some of a parameter's gradient has not been summed over the ranks."""
-    if "_unreduced" in param.__dict__ and surface.values(param)[0].grad is not None:
-        raise AutogradError(
-            f"step: the gradient of a parameter of shape {tuple(param.shape)} has parts that were not reduced, because "
-            f"the last backward pass ran under no_sync(); run the last one of an accumulation outside of it"
-        )

@@ -56,7 +56,8 @@ class Entry:
         comm, leaf = layout.mesh.comm, self.local()
         if not self.leaves[0].requires_grad or data.size == 1:
             return wrap(share(comm, leaf, [axis]), layout)
-        local = share(comm, leaf, [axis]) if comm.simulated else _OneShare.apply(leaf, 1 / data.size)
+        shares = [_OneShare.apply(value, 1 / data.size) for value in comm.values(leaf)]
+        local = share(comm, comm.rebuild(leaf, shares), [axis])
         tensor = wrap(local, layout)
         version = comm.first(local)._version
         others = [a for a, k in enumerate(layout.mesh.shape) if k > 1 and a != axis and layout.placements[a].is_replicate()]
