@@ -18,7 +18,7 @@ from shardwise.comm.simulation import RankTensor
 from shardwise.errors import LayoutError
 from shardwise.parallel.data_copies import Entry
 from shardwise.parallel.data_grads import GradBucket
-from shardwise.parallel.data_home import DataAxis, home_of
+from shardwise.parallel.data_home import DataAxis, common_mesh, home_of
 from shardwise.parallel.data_rows import Rows
 from shardwise.parallel.data_unit import Unit
 from shardwise.tensor import DTensor
@@ -140,8 +140,9 @@ class DataParallel:
         unit_of = {id(m): unit for unit in units for m in unit.modules()}  # an inner unit comes later and wins
         groups: dict[int, list[Entry]] = {id(m): [] for m in units}
         rest: list[Entry] = []
+        common = common_mesh(params.values(), self.data)
         for key, param in params.items():
-            entry = self._entry(param, owners[key], master)
+            entry = self._entry(param, owners[key], master, common)
             homes = {id(unit_of.get(id(owner))) for owner, _ in owners[key]}
             group = groups.get(homes.pop()) if len(homes) == 1 else None
             (rest if group is None else group).append(entry)
@@ -149,10 +150,12 @@ class DataParallel:
         self.root = Unit(self, module, rest)
         self.units.append(self.root)
 
-    def _entry(self, param: Any, owners: list[tuple[torch.nn.Module, str]], master: torch.dtype | None) -> Entry:
+    def _entry(
+        self, param: Any, owners: list[tuple[torch.nn.Module, str]], master: torch.dtype | None, common: Any
+    ) -> Entry:
         floats = param.dtype.is_floating_point
         kept_as = master if master is not None and floats else param.dtype
-        home = home_of(param, self.data, self.shard != "none", kept_as)
+        home = home_of(param, self.data, self.shard != "none", kept_as, common)
         made = torch.nn.Parameter(self._laid_out(param, home, kept_as), requires_grad=param.requires_grad)
         for module, name in owners:
             module._parameters[name] = made

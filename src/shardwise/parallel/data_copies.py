@@ -4,6 +4,7 @@ of the compute dtype, each with a gradient of its own that nobody has summed yet
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,17 @@ class Entry:
         self.param, self.home, self.owners, self.dtype = param, home, owners, dtype
         self.mark: Any = None  # what the gradient was when some of it was left unreduced
 
+    def __deepcopy__(self, memo: Any) -> Entry:
+        made = Entry.__new__(Entry)
+        memo[id(self)] = made
+        made.__dict__.update(self.__getstate__())
+        made.param, made.owners = copy.deepcopy(self.param, memo), copy.deepcopy(self.owners, memo)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy gets leaves of its own when it is first used."""
+        return {k: v for k, v in self.__dict__.items() if k != "leaves"} | {"mark": None}
+
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
         return surface.values(self.param)
@@ -51,16 +63,17 @@ class Entry:
 
         Its gradient must reach the leaves as parts of a sum. A call that is split over the data axis gives each rank
         a part: such a call gets the leaf itself. Any other use gives every rank the whole: there one share counts."""
-        home, axis = self.home, self.home.axis
-        layout = home.whole.replace(dtype=self.dtype)
-        comm, leaf = layout.mesh.comm, self.local()
+        axis, layout = self.home.axis, self.home.whole.replace(dtype=self.dtype)
+        comm = layout.mesh.comm
+        replicas = [a for a, p in enumerate(layout.placements) if p.is_replicate()]
+        leaf = share(comm, self.local(), [a for a in replicas if a != axis])
         if not self.leaves[0].requires_grad or data.size == 1:
-            return wrap(share(comm, leaf, [axis]), layout)
+            return wrap(share(comm, leaf, replicas), layout)
         shares = [_OneShare.apply(value, 1 / data.size) for value in comm.values(leaf)]
-        local = share(comm, comm.rebuild(leaf, shares), [axis])
+        local = share(comm, comm.rebuild(leaf, shares), replicas)
         tensor = wrap(local, layout)
         version = comm.first(local)._version
-        others = [a for a, k in enumerate(layout.mesh.shape) if k > 1 and a != axis and layout.placements[a].is_replicate()]
+        others = [a for a in replicas if a != axis and layout.mesh.shape[a] > 1]
         tensor._spreads = {}
         for chosen in range(1 << len(others)):
             rest = tuple(a for i, a in enumerate(others) if chosen >> i & 1)

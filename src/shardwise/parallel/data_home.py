@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,11 @@ class DataAxis:
         group = dist.get_process_group_ranks(theirs.get_group(axis))
         return group == dist.get_process_group_ranks(mine.get_group())
 
+    def joint_of(self, mesh: Mesh) -> tuple[Mesh, int]:
+        """`mesh` if it has this axis, else the one with it; and which axis that is."""
+        axis = self.within(mesh)
+        return self.joined(mesh) if axis is None else (mesh, axis)
+
     def joined(self, inner: Mesh) -> tuple[Mesh, int]:
         """The mesh of this axis and those of `inner`, and which of its axes this one is."""
         if inner not in self._joints:
@@ -88,12 +94,18 @@ def _joined_groups(mine: DeviceMesh, theirs: DeviceMesh, inner: Mesh) -> DeviceM
     return DeviceMesh.from_group(groups, mine.device_type, mesh=torch.tensor(rows), mesh_dim_names=names)
 
 
-def home_of(param: torch.Tensor, data: DataAxis, cut: bool, dtype: torch.dtype) -> Home:
+def common_mesh(params: Iterable[Any], data: DataAxis) -> tuple[Mesh, int]:
+    """Where plain parameters go: the mesh of those that are laid out, so that all meet; else the data axis alone."""
+    found = {data.joint_of(p._layout.mesh) for p in params if isinstance(p, DTensor)}
+    return found.pop() if len(found) == 1 else (data.mesh, 0)
+
+
+def home_of(param: torch.Tensor, data: DataAxis, cut: bool, dtype: torch.dtype, common: tuple[Mesh, int]) -> Home:
     """The layouts of a parameter, plain or laid out over other axes already."""
     inner: Layout | None
     if not isinstance(param, DTensor):
-        joint, axis, inner = data.mesh, 0, None
-        whole = Layout.make(joint, [REPLICATE], tuple(param.shape), dtype, None, param.device)
+        (joint, axis), inner = common, None
+        whole = Layout.make(joint, [REPLICATE] * len(joint.shape), tuple(param.shape), dtype, None, param.device)
     else:
         layout = param._layout
         if layout.is_partial:
