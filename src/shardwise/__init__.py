@@ -1,6 +1,6 @@
 """shardwise: tensors that live on many devices and behave as if they lived on one."""
 
-from shardwise import debug, dynamo, experimental, sharded
+from shardwise import debug, dynamo, experimental, optim, sharded
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.calibration import calibrate
 from shardwise.comm.simulation import RankTensor
@@ -60,6 +60,7 @@ __all__ = [
     "memory_cap",
     "move_state_dict",
     "ones",
+    "optim",
     "plan_move",
     "rand",
     "randn",

@@ -49,6 +49,8 @@ class RankTensor(torch.Tensor):
         surface = _SURFACE.get(func)
         if surface is not None:
             return surface(*args, **(kwargs or {}))
+        if any(hasattr(kind, "_spreads") for kind in types):  # a DTensor, which knows what to say
+            return NotImplemented
         return map_ranks(func, args, kwargs or {})
 
     @classmethod

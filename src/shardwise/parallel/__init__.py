@@ -1,5 +1,6 @@
-"""Parallel modules: styles, plans and losses, with the names of torch.distributed.tensor.parallel."""
+"""Parallel modules: styles, plans, losses and data parallelism; names as in torch.distributed.tensor.parallel."""
 
+from shardwise.parallel.data import data_parallel
 from shardwise.parallel.loss import loss_parallel
 from shardwise.parallel.plan import PlanError, parallelize_module
 from shardwise.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -15,6 +16,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "data_parallel",
     "input_reshard",
     "loss_parallel",
     "parallelize_module",

@@ -1,0 +1,114 @@
+"""Steps on local tensors: at once for torch's elementwise optimizers, on request for others.
+
+torch lets a hook that all optimizers share replace the arguments of a step, the optimizer among them. The hook here puts
+the optimizer's twin (`twin.py`) in its place wherever that gives the same answer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, TypeVar
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardwise.errors import AutogradError, LayoutError, RuleError
+from shardwise.optim.elementwise import WHOLE, is_elementwise
+from shardwise.optim.twin import Twin
+from shardwise.tensor import DTensor
+
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+_twins: weakref.WeakKeyDictionary[Any, Twin] = weakref.WeakKeyDictionary()
+_asked: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that the user says are elementwise
+
+
+def local(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
+    """The optimizer itself, checked: its steps run directly on what the ranks hold, with foreach and fused kernels.
+
+    torch's elementwise optimizers (SGD, Adam, AdamW, ...) do so without being asked. For any other one say
+    `elementwise=True` if it updates each element from that element's gradient and state alone; its state then is laid
+    out as its parameters are. State dicts hold DTensors.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RuleError(f"local: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    name = type(optimizer).__name__
+    reason = next((WHOLE[base.__name__] for base in type(optimizer).__mro__ if _is_whole(base)), None)
+    if reason is not None:
+        raise RuleError(
+            f"local: {name} {reason}, so it must not be stepped on local tensors; step it without local(), "
+            f"which is right on any layout" + (", or use shardwise.optim.Muon" if "Muon" in name else "")
+        )
+    if not (elementwise or is_elementwise(optimizer)):
+        raise RuleError(
+            f"local: {name} is not known to be elementwise; if it updates each element from its own gradient and "
+            f"state alone, say local(optimizer, elementwise=True), else step it as it is"
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise RuleError("local: differentiable=True records a graph through DTensors; step it without local()")
+        for param in group["params"]:
+            if isinstance(param, DTensor) and not _steps_alone(param):
+                raise LayoutError(
+                    f"local: a parameter of shape {tuple(param.shape)} is laid out {list(param.placements)}; parts of "
+                    f"a sum cannot be stepped one by one: redistribute it to Shard or Replicate"
+                )
+    if elementwise:
+        _asked.add(optimizer)
+    return optimizer
+
+
+def _is_whole(base: type) -> bool:
+    return base.__name__ in WHOLE and base.__module__.startswith("torch.optim")
+
+
+def _steps_alone(param: DTensor) -> bool:
+    layout = param._layout
+    return not layout.is_partial and not layout.mesh.comm.outside
+
+
+def _twin_of(optimizer: Any) -> Twin | None:
+    """The twin to step instead; None where the optimizer must be stepped as it is."""
+    any_distributed, alone = False, is_elementwise(optimizer) or optimizer in _asked
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if type(param) is DTensor:
+                any_distributed = True
+                alone = alone and _steps_alone(param)
+                if "_unreduced" in param.__dict__:
+                    _check_reduced(param)
+        if group.get("differentiable"):
+            alone = False
+    if not any_distributed or not alone:
+        return None
+    twin = _twins.get(optimizer)
+    if twin is None:
+        twin = _twins[optimizer] = Twin(optimizer)
+    return twin
+
+
+def _check_reduced(param: Any) -> None:
+    """`data_parallel` marks a gradient of which ranks still have parts."""
+    if param.grad is not None:
+        raise AutogradError(
+            f"step: the gradient of a parameter of shape {tuple(param.shape)} has parts that were not reduced, because "
+            f"the last backward pass ran under no_sync(); run the last one of an accumulation outside of it"
+        )
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    twin = _twin_of(optimizer)
+    if twin is None or not args or args[0] is not optimizer:
+        return None
+    return (twin.enter(optimizer), *args[1:]), kwargs
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if args and args[0] is not optimizer:
+        twin = _twins.get(optimizer)
+        if twin is not None and args[0] is twin.stand_in:
+            twin.leave(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

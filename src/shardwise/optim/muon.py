@@ -1,0 +1,137 @@
+"""Muon on distributed matrices: the example of an optimizer that needs its parameters whole.
+
+Each matrix gets one owner. A layout in which that rank holds everything says so, and two moves do the rest: the
+averaged gradient goes to its owner, which lets torch's own Muon orthogonalize it, and the step comes back in the layout
+of the parameter. Owners are dealt out so that all ranks have about the same work.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from shardwise.layout import Layout
+from shardwise.layout.layout import shards_from_table
+from shardwise.mesh import Mesh
+from shardwise.tensor import DTensor
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon, with the same options, for parameters of any layout. Momentum is laid out as the parameters.
+
+    >>> import shardwise, torch
+    >>> mesh = shardwise.simulate(4)
+    >>> weight = torch.nn.Parameter(shardwise.distribute_tensor(torch.randn(6, 5), mesh, [shardwise.Shard(0)]))
+    >>> optimizer = shardwise.optim.Muon([weight], lr=0.1)
+    >>> weight.square().sum().backward(); optimizer.step()
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step; every rank calls it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        owners = self._owners()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            updates = [self._averaged(p, group) for p in params]
+            whole = [_move(u, owners.get(id(p))) for p, u in zip(params, updates, strict=True)]
+            steps = [_move(s, _places(p)) for p, s in zip(params, _steps(whole, group), strict=True)]
+            decay = 1 - float(group["lr"]) * group["weight_decay"]
+            for param, change in zip(params, steps, strict=True):
+                param.mul_(decay).add_(change)
+        return loss
+
+    def _averaged(self, param: Any, group: dict[str, Any]) -> Any:
+        """The gradient with momentum, laid out as the parameter."""
+        grad, state, momentum = param.grad, self.state[param], group["momentum"]
+        if torch.is_complex(param) or grad.is_sparse:
+            raise RuntimeError("Muon does not support complex parameters or sparse gradients")
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+        average = state["momentum_buffer"].lerp_(grad, 1 - momentum)
+        return grad.lerp(average, momentum) if group["nesterov"] else average.clone()
+
+    def _owners(self) -> dict[int, tuple[Any, ...]]:
+        """The placements under which the owner of each distributed parameter holds it whole."""
+        matrices = [p for group in self.param_groups for p in group["params"] if isinstance(p, DTensor)]
+        known = [(id(p), p._layout) for p in matrices]
+        if self.__dict__.get("_dealt") != known:
+            self._dealt, self._placements = known, _deal(matrices)
+        return self._placements
+
+
+def _deal(matrices: Iterable[DTensor]) -> dict[int, tuple[Any, ...]]:
+    """The dearest matrix first, each to the rank with the least work so far."""
+    work: dict[Mesh, dict[tuple[int, ...], float]] = {}
+    found = {}
+    for matrix in sorted(matrices, key=_cost, reverse=True):
+        layout = matrix._layout
+        loads = work.setdefault(
+            layout.mesh, dict.fromkeys(itertools.product(*(range(k) for k in layout.mesh.shape)), 0.0)
+        )
+        owner = min(loads, key=loads.__getitem__)
+        loads[owner] += _cost(matrix)
+        found[id(matrix)] = _held_by(layout, owner)
+    return found
+
+
+def _cost(matrix: DTensor) -> float:
+    rows, columns = matrix._layout.shape
+    return float(rows * columns * min(rows, columns))
+
+
+def _held_by(layout: Layout, owner: tuple[int, ...]) -> tuple[Any, ...]:
+    """The placements under which the rank at `owner` holds all rows."""
+    rows = layout.shape[0]
+    everything = ((0, rows),) if rows else ()
+    return shards_from_table(layout.mesh.shape, rows, lambda coords: everything if coords == owner else (), 0)
+
+
+def _places(param: Any) -> Any:
+    return param.placements if isinstance(param, DTensor) else None
+
+
+def _move(value: Any, placements: Any) -> Any:
+    """The value on its way; a plain one stays."""
+    return value if placements is None else value.redistribute(placements=placements, async_op=True)
+
+
+def _steps(whole: list[Any], group: dict[str, Any]) -> list[Any]:
+    """How far torch's Muon goes along each update, of which this rank has some whole and nothing of the others."""
+    locals = [x.to_local() if isinstance(x, DTensor) else x for x in whole]
+    parts = [list(x.ranks) if hasattr(x, "ranks") else [x] for x in locals]
+    here = {id(v): v for values in parts for v in values if v.numel()}
+    moved = dict(zip(here, _torch_steps(list(here.values()), group), strict=True))
+    steps = []
+    for x, local, values in zip(whole, locals, parts, strict=True):
+        out = [moved[id(v)] if v.numel() else v.to(_wide(v)) for v in values]
+        value = type(local)(out) if hasattr(local, "ranks") else out[0]
+        if isinstance(x, DTensor):
+            value = DTensor.from_local(value, x.device_mesh, x.placements, shape=x.shape)
+        steps.append(value)
+    return steps
+
+
+def _torch_steps(updates: list[torch.Tensor], group: dict[str, Any]) -> list[torch.Tensor]:
+    """The step of torch's own Muon from zero, without momentum or decay, for each of these updates."""
+    if not updates:
+        return []
+    stand_ins = []
+    for update in updates:
+        stand_in = torch.zeros_like(update, dtype=_wide(update), requires_grad=True)
+        stand_in.grad = update.to(stand_in.dtype)
+        stand_ins.append(stand_in)
+    options = {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
+    torch.optim.Muon(stand_ins, weight_decay=0.0, momentum=0.0, nesterov=False, **options).step()
+    return [stand_in.detach() for stand_in in stand_ins]
+
+
+def _wide(update: torch.Tensor) -> torch.dtype:
+    """A dtype in which a step loses nothing: it is rounded once, when it is added to the parameter."""
+    return torch.promote_types(update.dtype, torch.float32)

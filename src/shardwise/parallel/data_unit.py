@@ -1,0 +1,215 @@
+"""A module whose parameters are gathered, used and freed together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from shardwise.comm.simulation import RankTensor
+from shardwise.parallel.data_copies import Copies, Entry
+from shardwise.parallel.data_grads import GradBucket
+from shardwise.wrapper import Wrapper
+
+BUCKET_BYTES = 25 << 20
+
+
+class Unit:
+    """One module, the parameters it answers for, and where it stands between forward and backward."""
+
+    def __init__(self, state: Any, module: torch.nn.Module, entries: Sequence[Entry]) -> None:
+        self.state, self.module, self.entries = state, module, list(entries)
+        module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.after_forward, always_call=True, with_kwargs=True)
+        self._reset()
+
+    def _reset(self) -> None:
+        self.copies: list[Copies] | None = None
+        self.buckets: list[GradBucket] = []
+        self.trained: tuple[bool, ...] | None = None
+        self.waiting: set[int] = set()
+        self.in_backward = self.inputs_done = self.installed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the module makes leaves of its own."""
+        kept = {"state": self.state, "module": self.module, "entries": self.entries}
+        return kept
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        self._reset()
+
+    # -- the leaves -----------------------------------------------------------------------------------------
+    def prepare(self) -> None:
+        """Leaves for all parameters, that need a gradient where these do, and buckets for what they get."""
+        if self.copies is None:
+            groups: dict[Any, list[Entry]] = {}
+            for entry in self.entries:
+                own = entry.home.own
+                groups.setdefault((own.dtype, entry.dtype, own.device), []).append(entry)
+            self.copies = [Copies(group, self.state.data) for group in groups.values()]
+            for entry in self.entries:
+                for leaf in {id(v): v for v in entry.leaves}.values():
+                    leaf.requires_grad_(entry.param.requires_grad)
+        trained = tuple(entry.param.requires_grad for entry in self.entries)
+        if trained != self.trained:
+            self.trained = trained
+            self._make_buckets()
+
+    def _make_buckets(self) -> None:
+        self.buckets, groups = [], {}  # type: ignore[var-annotated]
+        for entry, needed in zip(reversed(self.entries), reversed(self.trained or ()), strict=True):
+            for leaf in {id(v): v for v in entry.leaves}.values():
+                if leaf.requires_grad != needed:
+                    leaf.requires_grad_(needed)
+                if needed and not getattr(leaf, "_reports", False):
+                    leaf._reports = True  # type: ignore[attr-defined]
+                    leaf.register_post_accumulate_grad_hook(functools.partial(_arrived, self))
+            if needed:
+                groups.setdefault((entry.home.own.dtype, entry.dtype), []).append(entry)
+        for group in groups.values():
+            for part in _by_size(group):
+                self.buckets.append(GradBucket(part, self.state.data, self.state.reduce_dtype))
+        self.state.buckets = None
+
+    def leaves(self) -> Iterator[torch.Tensor]:
+        for entry in self.entries:
+            yield from {id(v): v for v in entry.leaves}.values()
+
+    def start(self) -> None:
+        self.prepare()
+        for copies in self.copies or ():
+            copies.start()
+
+    def gather(self) -> None:
+        self.start()
+        for copies in self.copies or ():
+            copies.finish()
+
+    def free(self) -> None:
+        for copies in self.copies or ():
+            copies.free()
+
+    # -- standing in ----------------------------------------------------------------------------------------
+    def install(self) -> None:
+        """The module computes with the leaves."""
+        if not self.installed:
+            self.installed = True
+            for entry in self.entries:
+                self._put(entry, entry.typed(self.state.data) if self.state.typed else entry.plain())
+
+    def uninstall(self) -> None:
+        """The module shows its parameters again."""
+        if self.installed:
+            self.installed = False
+            for entry in self.entries:
+                self._put(entry, entry.param)
+
+    @staticmethod
+    def _put(entry: Entry, value: Any) -> None:
+        for module, name in entry.owners:
+            module._parameters[name] = value
+            if isinstance(module, torch.nn.RNNBase):  # keeps a list of them
+                module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+
+    # -- forward --------------------------------------------------------------------------------------------
+    def before_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+        state = self.state
+        changed = state.enter(self, args, kwargs)
+        self.gather()
+        self.install()
+        state.prefetch(self, forward=not state.in_backward)
+        if changed is not None:
+            args, kwargs = changed
+        if torch.is_grad_enabled() and state.frees and not all(self.trained or ()):
+            self._watch_inputs(args, kwargs)
+        return changed
+
+    def _watch_inputs(self, args: Any, kwargs: Any) -> None:
+        """Frozen parameters get no gradient that could say they are done with: the inputs' gradients do."""
+        inputs = [v for v in plain_tensors((args, kwargs)) if v.requires_grad]
+        if inputs:
+            torch.autograd.graph.register_multi_grad_hook(inputs, lambda grads: self._inputs_have_theirs())
+
+    def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        state = self.state
+        hooked = False
+        if torch.is_grad_enabled():
+            for value in plain_tensors(output):
+                if value.requires_grad:
+                    value.register_hook(self._backward_begins)
+                    hooked = True
+        if not self.in_backward:
+            self.uninstall()
+            needed = torch.is_grad_enabled() and (not hooked or self is state.root)
+            if state.frees and not needed:
+                self.free()
+        state.exit(self, output)
+
+    # -- backward -------------------------------------------------------------------------------------------
+    def _backward_begins(self, grad: Any) -> None:
+        if self.in_backward:
+            return
+        self.state.begin_backward()
+        self.in_backward = True
+        self.waiting = {id(leaf) for leaf in self.leaves() if leaf.requires_grad}
+        self.gather()
+        self.install()
+        self.state.prefetch(self, forward=False)
+
+    def arrived(self, leaf: torch.Tensor) -> None:
+        self.state.begin_backward()
+        self.waiting.discard(id(leaf))
+        self.state.note_arrival(leaf)
+        self._maybe_done()
+
+    def _inputs_have_theirs(self) -> None:
+        self.inputs_done = True
+        self._maybe_done()
+
+    def _maybe_done(self) -> None:
+        if self.in_backward and not self.waiting and (all(self.trained or ()) or self.inputs_done):
+            self.after_backward()
+
+    def after_backward(self) -> None:
+        self.in_backward = self.inputs_done = False
+        self.waiting = set()
+        self.uninstall()
+        if self.state.frees:
+            self.free()
+
+
+def _arrived(unit: Unit, leaf: torch.Tensor) -> None:
+    unit.arrived(leaf)
+
+
+def _by_size(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """The entries in lists of up to BUCKET_BYTES."""
+    bucket: list[Entry] = []
+    size = 0
+    for entry in entries:
+        n = entry.leaves[0].nbytes
+        if bucket and size + n > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(entry)
+        size += n
+    if bucket:
+        yield bucket
+
+
+def plain_tensors(tree: Any) -> list[torch.Tensor]:
+    """The plain tensors inside arguments or results, those behind DTensors and of every simulated rank included."""
+    found: dict[int, torch.Tensor] = {}
+    for item in tree_flatten(tree)[0]:
+        if isinstance(item, Wrapper):
+            values: Sequence[torch.Tensor] = item._layout.mesh.comm.values(item._local)
+        elif isinstance(item, RankTensor):
+            values = item.ranks
+        else:
+            values = (item,) if isinstance(item, torch.Tensor) else ()
+        found.update((id(v), v) for v in values)
+    return list(found.values())
