@@ -1,6 +1,6 @@
 """shardwise: tensors that live on many devices and behave as if they lived on one."""
 
-from shardwise import debug, dynamo, experimental
+from shardwise import debug, dynamo, experimental, random
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.comm.simulation import RankTensor
 from shardwise.context import strict
@@ -16,10 +16,12 @@ from shardwise.errors import (
     StrictError,
 )
 from shardwise.experimental import implicit_replication, local_map, register_sharding
-from shardwise.factories import empty, full, ones, rand, randn, zeros
+from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
+from shardwise.materialize import materialize
 from shardwise.mesh import DeviceMesh, init_device_mesh, simulate
 from shardwise.move import plan_move
+from shardwise.random import manual_seed
 from shardwise.tensor import DTensor
 
 __version__ = "0.1.0"
@@ -54,10 +56,15 @@ __all__ = [
     "implicit_replication",
     "init_device_mesh",
     "local_map",
+    "manual_seed",
+    "materialize",
     "ones",
     "plan_move",
     "rand",
+    "randint",
     "randn",
+    "random",
+    "randperm",
     "register_sharding",
     "simulate",
     "strict",
