@@ -1,6 +1,6 @@
 """shardwise: tensors that live on many devices and behave as if they lived on one."""
 
-from shardwise import debug, dynamo, experimental, optim, sharded
+from shardwise import debug, dynamo, experimental, optim, parallel, random, sharded
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.calibration import calibrate
 from shardwise.comm.simulation import RankTensor
@@ -17,10 +17,12 @@ from shardwise.errors import (
     StrictError,
 )
 from shardwise.experimental import implicit_replication, local_map, register_sharding
-from shardwise.factories import empty, full, ones, rand, randn, zeros
+from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
+from shardwise.materialize import materialize
 from shardwise.mesh import DeviceMesh, init_device_mesh, simulate
 from shardwise.move import memory_cap, plan_move
+from shardwise.random import manual_seed
 from shardwise.state import move_state_dict
 from shardwise.tensor import DTensor
 
@@ -57,13 +59,19 @@ __all__ = [
     "implicit_replication",
     "init_device_mesh",
     "local_map",
+    "manual_seed",
+    "materialize",
     "memory_cap",
     "move_state_dict",
     "ones",
     "optim",
+    "parallel",
     "plan_move",
     "rand",
+    "randint",
     "randn",
+    "random",
+    "randperm",
     "register_sharding",
     "sharded",
     "simulate",

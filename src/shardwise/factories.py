@@ -1,4 +1,4 @@
-"""Tensors born distributed: zeros, ones, empty, full, rand, randn."""
+"""Tensors born distributed: zeros, ones, empty, full, rand, randn, randint, randperm."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from typing import Any
 
 import torch
 
-from shardwise.api import check_strided, lay_out
+from shardwise.api import check_strided
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, as_placements
 from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import as_mesh
+from shardwise.random import distributions as draws
+from shardwise.random.draw import drawn
+from shardwise.random.values import permuted
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
-Make = Callable[[Layout], Any]  # the local value of a layout
+Make = Callable[..., DTensor]  # of a layout, and of a generator if one is given
 
 
-def _factory(name: str, make_local: Make, doc: str) -> Callable[..., DTensor]:
+def _factory(name: str, make_tensor: Make, doc: str) -> Callable[..., DTensor]:
     def make(
         *size: Any,
         dtype: torch.dtype | None = None,
@@ -26,9 +29,10 @@ def _factory(name: str, make_local: Make, doc: str) -> Callable[..., DTensor]:
         requires_grad: bool = False,
         device_mesh: Any = None,
         placements: Sequence[Any] | None = None,
+        **generator: Any,
     ) -> DTensor:
         target = _layout_for(size, dtype or torch.get_default_dtype(), layout, device_mesh, placements)
-        result = wrap(make_local(target), target)
+        result = make_tensor(target, **generator)
         return result.requires_grad_() if requires_grad else result
 
     make.__name__ = make.__qualname__ = name
@@ -52,30 +56,44 @@ def _layout_for(size: Any, dtype: torch.dtype, layout: torch.layout, device_mesh
 def _filled(fill: Callable[..., torch.Tensor], *values: Any) -> Make:
     """Each rank fills a tensor of its own local shape."""
 
-    def make_local(layout: Layout) -> Any:
+    def make(layout: Layout) -> DTensor:
         comm = layout.mesh.comm
         split = tuple(a for a, p in enumerate(layout.placements) if not p.is_replicate())
         fill_local = comm.bind(lambda shape: fill(shape, *values, dtype=layout.dtype, device=layout.device), split)
-        return fill_local(comm.per_rank(layout.local_shape_at))
+        return wrap(fill_local(comm.per_rank(layout.local_shape_at)), layout)
 
-    return make_local
+    return make
 
 
-def _drawn(draw: Callable[..., torch.Tensor]) -> Make:
-    """Each rank draws what one device would draw, and keeps its part."""
-    return lambda layout: lay_out(draw(layout.shape, dtype=layout.dtype, device=layout.device), layout, None)
+def _drawn(what: draws.Distribution) -> Make:
+    """Each rank draws the numbers of its own elements."""
+
+    def make(layout: Layout, *, generator: torch.Generator | None = None) -> DTensor:
+        what.check(layout.dtype)
+        return drawn(layout, what, generator)
+
+    return make
 
 
 _ITS_PART = ", born distributed: each rank makes only its part."
-_ONE_DEVICE = """: the same numbers as on one device, whatever the layout.
-
-    Every rank draws from torch's default generator, which must be seeded alike on all ranks."""
+_SAME_NUMBERS = ", born distributed: each rank draws only its part, the same numbers whatever the layout."
 
 zeros = _factory("zeros", _filled(torch.zeros), _ITS_PART)
 ones = _factory("ones", _filled(torch.ones), _ITS_PART)
 empty = _factory("empty", _filled(torch.empty), _ITS_PART)
-rand = _factory("rand", _drawn(torch.rand), _ONE_DEVICE)
-randn = _factory("randn", _drawn(torch.randn), _ONE_DEVICE)
+rand = _factory("rand", _drawn(draws.uniform()), _SAME_NUMBERS)
+randn = _factory("randn", _drawn(draws.normal()), _SAME_NUMBERS)
+
+
+def randint(*bounds_and_size: Any, dtype: torch.dtype = torch.int64, **options: Any) -> DTensor:
+    """randint([low,] high, size): like torch.randint, born distributed. Options as for rand."""
+    *bounds, size = bounds_and_size
+    return _factory("randint", _drawn(draws.integer(dtype, *bounds)), _SAME_NUMBERS)(size, dtype=dtype, **options)
+
+
+def randperm(n: int, *, dtype: torch.dtype = torch.int64, **options: Any) -> DTensor:
+    """Like torch.randperm, laid out: every rank makes the permutation and keeps its part. Options as for rand."""
+    return _factory("randperm", permuted, _SAME_NUMBERS)(n, dtype=dtype, **options)
 
 
 def full(size: int | Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = None, **options: Any) -> DTensor:

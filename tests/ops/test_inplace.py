@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from shardwise import Partial, Replicate, RuleError, Shard, simulate
 from tests.harness import compare, layouts_of, seeded, spread_out
+from tests.random.common import as_torch_draws
 
 MESHES = [(3,), (2, 2)]
 LAYOUTS = [[Replicate()], [Shard(0)], [Shard(1)], [Shard(0, sizes=(0, 5, 0))], [Partial()]]
@@ -45,6 +46,7 @@ WRITES = {
 
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("grad", [False, True])
+@as_torch_draws
 def test_write(name, grad):
     """The target holds what torch's holds, the result is the target, and gradients pass."""
     for placements in LAYOUTS:

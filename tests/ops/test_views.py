@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from shardwise import Partial, Replicate, Shard, simulate, strict
 from shardwise.debug import ledger
 from tests.harness import check, compare, seeded, spread_out
+from tests.random.common import as_torch_draws
 from tests.workers import device_mesh, run_ranks
 
 MESHES = [(3,), (2, 2), (2, 1, 3)]
@@ -150,6 +151,17 @@ def test_a_diagonal_of_pieces_may_not_be_written():
     compare(part, torch.diagonal_scatter(plain, torch.zeros(6)), "pieces", 0)
 
 
+def test_copies_outlive_their_bases():
+    """A tensor that gets the memory of a dead base is not that base: writing to it leaves the copy good."""
+    for _ in range(100):
+        base = spread_out(torch.ones(6, 6), simulate((3,)), [Shard(0)])
+        copy = base.view(4, 9)
+        del base
+        spread_out(torch.ones(6, 6), simulate((3,)), [Shard(0)]).zero_()
+        assert (copy == 1).all()
+
+
+@as_torch_draws
 def test_draws_what_one_device_draws():
     mean, std = A, A.abs()
     draws = {

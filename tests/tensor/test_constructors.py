@@ -14,6 +14,7 @@ from shardwise import (
     distribute_tensor,
 )
 from shardwise.testing.spread import Parts
+from tests.random.common import as_torch_draws
 from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, on_one_axis, same, x
 
 VALUES = {
@@ -282,6 +283,7 @@ def full_tensor_grad_placements(mesh):
         same(leaf.grad, torch.full_like(value, mesh.size()))
 
 
+@as_torch_draws
 def factories(mesh):
     fills = {
         shardwise.zeros: torch.zeros, shardwise.ones: torch.ones,
@@ -318,6 +320,7 @@ def factory_arguments(mesh):
     assert shardwise.full((2,), 1.0, requires_grad=True, device_mesh=mesh).requires_grad
 
 
+@as_torch_draws
 def random_factories_advance_the_stream(mesh):
     """Two draws in a row are the plain program's two draws."""
     torch.manual_seed(5)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise import DTensor, Shard, distribute_module, distribute_tensor
+from tests.random.common import as_torch_draws
 from tests.tensor.common import R, checked_on, laid_out, layouts, on_one_axis, same, x
 
 
@@ -317,6 +318,7 @@ INITS = {
 }  # fmt: skip
 
 
+@as_torch_draws
 def initialisers(mesh):
     failed = []
     for name, fill in INITS.items():
@@ -339,6 +341,7 @@ def initialisers(mesh):
     assert not failed, f"{len(failed)}\n" + "\n".join(failed)
 
 
+@as_torch_draws
 def sparse_initialiser(mesh):
     for places in layouts(mesh, x(6, 4), partial=False):
         mine, plain = nn.Parameter(distribute_tensor(x(6, 4), mesh, places)), nn.Parameter(x(6, 4))
@@ -359,6 +362,7 @@ def casts_that_change_nothing(mesh):
         )
 
 
+@as_torch_draws
 def resets(mesh):
     """module.reset_parameters() with distributed parameters draws what one device draws."""
     model, plain = net(mesh, 1), plain_net(1)

@@ -10,6 +10,8 @@ import functools
 import weakref
 from typing import Any, NamedTuple
 
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from shardwise.errors import RuleError
 
 
@@ -17,6 +19,7 @@ class _Copy(NamedTuple):
     tensor: weakref.ref[Any]
     name: str
     base: int  # the storage of what it is a copy of
+    kept: Any  # a weak reference to that storage: its address must not be given to another
 
 
 _of_base: dict[int, list[_Copy]] = {}  # by the storage the view would have shared
@@ -34,19 +37,20 @@ def shares_memory(one: Any, other: Any) -> bool:
 def note_copy(base: Any, copy: Any, name: str) -> None:
     """`copy` is what `name` made of `base`; torch would have made it a view."""
     origin = _storage(base)
-    _note(copy, name, next((c.base for c in COPIES.get(origin, ())), origin))
+    kept = StorageWeakRef(base._layout.mesh.comm.first(base._local).untyped_storage())
+    _note(copy, name, *next(((c.base, c.kept) for c in COPIES.get(origin, ())), (origin, kept)))
 
 
 def note_view(base: Any, view: Any) -> None:
     """`view` shares memory with `base`: a view of a copy is one more copy."""
     for copy in COPIES.get(_storage(base), ())[:1]:
-        _note(view, copy.name, copy.base)
+        _note(view, copy.name, copy.base, copy.kept)
 
 
-def _note(copy: Any, name: str, base: int) -> None:
+def _note(copy: Any, name: str, base: int, kept: Any) -> None:
     for table, key in ((_of_base, base), (COPIES, _storage(copy))):
         ref = weakref.ref(copy, functools.partial(_forget, table, key))
-        table.setdefault(key, []).append(_Copy(ref, name, base))
+        table.setdefault(key, []).append(_Copy(ref, name, base, kept))
 
 
 def _forget(table: dict[int, list[_Copy]], key: int, _: Any) -> None:

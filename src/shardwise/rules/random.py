@@ -1,5 +1,4 @@
-"""Random ops. The numbers depend on the global tensor only: each rank draws what one device would draw, from torch's
-default generator (seed it alike on all ranks), and keeps its part."""
+"""Random ops. Numbers depend on an element's place in the global tensor, so each rank draws its own part."""
 
 from __future__ import annotations
 
@@ -9,23 +8,104 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.layout.placement import REPLICATE
-from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Gathered, Operand
-from shardwise.wrapper import wrap
+from shardwise.random import distributions as draws
+from shardwise.random import values
+from shardwise.random.draw import drawn, fill
+from shardwise.random.generator import TORCH, stream
+from shardwise.strategy.registry import gathered, program, rule
+from shardwise.strategy.spec import Algorithm, Operand
 
 
-def drawn_like(x: Any, draw: Callable[[torch.Tensor], torch.Tensor], dtype: Any = None) -> Any:
-    """draw(empty global tensor), laid out as x is (a Partial axis gets the whole)."""
-    layout = x._layout
-    dtype = dtype or layout.dtype
-    with torch.no_grad():
-        whole = draw(torch.empty_strided(layout.shape, layout.stride, dtype=dtype, device=layout.device))
-    places = [REPLICATE if p.is_partial() else p for p in layout.placements]
-    replicated = layout.replace(placements=[REPLICATE] * len(places), dtype=whole.dtype)
-    return wrap(layout.mesh.comm.shared(whole), replicated).redistribute(placements=places)
+# -- in place --------------------------------------------------------------------------------------------------------
+def filled(x: Operand, what: draws.Distribution) -> Algorithm:
+    what.check(x.dtype)
+    return Algorithm(lambda x, *args, generator=None, **kwargs: fill(x, what, generator), writes=True)
 
 
+def fill_rule(name: str, distribution: Callable[..., draws.Distribution]) -> None:
+    """x.normal_() and the like."""
+
+    @rule(name)
+    def fills(x: Operand, *args: Any, generator: Any = None, **kwargs: Any) -> Algorithm:
+        named = {{"from": "low", "to": "high"}.get(key, key): value for key, value in kwargs.items()}
+        return filled(x, distribution(*args, **named))
+
+
+for _name in ("uniform", "normal", "log_normal", "exponential", "cauchy", "geometric"):
+    fill_rule(_name + "_", getattr(draws, _name))
+
+
+@rule("random_")
+def random_(x: Operand, *bounds: Any, generator: Any = None, **named: Any) -> Algorithm:
+    if "from" in named:
+        bounds = (named["from"], named.get("to"))
+    elif "to" in named:
+        bounds = (*bounds, named["to"])
+    return filled(x, draws.integer(x.dtype, *bounds))
+
+
+@rule("bernoulli_")
+def bernoulli_(x: Operand, p: Any = 0.5, generator: Any = None) -> Algorithm:
+    if not isinstance(p, Operand):
+        return filled(x, draws.bernoulli(p))
+
+    def run(x: Any, p: Any, generator: Any = None) -> Any:
+        if stream() == TORCH:
+            return x.copy_(values.drawn_whole(torch.Tensor.bernoulli_, x.detach().clone(), p, generator=generator))
+        return x.copy_(values.bernoulli_of(p, generator, x))
+
+    return Algorithm(run, writes=True)
+
+
+# -- new tensors -----------------------------------------------------------------------------------------------------
+def like_rule(name: str, distribution: Callable[..., draws.Distribution]) -> None:
+    """rand_like and friends: a new tensor laid out as its model."""
+
+    @rule(name)
+    def new(x: Operand, *args: Any, dtype: Any = None, **kwargs: Any) -> Algorithm:
+        bounds = [*args, *(kwargs[key] for key in ("low", "high") if key in kwargs)]
+        dtype = dtype or x.dtype
+        what = distribution(dtype, *bounds)
+        what.check(dtype)
+        return Algorithm(lambda x, *args, **kwargs: draw_like(x, what, **kwargs))
+
+
+def draw_like(
+    x: Any, what: draws.Distribution, dtype: Any = None, device: Any = None, requires_grad: bool = False,
+    memory_format: Any = None, generator: Any = None, **rest: Any,
+) -> Any:  # fmt: skip
+    layout = x._layout.replace(dtype=dtype or x.dtype, device=x.device if device is None else torch.device(device))
+    result = drawn(layout if memory_format != torch.contiguous_format else layout.replace(stride=None), what, generator)
+    return result.requires_grad_() if requires_grad else result
+
+
+like_rule("rand_like", lambda dtype: draws.uniform())
+like_rule("randn_like", lambda dtype: draws.normal())
+like_rule("randint_like", lambda dtype, *bounds: draws.integer(dtype, *bounds))
+
+
+# -- by value --------------------------------------------------------------------------------------------------------
+def value_rule(name: str, run: Callable[..., Any] | None = None) -> None:
+    """An op whose numbers depend on values: its program, but gathered in torch's stream, and where it has none."""
+    func = getattr(torch, name)
+
+    @program(name)
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        return values.drawn_whole(func, *args, **kwargs) if run is None or stream() == TORCH else run(*args, **kwargs)
+
+
+def draw_bernoulli(x: Any, p: Any = None, *, generator: Any = None) -> Any:
+    return values.bernoulli_of(x, generator) if p is None else drawn(x._layout, draws.bernoulli(p), generator)
+
+
+value_rule("bernoulli", draw_bernoulli)
+value_rule("normal", values.normal_of)
+value_rule("multinomial", values.multinomial_of)
+for _name in ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"):
+    value_rule(_name)
+
+
+# -- dropout ---------------------------------------------------------------------------------------------------------
 @rule("dropout")
 def dropout(x: Operand, p: float = 0.5, training: bool = True, inplace: bool = False, **aten: Any) -> Algorithm:
     return Algorithm(run_dropout, writes=inplace)
@@ -37,62 +117,29 @@ def run_dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = F
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0.0:
         return x
-    noise = drawn_like(x, lambda empty: F.dropout(empty.fill_(1), p, True))
+    if not x.dtype.is_floating_point:
+        raise RuntimeError(f"dropout: result type Float can't be cast to the desired output type {x.dtype}")
+    noise = drawn(x._layout, draws.dropout(p)) if p < 1 else 0.0
     return x.mul_(noise) if inplace else x * noise
 
 
-def fill_randomly(name: str) -> None:
-    """In-place fills: x.normal_() and the like."""
-    method = getattr(torch.Tensor, name + "_")
-
-    @rule(name + "_")
-    def fill(x: Operand, *args: Any, **kwargs: Any) -> Algorithm:
-        def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-            return x.copy_(drawn_like(x, lambda e: method(e, *args, **kwargs)))
-
-        return Algorithm(run, writes=True)
+@program("native_dropout")
+def native_dropout(x: Any, p: float, train: bool | None = None) -> Any:
+    if stream() == TORCH:
+        return values.drawn_whole(torch.native_dropout, x, p, train)
+    layout = x._layout.replace(dtype=torch.bool)
+    kept = drawn(layout, draws.bernoulli(1 - p if train is not False else 1.0))
+    return x * kept * (1 / (1 - p) if train is not False and p < 1 else 1.0), kept
 
 
-for _name in ["normal", "uniform", "exponential", "geometric", "log_normal", "cauchy", "random"]:
-    fill_randomly(_name)
-
-
-@rule("bernoulli_")
-def bernoulli_(x: Operand, p: Any = 0.5, **kwargs: Any) -> Algorithm | None:
-    if isinstance(p, Operand):
-        return None
-
-    def run(x: Any, p: float = 0.5, **kwargs: Any) -> Any:
-        return x.copy_(drawn_like(x, lambda e: e.bernoulli_(p, **kwargs)))
-
-    return Algorithm(run, writes=True)
-
-
-def drawn_new(name: str) -> None:
-    """rand_like and friends: a new tensor laid out as its model."""
-    func = getattr(torch, name)
-
-    @rule(name)
-    def draw(x: Operand, *args: Any, **kwargs: Any) -> Algorithm:
-        def run(x: Any, *args: Any, dtype: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
-            result = drawn_like(x, lambda e: func(e, *args, dtype=dtype, **kwargs))
-            return result.requires_grad_() if requires_grad else result
-
-        return Algorithm(run)
-
-
-for _name in ["rand_like", "randn_like", "randint_like"]:
-    drawn_new(_name)
-
-
-@rule("bernoulli normal multinomial poisson binomial _standard_gamma _sample_dirichlet native_dropout rrelu_with_noise")
-def drawn_by_value(*args: Any, **kwargs: Any) -> Gathered:
-    return Gathered("gather, since what is drawn depends on the values, and draw it on every rank alike")
-
-
-@rule("rrelu")
-def rrelu(x: Operand, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *args: Any, **kw: Any) -> Any:
+@program("rrelu")
+def rrelu(x: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *args: Any, **kw: Any) -> Any:
     """Slopes are drawn for the negative elements; without training there is one slope."""
-    if training:
-        return drawn_by_value()
-    return Algorithm(lambda x, *args, **kwargs: F.leaky_relu(x, (lower + upper) / 2))
+    if not training:
+        return F.leaky_relu(x, (lower + upper) / 2)
+    if stream() == TORCH:
+        return values.drawn_whole(F.rrelu, x, lower, upper, True)
+    return values.rrelu_of(x, lower, upper)
+
+
+gathered("rrelu_with_noise", "gather, since slopes are drawn for the negative elements in turn")

@@ -1,0 +1,103 @@
+"""Give the parameters of a module built on the meta device their values, each rank its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import LayoutError
+from shardwise.tensor import DTensor
+from shardwise.wrapper import wrap
+
+# of a module's own parameters; of all parameters inside of it, which torch.nn.Transformer sets last
+_RESETS = ("reset_parameters", "_reset_parameters")
+
+
+def materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None = None) -> nn.Module:
+    """Make memory for every meta parameter and buffer of a module that is laid out, and initialise it, in place.
+
+    Every submodule that has some gets `init(submodule)` or, without it, its own `reset_parameters()`: innermost first,
+    in the order they were registered, which is the order in which they are built. No rank holds more than its part.
+    A parameter that several submodules share keeps what the first of them gave it. Parameters become new objects, so
+    make the optimizer afterwards.
+
+    >>> with torch.device("meta"):
+    ...     model = nn.Linear(4, 4)
+    """
+    if not isinstance(module, nn.Module):
+        raise LayoutError(f"materialize: module must be a torch.nn.Module, got {type(module).__name__}")
+    made: dict[int, Any] = {}
+    waiting = [(name, owner) for name, owner in _innermost_first(module) if _is_waiting(owner)]
+    for name, owner in waiting:
+        _check(name, owner, init)
+    for _, owner in waiting:
+        given = [made[id(old)] for _, _, old in _missing(owner) if id(old) in made]
+        for table, key, old in list(_missing(owner)):
+            if id(old) not in made:
+                made[id(old)] = _with_memory(old)
+            table[key] = made[id(old)]
+        kept = [(tensor, tensor.detach().clone()) for tensor in given]
+        _initialise(owner, init)
+        with torch.no_grad():
+            for tensor, value in kept:
+                tensor.copy_(value)
+    return module
+
+
+def _innermost_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    seen: set[int] = set()
+
+    def visit(owner: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(owner) not in seen:
+            seen.add(id(owner))
+            for key, child in owner.named_children():
+                yield from visit(child, f"{name}.{key}" if name else key)
+            yield name, owner
+
+    return visit(module, name)
+
+
+def _is_waiting(owner: nn.Module) -> bool:
+    return any(any(_missing(part)) for part in (owner.modules() if hasattr(owner, _RESETS[1]) else [owner]))
+
+
+def _missing(owner: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The tensors of a module itself that have no values: where they are kept, and under which name."""
+    for table in (owner._parameters, owner._buffers):
+        for key, tensor in table.items():
+            if tensor is not None and tensor.device.type == "meta":
+                yield table, key, tensor
+
+
+def _check(name: str, owner: nn.Module, init: Any) -> None:
+    for _, key, tensor in _missing(owner):
+        path = f"{name}.{key}" if name else key
+        if not isinstance(tensor, DTensor):
+            raise LayoutError(
+                f"materialize: {path} is a plain meta tensor; lay the module out first: distribute_module(module, mesh)"
+            )
+        if init is None and not any(hasattr(owner, reset) for reset in _RESETS):
+            raise LayoutError(
+                f"materialize: {path} has no values and {type(owner).__name__} no reset_parameters(); "
+                f"give init=, a function of a submodule that sets them"
+            )
+
+
+def _with_memory(old: Any) -> Any:
+    """A tensor like one on the meta device, with memory on the mesh's."""
+    layout = old._layout.replace(device=old._layout.mesh.device)
+    comm = layout.mesh.comm
+    split = [axis for axis, p in enumerate(layout.placements) if not p.is_replicate()]  # replicas share a tensor
+    new = wrap(comm.bind(lambda local: torch.empty_like(local, device=layout.device), split)(old._local), layout)
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+def _initialise(owner: nn.Module, init: Any) -> None:
+    if init is not None:
+        init(owner)
+        return
+    reset = next(getattr(owner, reset) for reset in _RESETS if hasattr(owner, reset))
+    reset()

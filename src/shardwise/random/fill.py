@@ -1,0 +1,93 @@
+"""Fill what a rank holds with random numbers: any box of a global tensor, on any device, without the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwise.random.boxes import Box, Intervals, box_of, held_boxes
+from shardwise.random.distributions import Distribution
+from shardwise.random.philox import CHUNK, words
+
+_WORTH_THREADS = 1 << 19  # elements: with fewer, starting threads costs more than they save
+
+
+def fill_held(
+    local: torch.Tensor, sides: Sequence[Intervals], shape: Sequence[int], what: Distribution, key: int, draw: int = 0
+) -> torch.Tensor:
+    """`local`, which holds the indices `sides[d]` of dim d of a tensor of `shape`, filled with its numbers."""
+    for offsets, where in held_boxes(sides):
+        fill_box(local[where] if where else local, offsets, shape, what, key, draw)
+    return local
+
+
+def fill_box(
+    target: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], what: Distribution, key: int, draw: int = 0
+) -> torch.Tensor:
+    """`target`, the box at `offsets` of a tensor of `shape`, filled with the numbers `what` of a 64-bit key."""
+    if not target.numel() or is_abstract(target):
+        return target
+    whole = target
+    target = target.detach()
+    if target.is_complex():  # two numbers an element, which share the variance
+        if what.name == "normal":
+            what = replace(what, b=what.b * math.sqrt(0.5))
+        target, offsets, shape = torch.view_as_real(target), (*offsets, 0), (*shape, 2)
+    if target.device.type == "cuda":
+        from shardwise.random.triton_kernel import fill  # needs Triton, which comes with torch for GPUs
+
+        fill(target, box_of(shape, offsets, target.shape, target.stride()), what, key, draw)
+    elif target.device.type == "cpu":
+        _fill_cpu(target, box_of(shape, offsets, target.shape, target.stride()), what, key, draw)
+    else:
+        target.copy_(fill_box(torch.empty_like(target, device="cpu"), offsets, shape, what, key, draw))
+    return whole
+
+
+def is_abstract(x: Any) -> bool:
+    """Whether a tensor has no values to fill."""
+    return x.device.type == "meta" or isinstance(x, FakeTensor)
+
+
+def _fill_cpu(target: torch.Tensor, box: Box, what: Distribution, key: int, draw: int) -> None:
+    per = what.per_block(target.dtype)
+    longest = box.sizes[-1]
+    padded = (longest + 2 * per - 2) // per * per  # a run of them may begin anywhere in a block
+    limit = (CHUNK - 2) * per * longest // padded if longest < CHUNK * per else (CHUNK - 2) * per
+
+    def fill_piece(placed: tuple[int, Box]) -> None:
+        offset, piece = placed
+        part = target.as_strided(piece.sizes, piece.strides, target.storage_offset() + offset)
+        part.copy_(torch.from_numpy(_numbers(piece, per, what, target.dtype, key, draw)).view(piece.sizes))
+
+    pieces = box.pieces(max(limit, 1))
+    if torch.get_num_threads() > 1 and target.numel() >= _WORTH_THREADS:
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            list(threads.map(fill_piece, pieces))
+    else:
+        for placed in pieces:
+            fill_piece(placed)
+
+
+def _numbers(piece: Box, per: int, what: Distribution, dtype: torch.dtype, key: int, draw: int) -> np.ndarray:
+    """The numbers of a piece, a row for each run."""
+    starts, length = piece.run_starts(), piece.sizes[-1]
+    phases = starts % per
+    count = (int(phases.max()) + length + per - 1) // per
+    blocks = (starts // per)[:, None] + np.arange(count, dtype=np.int64)
+    rows = what.values(words(blocks, key, draw), dtype).reshape(len(starts), count * per)
+    if (phases == phases[0]).all():
+        first = int(phases[0])
+        return rows[:, first : first + length]
+    out = np.empty((len(starts), length), dtype=rows.dtype)
+    for phase in np.unique(phases).tolist():
+        those = phases == phase
+        out[those] = rows[those, phase : phase + length]
+    return out

@@ -1,0 +1,115 @@
+"""Where the keys come from. The stream is torch's own CPU generator: each random op on distributed tensors draws one
+64-bit key from it, and the key and the elements' numbers give the rest.
+
+So whatever seeds, saves, restores or forks torch's CPU generator does the same to this stream: `torch.manual_seed`,
+`torch.get_rng_state`, `torch.random.fork_rng`, activation checkpointing, training frameworks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwise.errors import ShardwiseError
+from shardwise.random.philox import words
+
+PHILOX, TORCH = "philox", "torch"
+_LOWEST = -(1 << 63)
+
+
+class Generator(torch.Generator):
+    """A stream of its own, good wherever torch takes a generator. Seed it alike on all ranks.
+
+    >>> generator = Generator().manual_seed(3)
+    >>> child = generator.fork()
+    """
+
+    def fork(self) -> Generator:
+        """A new generator whose stream is independent of this one; this one advances by one key."""
+        child = Generator(self.device)
+        child.manual_seed(next_key(self) >> 1)
+        return child
+
+
+def manual_seed(seed: int) -> torch.Generator:
+    """Start the stream anew: the same as `torch.manual_seed`, which seeds it as well."""
+    return torch.manual_seed(seed)
+
+
+def get_state() -> torch.Tensor:
+    """The state of the stream, to be given to `set_state`."""
+    return torch.default_generator.get_state()
+
+
+def set_state(state: torch.Tensor) -> None:
+    torch.default_generator.set_state(state)
+
+
+@contextlib.contextmanager
+def fork() -> Iterator[None]:
+    """Inside: draw what you like; outside, the stream goes on as if nothing had been drawn."""
+    state = get_state()
+    try:
+        yield
+    finally:
+        set_state(state)
+
+
+def next_key(generator: torch.Generator | None = None) -> int:
+    """A key that has not been before: 64 bits drawn from a generator (default: torch's)."""
+    generator = torch.default_generator if generator is None else generator
+    if generator.device.type == "cpu":
+        if torch._C._len_torch_dispatch_stack() == 0:
+            return _drawn(generator)
+        with _disable_current_modes():  # a fake tensor has no value
+            return _drawn(generator)
+    # a GPU's generator counts: take the next count, without waiting for the GPU
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)
+    return int(words(np.array([offset]), generator.initial_seed()).pairs()[0, 0])
+
+
+def _drawn(generator: torch.Generator) -> int:
+    number = torch.empty((), dtype=torch.int64, device="cpu").random_(_LOWEST, None, generator=generator)
+    return int(number) % (1 << 64)
+
+
+_stream = PHILOX
+
+
+class use:
+    """Choose how numbers are drawn, for good or, as a context manager, for a while.
+
+    "philox" (the default): every rank makes its own elements, from a key and their place in the global tensor.
+    "torch": exactly plain torch's numbers on one device; every rank draws them all and keeps its part.
+
+    >>> with use("torch"):
+    ...     pass
+    """
+
+    def __init__(self, stream: str) -> None:
+        global _stream
+        if stream not in (PHILOX, TORCH):
+            raise UnknownStream(f"use: stream = {stream!r}; give 'philox' or 'torch'")
+        self.before, _stream = _stream, stream
+
+    def __enter__(self) -> use:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        global _stream
+        _stream = self.before
+
+
+def stream() -> str:
+    """The name of the stream in use."""
+    return _stream
+
+
+class UnknownStream(ShardwiseError, ValueError):
+    """A stream that there is not."""

@@ -1,0 +1,105 @@
+"""Philox-4x32-10: a block of four 32-bit words for every counter, the same words on every machine.
+
+Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011). Any block can be made on its own.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from shardwise.random.scratch import SCRATCH
+
+CHUNK = 24576  # blocks made at a time: so many that calls do not count, so few that they stay in a cache
+
+_ROUNDS = 10
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_MULTIPLIERS = np.array(0xD2511F53, dtype=np.uint64), np.array(0xCD9E8D57, dtype=np.uint64)
+_LOW, _HALF = np.array(0xFFFFFFFF, dtype=np.uint64), np.array(32, dtype=np.uint64)
+
+Keys = tuple[tuple[np.ndarray, np.ndarray], ...]  # of each round two numbers (as arrays: numpy is fastest with those)
+
+
+class Words:
+    """The four words of each of `count` blocks: words 0 and 2 are the rows of `even`, 1 and 3 those of `odd`, as uint64
+    whose upper halves are zero in `even` and anything in `odd`."""
+
+    def __init__(self, even: np.ndarray, odd: np.ndarray) -> None:
+        self.even, self.odd = even, odd
+        self.count = even.shape[1]
+
+    def pairs(self) -> np.ndarray:
+        """Two uint64 a block, as rows: (words 0 and 1, words 2 and 3), the first of each in the lower half."""
+        rows = np.left_shift(self.odd, _HALF, out=SCRATCH.new(self.odd.shape, np.uint64))
+        rows |= self.even
+        return rows
+
+    def elements(self, wide: bool) -> np.ndarray:
+        """The words of each element in order: two words as a uint64, or one as a uint32."""
+        whole = in_turn(self.pairs())
+        return whole if wide else whole.view(np.uint32)
+
+
+def in_turn(rows: np.ndarray) -> np.ndarray:
+    """rows[0][0], rows[1][0], rows[0][1], ... (one column at a time: three times as fast as a transposed copy)."""
+    out = SCRATCH.new((rows.shape[1], len(rows)), rows.dtype)
+    for i, row in enumerate(rows):
+        out[:, i] = row
+    return out.reshape(-1)
+
+
+def words(blocks: np.ndarray, key: int, draw: int = 0) -> Words:
+    """The words of blocks under a 64-bit key. Their numbers: int64, at most CHUNK, the least first, the largest last.
+
+    The counter is (block number: 64 bits, draw, 0); `draw` tells several numbers of one element apart. The words lie in
+    scratch memory, which this starts anew.
+    """
+    SCRATCH.start()
+    even, odd, spare = (SCRATCH.new((2, blocks.size), np.uint64) for _ in range(3))
+    numbers, keys = blocks.reshape(-1).view(np.uint64), _round_keys(key)
+    high = int(numbers[0]) >> 32
+    if high == int(numbers[-1]) >> 32:
+        _two_rounds(numbers, high, draw, keys, even, odd)
+        keys = keys[2:]
+    else:
+        np.bitwise_and(numbers, _LOW, out=even[0])
+        np.right_shift(numbers, _HALF, out=odd[0])
+        even[1], odd[1] = draw, 0
+    word0, word2, both = even[0], even[1], even.reshape(-1)
+    for key0, key1 in keys:
+        np.multiply(word0, _MULTIPLIERS[0], out=spare[1])
+        np.multiply(word2, _MULTIPLIERS[1], out=spare[0])
+        np.right_shift(spare.reshape(-1), _HALF, out=both)
+        np.bitwise_xor(both, odd.reshape(-1), out=both)
+        np.bitwise_xor(word0, key0, out=word0)
+        np.bitwise_xor(word2, key1, out=word2)
+        np.bitwise_and(both, _LOW, out=both)
+        odd, spare = spare, odd
+    return Words(even, odd)
+
+
+def _two_rounds(numbers: np.ndarray, high: int, draw: int, keys: Keys, even: np.ndarray, odd: np.ndarray) -> None:
+    """The first two rounds where three of the four words are the same for all blocks: half the work."""
+    (first0, first1), (second0, second1) = keys[:2]
+    product = draw * int(_MULTIPLIERS[1])
+    word0, word1 = product >> 32 ^ high ^ int(first0), product & 0xFFFFFFFF
+    np.bitwise_and(numbers, _LOW, out=even[0])
+    np.multiply(even[0], _MULTIPLIERS[0], out=odd[1])  # words 2 and 3 differ from here on
+    np.right_shift(odd[1], _HALF, out=even[1])
+    np.bitwise_xor(even[1], first1, out=even[1])
+    np.multiply(even[1], _MULTIPLIERS[1], out=odd[0])  # and all words from here on, but word 3 is the same again
+    product = word0 * int(_MULTIPLIERS[0])
+    np.right_shift(odd[0], _HALF, out=even[0])
+    np.bitwise_xor(even[0], np.uint64(word1 ^ int(second0)), out=even[0])
+    np.bitwise_xor(odd[1], np.uint64(product >> 32 ^ int(second1)), out=even[1])
+    np.bitwise_and(even[1], _LOW, out=even[1])
+    odd[1] = product & 0xFFFFFFFF
+
+
+@functools.lru_cache(maxsize=64)
+def _round_keys(key: int) -> Keys:
+    low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
+    starts = (low, _WEYL[0]), (high, _WEYL[1])
+    rounds = [[(start + i * step) & 0xFFFFFFFF for start, step in starts] for i in range(_ROUNDS)]
+    return tuple((np.array(a, dtype=np.uint64), np.array(b, dtype=np.uint64)) for a, b in rounds)

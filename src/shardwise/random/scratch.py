@@ -1,0 +1,37 @@
+"""Memory for the steps of a chunk, used again by the next: fresh memory would cost more than the arithmetic."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import numpy as np
+
+
+class Scratch(threading.local):
+    """A stack of arrays, one stack a thread. `start` gives everything back."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(1 << 20, dtype=np.uint8)
+        self.used = 0
+
+    def start(self) -> None:
+        self.used = 0
+
+    def new(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
+        """An array with any values, good until `start`."""
+        count = math.prod(shape) if isinstance(shape, tuple) else shape
+        size = count * np.dtype(dtype).itemsize
+        begin, self.used = self.used, self.used + (size + 63) // 64 * 64
+        if self.used > len(self.memory):  # arrays that are out keep the old memory alive
+            self.memory = np.empty(2 * self.used, dtype=np.uint8)
+        return self.memory[begin : begin + size].view(dtype).reshape(shape)
+
+    def cast(self, x: np.ndarray, dtype: Any) -> np.ndarray:
+        out = self.new(x.shape, dtype)
+        out[...] = x
+        return out
+
+
+SCRATCH = Scratch()

@@ -1,0 +1,130 @@
+"""What is drawn from the values of distributed tensors: programs of ops whose distribution differs from one element, or
+one row, to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardwise.layout import Layout
+from shardwise.layout.layout import dense_stride
+from shardwise.layout.placement import REPLICATE
+from shardwise.random import distributions as draws
+from shardwise.random.draw import common_key, drawn
+from shardwise.random.generator import TORCH, stream
+from shardwise.strategy.program import reduced, run_local, whole
+from shardwise.wrapper import Wrapper, wrap
+
+
+def drawn_whole(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """func(...) of the gathered operands, on every rank alike: with torch's own stream in that mode, else with a
+    generator of torch's that starts from this op's key."""
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Wrapper)]
+    mesh, given = tensors[0]._layout.mesh, kwargs.get("generator")
+    key = None if stream() == TORCH else common_key(mesh, given)
+
+    def call(*locals: Any, **named: Any) -> Any:
+        if key is not None:
+            device = next(t.device for t in locals if isinstance(t, torch.Tensor))
+            named["generator"] = torch.Generator(device).manual_seed(key >> 1)
+        return func(*locals, **named)
+
+    locals = [_whole_local(a) for a in args]
+    result = mesh.comm.bind(call)(*locals, **{k: _whole_local(v) for k, v in kwargs.items()})
+    return tree_map_only(torch.Tensor, lambda local: _replicated(local, mesh), result)
+
+
+def _whole_local(x: Any) -> Any:
+    """The whole value, in the memory order it has on one device: torch draws in that order."""
+    if not isinstance(x, Wrapper):
+        return x
+    stride = dense_stride(x._layout.shape, x._layout.stride)
+    stored = lambda value: torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+    return x._layout.mesh.comm.bind(lambda v: v if v.stride() == stride else stored(v))(whole(x)._local)
+
+
+def _replicated(local: Any, mesh: Any) -> Any:
+    first = mesh.comm.first(local)
+    places = [REPLICATE] * len(mesh.shape)
+    return wrap(local, Layout.make(mesh, places, tuple(first.shape), first.dtype, first.stride(), first.device))
+
+
+def bernoulli_of(p: Any, generator: Any = None, like: Any = None) -> Any:
+    """1 with the probability that each element of p (as large as `like`, if given) says."""
+    p = p.detach()
+    if not bool(((p >= 0) & (p <= 1)).all()):
+        raise RuntimeError("Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
+    layout = (p if like is None else like)._layout
+    noise = drawn(layout.replace(dtype=_real(p.dtype)), draws.uniform(), generator)
+    return (noise < p).to(layout.dtype)
+
+
+def normal_of(mean: Any, std: Any, generator: Any = None) -> Any:
+    """Normal numbers whose means, standard deviations or both are tensors."""
+    mean, std = (reduced(x.detach()) if isinstance(x, Wrapper) else x for x in (mean, std))
+    if isinstance(std, Wrapper) and not bool((std >= 0).all()):
+        raise RuntimeError("normal expects all elements of std >= 0.0")
+    if not isinstance(std, Wrapper) and not std >= 0:
+        raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
+    tensors = [x for x in (mean, std) if isinstance(x, Wrapper)]
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    model: Any = next((x for x in tensors if x.shape == shape), None)
+    if model is None:
+        model = tensors[0] + tensors[1]
+    noise = drawn(model._layout.replace(dtype=tensors[0].dtype), draws.normal(), generator)
+    return noise * std + mean
+
+
+def multinomial_of(p: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
+    """Indices drawn with the weights in the rows of p: rows may be cut, a row is whole."""
+    p = whole(p.detach(), [p.dim() - 1])
+    categories = p.shape[-1]
+    if not replacement and num_samples > categories:
+        raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples without replacement")
+    if not bool(((p >= 0) & p.isfinite()).all()):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+    if not bool((p.sum(-1) > 0).all()):
+        raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
+    if not replacement and bool(((p > 0).sum(-1) < num_samples).any()):
+        raise RuntimeError("invalid multinomial distribution (not enough categories of positive weight)")
+    shape = (*p.shape[:-1], num_samples)
+    out = p._layout.replace(shape=shape, dtype=torch.int64)
+    if replacement:
+        noise = drawn(p._layout.replace(shape=shape, dtype=torch.float64), draws.uniform(), generator)
+        return run_local(_look_up, [p, noise], out)
+    noise = drawn(p._layout.replace(dtype=torch.float64), draws.exponential(), generator)
+    return run_local(lambda p, noise: (p.double() / noise).topk(num_samples, -1).indices, [p, noise], out)
+
+
+def _look_up(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The categories at which the sums of weights pass u."""
+    total = p.double().cumsum(-1)
+    found = torch.searchsorted(total, u * total[..., -1:], right=True)
+    last = (p > 0).long().mul(torch.arange(p.shape[-1], device=p.device)).amax(-1, keepdim=True)
+    return found.minimum(last)  # where u times the total rounds up to it
+
+
+def permuted(layout: Layout, *, generator: Any = None) -> Any:
+    """The numbers 0 to n - 1 in an order drawn."""
+    everywhere = layout.replace(placements=[REPLICATE] * len(layout.placements))
+    comm, n = layout.mesh.comm, layout.shape[0]
+    if stream() == TORCH:
+        order = comm.shared(torch.randperm(n, generator=generator, dtype=layout.dtype, device=layout.device))
+    else:
+        keys = drawn(everywhere.replace(dtype=torch.int64), draws.integer(torch.int64, -(1 << 63), None), generator)
+        order = comm.bind(lambda keys: keys.argsort(stable=True).to(layout.dtype))(keys._local)
+    return wrap(order, everywhere).redistribute(placements=layout.placements)
+
+
+def rrelu_of(x: Any, lower: float, upper: float) -> Any:
+    """Leaky relu with a slope drawn for every element."""
+    x = reduced(x)
+    slopes = drawn(x._layout, draws.uniform(lower, upper))
+    return torch.where(x > 0, x, x * slopes)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
