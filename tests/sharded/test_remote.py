@@ -4,6 +4,8 @@ import gc
 import os
 import pickle
 import tempfile
+import types
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from shardwise import sharded as S
+from shardwise.sharded import remote
 from shardwise.sharded.sharded_tensor import api
 from tests.sharded.common import chunks, irregular, whole
-from tests.workers import Pool
+from tests.workers import Pool, run_ranks
 
 TIME = 100
 
@@ -30,8 +33,8 @@ def on_fresh_processes(function):
 class running:
     """RPC between the workers, over loopback."""
 
-    def __init__(self, rank, world, turn=0):
-        self.rank, self.world, self.turn = rank, world, turn
+    def __init__(self, rank, world):
+        self.rank, self.world = rank, world
 
     def __enter__(self):
         folder = [tempfile.mkdtemp() if self.rank == 0 else None]
@@ -40,7 +43,7 @@ class running:
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder[0]}/rpc", rpc_timeout=30)
         rpc.init_rpc(
             f"worker{self.rank}",
-            rank=(self.rank + self.turn) % self.world,
+            rank=self.rank,
             world_size=self.world,
             rpc_backend_options=options,
         )
@@ -103,12 +106,23 @@ def after_shutdown(rank, world):
     return len(api._sharded_tensor_map)
 
 
-def other_ranks(rank, world):
-    """RPC ranks that differ from those of the process group are refused; then a tensor outlives RPC."""
-    with running(rank, world, turn=1), pytest.raises(ValueError, match="RPC ranks must be the same"):
-        S.ones(chunks(0, range(world)), 4, init_rrefs=True)
-    return after_shutdown(rank, world)
-
-
 def test_rpc_ends_before_the_tensor():
-    assert on_fresh_processes(other_ranks) == [0, 0]
+    assert on_fresh_processes(after_shutdown) == [0, 0]
+
+
+def other_ranks(rank, world):
+    """As if RPC had started with other ranks than the process group."""
+    worker = types.SimpleNamespace(id=(rank + 1) % world)
+    agent = types.SimpleNamespace(get_worker_infos=lambda: [worker] * world)
+    with (
+        mock.patch.object(remote, "rpc_is_running", lambda: True),
+        mock.patch.object(rpc, "get_worker_info", lambda: worker),
+        mock.patch.object(rpc.api, "_get_current_rpc_agent", lambda: agent),
+        pytest.raises(ValueError, match="RPC ranks must be the same"),
+    ):
+        S.ones(chunks(0, range(world)), 4, init_rrefs=True)
+    return True
+
+
+def test_ranks_must_agree():
+    assert all(run_ranks(other_ranks, 2, timeout=TIME))
