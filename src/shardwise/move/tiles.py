@@ -515,6 +515,11 @@ def _counts(ranks: np.ndarray, volumes: np.ndarray) -> dict[int, int]:
     return counts
 
 
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous flat tensor: one element may come with any stride, but a view of bytes asks for 1."""
+    return (flat.as_strided(flat.shape, (1,)) if flat.numel() <= 1 else flat).view(torch.uint8)
+
+
 class _GroupExchange:
     """One all_to_all_single over a process group, of bytes: no dtype is special."""
 
@@ -546,8 +551,8 @@ class _GroupExchange:
         out = send.new_empty(sum(mine.receive_counts.values()))
         try:
             dist.all_to_all_single(
-                out.view(torch.uint8),
-                send.view(torch.uint8),
+                as_bytes(out),
+                as_bytes(send),
                 [mine.receive_counts.get(r, 0) * width for r in self.ranks],
                 [mine.send_counts.get(r, 0) * width for r in self.ranks],
                 group=self.group,

@@ -203,11 +203,9 @@ def to_sharded(tensor: DTensor) -> ShardedTensor:
 
 def _from_layout(tensor: DTensor, group: Any) -> ShardedTensor:
     layout, me = tensor._layout, dist.get_rank()
-    boxes = {rank: layout.tiles(rank) for rank in layout.mesh.ranks}
+    boxes = {rank: layout.tiles(rank) or (_nothing(layout, rank),) for rank in layout.mesh.ranks}
     if not layout.ndim:
-        boxes = {rank: held if rank == layout.mesh.ranks[0] else () for rank, held in boxes.items()}
-    if 0 in layout.shape:
-        boxes = {layout.mesh.ranks[0]: (Tile((0,) * layout.ndim, layout.shape),)}
+        boxes = {layout.mesh.ranks[0]: boxes[layout.mesh.ranks[0]]}
     shards = [
         ShardMetadata(list(tile.offsets), list(tile.sizes), f"rank:{rank}/{layout.device}")
         for rank, held in boxes.items()
@@ -223,6 +221,14 @@ def _from_layout(tensor: DTensor, group: Any) -> ShardedTensor:
     return ShardedTensor._made(
         [TileShard(part, shard) for part, shard in zip(parts, mine)], metadata, spec, group, empty=empty
     )
+
+
+def _nothing(layout: Layout, rank: int) -> Tile:
+    """The empty tile of a rank without elements: at the end of the dims it has nothing of, as chunks are."""
+    coords = layout.mesh.coords(rank)
+    sides = [layout.held(dim, coords) for dim in range(layout.ndim)]
+    offsets = tuple(side[0][0] if count(side) else n for side, n in zip(sides, layout.shape))
+    return Tile(offsets, layout.local_shape(rank))
 
 
 def _views(local: torch.Tensor, layout: Layout, rank: int) -> list[torch.Tensor]:

@@ -28,15 +28,12 @@ class ShardedOptimizer(optim.Optimizer):
         self.named_params = dict(named_params)
         self._params = {name: self._tensors(param) for name, param in self.named_params.items()}
         tensors = [t for held in self._params.values() for t in held]
-        if not tensors and self.named_params:  # this rank owns no tile: something to run on
-            tensors = [nn.Parameter(torch.empty(0))]
         self._optim = optimizer_class(tensors, *optimizer_args, **optimizer_kwargs)
 
     @staticmethod
     def _tensors(param: Any) -> list[torch.Tensor]:
-        if isinstance(param, ShardedTensor):
-            return [shard.tensor for shard in param.local_shards()]
-        return [param]
+        """The local shards, or the empty stand-in of a rank without any: all ranks have the same kinds of state."""
+        return param._parts if isinstance(param, ShardedTensor) else [param]
 
     # An Optimizer in its behaviour; what one keeps is kept by the optimizer inside.
     @property
@@ -79,7 +76,7 @@ class ShardedOptimizer(optim.Optimizer):
         if not isinstance(param, ShardedTensor):
             return dict(states[0])
         out: dict[str, Any] = {}
-        for key in states[0] if states else ():
+        for key in states[0]:
             values = [s[key] for s in states]
             each = all(isinstance(v, torch.Tensor) and v.shape == t.shape and v.dim() for v, t in zip(values, held))
             out[key] = param._with_parts(values) if each else values[0]
@@ -120,7 +117,7 @@ class ShardedOptimizer(optim.Optimizer):
             raise ValueError(f"params: names {taken} are in the optimizer already")
         self.named_params.update(named)
         self._params.update({name: self._tensors(param) for name, param in named.items()})
-        tensors = [t for name in named for t in self._params[name]] or [nn.Parameter(torch.empty(0))]
+        tensors = [t for name in named for t in self._params[name]]
         self._optim.add_param_group({**param_group, "params": tensors})
 
 

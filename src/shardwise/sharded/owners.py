@@ -76,13 +76,13 @@ def owners(shards: Sequence[ShardMetadata], group: Any) -> np.ndarray:
     return ranks
 
 
-def check_remote_device(group: Any, placement: Any) -> tuple[int, torch.device]:
+def check_remote_device(pg: Any, remote_device: Any) -> tuple[int, torch.device]:
     """The owner of a placement and its device there."""
-    rank = rank_of(placement)
-    members = ranks_of(group)
+    rank = rank_of(remote_device)
+    members = ranks_of(pg)
     if members and rank not in members:
         raise ValueError(f"Global rank {rank} does not exist in input process group: {members}")
-    return rank, placement.device()
+    return rank, remote_device.device()
 
 
 def communication_device(group: Any) -> torch.device:

@@ -42,15 +42,15 @@ def custom_sharding_spec_op(sharding_spec_class: type, func: Any) -> Callable[[O
     return register
 
 
-def has_spec_op(spec: Any, func: Any) -> bool:
-    return func in spec_ops.get(type(spec), {})
+def has_spec_op(sharding_spec: Any, op: Any) -> bool:
+    return op in spec_ops.get(type(sharding_spec), {})
 
 
-def dispatch_spec_op(spec: Any, func: Any, types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-    """Run the op registered for the class of `spec`."""
-    if not has_spec_op(spec, func):
-        raise RuntimeError(f"Custom op: {func} not registered for {type(spec).__name__}")
-    return spec_ops[type(spec)][func](types, args, kwargs, process_group)
+def dispatch_spec_op(sharding_spec: Any, op: Any, types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    """Run the op registered for the class of the spec."""
+    if not has_spec_op(sharding_spec, op):
+        raise RuntimeError(f"Custom op: {op} not registered for {type(sharding_spec).__name__}")
+    return spec_ops[type(sharding_spec)][op](types, args, kwargs, process_group)
 
 
 def own(*funcs: Any) -> Callable[[Op], Op]:

@@ -1,7 +1,8 @@
-"""Remote shards: RRefs to what the other ranks hold, exchanged over torch RPC when a tensor is made.
+"""Remote shards: RRefs to what the other ranks hold, over torch RPC.
 
-A tensor is known to the other ranks by a number all agree on. The registry holds it weakly: when the tensor dies, its
-entry and its RRefs go, and with them the references that other workers count.
+A tensor is known to the other ranks by a number all agree on. RRefs are made when they are asked for, from that
+number; the tensor keeps none, so nothing holds RPC up when it shuts down. The registry holds the tensor weakly: when it
+dies its entry goes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from shardwise.sharded.owners import communication_device, ranks_of, rpc_is_running
+from shardwise.sharded.owners import communication_device, rpc_is_running
 
 _lock = threading.Lock()
 sharded_tensor_map: dict[int, weakref.ReferenceType[Any]] = {}  # what is alive here, by number
-_received: dict[int, dict[int, list[Any]]] = {}  # number -> RPC rank -> RRefs
 _next = [0]
 
 
@@ -37,34 +37,37 @@ def check_ready(group: Any) -> None:
 
 
 class RemoteShards:
-    """The RRefs of one tensor to the other ranks' shards."""
+    """The number of one tensor, by which its shards are reached."""
 
     def __init__(self, tensor: Any, group: Any) -> None:
         self.number = _agreed_number(group)
-        self._end = weakref.finalize(tensor, _forget, self.number)
-        self._end.atexit = False
+        weakref.finalize(tensor, _forget, self.number).atexit = False
         with _lock:
             sharded_tensor_map[self.number] = weakref.ref(tensor)
-            _received.setdefault(self.number, {})
-        self._exchange(tensor, group)
+        dist.barrier(group=group)  # from now on every rank of the group answers for it
 
-    def _exchange(self, tensor: Any, group: Any) -> None:
-        """Tell every other rank of the group of this one's shards, and wait until all have told."""
-        me, others = dist.get_rank(), [r for r in ranks_of(group) if r != dist.get_rank()]
-        names = {worker.id: worker.name for worker in rpc.api._get_current_rpc_agent().get_worker_infos()}
-        if tensor.local_shards():
-            told = [
-                rpc.rpc_async(names[r], _register, (self.number, [rpc.RRef(s) for s in tensor.local_shards()], me))
-                for r in others
-            ]
-            torch.futures.wait_all(told)
-        dist.barrier(group=group)
-
-    def rrefs(self) -> dict[int, list[Any]]:
+    def rrefs(self, owners: list[int]) -> dict[int, list[Any]]:
+        """By rank, RRefs to its shards; `owners` is the rank of each tile, in the order of the metadata."""
         if not rpc_is_running():
             raise RuntimeError("RPC has been shut down: there are no remote shards any more")
-        with _lock:
-            return dict(_received.get(self.number, {}))
+        names = {worker.id: worker.name for worker in rpc.api._get_current_rpc_agent().get_worker_infos()}
+        found: dict[int, list[Any]] = {}
+        for rank in owners:
+            if rank != dist.get_rank():
+                mine = found.setdefault(rank, [])
+                mine.append(rpc.remote(names[rank], _shard_of, (self.number, len(mine))))
+        torch.futures.wait_all([rref._get_future() for held in found.values() for rref in held])  # made, or failed
+        return found
+
+
+def _shard_of(number: int, slot: int) -> Any:
+    """On the owner: its shard number `slot` of tensor `number`."""
+    with _lock:
+        known = sharded_tensor_map.get(number)
+    tensor = None if known is None else known()
+    if tensor is None:
+        raise RuntimeError(f"the ShardedTensor does not live on rank {dist.get_rank()} any more")
+    return tensor.local_shards()[slot]
 
 
 def _agreed_number(group: Any) -> int:
@@ -77,13 +80,6 @@ def _agreed_number(group: Any) -> int:
     return int(mine.item())
 
 
-def _register(number: int, rrefs: list[Any], rpc_rank: int) -> None:
-    """Called by another rank: its shards of tensor `number`."""
-    with _lock:
-        _received.setdefault(number, {})[rpc_rank] = rrefs
-
-
 def _forget(number: int) -> None:
     with _lock:
         sharded_tensor_map.pop(number, None)
-        _received.pop(number, None)

@@ -105,29 +105,33 @@ class EnumerableShardingSpec(ShardingSpec):
         return ShardedTensorMetadata(list(self.shards), torch.Size(tensor_sizes), tensor_properties)
 
 
-def chunk_size(n: int, chunks: int) -> int:
+def chunk_size(dim_size: int, chunks: int) -> int:
     """How many indices all chunks but the last ones get, as torch.chunk deals them out."""
-    return (n + chunks - 1) // chunks
+    return (dim_size + chunks - 1) // chunks
 
 
-def spec_of(shards: Sequence[ShardMetadata]) -> ShardingSpec:
+def spec_of(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
     """The spec behind tiles: chunks of one dim where they are that, else the list of them."""
-    found = _as_chunks(shards)
-    return found if found is not None else EnumerableShardingSpec(list(shards))
+    found = _as_chunks(shards_metadata)
+    return found if found is not None else EnumerableShardingSpec(list(shards_metadata))
 
 
-def _as_chunks(shards: Sequence[ShardMetadata]) -> ChunkShardingSpec | None:
-    boxes = boxes_of(shards)
+def _as_chunks(shards_metadata: Sequence[ShardMetadata]) -> ChunkShardingSpec | None:
+    boxes = boxes_of(shards_metadata)
     cut = [d for d in range(boxes.starts.shape[1]) if (boxes.starts[:, d] != boxes.starts[0, d]).any()]
     if len(cut) != 1:
         return None
     dim = cut[0]
-    order = sorted(range(len(shards)), key=lambda i: (shards[i].shard_offsets[dim], -shards[i].shard_sizes[dim]))
+    order = sorted(
+        range(len(shards_metadata)),
+        key=lambda i: (shards_metadata[i].shard_offsets[dim], -shards_metadata[i].shard_sizes[dim]),
+    )
     size = torch.Size(boxes.ends.max(axis=0).tolist())
-    spec = ChunkShardingSpec(dim, [shards[i].placement for i in order])  # type: ignore[misc]
+    spec = ChunkShardingSpec(dim, [shards_metadata[i].placement for i in order])  # type: ignore[misc]
     built = spec.build_metadata(size, TensorProperties()).shards_metadata
     same = all(
-        list(b.shard_offsets) == list(shards[i].shard_offsets) and list(b.shard_sizes) == list(shards[i].shard_sizes)
+        list(b.shard_offsets) == list(shards_metadata[i].shard_offsets)
+        and list(b.shard_sizes) == list(shards_metadata[i].shard_sizes)
         for b, i in zip(built, order)
     )
     return spec if same else None

@@ -554,7 +554,7 @@ class ShardedTensor(ShardedTensorBase):
         """RRefs to the shards of every other rank that holds some, by RPC rank."""
         if not self._init_rrefs or self._remote is None:
             raise RuntimeError("ShardedTensor created with init_rrefs=False, no RRefs to remote shards available")
-        return self._remote.rrefs()
+        return self._remote.rrefs(self._tiles.ranks.tolist())
 
     # -- copies ---------------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:  # type: ignore[override]

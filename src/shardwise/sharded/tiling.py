@@ -39,22 +39,25 @@ def check_disjoint(shards: Sequence[ShardMetadata], boxes: Boxes | None = None) 
         raise ValueError(f"Shards {shards[clash[0]]} and {shards[clash[1]]} overlap")
 
 
-def check_cover(shards: Sequence[ShardMetadata], size: Sequence[int], boxes: Boxes | None = None) -> None:
-    """Raise ValueError where the (disjoint) tiles leave a hole in a tensor of this size, or reach out of it."""
-    boxes = boxes_of(shards) if boxes is None else boxes
+def check_cover(
+    shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int], boxes: Boxes | None = None
+) -> None:
+    """Raise ValueError where the (disjoint) tiles leave a hole in a tensor of these dims, or reach out of it."""
+    boxes = boxes_of(shards_metadata) if boxes is None else boxes
     ndim = boxes.starts.shape[1]
-    if ndim != len(size):
-        raise ValueError(f"Rank of tensor is {len(size)}, but shards rank is {ndim}")
-    outside = np.argwhere(boxes.ends > np.array(size, dtype=np.int64).reshape(1, ndim))
+    if ndim != len(tensor_dims):
+        raise ValueError(f"Rank of tensor is {len(tensor_dims)}, but shards rank is {ndim}")
+    outside = np.argwhere(boxes.ends > np.array(tensor_dims, dtype=np.int64).reshape(1, ndim))
     if len(outside):
         row, dim = outside[0].tolist()
         start, end = int(boxes.starts[row, dim]), int(boxes.ends[row, dim])
         raise ValueError(
-            f"Shard offset {start} and length {end - start} exceeds tensor dim: {size[dim]} for shard {shards[row]}"
+            f"Shard offset {start} and length {end - start} exceeds tensor dim: {tensor_dims[dim]} for shard "
+            f"{shards_metadata[row]}"
         )
-    total, whole = int(boxes.volumes.sum()), int(np.prod(size, dtype=np.int64))
+    total, whole = int(boxes.volumes.sum()), int(np.prod(tensor_dims, dtype=np.int64))
     if total != whole:
-        hole = first_hole(boxes, size)
+        hole = first_hole(boxes, tensor_dims)
         where = f"; nobody has the box at {list(hole[0])} of sizes {list(hole[1])}" if hole and total < whole else ""
         raise ValueError(
             f"Total volume of shards: {total} does not match tensor volume: {whole}, in other words all the individual "

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.record import Note, for_backward, listeners, record, user_line
+from shardwise.move.tiles import as_bytes
 from shardwise.sharded.owners import ranks_of
 from shardwise.sharded.tensor import ShardedTensor
 
@@ -44,7 +45,7 @@ def _all_to_all(flat: torch.Tensor, take: Any, give: Any, group: Any, note: Note
         record(_Axis(), "all_to_all", 0, (sum(take) - take[me]) * flat.element_size(), note)  # type: ignore[arg-type]
     width = flat.element_size()
     dist.all_to_all_single(
-        out.view(torch.uint8), flat.view(torch.uint8), [n * width for n in take], [n * width for n in give], group=group
+        as_bytes(out), as_bytes(flat), [n * width for n in take], [n * width for n in give], group=group
     )
     return out
 

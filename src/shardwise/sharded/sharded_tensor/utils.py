@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from shardwise.sharded.local_shards import global_metadata as build_global_metadata
-from shardwise.sharded.local_shards import local_metadata
+from shardwise.sharded.local_shards import global_metadata, local_metadata
 from shardwise.sharded.metadata import ShardedTensorMetadata, as_size
 from shardwise.sharded.owners import check_remote_device as _parse_and_validate_remote_device
 from shardwise.sharded.shard import Shard
@@ -23,6 +23,15 @@ __all__ = [
 def _flatten_tensor_size(size: Any) -> torch.Size:
     """A size given as ints or as one sequence of them."""
     return as_size(size)
+
+
+def build_global_metadata(
+    gathered_metadatas: Sequence[ShardedTensorMetadata | None], recalc_metadata: bool = False
+) -> ShardedTensorMetadata:
+    """One metadata out of every rank's."""
+    if recalc_metadata:
+        raise NotImplementedError("recalc_metadata: offsets are taken as given; give each shard its true offsets")
+    return global_metadata(gathered_metadatas)
 
 
 def build_metadata_from_local_shards(
