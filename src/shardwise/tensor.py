@@ -14,7 +14,7 @@ from shardwise.comm.record import Note
 from shardwise.comm.simulation import RankTensor
 from shardwise.context import is_strict, refuse_in_program, relaxed, running_op
 from shardwise.engine.call import SPECIAL, call_function, call_overload
-from shardwise.errors import LayoutError, MeshError, MoveError
+from shardwise.errors import LayoutError, MeshError, MoveError, RuleError
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
 from shardwise.layout.placement import REPLICATE, _rebuild_shard
 from shardwise.mesh import DeviceMesh, _submesh, as_mesh
@@ -231,6 +231,16 @@ class DTensor(Wrapper):
     @data.setter
     def data(self, value: DTensor) -> None:
         _set_data(self, value)
+
+    def set_(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+        """The memory and layout of another distributed tensor. torch's parametrizations write so."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], DTensor) and args[0].dtype == self.dtype:
+            _set_data(self, args[0])
+            return self
+        raise RuleError(
+            "set_ gives a tensor other memory, and that of a distributed tensor is on many ranks; give it a DTensor of "
+            "the same dtype, or use x.data = y"
+        )
 
     def backward(
         self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None

@@ -178,6 +178,13 @@ def test_refused():
         a.clone().requires_grad_().resize_(3, 7)
     with pytest.raises(RuleError, match="set_ gives a tensor other memory"):
         a.set_(A)
+    with pytest.raises(RuleError, match="give it a DTensor of the same dtype"):
+        a.set_(a.float())
+    other = spread_out(A + 1, simulate(3), [Shard(1)])
+    assert a.set_(other) is a and a.placements == other.placements
+    other.zero_()
+    assert not a.full_tensor().any(), "they share memory"
+    a = spread_out(A, simulate(3), [Shard(0)])
     with pytest.raises(RuleError, match="that is part of another"):
         a[1:].as_strided((2, 2), (1, 2), 3)
     with pytest.raises(RuleError, match="reads memory that is not part of it"):

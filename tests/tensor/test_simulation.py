@@ -179,3 +179,17 @@ def test_one_rank():
         plain = x(3, 2).requires_grad_()
         (plain @ plain.t()).sum().backward()
         same(leaf.grad, plain.grad)
+
+
+def test_a_local_value_that_meets_a_distributed_one_raises():
+    mesh = simulate(2)
+    weight = distribute_tensor(torch.ones(3), mesh)
+    local = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]).to_local()
+    for call in (
+        lambda: local * weight,
+        lambda: weight * local,
+        lambda: torch.nn.functional.layer_norm(local, (3,), weight),
+    ):
+        with pytest.raises(MeshError, match="a RankTensor meets a DTensor; say how it is laid out"):
+            call()
+    assert isinstance(local * torch.nn.Parameter(torch.ones(3)), RankTensor)

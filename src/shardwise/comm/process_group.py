@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardwise.comm.base import Comm, Coords, Step
 from shardwise.comm.bridge import replaced
+from shardwise.comm.peers import sign_in, who_is_lost
 from shardwise.comm.record import Note, record
 from shardwise.comm.simulation import reduce_parts
 from shardwise.comm.swap import start_swap, world_of
@@ -43,6 +44,7 @@ class ProcessGroupComm(Comm):
         self._device_mesh = device_mesh
         self._groups: dict[tuple[int, ...], Any] = {}
         self._order: dict[tuple[int, ...], list[Coords]] = {}
+        sign_in()
 
     def played(self) -> Sequence[Coords]:
         return (self.coords,)
@@ -154,9 +156,10 @@ class ProcessGroupComm(Comm):
         except (RuntimeError, ValueError) as error:
             key = (axes,) if isinstance(axes, int) else tuple(axes)
             names = "+".join(self.axis_names[a] for a in key)
-            ranks = numel([self.shape[a] for a in key])
+            ranks = [self._rank(c) for c in self._everyone(key)]
+            lost = who_is_lost(error, ranks)
             raise CommError(
-                f"{kind} on mesh axis {names!r} ({ranks} ranks) failed at coordinates {self.coords}: {error}"
+                f"{kind} on mesh axis {names!r} ({len(ranks)} ranks) failed at coordinates {self.coords}{lost}: {error}"
             ) from error
 
     def run(self, step: Step, local: torch.Tensor) -> torch.Tensor:

@@ -49,8 +49,8 @@ class RankTensor(torch.Tensor):
         surface = _SURFACE.get(func)
         if surface is not None:
             return surface(*args, **(kwargs or {}))
-        if any(hasattr(kind, "_spreads") for kind in types):  # a DTensor, which knows what to say
-            return NotImplemented
+        if len(types) > 1 and not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented  # a distributed tensor says what it thinks of meeting a local one
         return map_ranks(func, args, kwargs or {})
 
     @classmethod

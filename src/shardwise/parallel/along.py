@@ -85,16 +85,21 @@ class Along:
         asked = self.places(layout, x.placements if others is None else others)
         return x.redistribute(placements=[_unless_cut(want, have, x.dim()) for want, have in zip(asked, x.placements)])
 
+    def leave(self, x: DTensor) -> torch.Tensor:
+        """The local tensor. What all simulated ranks hold alike is one plain tensor: a plain parameter that meets it
+        gets its gradient once, as on every process."""
+        comm = self.mesh.comm
+        alike = comm.simulated and len(set(comm.spectators)) == 1 and all(p.is_replicate() for p in x.placements)  # type: ignore[attr-defined]
+        return x.full_tensor() if alike else x.to_local()
+
     def as_before(self, output: DTensor, given: Any) -> tuple[Placement, ...]:
-        """The output's placements, but on the other axes those of the input: a batch that came in cut stays cut, also
-        where it was cheaper to gather it than a parameter which those axes cut."""
+        """The output's placements, but what the other axes cut of the input's leading dims they cut of the output's: a
+        batch stays cut, also where it was cheaper to gather it than a parameter which those axes cut."""
         if self.alone or not isinstance(given, DTensor):
             return output.placements
         leading = min(given.dim(), output.dim()) - (given.dtype.is_floating_point or given.dtype.is_complex)
         return tuple(
-            have
-            if axis == self.axis or came.is_partial() or (isinstance(came, Shard) and came.dim >= leading)
-            else came
+            came if axis != self.axis and isinstance(came, Shard) and came.dim < leading else have
             for axis, (have, came) in enumerate(zip(output.placements, given.placements))
         )
 

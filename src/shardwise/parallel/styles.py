@@ -44,7 +44,7 @@ class Hook:
 
 def leaves(local: bool | None, x: DTensor, along: Along) -> Any:
     """What the program gets: by default the local tensor, but on a mesh of several axes the distributed one."""
-    return x.to_local() if (along.alone if local is None else local) else x
+    return along.leave(x) if (along.alone if local is None else local) else x
 
 
 class _LayerParallel(ParallelStyle):
@@ -193,7 +193,7 @@ class RowwiseParallel(_LayerParallel):
 
 
 class SequenceParallel(ParallelStyle):
-    """Run a norm, dropout or other layer that treats positions alike on a part of the sequence; replicate its parameters.
+    """Run a norm, dropout or other layer that treats positions alike on a part of the sequence; replicate parameters.
 
     The input is cut along `sequence_dim` (a plain tensor counts as each rank's part of it) and so is the output, a
     local tensor with `use_local_output`.
