@@ -1,0 +1,438 @@
+"""Training steps of a GPT on several processes: shardwise against torch's own ways and a hand-written one.
+
+    python benchmarks/train.py                 # 2 and 4 gloo processes on this machine
+    python benchmarks/train.py --ranks 2 --only zero-3
+    python benchmarks/train.py --one-gpu       # a mesh of one GPU, 12 layers x 768, batch 8 x 1024, bfloat16
+
+Every step is forward, backward and AdamW on float32. Times are the best of several rounds in which all peers take turns,
+in the same processes. Peak memory is what the resident size grows by, in processes of its own for each peer, over the
+size they have after importing everything and joining the group.
+"""
+
+import argparse
+import functools
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gpt_step import GPT
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+Step = Callable[[], object]
+
+
+# ------------------------------------------------------------------ the program
+
+
+def build_model(options) -> GPT:
+    torch.manual_seed(0)
+    return GPT(options.vocabulary, options.context, options.width, options.heads, options.layers)
+
+
+def batch(options, rank=0, parts=1):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(options.vocabulary, (options.batch, options.context + 1), generator=generator)
+    tokens = tokens.chunk(parts)[rank]
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def stepper(model, inputs, targets, **options) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **options)
+
+    def step():
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+COLUMN, ROW = ("qkv.0", "qkv.1", "qkv.2", "up"), ("project", "down")
+
+
+# ------------------------------------------------------------------ tensor parallel
+
+
+def by_styles(styles, options, mesh):
+    """The plan with the parallel styles of a library: activations between the linears are plain local tensors."""
+    model = build_model(options)
+    plan = dict.fromkeys(COLUMN, styles.ColwiseParallel()) | dict.fromkeys(ROW, styles.RowwiseParallel())
+    for block in model.blocks:
+        block.heads //= mesh.size()
+        styles.parallelize_module(block, mesh, plan)
+    return stepper(model, *batch(options))
+
+
+def torch_tensor_parallel(options, rank, parts):
+    import torch.distributed.tensor.parallel as styles
+
+    return by_styles(styles, options, mesh_of(parts))
+
+
+def shardwise_styles(options, rank, parts):
+    import shardwise.parallel as styles
+
+    return by_styles(styles, options, mesh_of(parts))
+
+
+def shardwise_layouts(options, rank, parts):
+    """The same plan by layouts alone: all tensors are DTensors, the model is as it was."""
+    from shardwise import Replicate, Shard, distribute_module, distribute_tensor
+
+    mesh = mesh_of(parts)
+
+    def partition(path, module, mesh):
+        for name, param in list(module.named_parameters(recurse=False)):
+            column, row = path.endswith(COLUMN), path.endswith(ROW) and name == "weight"
+            place = Shard(0) if column else Shard(1) if row else Replicate()
+            module.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), mesh, [place])))
+
+    model = distribute_module(build_model(options), mesh, partition)
+    return stepper(model, *(distribute_tensor(t, mesh, [Replicate()]) for t in batch(options)))
+
+
+class CopyIn(torch.autograd.Function):
+    """Into the column-parallel layers: the gradient is summed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad
+
+
+class SumOut(torch.autograd.Function):
+    """Out of the row-parallel layers: the value is summed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.contiguous()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class HandBlock(nn.Module):
+    """A block as Megatron cuts it, written down by hand: one copy in and one sum out for each half."""
+
+    def __init__(self, block, rank, parts):
+        super().__init__()
+        self.heads = block.heads // parts
+        self.norm1, self.norm2 = block.norm1, block.norm2
+        self.qkv = nn.ModuleList(self.columns(layer, rank, parts) for layer in block.qkv)
+        self.up = self.columns(block.up, rank, parts)
+        self.project, self.down = self.rows(block.project, rank, parts), self.rows(block.down, rank, parts)
+
+    @staticmethod
+    def columns(layer, rank, parts):
+        layer.weight = nn.Parameter(layer.weight.detach().chunk(parts)[rank].clone())
+        layer.bias = nn.Parameter(layer.bias.detach().chunk(parts)[rank].clone())
+        return layer
+
+    @staticmethod
+    def rows(layer, rank, parts):
+        layer.weight = nn.Parameter(layer.weight.detach().chunk(parts, 1)[rank].clone())
+        return layer
+
+    def forward(self, x):
+        y = CopyIn.apply(self.norm1(x))
+        q, k, v = (layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in self.qkv)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + SumOut.apply(F.linear(y, self.project.weight)) + self.project.bias
+        y = F.gelu(self.up(CopyIn.apply(self.norm2(x))))
+        return x + SumOut.apply(F.linear(y, self.down.weight)) + self.down.bias
+
+
+def hand_written(options, rank, parts):
+    model = build_model(options)
+    model.blocks = nn.Sequential(*(HandBlock(block, rank, parts) for block in model.blocks))
+    return stepper(model, *batch(options))
+
+
+# ------------------------------------------------------------------ data parallel
+
+
+def one_rank(options, rank, parts):
+    """A step on this rank's part of the batch, alone: what no way of data parallelism can beat."""
+    return stepper(build_model(options), *batch(options, rank, parts))
+
+
+def torch_ddp(options, rank, parts):
+    model = nn.parallel.DistributedDataParallel(build_model(options), gradient_as_bucket_view=True)
+    return stepper(model, *batch(options, rank, parts))
+
+
+def torch_fully_shard(options, rank, parts):
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = build_model(options), mesh_of(parts)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return stepper(model, *batch(options, rank, parts))
+
+
+def shardwise_data(options, rank, parts, shard):
+    from shardwise.parallel import data_parallel
+
+    model = data_parallel(build_model(options), mesh_of(parts), shard)
+    return stepper(model, *batch(options, rank, parts))
+
+
+@functools.cache
+def mesh_of(parts):
+    return dist.device_mesh.init_device_mesh("cpu", (parts,), mesh_dim_names=("ranks",))
+
+
+TABLES = {  # name: (title, {peer: builder}); the first peer is the base of the ratios
+    "tensor": (
+        "Tensor parallel",
+        {
+            "torch DTensor, parallel styles": torch_tensor_parallel,
+            "hand-written, as Megatron": hand_written,
+            "shardwise, parallel styles": shardwise_styles,
+            "shardwise, layouts alone": shardwise_layouts,
+        },
+    ),
+    "data": (
+        "Data parallel",
+        {
+            "torch DistributedDataParallel": torch_ddp,
+            "no communication": one_rank,
+            "shardwise none": functools.partial(shardwise_data, shard="none"),
+            "shardwise optimizer (ZeRO 1)": functools.partial(shardwise_data, shard="optimizer"),
+            "shardwise gradients (ZeRO 2)": functools.partial(shardwise_data, shard="gradients"),
+        },
+    ),
+    "zero-3": (
+        "Data parallel with cut parameters",
+        {
+            "torch fully_shard": torch_fully_shard,
+            "shardwise parameters (ZeRO 3)": functools.partial(shardwise_data, shard="parameters"),
+        },
+    ),
+}
+
+
+def peers_of(name) -> dict[str, Callable[..., Step]]:
+    import shardwise.parallel
+
+    peers = dict(TABLES[name][1])
+    if not hasattr(shardwise.parallel, "parallelize_module"):
+        peers.pop("shardwise, parallel styles", None)
+    return peers
+
+
+# ------------------------------------------------------------------ processes
+
+
+def join(rank, parts, folder):
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = Path(folder, "store").as_uri()
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=parts, timeout=timedelta(minutes=2))
+
+
+def measure_times(rank, parts, folder, name, options, results):
+    """Seconds a step for each peer, the best of all rounds; a round ends when the slowest rank has."""
+    join(rank, parts, folder)
+    steps = {peer: build(options, rank, parts) for peer, build in peers_of(name).items()}
+    losses = {peer: [float(step()) for _ in range(2)] for peer, step in steps.items()}
+    best = dict.fromkeys(steps, float("inf"))
+    for _ in range(options.rounds):
+        for peer, step in steps.items():
+            dist.barrier()
+            gc.collect()
+            start = time.perf_counter()
+            for _ in range(options.steps):
+                step()
+            dist.barrier()
+            best[peer] = min(best[peer], (time.perf_counter() - start) / options.steps)
+    if rank == 0:
+        results.put((best, {peer: loss[-1] for peer, loss in losses.items()}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_memory(rank, parts, folder, name, peer, options, results):
+    """How far the resident size of this process goes above where it starts."""
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+
+    import shardwise.parallel  # noqa: F401
+
+    join(rank, parts, folder)
+    mesh_of(parts)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = _status("VmRSS")
+    step = peers_of(name)[peer](options, rank, parts)
+    for _ in range(4):
+        step()
+    if rank == 0:
+        results.put(_status("VmHWM") - before)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _status(field) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def on_processes(function, parts, *args, seconds=600):
+    """What rank 0 of `parts` processes puts into the queue."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            context.Process(target=function, args=(rank, parts, folder, *args, results), daemon=True)
+            for rank in range(parts)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            deadline = time.monotonic() + seconds
+            while results.empty():
+                if time.monotonic() > deadline or any(worker.exitcode for worker in workers):
+                    raise SystemExit(f"{function.__name__} on {parts} processes did not finish")
+                time.sleep(0.1)
+            return results.get()
+        finally:
+            for worker in workers:
+                worker.join(10)
+                worker.kill()
+
+
+def compare(options, console):
+    found = {}
+    for parts in options.ranks:
+        for name in options.only:
+            times, losses = on_processes(measure_times, parts, name, options)
+            memory = {}
+            if options.memory and Path("/proc/self/clear_refs").exists():
+                memory = {peer: on_processes(measure_memory, parts, name, peer, options) for peer in times}
+            found[f"{name} {parts}"] = {"seconds": times, "peak bytes": memory}
+            console.print(table(f"{TABLES[name][0]}, {parts} processes", times, memory, losses))
+    return found
+
+
+def table(title, times, memory, losses):
+    base = next(iter(times))
+    made = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("", "step (ms)", f"/ {base}", "peak (MB)", "/ same", "loss after 2"):
+        made.add_column(column, justify="left" if not column else "right")
+    for peer, seconds in times.items():
+        size = memory.get(peer)
+        made.add_row(
+            peer,
+            f"{seconds * 1e3:.1f}",
+            f"{seconds / times[base]:.2f}x",
+            "" if size is None else f"{size / 1e6:.1f}",
+            "" if size is None else f"{size / memory[base]:.2f}x",
+            f"{losses[peer]:.5f}",
+        )
+    return made
+
+
+# ------------------------------------------------------------------ one GPU
+
+
+def one_gpu(options, console):
+    """A mesh of one rank: plain torch, torch's DTensor and shardwise, each as a user would write it."""
+    import torch.distributed.tensor as peer
+
+    import shardwise
+    from shardwise.parallel import data_parallel
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = shardwise.init_device_mesh(device, (1,), mesh_dim_names=("dp",))
+    inputs, targets = (t.to(device) for t in batch(options))
+
+    def build(library):
+        model = build_model(options).to(device=device, dtype=torch.bfloat16)
+        if library is None:
+            return stepper(model, inputs, targets)
+        if library == "data":
+            return stepper(data_parallel(model, mesh, "parameters"), inputs, targets)
+        model = library.distribute_module(model, mesh)
+        laid = (library.distribute_tensor(t, mesh, [library.Shard(0)]) for t in (inputs, targets))
+        return stepper(model, *laid)
+
+    makers = {"torch": None, "DTensor": peer, "shardwise": shardwise, "shardwise data_parallel": "data"}
+    steps, best = {}, {}
+    for name, library in makers.items():
+        try:
+            step = build(library)
+            for _ in range(3):
+                step()
+        except Exception as error:  # a peer may lack an op: its row says so
+            if name != "DTensor":
+                raise
+            console.print(f"DTensor: {type(error).__name__}: {error}")
+            continue
+        steps[name], best[name] = step, float("inf")
+    sync = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(options.rounds):
+        for name, step in steps.items():
+            sync()
+            start = time.perf_counter()
+            for _ in range(options.steps):
+                step()
+            sync()
+            best[name] = min(best[name], (time.perf_counter() - start) / options.steps)
+    size = f"{options.layers} layers x {options.width}, batch {options.batch} x {options.context}, bfloat16"
+    losses = {name: float(step()) for name, step in steps.items()}
+    console.print(table(f"One rank on {device}: {size}", best, {}, losses))
+    dist.destroy_process_group()
+    return {"one rank": {"seconds": best}}
+
+
+SMALL = {"layers": 4, "width": 256, "heads": 8, "context": 64, "batch": 8, "vocabulary": 2048, "steps": 3, "rounds": 5}
+LARGE = {"layers": 12, "width": 768, "heads": 12, "context": 1024, "batch": 8, "vocabulary": 50304, "steps": 10, "rounds": 5}  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one-gpu", action="store_true", help="a mesh of one rank instead of several processes")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES), help="these tables only")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="times only")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
+    for name in SMALL:
+        parser.add_argument(f"--{name}", type=int, help=f"default {SMALL[name]}, with --one-gpu {LARGE[name]}")
+    options = parser.parse_args()
+    for name, default in (LARGE if options.one_gpu else SMALL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    console = Console(width=120)
+    found = one_gpu(options, console) if options.one_gpu else compare(options, console)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
