@@ -99,7 +99,11 @@ class Along:
             settled = tuple(_unless_cut(want, have, x.dim()) for want, have in zip(asked, x.placements))
             _remember(self._moves, key, None if settled == x.placements else settled)
         places = self._moves[key]
-        return x if places is None else x.redistribute(placements=places)
+        if places is None:
+            return x
+        if x.placements[self.axis].is_shard() and places[self.axis].is_replicate() and _has_version(x):
+            return _gathered_once(x, places)
+        return x.redistribute(placements=places)
 
     def _as_before(self, output: Any, given: Any) -> tuple[Placement, ...]:
         number = given.dtype.is_floating_point or given.dtype.is_complex  # else ids, which get a dim more
@@ -132,6 +136,23 @@ class Along:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Along, (self.mesh, self.axis)
+
+
+def _has_version(x: DTensor) -> bool:
+    """Whether a tensor can tell that it has been written to; one made in inference mode cannot."""
+    return not x._layout.mesh.comm.first(x._local).is_inference()
+
+
+def _gathered_once(x: DTensor, places: tuple[Placement, ...]) -> DTensor:
+    """The tensor made whole, kept on it: query, key and value projections of one input share the gathering, and the
+    one of their gradients."""
+    if x._spreads is None:
+        x._spreads = {}
+    key, now = ("moved", places, torch.is_grad_enabled()), (x._local, x._version)
+    found = x._spreads.get(key)
+    if found is None or found[0] is not now[0] or found[1] != now[1]:
+        found = x._spreads[key] = (*now, x.redistribute(placements=places))
+    return found[2]
 
 
 def _key(layout: Layout) -> Any:
