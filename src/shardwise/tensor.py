@@ -95,8 +95,7 @@ class DTensor(Wrapper):
         if grad_placements is not None:
             mine, theirs = surface.grad_layout(layout), _grad_layout_given(layout, grad_placements)
             local = regrade(mesh.comm, local, lambda g: move(g, mine, theirs, Note("from_local", backward=True)))
-        replicas = [axis for axis, p in enumerate(layout.placements) if p.is_replicate()]
-        return wrap(_across(mesh.comm, share(mesh.comm, local, replicas)), layout)
+        return entered(local, layout)
 
     @staticmethod
     def outside(
@@ -353,6 +352,13 @@ class DTensor(Wrapper):
 
 # clip_grad_norm_ uses list ops for the types it finds here: one exchange for all gradients, not one for each
 torch.utils._foreach_utils._foreach_supported_types.append(DTensor)
+
+
+def entered(local: Any, layout: Layout) -> DTensor:
+    """A local value, known to be one under this layout, as a tensor."""
+    comm = layout.mesh.comm
+    replicas = [axis for axis, p in enumerate(layout.placements) if p.is_replicate()]
+    return wrap(_across(comm, share(comm, local, replicas)), layout)
 
 
 def _across(comm: Any, local: Any) -> Any:

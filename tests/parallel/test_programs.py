@@ -116,7 +116,7 @@ def columns_and_rows(n):
             given = x.clone().requires_grad_()
             y = model(given)
             y.pow(2).sum().backward()
-            seen += [type(y) is torch.Tensor, whole(y), given.grad, grads(model), placements(model)]
+            seen += [isinstance(y, n.DTensor), whole(y), given.grad, grads(model), placements(model)]
     return seen
 
 
@@ -143,7 +143,7 @@ def names_and_wildcards(n):
         {"layers.*.mlp.up": col, "layers.*.mlp.down": row},
         {"layers.*.attention.[qkv]": col, "layers.*.attention.o": row},
         {"layers.?.mlp.u*": col, "layers.1.m*.down": row},
-        {"*.1.mlp.up": col},
+        {"lay*.1.mlp.up": col},
         {"nowhere": col},
         {"layers.*.nowhere": col, "head": col},
         {"layers.*.mlp.nowhere.up": col},

@@ -222,6 +222,35 @@ def test_a_pair_of_layers_costs_one_all_reduce_each_way():
     assert [(e.kind, e.backward) for e in log] == [("all_reduce", False), ("all_reduce", True)]
 
 
+def test_projections_of_one_input_gather_it_once():
+    mesh = simulate((1, 2), axis_names=("dp", "tp"))
+    layers = nn.ModuleList(nn.Linear(WIDTH, 4).double() for _ in range(3))
+    parallelize_module(layers, mesh, {"*": ColwiseParallel()}, axis="tp")
+    x = distribute_tensor(torch.randn(2, 4, WIDTH, dtype=torch.float64), mesh, [R, Shard(1)]).requires_grad_()
+    for kinds in (["all_gather", "all_reduce"], ["all_gather", "all_reduce"], ["all_reduce"]):
+        with debug.ledger() as log:
+            sum(layer(x) for layer in layers).sum().backward()
+        assert [e.kind for e in log] == kinds
+        want = sum(layer.weight.full_tensor().sum(0) for layer in layers).expand(2, 4, -1)
+        same(whole(x.grad), want.detach())
+        x.grad = None
+        if x._version == 0:
+            with torch.no_grad():
+                x.add_(1)  # written to: gathered anew
+
+
+def test_inference_mode():
+    mesh = simulate((1, 2), axis_names=("dp", "tp"))
+    layer = parallelize_module(nn.Linear(WIDTH, 4).double(), mesh, ColwiseParallel(), axis="tp")
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    with torch.inference_mode():
+        laid = distribute_tensor(x, mesh, [R, Shard(1)])
+        inside = whole(layer(laid))
+    with torch.no_grad():
+        same(whole(layer(laid)), inside)
+        same(inside.clone(), F.linear(x, layer.weight.full_tensor(), layer.bias.full_tensor()))
+
+
 def test_tied_parameters_stay_tied():
     mesh = simulate((2, 2), axis_names=("dp", "tp"))
     agree = {"words": RowwiseParallel(input_layouts=R), "head": ColwiseParallel(output_layouts=R)}

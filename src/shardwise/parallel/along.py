@@ -12,7 +12,7 @@ from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Placement, Shard
 from shardwise.layout.placement import REPLICATE, as_placement
 from shardwise.mesh import Mesh, as_mesh
-from shardwise.tensor import DTensor
+from shardwise.tensor import DTensor, entered
 
 # What a style is told of a tensor: its placement on the style's axis, or placements by the names of axes.
 Layout = Placement | Mapping[str, Placement]
@@ -30,6 +30,8 @@ class Along:
 
     def __init__(self, mesh: Mesh, axis: int) -> None:
         self.mesh, self.axis = mesh, axis
+        self._known: dict[Any, Any] = {}  # layouts of plain tensors
+        self._moves: dict[Any, Any] = {}  # where tensors of a layout go; None stays
 
     @staticmethod
     def of(device_mesh: Any, axis: int | str | None) -> Along:
@@ -71,19 +73,45 @@ class Along:
                     f"the tensors, parallelize_module(module, mesh, plan, axis={axis!r})"
                 )
             return x
+        key = None if self.mesh.comm.simulated else (x.shape, x.stride(), x.dtype, x.device, _key(layout))
+        if key in self._known:
+            return entered(x, self._known[key])
         places = self.places(layout)
         mine = getattr(x, "ranks", (x,))[0].shape  # simulated ranks may differ where a dim is cut
         cut = {p.dim % len(mine) for p in places if isinstance(p, Shard) and -len(mine) <= p.dim < len(mine)}
         known = {dim % len(mine): size for dim, size in (whole or {}).items() if -len(mine) <= dim < len(mine)}
         shape = [known.get(d, n) for d, n in enumerate(mine)] if cut and cut <= known.keys() else None
-        return DTensor.from_local(x, self.mesh, places, shape=shape)
+        laid = DTensor.from_local(x, self.mesh, places, shape=shape)
+        if key is not None and (shape or not cut):  # else the sizes that other ranks hold may change from call to call
+            _remember(self._known, key, laid._layout)
+        return laid
 
-    def move(self, x: DTensor, layout: Layout, others: tuple[Placement, ...] | None = None) -> DTensor:
-        """The tensor laid out so; axes that the layout does not speak of stay as they are, or become as `others` say.
+    def move(self, x: DTensor, layout: Layout, given: Any = None) -> DTensor:
+        """The tensor laid out so; axes that the layout does not speak of stay as they are. What they cut of the leading
+        dims of `given`, the module's input, they cut of this: a batch stays cut, also where it was cheaper to gather it
+        than a parameter which those axes cut.
 
         A plain Shard(dim) asks for no particular sizes: a tensor that is cut along dim already stays, however it is."""
-        asked = self.places(layout, x.placements if others is None else others)
-        return x.redistribute(placements=[_unless_cut(want, have, x.dim()) for want, have in zip(asked, x.placements)])
+        before = given._layout if isinstance(given, DTensor) and not self.alone else None
+        key = (x._layout, before, _key(layout))
+        if key not in self._moves:
+            asked = self.places(layout, x.placements if before is None else self._as_before(x._layout, before))
+            settled = tuple(_unless_cut(want, have, x.dim()) for want, have in zip(asked, x.placements))
+            _remember(self._moves, key, None if settled == x.placements else settled)
+        places = self._moves[key]
+        if places is None:
+            return x
+        if x.placements[self.axis].is_shard() and places[self.axis].is_replicate() and _has_version(x):
+            return _gathered_once(x, places)
+        return x.redistribute(placements=places)
+
+    def _as_before(self, output: Any, given: Any) -> tuple[Placement, ...]:
+        number = given.dtype.is_floating_point or given.dtype.is_complex  # else ids, which get a dim more
+        leading = min(len(given.shape), len(output.shape)) - number
+        return tuple(
+            came if axis != self.axis and isinstance(came, Shard) and came.dim < leading else have
+            for axis, (have, came) in enumerate(zip(output.placements, given.placements))
+        )
 
     def leave(self, x: DTensor) -> torch.Tensor:
         """The local tensor. What all simulated ranks hold alike is one plain tensor: a plain parameter that meets it
@@ -91,17 +119,6 @@ class Along:
         comm = self.mesh.comm
         alike = comm.simulated and len(set(comm.spectators)) == 1 and all(p.is_replicate() for p in x.placements)  # type: ignore[attr-defined]
         return x.full_tensor() if alike else x.to_local()
-
-    def as_before(self, output: DTensor, given: Any) -> tuple[Placement, ...]:
-        """The output's placements, but what the other axes cut of the input's leading dims they cut of the output's: a
-        batch stays cut, also where it was cheaper to gather it than a parameter which those axes cut."""
-        if self.alone or not isinstance(given, DTensor):
-            return output.placements
-        leading = min(given.dim(), output.dim()) - (given.dtype.is_floating_point or given.dtype.is_complex)
-        return tuple(
-            came if axis != self.axis and isinstance(came, Shard) and came.dim < leading else have
-            for axis, (have, came) in enumerate(zip(output.placements, given.placements))
-        )
 
     def lay_out(self, param: torch.Tensor, placement: Placement, source: int | None) -> DTensor:
         """A parameter or buffer with this placement on the axis; one that is distributed keeps its other axes."""
@@ -116,6 +133,36 @@ class Along:
 
     def __deepcopy__(self, memo: Any) -> Along:
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Along, (self.mesh, self.axis)
+
+
+def _has_version(x: DTensor) -> bool:
+    """Whether a tensor can tell that it has been written to; one made in inference mode cannot."""
+    return not x._layout.mesh.comm.first(x._local).is_inference()
+
+
+def _gathered_once(x: DTensor, places: tuple[Placement, ...]) -> DTensor:
+    """The tensor made whole, kept on it: query, key and value projections of one input share the gathering, and the
+    one of their gradients."""
+    if x._spreads is None:
+        x._spreads = {}
+    key, now = ("moved", places, torch.is_grad_enabled()), (x._local, x._version)
+    found = x._spreads.get(key)
+    if found is None or found[0] is not now[0] or found[1] != now[1]:
+        found = x._spreads[key] = (*now, x.redistribute(placements=places))
+    return found[2]
+
+
+def _key(layout: Layout) -> Any:
+    return tuple(layout.items()) if isinstance(layout, Mapping) else layout
+
+
+def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(table) >= 1024:
+        table.clear()
+    table[key] = value
 
 
 def _unless_cut(want: Placement, have: Placement, ndim: int) -> Placement:

@@ -96,7 +96,7 @@ class _LayerParallel(ParallelStyle):
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any, along: Along) -> Any:
         output = check_tensor(output, f"{type(self).__name__}: the output of {type(module).__name__}")
         output, given = along.enter(output, REPLICATE), next(iter((*args, *kwargs.values())))
-        output = along.move(output, self.output_layouts, along.as_before(output, given))
+        output = along.move(output, self.output_layouts, given)
         return leaves(self.use_local_output, output, along)
 
     def _weight_dim(self, module: nn.Module, given: int | None, linear: int, table: int) -> int:
@@ -219,7 +219,7 @@ class SequenceParallel(ParallelStyle):
 
     def _leave(self, module: nn.Module, args: Any, output: Any, along: Along) -> Any:
         output = along.enter(output, self.sequence)
-        output = along.move(output, output.placements[along.axis], along.as_before(output, args[0]))
+        output = along.move(output, output.placements[along.axis], args[0])
         return leaves(self.use_local_output, output, along)
 
     def __repr__(self) -> str:
