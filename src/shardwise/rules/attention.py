@@ -1,7 +1,8 @@
-"""Attention: batch and head dims pass, queries too unless the causal mask counts them; keys are whole."""
+"""Attention: batch and head dims pass. Cut queries stay where they are and the keys come to them (sequence.py)."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 
 from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import dense_stride
+from shardwise.rules.attention_blocks import How
+from shardwise.rules.sequence import attention_over_cuts
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
 
@@ -42,7 +45,7 @@ def attention(
                 names.append(f"b{i}" if _size(op, i, batch) == sizes[i] else None)
         return names
 
-    rows = None if is_causal else "l"
+    rows = "l"
     out = [f"b{i}" for i in range(batch)]
     if grouped:
         out[-1] = "heads"
@@ -66,9 +69,40 @@ def attention(
 
         return attend
 
-    return Factors(
+    factors = Factors(
         inputs, [(*out, rows, "e")], linear="each", joint=frozenset({2}), local=local, result=_result(q, k, v)
     )
+    if not _along_cuts(q, k, v, attn_mask, is_causal):
+        return factors
+    return Algorithm(functools.partial(_over_cuts, factors, grouped))
+
+
+def _along_cuts(q: Operand, k: Operand, v: Operand, mask: Any, is_causal: bool) -> bool:
+    """Whether keys or values are cut along the sequence, or queries that a causal mask counts."""
+    counted = [q, mask] if isinstance(mask, Operand) and mask.ndim > 1 else [q]
+    return any(op.layout.is_cut(op.ndim - 2) for op in ((k, v, *counted) if is_causal else (k, v)))
+
+
+def _over_cuts(
+    factors: Factors,
+    grouped: bool,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> Any:
+    operands = [query, key, value] if attn_mask is None else [query, key, value, attn_mask]
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return attention_over_cuts(factors, How(scale, grouped), is_causal, operands)
+    dtype = torch.get_autocast_dtype(device)
+    cast = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in operands]
+    with torch.autocast(device, enabled=False):
+        return attention_over_cuts(factors, How(scale, grouped), is_causal, cast)
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu")
