@@ -1,6 +1,6 @@
 """shardwise: tensors that live on many devices and behave as if they lived on one."""
 
-from shardwise import debug, dynamo, experimental
+from shardwise import debug, dynamo, experimental, parallel
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.calibration import calibrate
 from shardwise.comm.simulation import RankTensor
@@ -16,7 +16,7 @@ from shardwise.errors import (
     ShardwiseError,
     StrictError,
 )
-from shardwise.experimental import implicit_replication, local_map, register_sharding
+from shardwise.experimental import context_parallel, implicit_replication, local_map, register_sharding
 from shardwise.factories import empty, full, ones, rand, randn, zeros
 from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
 from shardwise.mesh import DeviceMesh, init_device_mesh, simulate
@@ -48,6 +48,7 @@ __all__ = [
     "cache_info",
     "calibrate",
     "clear_caches",
+    "context_parallel",
     "debug",
     "distribute_module",
     "distribute_tensor",
@@ -60,6 +61,7 @@ __all__ = [
     "memory_cap",
     "move_state_dict",
     "ones",
+    "parallel",
     "plan_move",
     "rand",
     "randn",

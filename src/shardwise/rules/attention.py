@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import dense_stride
 from shardwise.rules.attention_blocks import How
-from shardwise.rules.sequence import attention_over_cuts
+from shardwise.rules.sequence import CutAttention
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
 
@@ -74,7 +74,7 @@ def attention(
     )
     if not _along_cuts(q, k, v, attn_mask, is_causal):
         return factors
-    return Algorithm(functools.partial(_over_cuts, factors, grouped))
+    return Algorithm(functools.partial(_over_cuts, CutAttention(factors, How(scale, grouped), is_causal)))
 
 
 def _along_cuts(q: Operand, k: Operand, v: Operand, mask: Any, is_causal: bool) -> bool:
@@ -84,25 +84,17 @@ def _along_cuts(q: Operand, k: Operand, v: Operand, mask: Any, is_causal: bool) 
 
 
 def _over_cuts(
-    factors: Factors,
-    grouped: bool,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
+    attend: CutAttention, query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, **__: Any
 ) -> Any:
+    """`attend` on the operands; under autocast, as one op of the lower precision."""
     operands = [query, key, value] if attn_mask is None else [query, key, value, attn_mask]
     device = query.device.type
     if not torch.is_autocast_enabled(device):
-        return attention_over_cuts(factors, How(scale, grouped), is_causal, operands)
+        return attend(operands)
     dtype = torch.get_autocast_dtype(device)
     cast = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in operands]
     with torch.autocast(device, enabled=False):
-        return attention_over_cuts(factors, How(scale, grouped), is_causal, cast)
+        return attend(cast)
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu")

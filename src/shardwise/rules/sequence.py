@@ -21,8 +21,8 @@ from shardwise.comm.record import Note, for_backward, hearing, listeners, user_l
 from shardwise.context import is_strict, refuse_in_program
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, Placement
-from shardwise.layout.placement import REPLICATE
 from shardwise.layout.layout import dense_stride, shards_from_table
+from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals
 from shardwise.move import plan_steps, run_move, start_move
 from shardwise.move.limit import current_cap, largest_bytes
@@ -63,15 +63,33 @@ def current_way() -> str:
     return getattr(_state, "way", "auto")
 
 
-def attention_over_cuts(factors: Factors, how: How, causal: bool, operands: Sequence[Any]) -> Any:
-    """Attention of distributed q, k, v and maybe a mask; `factors` says how the dims beside the sequences may be cut."""
-    layouts = tuple(x._layout for x in operands)
-    work = _planned(_Factors(factors), how, causal, layouts, current_way(), current_cap())
-    note = Note("scaled_dot_product_attention")
-    locals = [_brought(x, need, work.split, note) for x, need in zip(operands, work.inputs, strict=True)]
-    if len(work.stations) > 1 and is_strict():
-        refuse_in_program(note.op, work.inputs[1], "the other ranks, round the ring")
-    return wrap(work(locals, note), work.output)
+def set_sequence_exchange(way: str) -> None:
+    """The same from here on, in this thread."""
+    _state.way = sequence_exchange(way).way
+
+
+class CutAttention:
+    """Attention of distributed q, k, v and maybe a mask; `factors` says how dims beside the sequences may be cut.
+
+    Made once for a kind of call: it keeps what it planned."""
+
+    def __init__(self, factors: Factors, how: How, causal: bool) -> None:
+        self.factors, self.how, self.causal = factors, how, causal
+        self._planned: dict[Any, AttentionWork] = {}
+
+    def __call__(self, operands: Sequence[Any]) -> Any:
+        work = self.planned(tuple(x._layout for x in operands))
+        note = Note("scaled_dot_product_attention")
+        locals = [_brought(x, need, work.split, note) for x, need in zip(operands, work.inputs, strict=True)]
+        if len(work.stations) > 1 and is_strict():
+            refuse_in_program(note.op, work.inputs[1], "the other ranks, round the ring")
+        return wrap(work(locals, note), work.output)
+
+    def planned(self, layouts: tuple[Layout, ...]) -> AttentionWork:
+        key = (layouts, current_way(), current_cap())
+        if key not in self._planned:
+            self._planned[key] = _plan(self.factors, self.how, self.causal, *key)
+        return self._planned[key]
 
 
 def _brought(x: Any, need: Layout, split: tuple[int, ...], note: Note) -> Any:
@@ -82,27 +100,12 @@ def _brought(x: Any, need: Layout, split: tuple[int, ...], note: Note) -> Any:
     return run_move(x._local, x._layout.mesh.comm, steps, note)
 
 
-class _Factors:
-    """Factors as a key: those of equal names lead to equal plans."""
-
-    def __init__(self, factors: Factors) -> None:
-        self.factors = factors
-        self.names = (tuple(map(tuple, factors.inputs)), tuple(map(tuple, factors.outputs)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Factors) and self.names == other.names
-
-    def __hash__(self) -> int:
-        return hash(self.names)
-
-
-@functools.lru_cache(maxsize=1024)
-def _planned(
-    factors: _Factors, how: How, causal: bool, layouts: tuple[Layout, ...], way: str, cap: int | None
+def _plan(
+    factors: Factors, how: How, causal: bool, layouts: tuple[Layout, ...], way: str, cap: int | None
 ) -> AttentionWork:
     """Where the operands must be, and whether keys travel. The dims beside the sequences are planned as for any op."""
     operands = [Operand(layout, i) for i, layout in enumerate(layouts)]
-    chosen = factors.factors.assign(operands, (), False)
+    chosen = factors.assign(operands, (), False)
     assert chosen is not None  # there is always the way of computing it all on each rank
     q, k, v = layouts[:3]
     rows, keys = q.ndim - 2, k.ndim - 2
@@ -112,7 +115,7 @@ def _planned(
         for axis, place in enumerate(chosen.inputs[0])
         if place.is_shard(rows) and k.placements[axis].is_shard(keys) and q.mesh.shape[axis] > 1
     )
-    shape = factors_shape(q, k, v, how)
+    shape = _output_shape(q, k, v, how)
     output = q.replace(
         placements=chosen.outputs[0], shape=shape,
         stride=dense_stride(shape, q.stride) if q.ndim == len(shape) else None,
@@ -126,7 +129,7 @@ def _planned(
     return AttentionWork(how, causal, whole, output, ring)
 
 
-def factors_shape(q: Layout, k: Layout, v: Layout, how: How) -> tuple[int, ...]:
+def _output_shape(q: Layout, k: Layout, v: Layout, how: How) -> tuple[int, ...]:
     kept = 3 if how.grouped else 2
     batch = torch.broadcast_shapes(*(x.shape[: x.ndim - kept] for x in (q, k, v)))
     return (*batch, *q.shape[q.ndim - kept : -1], v.shape[-1])
@@ -155,9 +158,7 @@ class AttentionWork:
 
     At station t a rank has the keys and values of the one t places before it on the `ring` axes."""
 
-    def __init__(
-        self, how: How, causal: bool, inputs: Sequence[Layout], output: Layout, ring: tuple[int, ...]
-    ) -> None:
+    def __init__(self, how: How, causal: bool, inputs: Sequence[Layout], output: Layout, ring: tuple[int, ...]) -> None:
         self.how, self.causal, self.inputs, self.output, self.ring = how, causal, tuple(inputs), output, ring
         self.mesh, self.comm = output.mesh, output.mesh.comm
         self.split = tuple(
@@ -210,7 +211,7 @@ class AttentionWork:
                 so_far = self._bound(attend)(q, *self._taken(came), mask, so_far, self.how, blocks)
                 wait()
                 came = coming
-            out, lse = so_far
+            out, lse = so_far  # type: ignore[misc]
             return self._bound(finished)(out, lse, self.inputs[0].dtype), lse
 
     def _bound(self, func: Any) -> Any:
@@ -244,9 +245,7 @@ class AttentionWork:
         for t, blocks in enumerate(self.blocks):
             coming, wait = self._sent_on(came, t, note) if t + 1 < len(self.blocks) else (came, _nothing)
             here = self._taken(came)
-            dq, dmask, dk, dv = self._bound(attend_backward)(
-                grad, q, *here, mask, out, lse, so_far, self.how, blocks
-            )
+            dq, dmask, dk, dv = self._bound(attend_backward)(grad, q, *here, mask, out, lse, so_far, self.how, blocks)
             so_far = (dq, dmask)
             more = self._packed(dk, dv)
             wait_behind()
