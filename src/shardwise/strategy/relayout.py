@@ -65,7 +65,7 @@ class Relayout:
         return Assignment([source.placements], outs, self.local)
 
     def _checked(self, layout: Layout, dim: int) -> list[tuple[_Cut, list[Carried]]] | None:
-        """Where the cut of `dim` goes, if it can go there for every rank: whole, or each axis's part of it by itself."""
+        """Where the cut of `dim` goes, if it can for every rank: whole, or each axis's part of it by itself."""
         whole = _Cut(layout, dim, layout.axes_of(dim))
         goes = self._goes(whole)
         if goes is not None:
