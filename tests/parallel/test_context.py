@@ -27,6 +27,7 @@ from shardwise.parallel import (
     set_rotate_method,
     zigzag,
 )
+from shardwise.rules import sequence
 from shardwise.rules.attention_blocks import visible_blocks
 from shardwise.rules.sequence import current_way
 from tests.harness import check, seeded
@@ -298,6 +299,39 @@ def test_size_decides_and_a_memory_cap_counts():
     large = [torch.zeros(1, 1, 70_000, 8, dtype=torch.float64)] * 2
     mine = [distribute_tensor(torch.zeros(1, 1, 1, 8, dtype=torch.float64), mesh, [Shard(2)]), *(distribute_tensor(t, mesh, [Shard(2)]) for t in large)]
     assert kinds() == {"all_to_all"}
+
+
+def test_a_few_queries_ask_every_rank_for_its_part_of_the_answer():
+    """Long keys that are cut, queries that are not: what travels does not grow with the keys."""
+    mesh = simulate(4)
+    seen = torch.rand(3, 80, generator=torch.Generator().manual_seed(1)) > 0.5
+    seen[1] = False  # a query that sees nothing
+    for keys in ([Shard(2)], [zigzag(2, 80, 4)], [Shard(2, sizes=(0, 70, 9, 1))]):
+        for extra in ({}, {"is_causal": True}, {"enable_gqa": True}):
+            tensors = seeded((2, 4, 3, 4), *[(2, 2 if "enable_gqa" in extra else 4, 80, 4)] * 2)
+            with shardwise.debug.ledger() as log:
+                out = agrees(mesh, ([R], keys, keys), tensors, "auto", **extra)
+            assert out.placements == (R,)
+            assert not {e.kind for e in log if e.op == "scaled_dot_product_attention"} & {"all_gather", "all_to_all"}
+        agrees(mesh, ([R], keys, keys), seeded((2, 4, 3, 4), (2, 4, 80, 4), (2, 4, 80, 4)), "auto", seen, [R])
+    grid = simulate((2, 2))
+    agrees(grid, ([Shard(1), R], [Shard(1), Shard(2)], [Shard(1), Shard(2)]), seeded((2, 4, 3, 4), (2, 4, 80, 4), (2, 4, 80, 4)), "auto")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_ring_never_holds_the_keys_of_more_than_a_rank_and_keeps_its_own(grad, monkeypatch):
+    ranks, n = 4, 32
+    tensors = seeded((1, 2, n, 4), (1, 2, n, 4), (1, 2, n, 4))
+    mine = [spread(t, simulate(ranks), [zigzag(2, n, ranks)]) for t in tensors]
+    seen = []
+    attend = sequence.attend
+    monkeypatch.setattr(sequence, "attend", lambda q, k, *rest: seen.append(k.shape[-2]) or attend(q, k, *rest))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t), sequence_exchange("ring"), torch.set_grad_enabled(grad):
+        F.scaled_dot_product_attention(*mine, is_causal=True)
+    assert set(seen) == {n // ranks} and len(seen) == ranks * ranks
+    operands, lse = 4 * tensors[0].nbytes, tensors[0].nbytes // 4  # q, k, v and the output; a number a query
+    assert sum(kept) == (operands + lse if grad else 0)
 
 
 def test_strict_refuses_a_ring_nobody_asked_for():

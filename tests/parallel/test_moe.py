@@ -229,7 +229,7 @@ def test_errors_say_what_to_do():
         "capacity must be an int >= 0, the rows an expert takes, got -1": lambda: dispatch(x, chosen, 3, capacity=-1),
         "experts must be their number": lambda: dispatch(x, chosen, 0),
         "chosen has 2, but there are 2 experts": lambda: dispatch(mine, mine_chosen, 2),
-        "must have the 26 rows that dispatch gave": lambda: combine(dispatch(x, chosen, 3), x),
+        "must have the 26 rows dispatch gave": lambda: combine(dispatch(x, chosen, 3), x),
         "weights must be a DTensor": lambda: combine(r := dispatch(mine, mine_chosen, 3), r.rows, weights),
         "weight must be": lambda: grouped_linear(dispatch(x, chosen, 3), x, torch.zeros(3, 2, 2)),
         "give dispatch this weight": lambda: grouped_linear(r := dispatch(mine, mine_chosen, 3), r.rows, spread(torch.zeros(3, 2, WIDTH, dtype=torch.float64), mesh, [Shard(0)])),

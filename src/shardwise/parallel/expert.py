@@ -5,8 +5,8 @@
     y = grouped_linear(routed, F.gelu(grouped_linear(routed, routed.rows, up)), down)
     y = combine(routed, y, weights)                     # (tokens, width), laid out as x was
 
-Sorted by expert, the rows are one global tensor: those of expert 0 in the order of their tokens, those of expert 1, and so
-on. Before the journey a rank holds the rows of its own tokens, several pieces of it; after, those of its own experts. So
+Sorted by expert, the rows are one global tensor: those of expert 0 in the order of their tokens, those of expert 1, and
+so on. Before the journey a rank holds the rows of its own tokens, several pieces of it; after, those of its experts. So
 dispatch and combine are changes of layout, in which exactly the rows that change rank travel. The same functions work
 on plain tensors.
 """
@@ -67,11 +67,11 @@ class Routed:
 
 
 def dispatch(x: Any, chosen: Any, experts: Any, *, capacity: int | None = None) -> Routed:
-    """The rows of `x` (tokens, width), one for each expert `chosen` (tokens, k) names, sorted by expert; differentiable.
+    """The rows of `x` (tokens, width), one for each expert that `chosen` (tokens, k) names, sorted by expert.
 
-    `experts` is a DTensor whose first dim is the experts, as any weight of theirs: its layout says which rank holds
-    which. Or their number, where every rank holds all. With `capacity` an expert takes so many rows at most, those of
-    the first tokens; the others are dropped.
+    Differentiable. `experts` is a DTensor whose first dim is the experts, as any weight of theirs: its layout says who
+    holds which. Or their number, where every rank holds all. With `capacity` an expert takes so many rows at most,
+    those of the first tokens; the others are dropped.
     """
     count = _check_arguments(x, chosen, experts, capacity)
     if not isinstance(x, DTensor):
@@ -90,12 +90,12 @@ def dispatch(x: Any, chosen: Any, experts: Any, *, capacity: int | None = None) 
 
 
 def combine(routed: Routed, outputs: Any, weights: Any = None) -> Any:
-    """For each token the sum of its rows in `outputs` (kept, any width), each times its weight in `weights` (tokens, k).
+    """For each token the sum of its rows in `outputs` (kept, any width), times their weights in `weights` (tokens, k).
 
     The result is laid out as the tokens were; a token all of whose rows were dropped gets zeros. Differentiable."""
     if outputs.shape[0] != sum(routed.sizes):
         raise LayoutError(
-            f"combine: outputs of shape {tuple(outputs.shape)} must have the {sum(routed.sizes)} rows that dispatch gave"
+            f"combine: outputs of shape {tuple(outputs.shape)} must have the {sum(routed.sizes)} rows dispatch gave"
         )
     choices = routed._choices
     if not isinstance(outputs, DTensor):
@@ -270,7 +270,7 @@ def _even(layout: Layout) -> list[Placement]:
 # -- local work --------------------------------------------------------------------------------------------
 def _counted(chosen: torch.Tensor, experts: int, held: Intervals, most: int) -> torch.Tensor:
     """How often each expert is chosen in each run of tokens; `most` runs, the last ones empty."""
-    if chosen.numel() and not (0 <= int(chosen.min()) and int(chosen.max()) < experts):
+    if chosen.numel() and not (int(chosen.min()) >= 0 and int(chosen.max()) < experts):
         bad = chosen[(chosen < 0) | (chosen >= experts)][0]
         raise LayoutError(f"dispatch: chosen has {int(bad)}, but there are {experts} experts, numbered from 0")
     counts = chosen.new_zeros(most, experts)
@@ -334,27 +334,23 @@ def _meeting(rows: Any, weight: Any, journey: _Journey) -> tuple[Any, list[Place
     """The rows as the weight needs them, and how the product is laid out."""
     if weight._layout.axes_of(0) != journey.expert_axes:
         raise LayoutError(
-            f"grouped_linear: weight is laid out {list(weight.placements)}, but the rows were dispatched to experts cut "
-            f"on axes {list(journey.expert_axes)}; give dispatch this weight"
+            f"grouped_linear: weight is laid out {list(weight.placements)}, but the rows were dispatched to experts "
+            f"cut on axes {list(journey.expert_axes)}; give dispatch this weight"
         )
     places, results = list(rows.placements), list(rows.placements)
     for axis, w in enumerate(weight.placements):
         if axis in journey.expert_axes:
             continue
-        if w.is_shard(1):
-            places[axis], results[axis] = REPLICATE if not places[axis].is_shard(0) else places[axis], w
-            if places[axis].is_shard(0):
-                raise LayoutError(
-                    f"grouped_linear: weight cuts {w} on an axis that cuts the tokens; replicate it there"
-                )
-        elif w.is_shard(2):
-            if places[axis].is_shard(0):
-                raise LayoutError(
-                    f"grouped_linear: weight cuts {w} on an axis that cuts the tokens; replicate it there"
-                )
-            places[axis], results[axis] = w.at(1), Partial("sum")  # type: ignore[attr-defined]
-        elif w.is_partial():
+        if not w.is_replicate() and places[axis].is_shard(0):
+            raise LayoutError(
+                f"grouped_linear: weight is {w} on axis {axis}, which cuts the tokens; replicate it there"
+            )
+        if w.is_partial():
             raise LayoutError(f"grouped_linear: weight is {w} on axis {axis}; redistribute it first")
+        if w.is_shard(1):
+            places[axis], results[axis] = REPLICATE, w
+        elif w.is_shard(2):
+            places[axis], results[axis] = w.at(1), Partial("sum")  # type: ignore[attr-defined]
         elif not places[axis].is_shard(0):
             places[axis] = results[axis] = REPLICATE
     return rows.redistribute(placements=places), results

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import dense_stride
 from shardwise.rules.attention_blocks import How
-from shardwise.rules.sequence import CutAttention
+from shardwise.rules.sequence import CutAttention, keys_alone_are_cut
+from shardwise.strategy.program import reduced
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
 
@@ -84,9 +85,11 @@ def _along_cuts(q: Operand, k: Operand, v: Operand, mask: Any, is_causal: bool) 
 
 
 def _over_cuts(
-    attend: CutAttention, query: Any, key: Any, value: Any, attn_mask: Any = None, *_: Any, **__: Any
+    attend: CutAttention, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """`attend` on the operands; under autocast, as one op of the lower precision."""
+    if keys_alone_are_cut(query._layout, key._layout, value._layout):
+        return reduced(attention_by_definition(query, key, value, attn_mask, *args, **kwargs))
     operands = [query, key, value] if attn_mask is None else [query, key, value, attn_mask]
     device = query.device.type
     if not torch.is_autocast_enabled(device):
@@ -165,5 +168,5 @@ def attention_by_definition(
         scores = scores.masked_fill(~allowed, float("-inf"))
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype is torch.bool else scores + attn_mask
-    weights = scores.softmax(-1)
+    weights = torch._safe_softmax(scores, -1)  # zeros for a query that sees nothing, as in torch
     return (F.dropout(weights, dropout_p) if dropout_p else weights) @ v

@@ -1,7 +1,7 @@
 """Attention over sequences that are cut: queries stay where they are, keys and values come by.
 
 Small keys and values are gathered; large ones travel round the ring of ranks, a rank attending to its neighbours' while
-the next ones arrive, so that no rank ever holds more than two shards. Either way the causal mask follows the global
+the next ones arrive, so that no rank ever holds more than a few shards. Either way the causal mask follows the global
 indices, whatever set of them a rank holds. The backward pass sends keys and values round once more, their gradients
 behind them; only the operands, the output and the log-sums are kept for it.
 """
@@ -90,6 +90,17 @@ class CutAttention:
         if key not in self._planned:
             self._planned[key] = _plan(self.factors, self.how, self.causal, *key)
         return self._planned[key]
+
+
+def keys_alone_are_cut(q: Layout, k: Layout, v: Layout) -> bool:
+    """Whether a few queries, whole where keys and values are cut, had better ask every rank for its part of the answer:
+    less travels than keys and values would, and the scores take no more memory than those."""
+    axes = [axis for axis in k.axes_of(k.ndim - 2) if k.mesh.shape[axis] > 1]
+    if not axes or not all(q.placements[a].is_replicate() and v.placements[a].is_shard(v.ndim - 2) for a in axes):
+        return False
+    queries, keys, width = q.shape[-2], k.shape[-2], k.shape[-1] + v.shape[-1]
+    ranks = math.prod(k.mesh.shape[a] for a in axes)
+    return 2 * queries * (2 + v.shape[-1]) <= keys * width and queries <= ranks * width
 
 
 def _brought(x: Any, need: Layout, split: tuple[int, ...], note: Note) -> Any:
