@@ -14,6 +14,7 @@ import torch
 
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.split import Interval, Intervals
+from shardwise.rules.attention_kernels import fused_kernel
 from shardwise.rules.reduce import wide
 
 _MOST_SCORES = 1 << 22  # elements of a block of scores alive at a time, where no fused kernel fits
@@ -143,22 +144,10 @@ def _cut(mask: Any, block: Block, q: Any, k: Any) -> Any:
     return mask
 
 
-def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> bool:
-    """Whether the CPU's fused kernel takes the block as it is."""
-    return (
-        mask is None
-        and q.device.type == "cpu"
-        and q.ndim == k.ndim == v.ndim == 4
-        and q.shape[:2] == k.shape[:2] == v.shape[:2]
-        and q.shape[-1] == k.shape[-1] == v.shape[-1]
-        and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        and bool(q.numel() and k.numel())
-    )
-
-
 def _forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> tuple[Any, Any]:
-    if _fused(q, k, v, mask):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    kernel = fused_kernel(q, k, v) if mask is None else None
+    if kernel is not None:
+        return kernel.forward(q, k, v, causal, scale)
     parts = []
     for rows in _row_chunks(q, k):
         scores = _scores(q[..., slice(*rows), :], k, _rows_of(mask, rows, q), causal, scale, rows[0])
@@ -232,9 +221,9 @@ def _add_to(total: torch.Tensor, part: torch.Tensor, how: How) -> None:
 def _backward(
     grad: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, mask: Any, dmask: Any, causal: bool, scale: float | None
 ) -> tuple[Any, Any, Any]:
-    if _fused(q, k, v, mask) and grad.dtype == out.dtype == q.dtype:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return kernel(grad.contiguous(), q, k, v, out, lse, 0.0, causal, scale=scale)
+    kernel = fused_kernel(q, k, v) if mask is None and grad.dtype == out.dtype == q.dtype else None
+    if kernel is not None:
+        return kernel.backward(grad.contiguous(), q, k, v, out, lse, causal, scale)
     dtype = wide(q.dtype)
     wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))
     factor = scale_of(q, scale)
