@@ -208,7 +208,7 @@ def test_gloo():
     run_ranks(on_gloo, 4, timeout=110)
 
 
-@pytest.mark.parametrize("places", [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(1, sizes=(1, 6)), Shard(0, sizes=(3, 2)))])
+@pytest.mark.parametrize("places", [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(1, sizes=(1, 6)), Shard(0, sizes=(3, 2))), (Shard(0), Shard(0, sizes=((1, 2), (2, 0))))])
 def test_a_dim_cut_on_two_axes_comes_apart_again(places):
     """flatten and unflatten of a batch cut on one axis and a sequence cut on the other: nothing moves."""
     x = seeded((5, 7, 3))[0]

@@ -201,11 +201,9 @@ def test_random_layouts(shape, way):
             check(function, seeded(*shapes), simulate(shape), limit=12, seed=len(name))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_second_derivatives(way):
+def second_derivatives(mesh, ranks, way):
     q, k, v, m = seeded((1, 2, 6, 4), (1, 2, 7, 4), (1, 2, 7, 4), (6, 7))
-    mesh = simulate(3)
-    places = ([zigzag(2, 6, 3)], [Shard(2)], [Shard(2)], [R])
+    places = ([zigzag(2, 6, ranks)], [Shard(2)], [Shard(2)], [R])
 
     def penalty(q, k, v, m):
         out = F.scaled_dot_product_attention(q, k, v, m, is_causal=False)
@@ -220,6 +218,20 @@ def test_second_derivatives(way):
         penalty(*mine).backward()
     for a, b in zip(mine, plain):
         torch.testing.assert_close(a.grad.full_tensor(), b.grad, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_second_derivatives(way):
+    second_derivatives(simulate(3), 3, way)
+
+
+def on_gloo_second_derivatives(rank, world_size):
+    for way in WAYS:
+        second_derivatives(device_mesh((world_size,)), world_size, way)
+
+
+def test_second_derivatives_on_processes():
+    run_ranks(on_gloo_second_derivatives, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -65,13 +65,14 @@ class Relayout:
         return Assignment([source.placements], outs, self.local)
 
     def _checked(self, layout: Layout, dim: int) -> list[tuple[_Cut, list[Carried]]] | None:
-        """Where the cut of `dim` goes, if it can for every rank: whole, or each axis's part of it by itself."""
+        """Where the cut of `dim` goes, if it can for every rank: whole, or each axis's part of it by itself (a rank
+        holds what is in all of its parts, since every index has one holder)."""
         whole = _Cut(layout, dim, layout.axes_of(dim))
         goes = self._goes(whole)
         if goes is not None:
             return [(whole, goes)]
         parts = [_Cut(layout, dim, (axis,)) for axis in whole.axes]
-        if len(parts) == 1 or any(whole.held(c) != _met(part.held(c) for part in parts) for c in whole.grid()):
+        if len(parts) == 1:
             return None
         ways = [(part, self._goes(part)) for part in parts]
         return None if any(way is None for _, way in ways) else ways  # type: ignore[return-value]
