@@ -96,7 +96,7 @@ def agrees(mesh, places, tensors, way, mask=None, mask_places=None, tolerance=1e
     plain = [t.clone().requires_grad_() for t in tensors]
     plain_mask = None if mask is None else mask.clone().requires_grad_(mask.is_floating_point())
     want = F.scaled_dot_product_attention(*plain, plain_mask, **kwargs)
-    grad = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(1))
+    grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(want)
     want.backward(grad)
     mine = [spread(t, mesh, p) for t, p in zip(tensors, places, strict=True)]
     mine_mask = None if mask is None else spread(mask, mesh, mask_places)
@@ -112,20 +112,20 @@ def agrees(mesh, places, tensors, way, mask=None, mask_places=None, tolerance=1e
     return out
 
 
-def all_splits(mesh, ranks, lengths):
+def all_splits(mesh, ranks, lengths, pairs):
     for (lq, lk), causal in lengths:
         tensors = seeded((2, 2, lq, 4), (2, 2, lk, 4), (2, 2, lk, 4))
-        for way, q, k in itertools.product(WAYS, splits(lq, ranks), splits(lk, ranks)):
+        for way, (q, k) in itertools.product(WAYS, pairs(splits(lq, ranks), splits(lk, ranks))):
             out = agrees(mesh, ([q], [k], [k]), tensors, way, is_causal=causal)
             assert out.placements == spread(tensors[0], mesh, [q]).placements  # where the queries were
 
 
 def test_any_split_of_queries_and_keys():
-    all_splits(simulate(3), 3, itertools.product([(13, 13), (9, 14), (14, 9), (2, 11)], (False, True)))
+    all_splits(simulate(3), 3, itertools.product([(13, 13), (9, 14), (14, 9), (2, 11)], (False, True)), itertools.product)
 
 
 def on_gloo_splits(rank, world_size):
-    all_splits(device_mesh((world_size,)), world_size, [((9, 14), True)])
+    all_splits(device_mesh((world_size,)), world_size, [((9, 14), True)], lambda a, b: zip(a, reversed(b)))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -255,6 +255,15 @@ def test_autocast_computes_in_its_dtype():
             torch.testing.assert_close(out.detach().full_tensor(), want, rtol=2e-2, atol=2e-2)
     out.float().sum().backward()
     assert mine[0].grad.dtype == torch.float32
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_fused_kernels_of_a_gpu(dtype):
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}[dtype]
+    tensors = [t.to("cuda", dtype) for t in seeded((2, 4, 133, 64), (2, 4, 133, 64), (2, 4, 133, 64))]
+    for way, causal in itertools.product(WAYS, (False, True)):
+        agrees(simulate(4, device="cuda"), [[zigzag(2, 133, 4)]] * 3, tensors, way, is_causal=causal, tolerance=tolerance)
 
 
 def test_the_output_is_stored_as_torch_stores_it():
@@ -440,6 +449,16 @@ def plain_program(rank, world_size, length):
     for p, want in zip(mine.parameters(), block.parameters()):
         dist.all_reduce(p.grad)
         torch.testing.assert_close(p.grad, want.grad, rtol=1e-10, atol=1e-10)
+    # a module whose attention cannot be seen says so, and works on DTensors
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(8, 2, batch_first=True).double().eval()
+    x = torch.randn(2, length, 8, dtype=torch.float64)
+    want, y = layer(x, x, x, need_weights=False)[0], distribute_tensor(x, mesh, [R], src_data_rank=None)
+    with context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[1, 1]), torch.no_grad():
+        with pytest.raises(RuleError, match="give it DTensors"):
+            layer(x, x, x, need_weights=False)
+        out = layer(y, y, y, need_weights=False)[0]
+    torch.testing.assert_close(out.full_tensor(), want.detach(), rtol=1e-10, atol=1e-10)
     # masks: whole, or the rows of this rank's queries
     q, k, v = seeded((2, 2, length, 4), (2, 2, length, 4), (2, 2, length, 4))
     seen = torch.rand(length, length, generator=torch.Generator().manual_seed(0)) > 0.3

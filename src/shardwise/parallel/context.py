@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.api import distribute_tensor
 from shardwise.comm.boxes import take
 from shardwise.context import relaxed
-from shardwise.errors import LayoutError, MeshError
+from shardwise.errors import LayoutError, MeshError, RuleError
 from shardwise.layout import Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
@@ -188,8 +188,20 @@ def context_parallel(
             restore = change()
             if id(x) not in kept:
                 stack.callback(restore)
-        with _WholeAttention(cp, lengths.pop() if len(lengths) == 1 else None):
-            yield
+        stack.enter_context(_no_fast_path())
+        stack.enter_context(_WholeAttention(cp, lengths.pop() if len(lengths) == 1 else None))
+        yield
+
+
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    """Inside, nn.MultiheadAttention comes by as a function: its fast path would see one part of the sequence only."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _change(x: torch.Tensor, dim: int, cp: Mesh, what: str) -> Callable[[], Callable[[], None]]:
@@ -234,11 +246,16 @@ class _WholeAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
+        if func not in (F.scaled_dot_product_attention, F.multi_head_attention_forward):
             return func(*args, **kwargs)
         with relaxed():
             if any(isinstance(x, DTensor) for x in (*args, *kwargs.values())):
                 return func(*args, **kwargs)
+            if func is F.multi_head_attention_forward:  # torch runs its body where a mode sees nothing of it
+                raise RuleError(
+                    "context_parallel: nn.MultiheadAttention of plain tensors would attend to this rank's part of the "
+                    "sequence only; give it DTensors, or call scaled_dot_product_attention"
+                )
             return self._attend(*args, **kwargs)
 
     def _attend(self, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
