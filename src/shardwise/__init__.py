@@ -16,7 +16,7 @@ from shardwise.errors import (
     ShardwiseError,
     StrictError,
 )
-from shardwise.experimental import implicit_replication, local_map, register_sharding
+from shardwise.experimental import context_parallel, implicit_replication, local_map, register_sharding
 from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
 from shardwise.materialize import materialize
@@ -50,6 +50,7 @@ __all__ = [
     "cache_info",
     "calibrate",
     "clear_caches",
+    "context_parallel",
     "debug",
     "distribute_module",
     "distribute_tensor",

@@ -218,3 +218,26 @@ def on_gloo(rank, world_size):
 
 def test_gloo():
     run_ranks(on_gloo, 4, timeout=110)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        (Shard(0), Shard(1)),
+        (Shard(1), Shard(0)),
+        (Shard(1, sizes=(1, 6)), Shard(0, sizes=(3, 2))),
+        (Shard(0), Shard(0, sizes=((1, 2), (2, 0)))),
+    ],
+)
+def test_a_dim_cut_on_two_axes_comes_apart_again(places):
+    """flatten and unflatten of a batch cut on one axis and a sequence cut on the other: nothing moves."""
+    x = seeded((5, 7, 3))[0]
+    mine = spread_out(x, simulate((2, 2)), places)
+    with strict():
+        back = mine.flatten(0, 1).unflatten(0, (5, 7))
+        deeper = mine.flatten(0, 1).view(5, 1, 7, 3)
+    assert back.placements == mine.placements
+    assert torch.equal(back.full_tensor(), x) and torch.equal(deeper.full_tensor(), x.view(5, 1, 7, 3))
+    with ledger() as log:  # a shape that the cuts do not fit is gathered
+        other = mine.flatten(0, 1).unflatten(0, (7, 5))
+    assert len(log) and torch.equal(other.full_tensor(), x.view(7, 5, 3))

@@ -235,7 +235,9 @@ def mixed_precision(mesh):
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert p.dtype == p.grad.dtype == torch.float32
             torch.testing.assert_close(p.grad.full_tensor(), q.grad.float(), rtol=0.05, atol=1e-3)
-        half = data_parallel(nn.Linear(6, 3).bfloat16(), mesh["dp"], shard, master_dtype=torch.float32, compute_dtype=torch.bfloat16)
+        half = data_parallel(
+            nn.Linear(6, 3).bfloat16(), mesh["dp"], shard, master_dtype=torch.float32, compute_dtype=torch.bfloat16
+        )
         assert half.weight.dtype == torch.float32
         half(own_part(x, mesh["dp"])).float().sum().backward()
         torch.optim.SGD(half.parameters(), lr=1e-4).step()
@@ -336,7 +338,9 @@ def on_top(mesh):
         tensor_parallel(model, mesh if joint else mesh["tp"])
         if not typed:  # what enters the tensor-parallel part, and what leaves it
             model.blocks.register_forward_pre_hook(lambda m, args: (DTensor.from_local(args[0], mesh["tp"]),))
-            model.blocks.register_forward_hook(lambda m, args, out: out.redistribute(placements=[Replicate()]).to_local())
+            model.blocks.register_forward_hook(
+                lambda m, args, out: out.redistribute(placements=[Replicate()]).to_local()
+            )
         data_parallel(model, mesh["dp"], shard, unit_bytes=0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(3):

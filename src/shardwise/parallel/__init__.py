@@ -1,6 +1,24 @@
-"""Parallel modules: styles, plans, losses and data parallelism; names as in torch.distributed.tensor.parallel."""
+"""Ways to run a model on a mesh, made of layouts: styles and plans with the names of torch.distributed.tensor.parallel,
+losses, data, context and expert parallelism."""
 
+from shardwise.parallel.context import (
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+    sequence_exchange,
+    set_rotate_method,
+    zigzag,
+)
 from shardwise.parallel.data import data_parallel
+from shardwise.parallel.expert import (
+    MixtureOfExperts,
+    Routed,
+    balance_loss,
+    combine,
+    dispatch,
+    grouped_linear,
+    top_k,
+)
 from shardwise.parallel.loss import loss_parallel
 from shardwise.parallel.plan import PlanError, parallelize_module
 from shardwise.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -9,15 +27,28 @@ from shardwise.parallel.styles import ColwiseParallel, ParallelStyle, RowwisePar
 
 __all__ = [
     "ColwiseParallel",
+    "MixtureOfExperts",
     "ParallelStyle",
     "PlanError",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "Routed",
     "RowwiseParallel",
     "SequenceParallel",
+    "balance_loss",
+    "combine",
+    "context_parallel",
+    "context_parallel_shard",
+    "context_parallel_unshard",
     "data_parallel",
+    "dispatch",
+    "grouped_linear",
     "input_reshard",
     "loss_parallel",
     "parallelize_module",
+    "sequence_exchange",
+    "set_rotate_method",
+    "top_k",
+    "zigzag",
 ]

@@ -304,4 +304,3 @@ class DataParallel:
                 entry.param.__dict__.pop("_unreduced", None)
                 for leaf in entry.leaves:
                     leaf.grad = None
-

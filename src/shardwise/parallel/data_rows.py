@@ -49,7 +49,9 @@ class Rows:
             out += [part.view(self.piece_shape(i, len(out) // len(counts))) for i, part in enumerate(parts[:-1])]
         return out
 
-    def packed(self, wholes: Sequence[torch.Tensor], tail: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+    def packed(
+        self, wholes: Sequence[torch.Tensor], tail: torch.Tensor, length: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         """The rows of these whole tensors, each followed by `tail` and filled up with zeros."""
         flat: list[torch.Tensor] = []
         for row, counts in enumerate(self.counts):

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.attention.blocks import How
+from shardwise.attention.sequence import CutAttention, along_cuts, keys_alone_are_cut
 from shardwise.layout.layout import dense_stride
 from shardwise.rules.conv import cut_evenly
 from shardwise.strategy.notation import factors, operands_in, parse
+from shardwise.strategy.program import reduced
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
 
@@ -26,11 +29,9 @@ def attention(
     operands, ranks = list(operands_in((*three, attn_mask))), [op.ndim for op in three]
     if not all(2 <= op.ndim <= max(ranks) for op in operands):
         return None
-    rows = "l!" if is_causal else "l"
-    spec = factors(parse(f"*b {rows} e!, *b s! e!, *b s! v, *b {rows} s! -> *b {rows} v"), operands)
-    if (
-        enable_gqa and min(ranks) > 2 and query.shape[-3] != key.shape[-3]
-    ):  # heads are cut alike where all divide evenly
+    spec = factors(parse("*b l e!, *b s! e!, *b s! v, *b l s! -> *b l v"), operands)
+    grouped = enable_gqa and min(ranks) > 2 and query.shape[-3] != key.shape[-3]
+    if grouped:  # heads are cut alike where all divide evenly
         even = cut_evenly([op.shape[-3] for op in three], three, [op.ndim - 3 for op in three])
         heads = [spec.inputs[0][-3] if even else None] * 3 + [None]
         spec.inputs = [(*n[:-3], head, *n[-2:])[-len(n) :] for n, head in zip(spec.inputs, heads)]
@@ -41,7 +42,17 @@ def attention(
         return kernel(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     spec.linear, spec.joint, spec.local, spec.result = "each", frozenset({2}), lambda *layouts: attend, _result(*three)
-    return spec
+    if not along_cuts(*three, attn_mask, is_causal):
+        return spec
+    return Algorithm(partial(_over_cuts, CutAttention(spec, How(scale, grouped), is_causal)))
+
+
+def _over_cuts(
+    attend: CutAttention, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if keys_alone_are_cut(query._layout, key._layout, value._layout):
+        return reduced(attention_by_definition(query, key, value, attn_mask, *args, **kwargs))
+    return attend([query, key, value] if attn_mask is None else [query, key, value, attn_mask])
 
 
 def _result(q: Operand, k: Operand, v: Operand) -> Result | None:

@@ -11,10 +11,10 @@ import torch
 from shardwise.layout import contiguous_stride
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.halo import leaves_empty
-from shardwise.rules.reduce import whole_along, wide
+from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
 from shardwise.strategy.notation import operands_in
-from shardwise.strategy.program import reduced, run_local, whole
+from shardwise.strategy.program import reduced, run_local, whole, wide
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
 

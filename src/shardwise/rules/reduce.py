@@ -14,7 +14,7 @@ import torch
 from shardwise.layout.layout import Layout, parent_sets, shards_from_table
 from shardwise.layout.split import count, normalize
 from shardwise.rules.view import dim_of
-from shardwise.strategy.program import reduced, whole
+from shardwise.strategy.program import reduced, whole, wide
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand
 from shardwise.wrapper import wrap
@@ -26,11 +26,6 @@ def dims_of(dim: Any, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
     torch.empty((1,) * ndim, device="cpu").sum(dim)
     return tuple(d % ndim for d in ((dim,) if isinstance(dim, int) else dim)) if ndim else ()
-
-
-def wide(dtype: Any) -> Any:
-    """The dtype to add up in."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def names_of(x: Operand, dims: tuple[int, ...], keepdim: bool) -> list[tuple[str | None, ...]]:

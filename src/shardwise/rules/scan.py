@@ -13,9 +13,9 @@ import torch
 from shardwise.layout import Partial
 from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import count
-from shardwise.rules.reduce import along, whole_along, wide
+from shardwise.rules.reduce import along, whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy.program import needs_grad, reduced, run_local
+from shardwise.strategy.program import needs_grad, reduced, run_local, wide
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Algorithm, Operand
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from shardwise.layout import Partial, Shard
-from shardwise.rules.reduce import dims_of, staged, whole_along, wide
+from shardwise.rules.reduce import dims_of, staged, whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy.program import reduced, run_local
+from shardwise.strategy.program import reduced, run_local, wide
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Operand
 

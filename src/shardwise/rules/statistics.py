@@ -10,8 +10,8 @@ import torch
 from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.extreme import Dims, shared_extreme
-from shardwise.rules.reduce import dims_of, gather_parts, names_of, staged, whole_along, wide
-from shardwise.strategy.program import reduced, run_local, whole
+from shardwise.rules.reduce import dims_of, gather_parts, names_of, staged, whole_along
+from shardwise.strategy.program import reduced, run_local, whole, wide
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand
 

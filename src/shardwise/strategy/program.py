@@ -107,3 +107,8 @@ def unfinished(x: Any) -> Any:
 def needs_grad(*tensors: Any) -> bool:
     """Whether the program must be differentiable."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype to add up in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

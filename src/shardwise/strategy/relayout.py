@@ -6,9 +6,10 @@ An input dim whose cut cannot be carried over (it does not fall on a factor boun
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,49 +52,88 @@ class Relayout:
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
         layout = operands[0].layout
         places = list(layout.placements)
-        carried: dict[int, list[Carried]] = {}
+        carried: list[tuple[_Cut, list[Carried]]] = []
         for dim in {p.dim for p in places if p.is_shard()}:  # type: ignore[attr-defined]
-            goes = self._checked(layout, dim)
-            if goes is None:
+            found = self._checked(layout, dim)
+            if found is None:
                 places = [REPLICATE if p.is_shard(dim) else p for p in places]
             else:
-                carried[dim] = goes
+                carried += found
         source = layout.replace(placements=tuple(places))
         shapes = [tuple(o.shape) for o in outputs]
         outs = [self._places(source, carried, o, shapes[o]) for o in range(self.outputs)]
         return Assignment([source.placements], outs, self.local)
 
-    def _checked(self, layout: Layout, dim: int) -> list[Carried] | None:
-        """Where the cut of `dim` goes, if it can go there whole for every rank."""
-        sets = {layout.held(dim, coords) for coords in _grid(layout.mesh.shape, layout.axes_of(dim))}
-        goes = [next((c for c in ways if c.fits(sets)), None) for ways in self.carry(dim)]
+    def _checked(self, layout: Layout, dim: int) -> list[tuple[_Cut, list[Carried]]] | None:
+        """Where the cut of `dim` goes, if it can for every rank: whole, or each axis's part of it by itself (a rank
+        holds what is in all of its parts, since every index has one holder)."""
+        whole = _Cut(layout, dim, layout.axes_of(dim))
+        goes = self._goes(whole)
+        if goes is not None:
+            return [(whole, goes)]
+        parts = [_Cut(layout, dim, (axis,)) for axis in whole.axes]
+        if len(parts) == 1:
+            return None
+        ways = [(part, self._goes(part)) for part in parts]
+        return None if any(way is None for _, way in ways) else ways  # type: ignore[return-value]
+
+    def _goes(self, cut: _Cut) -> list[Carried] | None:
+        sets = {cut.held(coords) for coords in cut.grid()}
+        goes = [next((c for c in ways if c.fits(sets)), None) for ways in self.carry(cut.dim)]
         if len(goes) != self.outputs or any(c is None for c in goes):
             return None
         return goes  # type: ignore[return-value]
 
-    def _places(self, source: Layout, carried: dict[int, list[Carried]], output: int, shape: tuple[int, ...]) -> Places:
+    def _places(
+        self, source: Layout, carried: list[tuple[_Cut, list[Carried]]], output: int, shape: tuple[int, ...]
+    ) -> Places:
         """The output's placements: for each output dim, the nested Shards of the axes that cut what feeds it."""
         out: list[Placement] = [REPLICATE if p.is_shard() else p for p in source.placements]
-        feeding: dict[int, list[tuple[int, SetMap]]] = {}
-        for dim, goes in carried.items():
-            feeding.setdefault(goes[output].dim, []).append((dim, goes[output].change))
+        feeding: dict[int, list[tuple[_Cut, SetMap]]] = {}
+        for cut, goes in carried:
+            feeding.setdefault(goes[output].dim, []).append((cut, goes[output].change))
         for target, feeds in feeding.items():
-            axes = sorted(axis for dim, _ in feeds for axis in source.axes_of(dim))
+            axes = sorted(axis for cut, _ in feeds for axis in cut.axes)
             whole: Intervals = normalize([(0, shape[target])])
 
             def table(c: tuple[int, ...], feeds: Any = feeds, axes: Any = axes, whole: Any = whole) -> Intervals:
                 coords = [0] * len(source.placements)
                 for axis, i in zip(axes, c, strict=True):
                     coords[axis] = i
-                held = whole
-                for dim, change in feeds:
-                    held = intersect(held, change(source.held(dim, coords)) or ())
-                return held
+                return _met([whole, *(change(cut.held(coords)) or () for cut, change in feeds)])
 
             shards = shards_from_table([source.mesh.shape[a] for a in axes], shape[target], table, target)
             for axis, shard in zip(axes, shards, strict=True):
                 out[axis] = shard
         return tuple(out)
+
+
+class _Cut:
+    """What some of the axes that cut a dim deal out: a coordinate's set is that of all ranks it has on these axes."""
+
+    def __init__(self, layout: Layout, dim: int, axes: tuple[int, ...]) -> None:
+        self.layout, self.dim, self.axes = layout, dim, axes
+        self.others = tuple(a for a in layout.axes_of(dim) if a not in axes)
+        self._sets: dict[tuple[int, ...], Intervals] = {}
+
+    def grid(self) -> list[tuple[int, ...]]:
+        return _grid(self.layout.mesh.shape, self.axes)
+
+    def held(self, coords: Sequence[int]) -> Intervals:
+        if not self.others:
+            return self.layout.held(self.dim, coords)
+        key = tuple(coords[a] for a in self.axes)
+        if key not in self._sets:
+            spots = _grid(self.layout.mesh.shape, self.others)
+            at = dict(zip(self.axes, key, strict=True))
+            everyone = ([at.get(a, c) for a, c in enumerate(spot)] for spot in spots)
+            self._sets[key] = normalize(part for c in everyone for part in self.layout.held(self.dim, c))
+        return self._sets[key]
+
+
+def _met(sets: Iterable[Intervals]) -> Intervals:
+    """What is in all of the sets."""
+    return functools.reduce(intersect, sets)
 
 
 def _grid(sizes: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:

@@ -1,0 +1,259 @@
+"""Attention of some queries to some keys, block by block, on one device: parts that can be merged afterwards.
+
+A part is (output, log of the sum of the exponentials), both as if its keys were all there are. Parts over different
+keys merge exactly; given the merged pair, the gradient of each block can be had on its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.attention.kernels import fused_kernel
+from shardwise.layout.layout import dense_stride
+from shardwise.layout.split import Interval, Intervals
+from shardwise.strategy.program import wide
+
+_MOST_SCORES = 1 << 22  # elements of a block of scores alive at a time, where no fused kernel fits
+
+
+class Block(NamedTuple):
+    """Queries and keys, as positions in the tensors at hand; `column` is the first key's global index. Where `causal`,
+    the block is square and query i sees the keys up to i; else every query sees every key."""
+
+    rows: Interval
+    keys: Interval
+    column: int
+    causal: bool
+
+
+class How(NamedTuple):
+    """What holds for a whole call."""
+
+    scale: float | None
+    grouped: bool  # several heads of queries share one of keys
+
+
+def visible_blocks(rows: Intervals, keys: Intervals, causal: bool, by_piece: bool = False) -> tuple[Block, ...]:
+    """The blocks of what these queries see of these keys, both given by their global indices.
+
+    Blocks of the same queries whose keys stand next to each other are one, unless their columns must be (`by_piece`).
+
+    >>> visible_blocks(((2, 4), (6, 8)), ((0, 2), (6, 8)), causal=True)[0]
+    Block(rows=(0, 2), keys=(0, 2), column=0, causal=False)
+    """
+    found: list[Block] = []
+    for a, b, row in _placed(rows):
+        mine: list[Block] = []
+        for c, d, key in _placed(keys):
+            for (r0, r1), (k0, k1), diagonal in _seen(a, b, c, d) if causal else [((a, b), (c, d), False)]:
+                block = Block((r0 - a + row, r1 - a + row), (k0 - c + key, k1 - c + key), k0, diagonal)
+                if mine and _follows(mine[-1], block) and (not by_piece or _continues(mine[-1], block)):
+                    mine[-1] = mine[-1]._replace(keys=(mine[-1].keys[0], block.keys[1]))
+                else:
+                    mine.append(block)
+        found += mine
+    return tuple(found)
+
+
+def _placed(intervals: Intervals) -> Iterator[tuple[int, int, int]]:
+    """Start, stop and position of each interval."""
+    at = 0
+    for start, stop in intervals:
+        yield start, stop, at
+        at += stop - start
+
+
+def _seen(a: int, b: int, c: int, d: int) -> Iterator[tuple[Interval, Interval, bool]]:
+    """What the queries [a, b) see of the keys [c, d), in whole rectangles and squares on the diagonal:
+
+    keys before the first query, for all; the square where both begin together; what is left of it below."""
+    if c < min(d, a):
+        yield (a, b), (c, min(d, a)), False
+    start, stop = max(a, c), min(b, d)
+    if start < stop:
+        yield (start, stop), (start, stop), True
+        if stop < b:
+            yield (stop, b), (start, stop), False
+
+
+def _follows(one: Block, other: Block) -> bool:
+    return not one.causal and not other.causal and one.rows == other.rows and one.keys[1] == other.keys[0]
+
+
+def _continues(one: Block, other: Block) -> bool:
+    return one.column + one.keys[1] - one.keys[0] == other.column
+
+
+# -- forward -----------------------------------------------------------------------------------------------
+def attend(q: Any, k: Any, v: Any, mask: Any, so_far: Any, how: How, blocks: tuple[Block, ...]) -> Any:
+    """`so_far` (output, log-sum) with these blocks merged in; None where there is nothing yet."""
+    out, lse = so_far or _nothing_seen(q, k, v, how)
+    for block in blocks:
+        part = _forward(*_operands(q, k, v, block, how), _cut(mask, block, q, k), block.causal, how.scale)
+        _merge(out, lse, part, block.rows)
+    return out, lse
+
+
+def finished(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return out.to(dtype)
+
+
+def _nothing_seen(q: Any, k: Any, v: Any, how: How) -> tuple[torch.Tensor, torch.Tensor]:
+    heads = q.shape[-3:-2] if how.grouped else ()
+    batch = torch.broadcast_shapes(*(x.shape[: -3 if how.grouped else -2] for x in (q, k, v))) + heads
+    shape = (*batch, q.shape[-2], v.shape[-1])
+    like = q.stride() if q.ndim == len(shape) else range(len(shape), 0, -1)
+    kept = {"dtype": wide(q.dtype), "device": q.device}
+    out = torch.empty_strided(shape, dense_stride(shape, like), **kept).zero_()
+    return out, torch.full(shape[:-1], -torch.inf, **kept)
+
+
+def _merge(out: torch.Tensor, lse: torch.Tensor, part: Any, rows: Interval) -> None:
+    """Two parts over different keys as one, written into the first."""
+    more, more_lse = part
+    out, lse = out[..., slice(*rows), :], lse[..., slice(*rows)]
+    both = torch.logaddexp(lse, more_lse)
+    base = both.masked_fill(both == -torch.inf, 0)  # queries that see nothing yet
+    out.mul_((lse - base).exp_().unsqueeze(-1)).add_(more * (more_lse - base).exp_().unsqueeze(-1))
+    lse.copy_(both)
+
+
+def _operands(q: Any, k: Any, v: Any, block: Block, how: How) -> tuple[Any, Any, Any]:
+    rows, keys = slice(*block.rows), slice(*block.keys)
+    q, k, v = q[..., rows, :], k[..., keys, :], v[..., keys, :]
+    return (q, _grouped(k, q), _grouped(v, q)) if how.grouped else (q, k, v)
+
+
+def _grouped(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Keys or values with a head for every head of the queries."""
+    return x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
+
+
+def _cut(mask: Any, block: Block, q: Any, k: Any) -> Any:
+    """The mask of a block. Rows are cut as the queries are, columns are all there."""
+    if mask is None:
+        return None
+    if mask.ndim > 1 and mask.shape[-2] == q.shape[-2]:
+        mask = mask.narrow(-2, block.rows[0], block.rows[1] - block.rows[0])
+    if mask.shape[-1] != 1:
+        mask = mask.narrow(-1, block.column, block.keys[1] - block.keys[0])
+    return mask
+
+
+def _forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> tuple[Any, Any]:
+    kernel = fused_kernel(q, k, v) if mask is None else None
+    if kernel is not None:
+        return kernel.forward(q, k, v, causal, scale)
+    parts = []
+    for rows in _row_chunks(q, k):
+        scores = _scores(q[..., slice(*rows), :], k, _rows_of(mask, rows, q), causal, scale, rows[0])
+        lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:-1], -torch.inf)
+        weights = _weights(scores, lse)
+        parts.append((weights @ v.to(weights.dtype), lse))
+    return torch.cat([out for out, _ in parts], -2), torch.cat([lse for _, lse in parts], -1)
+
+
+def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    return (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp_()
+
+
+def _row_chunks(q: torch.Tensor, k: torch.Tensor) -> list[Interval]:
+    """Rows cut so that few scores are alive at a time."""
+    rows, batch = q.shape[-2], math.prod(q.shape[:-2])
+    step = max(1, _MOST_SCORES // max(1, batch * k.shape[-2]))
+    return [(a, min(a + step, rows)) for a in range(0, max(rows, 1), step)]
+
+
+def _rows_of(mask: Any, rows: Interval, q: torch.Tensor) -> Any:
+    if mask is None or mask.ndim < 2 or mask.shape[-2] != q.shape[-2]:
+        return mask
+    return mask.narrow(-2, rows[0], rows[1] - rows[0])
+
+
+def _scores(q: Any, k: Any, mask: Any, causal: bool, scale: float | None, first: int) -> torch.Tensor:
+    """What each query, of which the first stands at `first` in its block, makes of each key."""
+    dtype = wide(q.dtype)
+    scores = q.to(dtype) @ k.to(dtype).mT * scale_of(q, scale)
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(first)
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+
+
+def scale_of(q: torch.Tensor, scale: float | None) -> float:
+    return (1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0) if scale is None else scale
+
+
+# -- backward ----------------------------------------------------------------------------------------------
+def attend_backward(
+    grad: Any, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, so_far: Any, how: How, blocks: tuple[Block, ...]
+) -> Any:
+    """The gradients of q and of the mask with these blocks added to `so_far`, and those of these keys and values."""
+    dq, dmask = so_far or (torch.zeros_like(q, dtype=wide(q.dtype)), _zeros_if_wanted(mask))
+    dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))
+    for block in blocks:
+        rows, keys = slice(*block.rows), slice(*block.keys)
+        here = _operands(q, k, v, block, how)
+        results = grad[..., rows, :], out[..., rows, :], lse[..., rows]
+        more = _backward(*results, *here, _cut(mask, block, q, k), _cut(dmask, block, q, k), block.causal, how.scale)
+        for total, part in ((dq[..., rows, :], more[0]), (dk[..., keys, :], more[1]), (dv[..., keys, :], more[2])):
+            _add_to(total, part, how)
+    return dq, dmask, dk, dv
+
+
+def _zeros_if_wanted(mask: Any) -> Any:
+    return torch.zeros_like(mask) if mask is not None and mask.is_floating_point() else None
+
+
+def _add_to(total: torch.Tensor, part: torch.Tensor, how: How) -> None:
+    """Add a gradient to that of what was broadcast, or shared by several heads."""
+    if how.grouped and part.shape[-3] != total.shape[-3]:
+        part = part.unflatten(-3, (total.shape[-3], -1)).sum(-3)
+    total.add_(part.sum_to_size(total.shape))
+
+
+def _backward(
+    grad: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, mask: Any, dmask: Any, causal: bool, scale: float | None
+) -> tuple[Any, Any, Any]:
+    kernel = fused_kernel(q, k, v) if mask is None and grad.dtype == out.dtype == q.dtype else None
+    if kernel is not None:
+        return kernel.backward(grad.contiguous(), q, k, v, out, lse, causal, scale)
+    dtype = wide(q.dtype)
+    wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))
+    factor = scale_of(q, scale)
+    dq, dk, dv = [], 0, 0
+    for rows in _row_chunks(q, k):
+        at = slice(*rows)
+        g, mine = grad[..., at, :].to(dtype), _rows_of(mask, rows, q)
+        weights = _weights(_scores(q[..., at, :], k, mine, causal, scale, rows[0]), lse[..., at])
+        expected = (g * out[..., at, :]).sum(-1, keepdim=True)
+        dscores = weights * (g @ wide_v.mT - expected)
+        if dmask is not None:
+            into = _rows_of(dmask, rows, q)
+            into.add_(dscores.sum_to_size(into.shape))
+        dq.append(dscores @ wide_k * factor)
+        dk = dk + dscores.mT @ wide_q[..., at, :] * factor
+        dv = dv + weights.mT @ g
+    return torch.cat(dq, -2), dk, dv
+
+
+# -- the whole, for derivatives of the derivative ----------------------------------------------------------
+def attend_by_definition(q: Any, k: Any, v: Any, mask: Any, how: How, causal: bool, rows: Intervals) -> torch.Tensor:
+    """Attention of the queries `rows` to all keys, in plain differentiable ops."""
+    kept, dtype = q.dtype, wide(q.dtype)
+    if how.grouped:
+        k, v = _grouped(k, q), _grouped(v, q)
+    scores = _scores(q, k, mask, False, how.scale, 0)
+    if causal:
+        indices = [torch.arange(a, b, device=q.device) for a, b in rows] or [torch.arange(0, device=q.device)]
+        hidden = torch.arange(k.shape[-2], device=q.device) > torch.cat(indices).unsqueeze(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+    return (weights @ v.to(dtype)).to(kept)
