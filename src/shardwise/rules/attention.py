@@ -27,9 +27,10 @@ def attention(
         return Algorithm(attention_by_definition)
     three, mask = (query, key, value), None if isinstance(attn_mask, Operand) else attn_mask
     operands, ranks = list(operands_in((*three, attn_mask))), [op.ndim for op in three]
-    if not all(2 <= op.ndim <= max(ranks) for op in operands):
+    if min(ranks) < 2 or operands[-1].ndim > max(ranks):
         return None
-    spec = factors(parse("*b l e!, *b s! e!, *b s! v, *b l s! -> *b l v"), operands)
+    masked = "s!" if operands[-1].ndim == 1 else "*b l s!"
+    spec = factors(parse(f"*b l e!, *b s! e!, *b s! v, {masked} -> *b l v"), operands)
     grouped = enable_gqa and min(ranks) > 2 and query.shape[-3] != key.shape[-3]
     if grouped:  # heads are cut alike where all divide evenly
         even = cut_evenly([op.shape[-3] for op in three], three, [op.ndim - 3 for op in three])
