@@ -25,9 +25,9 @@ from shardwise.sharded.owners import (
     as_group,
     communication_device,
     is_member,
-    owners,
     rank_of,
     ranks_of,
+    shards_of,
 )
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec, spec_of
@@ -149,11 +149,9 @@ class ShardedTensor(ShardedTensorBase):
         if init_rrefs:
             remote.check_ready(group)
         properties = self._metadata.tensor_properties
-        me = dist.get_rank()
-        owned = owners(self._metadata.shards_metadata, group)
         self._local_shards = [
-            Shard(new_tile(shard.shard_sizes, shard.placement.device(), properties), shard)  # type: ignore[union-attr]
-            for shard in (self._metadata.shards_metadata[i] for i in (owned == me).nonzero()[0])
+            Shard(new_tile(shard.shard_sizes, _home(shard), properties), shard)
+            for shard in shards_of(dist.get_rank(), self._metadata.shards_metadata, group)
         ]
         self._settle(group, init_rrefs)
 
@@ -677,8 +675,7 @@ class ShardedTensor(ShardedTensorBase):
             remote.check_ready(group)
         properties = TensorProperties.create_from_tensor(local_tensor)
         metadata = sharding_spec.build_metadata(as_size(global_size), properties)
-        owned = owners(metadata.shards_metadata, group)
-        mine = [metadata.shards_metadata[i] for i in (owned == dist.get_rank()).nonzero()[0]]
+        mine = shards_of(dist.get_rank(), metadata.shards_metadata, group)
         if len(mine) > 1:
             raise ValueError(
                 f"sharding_spec gives rank {dist.get_rank()} {len(mine)} shards, but local_tensor is one; use "
