@@ -14,13 +14,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _remote_device  # type: ignore[attr-defined]
 
 from shardwise.comm.record import Note
 from shardwise.move.tiles import TileSet
 from shardwise.sharded import registry, remote
 from shardwise.sharded.checks import check_spec, check_strided, checked_metadata, checked_properties, wrong_out
 from shardwise.sharded.loading import current_process_group
-from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_size
+from shardwise.sharded.metadata import (
+    MEM_FORMAT_ENCODING,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    as_size,
+)
 from shardwise.sharded.owners import (
     as_group,
     communication_device,
@@ -30,7 +37,7 @@ from shardwise.sharded.owners import (
     shards_of,
 )
 from shardwise.sharded.shard import Shard
-from shardwise.sharded.spec import ShardingSpec, spec_of
+from shardwise.sharded.spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, spec_of
 from shardwise.sharded.tiling import plan_between, tiles_of, whole_on
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -119,6 +126,22 @@ def _device_of(metadata: ShardedTensorMetadata) -> torch.device:
     return first.device() if first is not None else torch.device("cpu")
 
 
+@dataclass
+class ProcessGroupState:
+    """Where a tensor was saved."""
+
+    local_rank: int
+    global_rank: int
+    local_world_size: int
+    global_world_size: int
+
+    @staticmethod
+    def here(group: Any) -> ProcessGroupState:
+        return ProcessGroupState(
+            dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size()
+        )
+
+
 class ShardedTensor(ShardedTensorBase):
     """A tensor whose tiles live on the ranks of a process group, as a sharding spec says.
 
@@ -126,6 +149,7 @@ class ShardedTensor(ShardedTensorBase):
     layout, where the communication is in the ledger.
     """
 
+    ProcessGroupState = ProcessGroupState
     _process_group: Any
     _init_rrefs: bool = False
     _remote: remote.RemoteShards | None = None
@@ -566,20 +590,8 @@ class ShardedTensor(ShardedTensorBase):
             result._is_param = True  # type: ignore[attr-defined]
         return result
 
-    @dataclass
-    class ProcessGroupState:
-        """Where a tensor was saved."""
-
-        local_rank: int
-        global_rank: int
-        local_world_size: int
-        global_world_size: int
-
     def __getstate__(self) -> tuple[Any, ...]:
-        group = self._process_group
-        state = ShardedTensor.ProcessGroupState(
-            dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size()
-        )
+        state = ProcessGroupState.here(self._process_group)
         shards = [Shard(_owned_memory(shard.tensor), shard.metadata) for shard in self._local_shards]
         return shards, self._metadata, state, self._sharding_spec, self._init_rrefs
 
@@ -590,9 +602,7 @@ class ShardedTensor(ShardedTensorBase):
             )
         shards, metadata, saved, spec, init_rrefs = state
         group = current_process_group()
-        now = ShardedTensor.ProcessGroupState(
-            dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size()
-        )
+        now = ProcessGroupState.here(group)
         for name, text in (
             ("local_rank", "Local rank"),
             ("global_rank", "Global rank"),
@@ -739,3 +749,21 @@ def _unpickled(cls: type, size: torch.Size, dtype: torch.dtype, is_param: bool) 
     if is_param:
         made._is_param = True
     return made
+
+
+# What a pickled tensor is made of: torch.load(weights_only=True) may build these.
+torch.serialization.add_safe_globals(
+    [
+        _unpickled,
+        ShardedTensor,
+        ProcessGroupState,
+        Shard,
+        ShardMetadata,
+        ShardedTensorMetadata,
+        TensorProperties,
+        MEM_FORMAT_ENCODING,
+        ChunkShardingSpec,
+        EnumerableShardingSpec,
+        _remote_device,
+    ]
+)
