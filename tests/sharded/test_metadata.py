@@ -1,11 +1,13 @@
 """Values that describe tiles: checked, comparable, picklable. No processes."""
 
 import pickle
+import random
 import time
 
 import pytest
 import torch
 
+from shardwise.move.tiles import first_hole, first_overlap
 from shardwise.sharded import (
     ChunkShardingSpec,
     DevicePlacementSpec,
@@ -23,7 +25,8 @@ from shardwise.sharded.sharding_spec._internals import (
     validate_non_overlapping_shards_metadata,
 )
 from shardwise.sharded.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
-from tests.sharded.common import places
+from shardwise.sharded.tiling import _covers, _first_overlap_of_few, boxes_of
+from tests.sharded.common import cut_up, places
 
 
 def test_shard_metadata():
@@ -157,3 +160,19 @@ def test_printing_ten_thousand_tiles_is_short_and_quick():
     start = time.process_time()
     text = repr(tiles)
     assert time.process_time() - start < 0.05 and len(text) < 20_000 and "9936 more" in text
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_few_tiles_are_checked_as_many_are(seed):
+    """Up to some number of tiles all pairs are looked at, above it arrays are swept: the same answers."""
+    generator = random.Random(seed)
+    boxes = cut_up([6, 5], 7, generator)
+    if seed % 3 == 1:
+        boxes.append(([generator.randrange(5), generator.randrange(4)], [1, generator.randrange(2)]))
+    if seed % 3 == 2:
+        boxes.pop(generator.randrange(len(boxes)))
+    tiles = [ShardMetadata(offsets, sizes, "rank:0/cpu") for offsets, sizes in boxes]
+    swept = first_overlap(boxes_of(tiles)) is None
+    assert (_first_overlap_of_few(tiles) is None) == swept
+    if swept:
+        assert _covers(tiles, (6, 5)) == (first_hole(boxes_of(tiles), (6, 5)) is None)

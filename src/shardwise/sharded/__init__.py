@@ -1,6 +1,6 @@
 """Tile tensors: tiles of any shape on any rank of a process group, with the names of torch.distributed._shard."""
 
-from shardwise.sharded import convert, ops, scatter  # noqa: F401  (importing them gives the classes their methods)
+from shardwise.sharded import checkpoint, convert, ops, scatter  # noqa: F401  (importing them gives the classes their methods)
 from shardwise.sharded.factories import empty, full, ones, rand, randn, zeros
 from shardwise.sharded.loading import load_with_process_group
 from shardwise.sharded.local_shards import init_from_local_shards

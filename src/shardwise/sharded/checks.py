@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.sharded.owners import check_remote_device, owners
+from shardwise.sharded.owners import check_remote_device, shards_of
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec
 from shardwise.sharded.tiling import check_cover, check_disjoint
@@ -57,8 +57,7 @@ def checked_metadata(local_shards: list[Shard], metadata: ShardedTensorMetadata,
         raise TypeError(f"sharded_tensor_metadata: expected ShardedTensorMetadata, got {type(metadata).__name__}")
     properties, me = metadata.tensor_properties, dist.get_rank()
     check_strided(properties)
-    owned = owners(metadata.shards_metadata, group)
-    mine = [metadata.shards_metadata[i] for i in (owned == me).nonzero()[0]]
+    mine = shards_of(me, metadata.shards_metadata, group)
     if len(mine) != len(local_shards):
         raise RuntimeError(
             f"Number of local shards ({len(local_shards)}) does not match number of local shards metadata in "

@@ -60,20 +60,26 @@ def rank_of(placement: Any) -> int:
 
 def owners(shards: Sequence[ShardMetadata], group: Any) -> np.ndarray:
     """The global rank of each shard's owner, all of them in the group."""
-    known: dict[int, int] = {}
-    ranks = np.empty(len(shards), dtype=np.int64)
-    for i, shard in enumerate(shards):
-        placement = shard.placement
-        rank = known.get(id(placement))
-        if rank is None:
-            rank = known[id(placement)] = rank_of(placement)
-        ranks[i] = rank
+    known = _ranks_by_placement(shards, group)
+    return np.array([known[id(shard.placement)] for shard in shards], dtype=np.int64)
+
+
+def shards_of(rank: int, shards: Sequence[ShardMetadata], group: Any) -> list[ShardMetadata]:
+    """The shards that a rank owns, once all owners are known to be in the group."""
+    known = _ranks_by_placement(shards, group)
+    return [shard for shard in shards if known[id(shard.placement)] == rank]
+
+
+def _ranks_by_placement(shards: Sequence[ShardMetadata], group: Any) -> dict[int, int]:
+    """The ranks of all placements, by the object: most shards share few of them."""
+    placements = {id(shard.placement): shard.placement for shard in shards}
+    known = {key: rank_of(placement) for key, placement in placements.items()}
     members = ranks_of(group)
     if members:
-        for rank in dict.fromkeys(known.values()):
+        for rank in known.values():
             if rank not in members:
                 raise ValueError(f"Global rank {rank} does not exist in input process group: {members}")
-    return ranks
+    return known
 
 
 def check_remote_device(pg: Any, remote_device: Any) -> tuple[int, torch.device]:

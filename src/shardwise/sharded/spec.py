@@ -11,7 +11,7 @@ import torch
 from torch.distributed import _remote_device  # type: ignore[attr-defined]
 
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_remote_device
-from shardwise.sharded.tiling import boxes_of, check_cover, check_disjoint
+from shardwise.sharded.tiling import check_cover, check_disjoint
 
 
 class PlacementSpec(ABC):  # noqa: B024
@@ -116,22 +116,24 @@ def spec_of(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
     return found if found is not None else EnumerableShardingSpec(list(shards_metadata))
 
 
-def _as_chunks(shards_metadata: Sequence[ShardMetadata]) -> ChunkShardingSpec | None:
-    boxes = boxes_of(shards_metadata)
-    cut = [d for d in range(boxes.starts.shape[1]) if (boxes.starts[:, d] != boxes.starts[0, d]).any()]
+def _as_chunks(shards: Sequence[ShardMetadata]) -> ChunkShardingSpec | None:
+    first = shards[0]
+    cut = {
+        dim
+        for shard in shards
+        for dim, (a, b) in enumerate(zip(shard.shard_offsets, first.shard_offsets, strict=True))
+        if a != b
+    }
     if len(cut) != 1:
         return None
-    dim = cut[0]
-    order = sorted(
-        range(len(shards_metadata)),
-        key=lambda i: (shards_metadata[i].shard_offsets[dim], -shards_metadata[i].shard_sizes[dim]),
-    )
-    size = torch.Size(boxes.ends.max(axis=0).tolist())
-    spec = ChunkShardingSpec(dim, [shards_metadata[i].placement for i in order])  # type: ignore[misc]
-    built = spec.build_metadata(size, TensorProperties()).shards_metadata
-    same = all(
-        list(b.shard_offsets) == list(shards_metadata[i].shard_offsets)
-        and list(b.shard_sizes) == list(shards_metadata[i].shard_sizes)
-        for b, i in zip(built, order)
-    )
-    return spec if same else None
+    (dim,) = cut
+    order = sorted(shards, key=lambda s: (s.shard_offsets[dim], -s.shard_sizes[dim]))
+    n = max(s.shard_offsets[dim] + s.shard_sizes[dim] for s in shards)
+    step = chunk_size(n, len(shards))
+    for i, shard in enumerate(order):
+        start = min(i * step, n)
+        if shard.shard_offsets[dim] != start or shard.shard_sizes[dim] != min(start + step, n) - start:
+            return None
+        if any(s != f for d, (s, f) in enumerate(zip(shard.shard_sizes, first.shard_sizes)) if d != dim):
+            return None
+    return ChunkShardingSpec(dim, [s.placement for s in order])  # type: ignore[misc]

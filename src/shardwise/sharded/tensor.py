@@ -14,23 +14,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _remote_device  # type: ignore[attr-defined]
 
 from shardwise.comm.record import Note
 from shardwise.move.tiles import TileSet
 from shardwise.sharded import registry, remote
 from shardwise.sharded.checks import check_spec, check_strided, checked_metadata, checked_properties, wrong_out
 from shardwise.sharded.loading import current_process_group
-from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_size
+from shardwise.sharded.metadata import (
+    MEM_FORMAT_ENCODING,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    as_size,
+)
 from shardwise.sharded.owners import (
     as_group,
     communication_device,
     is_member,
-    owners,
     rank_of,
     ranks_of,
+    shards_of,
 )
 from shardwise.sharded.shard import Shard
-from shardwise.sharded.spec import ShardingSpec, spec_of
+from shardwise.sharded.spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, spec_of
 from shardwise.sharded.tiling import plan_between, tiles_of, whole_on
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -119,6 +126,22 @@ def _device_of(metadata: ShardedTensorMetadata) -> torch.device:
     return first.device() if first is not None else torch.device("cpu")
 
 
+@dataclass
+class ProcessGroupState:
+    """Where a tensor was saved."""
+
+    local_rank: int
+    global_rank: int
+    local_world_size: int
+    global_world_size: int
+
+    @staticmethod
+    def here(group: Any) -> ProcessGroupState:
+        return ProcessGroupState(
+            dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size()
+        )
+
+
 class ShardedTensor(ShardedTensorBase):
     """A tensor whose tiles live on the ranks of a process group, as a sharding spec says.
 
@@ -126,6 +149,7 @@ class ShardedTensor(ShardedTensorBase):
     layout, where the communication is in the ledger.
     """
 
+    ProcessGroupState = ProcessGroupState
     _process_group: Any
     _init_rrefs: bool = False
     _remote: remote.RemoteShards | None = None
@@ -149,11 +173,9 @@ class ShardedTensor(ShardedTensorBase):
         if init_rrefs:
             remote.check_ready(group)
         properties = self._metadata.tensor_properties
-        me = dist.get_rank()
-        owned = owners(self._metadata.shards_metadata, group)
         self._local_shards = [
-            Shard(new_tile(shard.shard_sizes, shard.placement.device(), properties), shard)  # type: ignore[union-attr]
-            for shard in (self._metadata.shards_metadata[i] for i in (owned == me).nonzero()[0])
+            Shard(new_tile(shard.shard_sizes, _home(shard), properties), shard)
+            for shard in shards_of(dist.get_rank(), self._metadata.shards_metadata, group)
         ]
         self._settle(group, init_rrefs)
 
@@ -568,20 +590,8 @@ class ShardedTensor(ShardedTensorBase):
             result._is_param = True  # type: ignore[attr-defined]
         return result
 
-    @dataclass
-    class ProcessGroupState:
-        """Where a tensor was saved."""
-
-        local_rank: int
-        global_rank: int
-        local_world_size: int
-        global_world_size: int
-
     def __getstate__(self) -> tuple[Any, ...]:
-        group = self._process_group
-        state = ShardedTensor.ProcessGroupState(
-            dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size()
-        )
+        state = ProcessGroupState.here(self._process_group)
         shards = [Shard(_owned_memory(shard.tensor), shard.metadata) for shard in self._local_shards]
         return shards, self._metadata, state, self._sharding_spec, self._init_rrefs
 
@@ -592,9 +602,7 @@ class ShardedTensor(ShardedTensorBase):
             )
         shards, metadata, saved, spec, init_rrefs = state
         group = current_process_group()
-        now = ShardedTensor.ProcessGroupState(
-            dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size()
-        )
+        now = ProcessGroupState.here(group)
         for name, text in (
             ("local_rank", "Local rank"),
             ("global_rank", "Global rank"),
@@ -677,8 +685,7 @@ class ShardedTensor(ShardedTensorBase):
             remote.check_ready(group)
         properties = TensorProperties.create_from_tensor(local_tensor)
         metadata = sharding_spec.build_metadata(as_size(global_size), properties)
-        owned = owners(metadata.shards_metadata, group)
-        mine = [metadata.shards_metadata[i] for i in (owned == dist.get_rank()).nonzero()[0]]
+        mine = shards_of(dist.get_rank(), metadata.shards_metadata, group)
         if len(mine) > 1:
             raise ValueError(
                 f"sharding_spec gives rank {dist.get_rank()} {len(mine)} shards, but local_tensor is one; use "
@@ -742,3 +749,21 @@ def _unpickled(cls: type, size: torch.Size, dtype: torch.dtype, is_param: bool) 
     if is_param:
         made._is_param = True
     return made
+
+
+# What a pickled tensor is made of: torch.load(weights_only=True) may build these.
+torch.serialization.add_safe_globals(
+    [
+        _unpickled,
+        ShardedTensor,
+        ProcessGroupState,
+        Shard,
+        ShardMetadata,
+        ShardedTensorMetadata,
+        TensorProperties,
+        MEM_FORMAT_ENCODING,
+        ChunkShardingSpec,
+        EnumerableShardingSpec,
+        _remote_device,
+    ]
+)

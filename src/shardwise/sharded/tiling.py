@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -34,15 +35,56 @@ def check_disjoint(shards: Sequence[ShardMetadata], boxes: Boxes | None = None) 
     """Raise ValueError where two tiles overlap, and say which."""
     if not shards:
         raise ValueError("Empty shard list provided: []")
-    clash = first_overlap(boxes_of(shards) if boxes is None else boxes)
+    if len(shards) <= _FEW:
+        clash = _first_overlap_of_few(shards)
+    else:
+        clash = first_overlap(boxes_of(shards) if boxes is None else boxes)
     if clash is not None:
         raise ValueError(f"Shards {shards[clash[0]]} and {shards[clash[1]]} overlap")
+
+
+_FEW = 16  # up to so many tiles, looking at all pairs is quicker than making arrays
+
+
+def _first_overlap_of_few(shards: Sequence[ShardMetadata]) -> tuple[int, int] | None:
+    ndim = len(shards[0].shard_offsets)
+    for j, one in enumerate(shards):
+        if len(one.shard_offsets) != ndim:
+            raise ValueError(f"Found inconsistent ranks for shards: {ndim} and {len(one.shard_offsets)}")
+        if 0 in one.shard_sizes:
+            continue
+        for i in range(j):
+            other = shards[i]
+            for a, n, b, m in zip(one.shard_offsets, one.shard_sizes, other.shard_offsets, other.shard_sizes):
+                if a >= b + m or b >= a + n:
+                    break
+            else:
+                if 0 not in other.shard_sizes:
+                    return i, j
+    return None
+
+
+def _covers(shards: Sequence[ShardMetadata], size: Sequence[int]) -> bool:
+    """Whether a few disjoint tiles are inside of a tensor and have its volume."""
+    total = 0
+    for shard in shards:
+        if len(shard.shard_offsets) != len(size):
+            return False
+        volume = 1
+        for start, length, n in zip(shard.shard_offsets, shard.shard_sizes, size):
+            if start + length > n:
+                return False
+            volume *= length
+        total += volume
+    return total == math.prod(size)
 
 
 def check_cover(
     shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int], boxes: Boxes | None = None
 ) -> None:
     """Raise ValueError where the (disjoint) tiles leave a hole in a tensor of these dims, or reach out of it."""
+    if len(shards_metadata) <= _FEW and _covers(shards_metadata, tensor_dims):
+        return
     boxes = boxes_of(shards_metadata) if boxes is None else boxes
     ndim = boxes.starts.shape[1]
     if ndim != len(tensor_dims):
