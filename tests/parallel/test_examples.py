@@ -80,7 +80,7 @@ def real_mesh(module, layout):
 
 
 def test_on_processes():
-    cases = LAYOUTS[1:]  # the first is a part of the second
+    cases = [case for case in LAYOUTS if case[1].startswith("zero")]  # "data" is the same with whole parameters
     for worst in run_ranks(on_ranks, 4, cases, timeout=100):
         assert len(worst) == len(cases) and max(worst.values()) < 1e-10, worst
 
