@@ -246,7 +246,7 @@ class DataParallel:
             self.launched += 1
             bucket.start(self.scale)
             self.in_flight.append(bucket)
-            while self.parts_only and len(self.in_flight) > 2:  # what is being reduced must not pile up
+            while self.parts_only and len(self.in_flight) > 1:  # what is being reduced must not pile up
                 self.in_flight.pop(0).finish()
 
     def end_backward(self) -> None:
