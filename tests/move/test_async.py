@@ -122,6 +122,9 @@ def nothing_kept(rank, world_size):
                 y = x.redistribute(placements=placements, async_op=async_op).wait()
                 alive = weakref.ref(y._local)
                 del y
+                deadline = time.monotonic() + 2  # gloo's thread lets go a little later
+                while alive() is not None and time.monotonic() < deadline:
+                    time.sleep(0.01)
                 assert alive() is None, f"{placements} async_op={async_op}"
     finally:
         gc.enable()
