@@ -4,10 +4,10 @@
     python benchmarks/train.py --ranks 2 --only zero-3
     python benchmarks/train.py --one-gpu       # a mesh of one GPU, 12 layers x 768, batch 8 x 1024, bfloat16
 
-Every step is forward, backward and AdamW on float32. Times are the best of several rounds in which all peers take turns,
-in the same processes; the processor time beside them (all threads of rank 0) says what a step costs where other programs
-keep the cores busy. Peak memory is what the resident size grows by, in processes of its own for each peer, over the
-size they have after importing everything and joining the group.
+Every step is forward, backward and AdamW on float32. Times are the best of several rounds in which all peers take
+turns, in the same processes; the processor time beside them (all threads of rank 0) says what a step costs where other
+programs keep the cores busy. Peak memory is what the resident size grows by, in processes of its own for each peer,
+over the size they have after importing everything and joining the group.
 """
 
 import argparse
@@ -282,7 +282,7 @@ def measure_times(rank, parts, folder, name, options, results):
 def measure_memory(rank, parts, folder, name, peer, options, results):
     """How far the resident size of this process goes above where it starts."""
     import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel
+    import torch.distributed.tensor.parallel  # noqa: F401
 
     import shardwise.parallel  # noqa: F401
 
@@ -414,7 +414,7 @@ def one_gpu(options, console):
 
 
 SMALL = {"layers": 4, "width": 256, "heads": 8, "context": 64, "batch": 8, "vocabulary": 2048, "steps": 3, "rounds": 5}
-LARGE = {"layers": 12, "width": 768, "heads": 12, "context": 1024, "batch": 8, "vocabulary": 50304, "steps": 10, "rounds": 5}  # fmt: skip
+LARGE = SMALL | {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocabulary": 50304, "steps": 10}
 
 
 def main():

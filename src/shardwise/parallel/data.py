@@ -1,8 +1,9 @@
 """Data parallelism by layout: DDP and ZeRO 1, 2 and 3, on top of any layout the parameters have over other axes.
 
-The parameters become DTensors over the data axis: Replicate (DDP) or cut (ZeRO), so optimizers, clipping and state dicts
-see ordinary distributed tensors. Inside the forward, *leaves* that are whole along the data axis stand in for them. Every
-rank's leaves collect its own part of the gradient; buckets of them are summed while the backward pass goes on.
+The parameters become DTensors over the data axis: Replicate (DDP) or cut (ZeRO), so optimizers, clipping and state
+dicts see ordinary distributed tensors. Inside the forward, *leaves* that are whole along the data axis stand in for
+them. Every rank's leaves collect its own part of the gradient; buckets of them are summed while the backward pass goes
+on.
 """
 
 from __future__ import annotations
@@ -216,9 +217,9 @@ class DataParallel:
             for x in tree_flatten(output)[0]:
                 if isinstance(x, DTensor) and self.data.within(x._layout.mesh) is not None and self.data.size > 1:
                     raise LayoutError(
-                        f"data_parallel: the output of shape {tuple(x.shape)} is a DTensor over the data axis though the "
-                        f"inputs were plain: a parameter was used outside of the forward of the unit it belongs to. "
-                        f"Name the units with data_parallel(..., units=[...]), so that it belongs to the one that uses it"
+                        f"data_parallel: the output of shape {tuple(x.shape)} is a DTensor over the data axis though "
+                        f"the inputs were plain: a parameter was used outside of the forward of the unit it belongs to. "
+                        f"Name the units with data_parallel(..., units=[...]), so that it belongs to the one using it"
                     )
         else:
             self.scale = 1.0
@@ -285,7 +286,9 @@ class DataParallel:
                 for value in entry.values:
                     if value.grad is None:
                         value.grad = torch.zeros_like(value)
-                entry.mark = [(value.grad, value.grad._version) for value in entry.values]  # type: ignore[union-attr]
+                entry.mark = [
+                    (grad, grad._version) for grad in (value.grad for value in entry.values) if grad is not None
+                ]
                 entry.param._unreduced = True
 
     def _forget_marks(self) -> None:
@@ -304,4 +307,3 @@ class DataParallel:
                 entry.param.__dict__.pop("_unreduced", None)
                 for leaf in entry.leaves:
                     leaf.grad = None
-

@@ -129,7 +129,9 @@ class Copies:
         dims = [e.home.dim for e in self.entries]
         self.rows = [Rows(shapes[r], dims, self.data.size) for r in ranks]
         self.length = max(rows.length for rows in self.rows)
-        self.layout = Layout.make(self.data.mesh, [Shard(0)], (self.data.size, self.length), self.dtype, None, self._device)
+        self.layout = Layout.make(
+            self.data.mesh, [Shard(0)], (self.data.size, self.length), self.dtype, None, self._device
+        )
         self.rooms = [torch.empty(0, dtype=self.dtype, device=self._device) for _ in ranks]
         leaves: list[list[torch.Tensor]] = [[] for _ in self.entries]
         self.sinks = []
