@@ -92,7 +92,9 @@ def same_without_asking(mesh):
             assert set(ours.state[m]) == set(theirs.state[p]), make.__name__
             for key, value in theirs.state[p].items():
                 mine_too = ours.state[m][key]
-                assert isinstance(mine_too, DTensor) == (isinstance(value, torch.Tensor) and key not in ("step", "mu_product", "eta", "mu")), key
+                assert isinstance(mine_too, DTensor) == (
+                    isinstance(value, torch.Tensor) and key not in ("step", "mu_product", "eta", "mu")
+                ), key
                 if isinstance(mine_too, DTensor):
                     same(mine_too, value, f"{make.__name__} {key}")
                 elif value is not None:

@@ -94,7 +94,9 @@ def test_bfloat16():
     ours.step(), theirs.step()
     for m, p in zip(mine, plain, strict=True):
         assert m.dtype == torch.bfloat16
-        torch.testing.assert_close(m.detach().full_tensor(), p.detach(), rtol=2**-7, atol=2**-10)  # roundings of bfloat16
+        torch.testing.assert_close(
+            m.detach().full_tensor(), p.detach(), rtol=2**-7, atol=2**-10
+        )  # roundings of bfloat16
 
 
 def test_plain_parameters_and_closures():

@@ -28,6 +28,7 @@ class Unit:
 
     def _reset(self) -> None:
         self.copies: list[Copies] | None = None
+        self.own = False  # whether the leaves are the parameters' own tensors: one rank has nothing to reduce
         self.buckets: list[GradBucket] = []
         self.trained: tuple[bool, ...] | None = None
         self.waiting: set[int] = set()
@@ -51,6 +52,7 @@ class Unit:
                 own = entry.home.own
                 groups.setdefault((own.dtype, entry.dtype, own.device), []).append(entry)
             self.copies = [Copies(group, self.state.data) for group in groups.values()]
+            self.own = self.state.data.size == 1 and all(copies.alias for copies in self.copies)
             for entry in self.entries:
                 for leaf in {id(v): v for v in entry.leaves}.values():
                     leaf.requires_grad_(entry.param.requires_grad)
@@ -65,10 +67,10 @@ class Unit:
             for leaf in {id(v): v for v in entry.leaves}.values():
                 if leaf.requires_grad != needed:
                     leaf.requires_grad_(needed)
-                if needed and not getattr(leaf, "_reports", False):
+                if needed and not self.own and not getattr(leaf, "_reports", False):
                     leaf._reports = True  # type: ignore[attr-defined]
                     leaf.register_post_accumulate_grad_hook(functools.partial(_arrived, self))
-            if needed:
+            if needed and not self.own:
                 groups.setdefault((entry.home.own.dtype, entry.dtype), []).append(entry)
         for group in groups.values():
             for part in _by_size(group):
@@ -80,7 +82,8 @@ class Unit:
             yield from {id(v): v for v in entry.leaves}.values()
 
     def start(self) -> None:
-        self.prepare()
+        if self.copies is None:
+            self.prepare()
         for copies in self.copies or ():
             copies.start()
 
@@ -119,6 +122,7 @@ class Unit:
     def before_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
         state = self.state
         changed = state.enter(self, args, kwargs)
+        self.prepare()
         self.gather()
         self.install()
         state.prefetch(self, forward=not state.in_backward)
