@@ -308,7 +308,7 @@ class DataParallel:
     def _drop_what_was_zeroed(self) -> None:
         for entry in self._entries():
             if entry.mark is not None and not all(
-                value.grad is grad and grad._version == version
+                value.grad is grad and grad._version == version  # type: ignore[union-attr]
                 for value, (grad, version) in zip(entry.values, entry.mark, strict=True)
             ):
                 entry.mark = None
