@@ -4,9 +4,10 @@
     python benchmarks/train.py --ranks 2 --only zero-3
     python benchmarks/train.py --one-gpu       # a mesh of one GPU, 12 layers x 768, batch 8 x 1024, bfloat16
 
-Every step is forward, backward and AdamW on float32. Times are the best of several rounds in which all peers take turns,
-in the same processes. Peak memory is what the resident size grows by, in processes of its own for each peer, over the
-size they have after importing everything and joining the group.
+Every step is forward, backward and AdamW on float32. Times are the best of several rounds in which all peers take
+turns, in the same processes; the processor time beside them (all threads of rank 0) says what a step costs where other
+programs keep the cores busy. Peak memory is what the resident size grows by, in processes of its own for each peer,
+over the size they have after importing everything and joining the group.
 """
 
 import argparse
@@ -259,17 +260,19 @@ def measure_times(rank, parts, folder, name, options, results):
     """Seconds a step for each peer, the best of all rounds; a round ends when the slowest rank has."""
     join(rank, parts, folder)
     steps = {peer: build(options, rank, parts) for peer, build in peers_of(name).items()}
-    losses = {peer: [float(step()) for _ in range(2)] for peer, step in steps.items()}
-    best = dict.fromkeys(steps, float("inf"))
+    losses = {peer: [float(step().detach()) for _ in range(2)] for peer, step in steps.items()}
+    best = {peer: (float("inf"), float("inf")) for peer in steps}
     for _ in range(options.rounds):
         for peer, step in steps.items():
             dist.barrier()
             gc.collect()
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             for _ in range(options.steps):
                 step()
+            busy = time.process_time() - busy
             dist.barrier()
-            best[peer] = min(best[peer], (time.perf_counter() - start) / options.steps)
+            took = ((time.perf_counter() - start) / options.steps, busy / options.steps)
+            best[peer] = tuple(map(min, best[peer], took))
     if rank == 0:
         results.put((best, {peer: loss[-1] for peer, loss in losses.items()}))
     dist.barrier()
@@ -279,7 +282,7 @@ def measure_times(rank, parts, folder, name, options, results):
 def measure_memory(rank, parts, folder, name, peer, options, results):
     """How far the resident size of this process goes above where it starts."""
     import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel
+    import torch.distributed.tensor.parallel  # noqa: F401
 
     import shardwise.parallel  # noqa: F401
 
@@ -330,30 +333,29 @@ def compare(options, console):
     found = {}
     for parts in options.ranks:
         for name in options.only:
-            times, losses = on_processes(measure_times, parts, name, options)
+            both, losses = on_processes(measure_times, parts, name, options)
+            times, busy = ({peer: pair[i] for peer, pair in both.items()} for i in range(2))
             memory = {}
             if options.memory and Path("/proc/self/clear_refs").exists():
+                os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # glibc: what is freed leaves the process at once
                 memory = {peer: on_processes(measure_memory, parts, name, peer, options) for peer in times}
-            found[f"{name} {parts}"] = {"seconds": times, "peak bytes": memory}
-            console.print(table(f"{TABLES[name][0]}, {parts} processes", times, memory, losses))
+                del os.environ["MALLOC_MMAP_THRESHOLD_"]
+            found[f"{name} {parts}"] = {"seconds": times, "processor seconds": busy, "peak bytes": memory}
+            console.print(table(f"{TABLES[name][0]}, {parts} processes", times, memory, losses, busy))
     return found
 
 
-def table(title, times, memory, losses):
+def table(title, times, memory, losses, busy=None):
     base = next(iter(times))
-    made = Table(title=title, title_justify="left", title_style="bold")
-    for column in ("", "step (ms)", f"/ {base}", "peak (MB)", "/ same", "loss after 2"):
-        made.add_column(column, justify="left" if not column else "right")
-    for peer, seconds in times.items():
-        size = memory.get(peer)
-        made.add_row(
-            peer,
-            f"{seconds * 1e3:.1f}",
-            f"{seconds / times[base]:.2f}x",
-            "" if size is None else f"{size / 1e6:.1f}",
-            "" if size is None else f"{size / memory[base]:.2f}x",
-            f"{losses[peer]:.5f}",
-        )
+    columns = {"step (ms)": (times, 1e3), "processor (ms)": (busy or {}, 1e3), "peak (MB)": (memory, 1e-6)}
+    columns = {name: column for name, column in columns.items() if column[0]}
+    made = Table(title=f"{title}; ratios to {base}", title_justify="left", title_style="bold")
+    made.add_column("")
+    for name in (*columns, "loss"):
+        made.add_column(name, justify="right")
+    for peer in times:
+        cells = [f"{v[peer] * scale:.1f}  {v[peer] / v[base]:.2f}x" for v, scale in columns.values()]
+        made.add_row(peer, *cells, f"{losses[peer]:.5f}")
     return made
 
 
@@ -405,14 +407,14 @@ def one_gpu(options, console):
             sync()
             best[name] = min(best[name], (time.perf_counter() - start) / options.steps)
     size = f"{options.layers} layers x {options.width}, batch {options.batch} x {options.context}, bfloat16"
-    losses = {name: float(step()) for name, step in steps.items()}
+    losses = {name: float(step().detach()) for name, step in steps.items()}
     console.print(table(f"One rank on {device}: {size}", best, {}, losses))
     dist.destroy_process_group()
     return {"one rank": {"seconds": best}}
 
 
 SMALL = {"layers": 4, "width": 256, "heads": 8, "context": 64, "batch": 8, "vocabulary": 2048, "steps": 3, "rounds": 5}
-LARGE = {"layers": 12, "width": 768, "heads": 12, "context": 1024, "batch": 8, "vocabulary": 50304, "steps": 10, "rounds": 5}  # fmt: skip
+LARGE = SMALL | {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocabulary": 50304, "steps": 10}
 
 
 def main():

@@ -1,6 +1,8 @@
 """Moves that go on while the program does: the first use waits, and two of them may be under way at once."""
 
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -107,3 +109,27 @@ def test_used_as_a_parameter_and_written():
     y = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)]).redistribute(placements=[Shard(1)], async_op=True)
     y.add_(1)
     assert (y.full_tensor() == 1).all() and "DTensor" in repr(y)
+
+
+def nothing_kept(rank, world_size):
+    """What a move made dies with its last user, without a collection of cycles."""
+    mesh = device_mesh((2,))
+    x = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0)])
+    gc.disable()
+    try:
+        for placements in ([Shard(1)], [Replicate()]):
+            for async_op in (False, True):
+                y = x.redistribute(placements=placements, async_op=async_op).wait()
+                alive = weakref.ref(y._local)
+                del y
+                deadline = time.monotonic() + 2  # gloo's thread lets go a little later
+                while alive() is not None and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                assert alive() is None, f"{placements} async_op={async_op}"
+    finally:
+        gc.enable()
+    return True
+
+
+def test_nothing_kept():
+    assert run_ranks(nothing_kept, 2) == [True] * 2

@@ -36,24 +36,25 @@ class Transfer:
         self.step, self.local, self.me, self.peers, self.ranks, self.group = step, local, me, peers, ranks, group
         self.whole: Box = tuple(((0, n),) if n else () for n in local.shape)
         self.out = local.new_empty(step.result_shape(me))
+        cls = type(self)  # no bound methods kept: they would keep the tensors until the next collection of cycles
         if group is None:
-            self.how: Any = self._swap
+            self.how: Any = cls._swap
         elif step.stacks and list(peers) == sorted(peers):
-            self.how = self._stack
+            self.how = cls._stack
         elif step.kind == "all_gather" and step.even:
-            self.how = self._gather
+            self.how = cls._gather
         elif self._reduces_natively():
-            self.how = self._reduce
+            self.how = cls._reduce
         else:
-            self.how = self._swap
-        self.under_way = self.how(0)
+            self.how = cls._swap
+        self.under_way = self.how(self, 0)
 
     def finish(self) -> torch.Tensor:
         for round in range(self.step.rounds):
             work, arrive, _kept = self.under_way
             if work is not None:
                 work.wait()
-            self.under_way = self.how(round + 1) if round + 1 < self.step.rounds else None  # travels meanwhile
+            self.under_way = self.how(self, round + 1) if round + 1 < self.step.rounds else None  # travels meanwhile
             arrive()
         return self.out
 

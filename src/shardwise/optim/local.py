@@ -1,7 +1,7 @@
 """Steps on local tensors: at once for torch's elementwise optimizers, on request for others.
 
-torch lets a hook that all optimizers share replace the arguments of a step, the optimizer among them. The hook here puts
-the optimizer's twin (`twin.py`) in its place wherever that gives the same answer.
+torch lets a hook that all optimizers share replace the arguments of a step, the optimizer among them. The hook here
+puts the optimizer's twin (`twin.py`) in its place wherever that gives the same answer.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Twin:
 
 
 class Slot:
-    """One parameter: its local tensors (one for each distinct value that the ranks played here hold) and their states."""
+    """One parameter: its local tensors (one for each distinct value of the ranks played here) and their states."""
 
     def __init__(self, param: Any) -> None:
         self.local, self.layout = surface.leaf_local(param), param._layout

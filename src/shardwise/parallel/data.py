@@ -1,8 +1,9 @@
 """Data parallelism by layout: DDP and ZeRO 1, 2 and 3, on top of any layout the parameters have over other axes.
 
-The parameters become DTensors over the data axis: Replicate (DDP) or cut (ZeRO), so optimizers, clipping and state dicts
-see ordinary distributed tensors. Inside the forward, *leaves* that are whole along the data axis stand in for them. Every
-rank's leaves collect its own part of the gradient; buckets of them are summed while the backward pass goes on.
+The parameters become DTensors over the data axis: Replicate (DDP) or cut (ZeRO), so optimizers, clipping and state
+dicts see ordinary distributed tensors. Inside the forward, *leaves* that are whole along the data axis stand in for
+them. Every rank's leaves collect its own part of the gradient; buckets of them are summed while the backward pass goes
+on.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class DataParallel:
         self.typed = self.in_backward = False
         self.scale = 1.0
         self.launched = 0
-        self.arrivals: set[int] = set()
+        self.bucket_of: dict[int, GradBucket] = {}
         self.in_flight: list[GradBucket] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -216,9 +217,9 @@ class DataParallel:
             for x in tree_flatten(output)[0]:
                 if isinstance(x, DTensor) and self.data.within(x._layout.mesh) is not None and self.data.size > 1:
                     raise LayoutError(
-                        f"data_parallel: the output of shape {tuple(x.shape)} is a DTensor over the data axis though the "
-                        f"inputs were plain: a parameter was used outside of the forward of the unit it belongs to. "
-                        f"Name the units with data_parallel(..., units=[...]), so that it belongs to the one that uses it"
+                        f"data_parallel: the output of shape {tuple(x.shape)} is a DTensor over the data axis though "
+                        f"the inputs were plain: a parameter was used outside of the forward of its unit. "
+                        f"Name the units with data_parallel(..., units=[...]): a parameter must belong to the one using it"
                     )
         else:
             self.scale = 1.0
@@ -227,26 +228,35 @@ class DataParallel:
     def begin_backward(self) -> None:
         if not self.in_backward:
             self.in_backward = True
-            self.launched, self.arrivals = 0, set()
+            self._reset_buckets()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
 
-    def note_arrival(self, leaf: torch.Tensor) -> None:
-        self.arrivals.add(id(leaf))
-        if self.sync:
-            self._launch(lambda bucket: all(id(v) in self.arrivals for e in bucket.entries for v in e.leaves))
-
-    def _launch(self, ready: Callable[[GradBucket], bool]) -> None:
-        """Start the reductions that can be: in the same order on all ranks, the last modules first."""
+    def _reset_buckets(self) -> None:
+        """All buckets are empty, and in the same order on all ranks: the last modules first."""
         if self.buckets is None:
             for unit in self.units:
                 unit.prepare()
             self.buckets = [b for unit in (*reversed(self.units[:-1]), self.root) for b in unit.buckets]
-        while self.launched < len(self.buckets) and ready(self.buckets[self.launched]):
-            bucket = self.buckets[self.launched]
+            self.bucket_of = {id(leaf): b for b in self.buckets for e in b.entries for leaf in e.leaves}
+        self.launched = 0
+        for bucket in self.buckets:
+            bucket.missing = bucket.leaves
+
+    def note_arrival(self, leaf: torch.Tensor) -> None:
+        bucket = self.bucket_of[id(leaf)]
+        bucket.missing -= 1
+        if self.sync and bucket.missing == 0:
+            self._launch(everything=False)
+
+    def _launch(self, everything: bool) -> None:
+        """Start the reductions whose turn it is and that have all they need, or all that are left."""
+        buckets = self.buckets or []
+        while self.launched < len(buckets) and (everything or buckets[self.launched].missing == 0):
+            bucket = buckets[self.launched]
             self.launched += 1
             bucket.start(self.scale)
             self.in_flight.append(bucket)
-            while self.parts_only and len(self.in_flight) > 2:  # what is being reduced must not pile up
+            while self.parts_only and len(self.in_flight) > 1:  # what is being reduced must not pile up
                 self.in_flight.pop(0).finish()
 
     def end_backward(self) -> None:
@@ -255,7 +265,7 @@ class DataParallel:
             if unit.in_backward or unit is self.root:
                 unit.after_backward()
         if self.sync:
-            self._launch(lambda bucket: True)
+            self._launch(everything=True)
             while self.in_flight:
                 self.in_flight.pop(0).finish()
             self._forget_marks()
@@ -285,7 +295,8 @@ class DataParallel:
                 for value in entry.values:
                     if value.grad is None:
                         value.grad = torch.zeros_like(value)
-                entry.mark = [(value.grad, value.grad._version) for value in entry.values]  # type: ignore[union-attr]
+                grads: list[Any] = [value.grad for value in entry.values]
+                entry.mark = [(grad, grad._version) for grad in grads]
                 entry.param._unreduced = True
 
     def _forget_marks(self) -> None:
@@ -297,7 +308,7 @@ class DataParallel:
     def _drop_what_was_zeroed(self) -> None:
         for entry in self._entries():
             if entry.mark is not None and not all(
-                value.grad is grad and grad._version == version
+                value.grad is grad and grad._version == version  # type: ignore[union-attr]
                 for value, (grad, version) in zip(entry.values, entry.mark, strict=True)
             ):
                 entry.mark = None

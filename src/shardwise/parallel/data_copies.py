@@ -117,7 +117,8 @@ class Copies:
         for entry in self.entries:
             local = surface.leaf_local(entry.param)
             values = local.ranks if isinstance(local, RankTensor) else (local,)
-            self._give_leaves(entry, [value.data for value in values])
+            own = self.data.size == 1
+            self._give_leaves(entry, [value if own else value.data for value in values])
 
     def _make_room(self) -> None:
         """Leaves in memory of their own, one stretch for all of them, which is given back between uses."""

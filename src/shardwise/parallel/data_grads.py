@@ -34,6 +34,8 @@ class GradBucket:
         self.given = Layout.make(data.mesh, [Partial()], shape, self.dtype, None, device)
         self.target: list[Any] = [Shard(0) if self.cut else REPLICATE]
         self.sent: Any = None
+        self.ones = torch.ones(len(self.entries), dtype=self.dtype, device=device)
+        self.leaves = self.missing = len({id(leaf) for e in self.entries for leaf in e.leaves})
 
     @torch.no_grad()
     def start(self, scale: float) -> None:
@@ -44,9 +46,11 @@ class GradBucket:
             leaves = [entry.leaves[r] for entry in self.entries]
             grads = [leaf.grad for leaf in leaves]
             self.lacking = self.lacking or any(g is None for g in grads)
-            flags = torch.tensor([float(g is not None) for g in grads], dtype=self.dtype)
+            flags = self.ones
+            if any(g is None for g in grads):
+                flags = torch.tensor([float(g is not None) for g in grads], dtype=self.dtype).to(self.ones.device)
             filled = [torch.zeros_like(v) if g is None else g for g, v in zip(grads, leaves, strict=True)]
-            packed = rows.packed(filled, flags.to(self.given.device, non_blocking=True), self.length, self.dtype)
+            packed = rows.packed(filled, flags, self.length, self.dtype)
             local.append(packed.mul_(scale) if scale != 1 else packed)
         for entry in self.entries:
             for leaf in entry.leaves:

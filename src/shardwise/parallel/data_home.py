@@ -110,8 +110,8 @@ def home_of(param: torch.Tensor, data: DataAxis, cut: bool, dtype: torch.dtype, 
         layout = param._layout
         if layout.is_partial:
             raise LayoutError(
-                f"data_parallel: a parameter of shape {layout.shape} is laid out {list(layout.placements)}; redistribute "
-                f"it to Shard or Replicate first"
+                f"data_parallel: a parameter of shape {layout.shape} is laid out {list(layout.placements)}; "
+                f"redistribute it to Shard or Replicate first"
             )
         found = data.within(layout.mesh)
         if found is None:

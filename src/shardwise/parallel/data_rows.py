@@ -14,7 +14,7 @@ from shardwise.parallel.data_home import chunk_sizes
 
 
 class Rows:
-    """The geometry for one rank: `shapes` of whole tensors, the `dims` they are cut along (None: everyone keeps all)."""
+    """The geometry for one rank: `shapes` of whole tensors and the `dims` they are cut along (None: not at all)."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int | None], parts: int) -> None:
         self.shapes, self.dims, self.parts = list(shapes), list(dims), parts
@@ -43,7 +43,7 @@ class Rows:
 
     def unpacked(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """The same parts as they lie in the rows."""
-        out = []
+        out: list[torch.Tensor] = []
         for row, counts in zip(rows.unbind(0), self.counts, strict=True):
             parts = row.split([*counts, row.numel() - sum(counts)])
             out += [part.view(self.piece_shape(i, len(out) // len(counts))) for i, part in enumerate(parts[:-1])]

@@ -27,9 +27,13 @@ class Unit:
         self._reset()
 
     def _reset(self) -> None:
+        owners = {id(module): module for entry in self.entries for module, _ in entry.owners}
+        self.recurrent = [module for module in owners.values() if isinstance(module, torch.nn.RNNBase)]
         self.copies: list[Copies] | None = None
+        self.own = False  # whether the leaves are the parameters' own tensors: one rank has nothing to reduce
         self.buckets: list[GradBucket] = []
-        self.trained: tuple[bool, ...] | None = None
+        self.trained: list[bool] | None = None
+        self.stand_ins: list[tuple[dict[str, Any], str, Any]] = []
         self.waiting: set[int] = set()
         self.in_backward = self.inputs_done = self.installed = False
 
@@ -51,10 +55,12 @@ class Unit:
                 own = entry.home.own
                 groups.setdefault((own.dtype, entry.dtype, own.device), []).append(entry)
             self.copies = [Copies(group, self.state.data) for group in groups.values()]
+            self.own = self.state.data.size == 1 and all(copies.alias for copies in self.copies)
             for entry in self.entries:
                 for leaf in {id(v): v for v in entry.leaves}.values():
                     leaf.requires_grad_(entry.param.requires_grad)
-        trained = tuple(entry.param.requires_grad for entry in self.entries)
+            self.firsts = [entry.values[0] for entry in self.entries]
+        trained = [value.requires_grad for value in self.firsts]
         if trained != self.trained:
             self.trained = trained
             self._make_buckets()
@@ -65,10 +71,10 @@ class Unit:
             for leaf in {id(v): v for v in entry.leaves}.values():
                 if leaf.requires_grad != needed:
                     leaf.requires_grad_(needed)
-                if needed and not getattr(leaf, "_reports", False):
+                if needed and not self.own and not getattr(leaf, "_reports", False):
                     leaf._reports = True  # type: ignore[attr-defined]
                     leaf.register_post_accumulate_grad_hook(functools.partial(_arrived, self))
-            if needed:
+            if needed and not self.own:
                 groups.setdefault((entry.home.own.dtype, entry.dtype), []).append(entry)
         for group in groups.values():
             for part in _by_size(group):
@@ -80,7 +86,8 @@ class Unit:
             yield from {id(v): v for v in entry.leaves}.values()
 
     def start(self) -> None:
-        self.prepare()
+        if self.copies is None:
+            self.prepare()
         for copies in self.copies or ():
             copies.start()
 
@@ -96,29 +103,47 @@ class Unit:
     # -- standing in ----------------------------------------------------------------------------------------
     def install(self) -> None:
         """The module computes with the leaves."""
-        if not self.installed:
-            self.installed = True
+        if self.installed:
+            return
+        self.installed = True
+        if self.state.typed:
             for entry in self.entries:
-                self._put(entry, entry.typed(self.state.data) if self.state.typed else entry.plain())
+                value = entry.typed(self.state.data)
+                for module, name in entry.owners:
+                    module._parameters[name] = value
+        else:
+            for parameters, name, value in self._plain_ones():
+                parameters[name] = value
+        self._tell_recurrent()
+
+    def _plain_ones(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Where which leaf goes; always the same."""
+        if not self.stand_ins:
+            for entry in self.entries:
+                value = entry.plain()
+                self.stand_ins += [(module._parameters, name, value) for module, name in entry.owners]
+        return self.stand_ins
 
     def uninstall(self) -> None:
         """The module shows its parameters again."""
-        if self.installed:
-            self.installed = False
-            for entry in self.entries:
-                self._put(entry, entry.param)
+        if not self.installed:
+            return
+        self.installed = False
+        for entry in self.entries:
+            for module, name in entry.owners:
+                module._parameters[name] = entry.param
+        self._tell_recurrent()
 
-    @staticmethod
-    def _put(entry: Entry, value: Any) -> None:
-        for module, name in entry.owners:
-            module._parameters[name] = value
-            if isinstance(module, torch.nn.RNNBase):  # keeps a list of them
-                module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+    def _tell_recurrent(self) -> None:
+        """RNNs keep a list of their parameters beside them."""
+        for module in self.recurrent:
+            module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
     # -- forward --------------------------------------------------------------------------------------------
     def before_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
         state = self.state
         changed = state.enter(self, args, kwargs)
+        self.prepare()
         self.gather()
         self.install()
         state.prefetch(self, forward=not state.in_backward)
