@@ -8,6 +8,7 @@ import shardwise
 from shardwise import Replicate, Shard, simulate
 from tests.harness import check, spread_out
 from tests.ops.cases import x
+from tests.random.common import as_torch_draws
 from tests.workers import device_mesh, run_ranks
 
 INF = float("inf")
@@ -140,6 +141,7 @@ def test_half_is_summed_in_float32(op):
     assert torch.softmax(a, 0, dtype=torch.float32).dtype == torch.float32
 
 
+@as_torch_draws
 def test_gumbel_softmax():
     mesh = simulate((3,))
     for hard in (False, True):

@@ -112,6 +112,9 @@ class Slot:
                 for local, part in zip(self.values, parts, strict=True):
                     state[local][key] = part
                 seen[key] = (value, parts)
+            elif len(known[1]) > 1 and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                for part in known[1][1:]:  # a number someone may have loaded in place
+                    part.copy_(value)
         if len(seen) > len(outer or ()):
             for key in [key for key in seen if not outer or key not in outer]:
                 del seen[key]
