@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardwise
 from shardwise import sharded as S
+from shardwise import simulate
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from tests.sharded.common import chunks, irregular, on_one, places, specs_for, values, whole
 from tests.sharded.common import sharded as lay
@@ -48,17 +50,21 @@ def test_factories_on_every_spec(world):
 
 
 def drawn(rank, world):
+    """The numbers of a DTensor with the same seed; in torch's stream, those of plain torch."""
     size, results = (9, 5), []
-    for make, plain in ((S.rand, torch.rand), (S.randn, torch.randn)):
-        torch.manual_seed(3)
-        want = plain(size)
-        for spec in specs_for(size, range(world)).values():
-            torch.manual_seed(3)
-            results.append(torch.equal(whole(make(spec, size)), want))
-        after = torch.rand(1)  # the generators of all ranks are where one device's would be
-        torch.manual_seed(3)
-        plain(size)
-        results.append(torch.equal(after, torch.rand(1)))
+    one = lambda make: lambda n: make(n, device_mesh=simulate(1)).full_tensor()
+    for way, pairs in (
+        ("philox", ((S.rand, one(shardwise.rand)), (S.randn, one(shardwise.randn)))),
+        ("torch", ((S.rand, torch.rand), (S.randn, torch.randn))),
+    ):
+        with shardwise.random.use(way):
+            for make, plain in pairs:
+                torch.manual_seed(3)
+                want, after = plain(size), torch.rand(1)
+                for spec in specs_for(size, range(world)).values():
+                    torch.manual_seed(3)
+                    results.append(torch.equal(whole(make(spec, size)), want))
+                    results.append(torch.equal(after, torch.rand(1)))  # all ranks' generators are where one's would be
     return results
 
 

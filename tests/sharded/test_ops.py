@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import shardwise
 from shardwise import sharded as S
+from shardwise import simulate
 from shardwise.errors import StrictError
 from tests.sharded.common import chunks, grid, irregular, sharded, specs_for, values, whole
 from tests.workers import run_ranks
@@ -219,12 +220,15 @@ INITS = {
 
 def initialised(rank, world):
     for (name, init), spec in itertools.product(INITS.items(), specs_for((6, 5), range(world)).values()):
-        want, st = torch.empty(6, 5), S.empty(spec, 6, 5, requires_grad=name.startswith(("u", "c", "k")))
-        torch.manual_seed(4)
-        init(want)
-        torch.manual_seed(4)
-        assert init(st) is st
-        assert torch.allclose(whole(st.detach()), want), name
+        for way, want in (("philox", shardwise.empty(6, 5, device_mesh=simulate(1))), ("torch", torch.empty(6, 5))):
+            st = S.empty(spec, 6, 5, requires_grad=name.startswith(("u", "c", "k")))
+            with shardwise.random.use(way):
+                torch.manual_seed(4)
+                init(want)
+                torch.manual_seed(4)
+                assert init(st) is st
+            want = want.full_tensor() if way == "philox" else want
+            assert torch.allclose(whole(st.detach()), want), (name, way)
     return True
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from shardwise.random import distributions as draws
 from shardwise.sharded.fill import fill_tiles
 from shardwise.sharded.metadata import as_size
 from shardwise.sharded.spec import ShardingSpec
@@ -46,10 +47,10 @@ def _filled(spec: ShardingSpec, size: Sequence[Any], value: Any, options: dict[s
     return made
 
 
-def _drawn(spec: ShardingSpec, size: Sequence[Any], draw: Callable[[torch.Tensor], Any], options: Any) -> ShardedTensor:
+def _drawn(spec: ShardingSpec, size: Sequence[Any], what: draws.Distribution, options: Any) -> ShardedTensor:
     made = empty(spec, *size, **options)
     tiles = [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in made.local_shards()]
-    fill_tiles(tiles, made.size(), draw, made._parts[0])
+    fill_tiles(tiles, made.size(), what, made._parts[0])
     return made
 
 
@@ -70,9 +71,9 @@ def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any
 
 def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """Like torch.rand: for one seed the same tensor in any tiling. Options as for `empty`."""
-    return _drawn(sharding_spec, size, torch.Tensor.uniform_, options)
+    return _drawn(sharding_spec, size, draws.uniform(), options)
 
 
 def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """Like torch.randn: for one seed the same tensor in any tiling. Options as for `empty`."""
-    return _drawn(sharding_spec, size, torch.Tensor.normal_, options)
+    return _drawn(sharding_spec, size, draws.normal(), options)

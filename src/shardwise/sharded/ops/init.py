@@ -10,27 +10,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardwise.random import distributions as draws
 from shardwise.sharded.fill import fill_tiles
 from shardwise.sharded.registry import own
 from shardwise.sharded.tensor import ShardedTensor
 
 
-def _fill(tensor: Any, draw: Callable[[torch.Tensor], Any]) -> ShardedTensor:
+def _fill(tensor: Any, what: draws.Distribution, generator: Any = None) -> ShardedTensor:
     if not isinstance(tensor, ShardedTensor):
         raise TypeError(f"tensor: expected a ShardedTensor, got {type(tensor).__name__}")
     tiles = [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in tensor.local_shards()]
-    fill_tiles(tiles, tensor.size(), draw, tensor._parts[0])
+    fill_tiles(tiles, tensor.size(), what, tensor._parts[0], generator)
     return tensor
 
 
 @own(nn.init.uniform_)
 def uniform_(tensor: Any, a: float = 0.0, b: float = 1.0, generator: Any = None) -> ShardedTensor:
-    return _fill(tensor, lambda x: x.uniform_(a, b, generator=generator))
+    return _fill(tensor, draws.uniform(a, b), generator)
 
 
 @own(nn.init.normal_)
 def normal_(tensor: Any, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> ShardedTensor:
-    return _fill(tensor, lambda x: x.normal_(mean, std, generator=generator))
+    return _fill(tensor, draws.normal(mean, std), generator)
 
 
 @own(nn.init.kaiming_uniform_)
@@ -40,7 +41,7 @@ def kaiming_uniform_(
     """As torch's, with the fan of the whole tensor."""
     fan = nn.init._calculate_correct_fan(torch.empty(tensor.size(), device="meta"), mode)  # type: ignore[arg-type]
     bound = math.sqrt(3.0) * nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
-    return _fill(tensor, lambda x: x.uniform_(-bound, bound, generator=generator))
+    return _fill(tensor, draws.uniform(-bound, bound), generator)
 
 
 @own(nn.init.constant_)
@@ -62,15 +63,34 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0.0:
         return input
-    noise = _fill(
-        input._with_parts([torch.empty_like(x) for x in input._parts]), lambda x: F.dropout(x.fill_(1), p, True, True)
-    )
+    if p == 1.0:
+        return input.mul_(0) if inplace else input * 0
+    noise = _fill(input._with_parts([torch.empty_like(x) for x in input._parts]), draws.dropout(p))
     return input.mul_(noise) if inplace else input * noise
 
 
-for _name in "normal_ uniform_ exponential_ geometric_ log_normal_ cauchy_ random_ bernoulli_".split():
-    method = getattr(torch.Tensor, _name)
+def _integers(dtype: torch.dtype, *bounds: Any, **named: Any) -> draws.Distribution:
+    """random_(to), random_(from, to)"""
+    return draws.integer(dtype, *bounds, *(named[key] for key in ("from", "to") if key in named))
 
-    @own(method)
-    def fill_randomly(tensor: Any, *args: Any, _method: Any = method, **kwargs: Any) -> ShardedTensor:
-        return _fill(tensor, lambda x: _method(x, *args, **kwargs))
+
+def _by_name(name: str) -> Callable[..., draws.Distribution]:
+    make = getattr(draws, name)
+    return lambda dtype, *args, **named: make(*args, **named)
+
+
+_METHODS: dict[Any, Callable[..., draws.Distribution]] = {
+    getattr(torch.Tensor, name + "_"): _by_name(name)
+    for name in ("normal", "uniform", "exponential", "geometric", "log_normal", "cauchy", "bernoulli")
+}
+_METHODS[torch.Tensor.random_] = _integers
+for _method, _make in _METHODS.items():
+
+    @own(_method)
+    def fill_randomly(
+        tensor: Any, *args: Any, generator: Any = None, _make: Any = _make, **named: Any
+    ) -> ShardedTensor:
+        named = {{"from": "low", "to": "high"}.get(k, k) if _make is not _integers else k: v for k, v in named.items()}
+        what = _make(tensor.dtype, *args, **named)
+        what.check(tensor.dtype)
+        return _fill(tensor, what, generator)
