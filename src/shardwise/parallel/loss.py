@@ -1,8 +1,8 @@
 """loss_parallel: cross-entropy on logits whose classes are cut, and nothing of them moved.
 
-The rule of cross_entropy never gathers cut classes: the ranks exchange the largest logit, the sum of the exponentials
-and the picked log-probability, a few numbers a sample. What this adds is a promise: under it, a call that would move
-logits (because they come whole, pending or as something else) raises instead.
+The rule of cross_entropy never gathers cut classes: the ranks exchange the largest logit and the sum of exponentials,
+and in the backward pass one number more, for every sample. What this adds is a promise: under it, a call that would
+move logits (because they come whole, pending or as something else) raises instead.
 """
 
 from __future__ import annotations
