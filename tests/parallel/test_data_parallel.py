@@ -3,6 +3,8 @@
 import copy
 import functools
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -414,3 +416,10 @@ def test_a_parameter_used_outside_of_its_unit():
     model = data_parallel(Odd(), mesh, "parameters", units=[])
     model(RankTensor([torch.ones(2, 3)] * 2)).sum().backward()
     assert model.layers[0].weight.grad is not None
+
+
+def test_the_page():
+    """docs/training.md runs."""
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    program = "\n".join(re.findall(r"```python\n(.*?)```", text, re.S))
+    exec(compile(program, "docs/training.md", "exec"), {"__name__": "page"})
