@@ -3,6 +3,8 @@
 import copy
 import functools
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +51,7 @@ class Net(nn.Module):
         self.unused = nn.Linear(2, 2)
 
     def forward(self, tokens):
-        x = self.blocks(self.first(tokens)) * self.scale
+        x = self.blocks(self.first(tokens)) * self.scale * (1 + self.narrow.weight.square().mean())
         return self.last(x) * self.narrow(x).cos()
 
 
@@ -120,6 +122,17 @@ def every_kind(mesh):
         equal(train(model, mesh["dp"], typed), one_device(), f"{shard} typed={typed}")
         assert model.last.weight is model.first.weight
         assert model.unused.weight.grad is None and model.blocks[1].up.weight.grad is None
+
+
+def any_batch(mesh):
+    """DTensor batches of uneven parts, and of fewer rows than ranks."""
+    for shard, rows in itertools.product(("none", "parameters"), (7, 1)):
+        want, model = build(), data_parallel(build(), mesh["dp"], shard, unit_bytes=0)
+        tokens, targets = (v[:rows] for v in batch())
+        loss_of(want, tokens, targets).backward()
+        loss_of(model, *(feed(v, mesh["dp"], typed=True) for v in (tokens, targets))).backward()
+        for p, q in zip(model.parameters(), want.parameters(), strict=True):
+            same(p.grad, q.grad, f"{shard} {rows} rows")
 
 
 def accumulation(mesh):
@@ -284,7 +297,7 @@ def recurrent(mesh):
 
 
 CHECKS = [
-    every_kind, accumulation, recomputed, memory_is_freed, in_order_and_ahead, states_and_copies, mixed_precision,
+    every_kind, any_batch, accumulation, recomputed, memory_is_freed, in_order_and_ahead, states_and_copies, mixed_precision,
     unfrozen_later, clipped, recurrent,
 ]  # fmt: skip
 
@@ -414,3 +427,10 @@ def test_a_parameter_used_outside_of_its_unit():
     model = data_parallel(Odd(), mesh, "parameters", units=[])
     model(RankTensor([torch.ones(2, 3)] * 2)).sum().backward()
     assert model.layers[0].weight.grad is not None
+
+
+def test_the_page():
+    """docs/training.md runs."""
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    program = "\n".join(re.findall(r"```python\n(.*?)```", text, re.S))
+    exec(compile(program, "docs/training.md", "exec"), {"__name__": "page"})

@@ -219,7 +219,7 @@ class DataParallel:
                     raise LayoutError(
                         f"data_parallel: the output of shape {tuple(x.shape)} is a DTensor over the data axis though "
                         f"the inputs were plain: a parameter was used outside of the forward of its unit. "
-                        f"Name the units with data_parallel(..., units=[...]): a parameter must belong to the one using it"
+                        f"Name the units with data_parallel(..., units=[...]), so that it belongs to the one using it"
                     )
         else:
             self.scale = 1.0
