@@ -254,10 +254,10 @@ class DataParallel:
         while self.launched < len(buckets) and (everything or buckets[self.launched].missing == 0):
             bucket = buckets[self.launched]
             self.launched += 1
+            while self.parts_only and self.in_flight:  # what is being reduced must not pile up
+                self.in_flight.pop(0).finish()
             bucket.start(self.scale)
             self.in_flight.append(bucket)
-            while self.parts_only and len(self.in_flight) > 1:  # what is being reduced must not pile up
-                self.in_flight.pop(0).finish()
 
     def end_backward(self) -> None:
         """Autograd is done: reduce what is left, and put everything back."""

@@ -41,22 +41,23 @@ class GradBucket:
     def start(self, scale: float) -> None:
         """Begin to reduce what the leaves have, and let go of it."""
         self.lacking = False
-        local = []
-        for r, rows in enumerate(self.rows):
-            leaves = [entry.leaves[r] for entry in self.entries]
-            grads = [leaf.grad for leaf in leaves]
-            self.lacking = self.lacking or any(g is None for g in grads)
-            flags = self.ones
-            if any(g is None for g in grads):
-                flags = torch.tensor([float(g is not None) for g in grads], dtype=self.dtype).to(self.ones.device)
-            filled = [torch.zeros_like(v) if g is None else g for g, v in zip(grads, leaves, strict=True)]
-            packed = rows.packed(filled, flags, self.length, self.dtype)
-            local.append(packed.mul_(scale) if scale != 1 else packed)
+        local = [self._packed(r, scale) for r in range(len(self.rows))]
         for entry in self.entries:
             for leaf in entry.leaves:
                 leaf.grad = None
         value = RankTensor(local) if self.data.mesh.comm.simulated else local[0]
         self.sent = wrap(value, self.given).redistribute(placements=self.target, async_op=True)
+
+    def _packed(self, rank: int, scale: float) -> torch.Tensor:
+        """The gradients of a rank's leaves as rows, with zeros where there is none."""
+        leaves = [entry.leaves[rank] for entry in self.entries]
+        grads, flags = [leaf.grad for leaf in leaves], self.ones
+        if any(grad is None for grad in grads):
+            self.lacking = True
+            flags = torch.tensor([float(g is not None) for g in grads], dtype=self.dtype).to(self.ones.device)
+        filled = [torch.zeros_like(v) if g is None else g for g, v in zip(grads, leaves, strict=True)]
+        packed = self.rows[rank].packed(filled, flags, self.length, self.dtype)
+        return packed.mul_(scale) if scale != 1 else packed
 
     @torch.no_grad()
     def finish(self) -> None:
