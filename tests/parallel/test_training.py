@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+import shardwise
 from shardwise import DTensor, Replicate, Shard, distribute_module, distribute_tensor, simulate
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from tests.workers import device_mesh, run_ranks
@@ -246,7 +247,8 @@ def parametrizing(mesh):
             if where is not None:
                 parallelize_module(layer, mesh, ColwiseParallel(), axis="tp")
                 x = distribute_tensor(x, mesh, [Shard(0), R])
-            way(layer)
+            with shardwise.random.use("torch"):  # spectral_norm starts from random vectors
+                way(layer)
             optimizer = torch.optim.AdamW(layer.parameters(), lr=0.01)
             for _ in range(3):
                 optimizer.zero_grad()
