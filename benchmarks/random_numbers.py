@@ -1,6 +1,6 @@
 """Time random numbers by counter next to plain torch's: what one rank draws of a tensor.
 
-python benchmarks/random.py [--quick] [--device cuda]
+python benchmarks/random_numbers.py [--quick] [--device cuda]
 """
 
 import argparse
