@@ -439,10 +439,11 @@ def test_explain():
     plan = plan_move(x.layout, x.layout.replace(placements=[Replicate(), Shard(1)]))
     assert plan.explain().splitlines() == [
         "[S(0), P(sum)] -> [R, S(1)], shape (8, 4), mesh(dp=2, tp=2)",
-        "  step                                                bytes in  bytes out  result",
-        "  1. all_to_all on dp+tp (S(0) -> R, P(sum) -> S(1))        96         96      64",
-        "  busiest rank                                              96         96        ",
-        "  lower bound 64 bytes in; at most 256 bytes of memory beyond the source",
+        "  step                                      bytes in  bytes out  result",
+        "  1. reduce_scatter on tp (P(sum) -> S(1))        32         32      32",
+        "  2. all_gather on dp (S(0) -> R)                 32         32      64",
+        "  busiest rank                                    64         64        ",
+        "  lower bound 64 bytes in; at most 96 bytes of memory beyond the source",
     ]
     assert repr(plan) == plan.explain()
     assert "nothing to do" in plan_move(x.layout, x.layout).explain()

@@ -32,9 +32,11 @@ class CostModel:
         return self.axes[axis].latency + bytes_in / self.axes[axis].bandwidth
 
     def over(self, axes: Sequence[int], sizes: Sequence[int], bytes_in: float) -> float:
-        """One exchange among all ranks along some axes. What comes from a rank that differs on several axes comes over
-        the slowest of them; of equal shares from everyone, all but one in k cross a slowest axis of k ranks."""
-        seconds, rest = max(self.axes[a].latency for a in axes), bytes_in
+        """One exchange among all ranks along some axes. Starting it takes a latency for every doubling of their number.
+        What comes from a rank that differs on several axes comes over the slowest of them; of equal shares from
+        everyone, all but one in k cross a slowest axis of k ranks."""
+        doublings = math.log2(max(math.prod(sizes[a] for a in axes), 2))
+        seconds, rest = doublings * max(self.axes[a].latency for a in axes), bytes_in
         slowest_first = sorted(axes, key=lambda a: self.axes[a].bandwidth)
         whole = math.prod(sizes[a] for a in axes) - 1
         for axis in slowest_first:
