@@ -22,6 +22,7 @@ STAY = {
     "copies of splits": lambda a: (*torch.split_copy(a, 2), *torch.split_with_sizes_copy(a, [3, 0, a.shape[1] - 3], -1)),
     "expand_copy": lambda a: torch.expand_copy(a, (2, *a.shape)),
     "select_copy": lambda a: torch.select_copy(a, 0, 2),
+    "T": lambda a: (a.T, a.unsqueeze(1).T, a.unsqueeze(0).mT),
     "roll": lambda a: a.roll(2, 0),
     "roll far": lambda a: a.roll((-3, 11), (1, 0)),
     "roll one dim twice": lambda a: a.roll((1, 2), (0, 0)),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import Replicate, Shard, simulate
+from shardwise import DTensor, Replicate, Shard, simulate
 from shardwise.random import distributions as draws
 from shardwise.random import torch_stream
 from tests.random.common import as_torch_draws
@@ -81,3 +81,14 @@ def test_memory_order():
     torch.manual_seed(3)
     got = torch.rand_like(mine)
     assert torch.equal(got.full_tensor(), want) and got.stride() == want.stride()
+
+
+def test_like_a_tensor_with_holes_in_its_memory():
+    """torch makes the result without holes, and fills it in that order."""
+    holes = torch.zeros(5, 5, 2, dtype=torch.float64)[..., 0]
+    x = DTensor.from_local(holes, simulate(3), [Replicate()], shape=(5, 5), stride=holes.stride())
+    with shardwise.random.use("torch"):
+        torch.manual_seed(0)
+        want = torch.randn_like(holes)
+        torch.manual_seed(0)
+        assert torch.equal(torch.randn_like(x).full_tensor(), want)

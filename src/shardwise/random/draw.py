@@ -23,7 +23,8 @@ from shardwise.wrapper import wrap
 
 def drawn(layout: Layout, what: Distribution, generator: torch.Generator | None = None) -> Any:
     """A new tensor of this layout (Replicate where that is Partial) with numbers of this distribution."""
-    layout = layout.replace(placements=[REPLICATE if p.is_partial() else p for p in layout.placements])
+    whole = [REPLICATE if p.is_partial() else p for p in layout.placements]
+    layout = layout.replace(placements=whole, stride=dense_stride(layout.shape, layout.stride))
     comm = layout.mesh.comm
 
     def empty(shape: tuple[int, ...]) -> torch.Tensor:
@@ -32,7 +33,7 @@ def drawn(layout: Layout, what: Distribution, generator: torch.Generator | None 
 
     local = comm.bind(empty, _split(layout))(comm.per_rank(layout.local_shape_at))
     fill_local(local, layout, what, generator)
-    return wrap(local, layout.replace(stride=dense_stride(layout.shape, layout.stride)))
+    return wrap(local, layout)
 
 
 def fill(x: Any, what: Distribution, generator: torch.Generator | None = None) -> Any:
