@@ -4,20 +4,15 @@ python benchmarks/random_numbers.py [--quick] [--device cuda]
 """
 
 import argparse
-import sys
-from pathlib import Path
+import functools
+import time
 
-sys.path.remove(str(Path(__file__).parent))  # this file's name is that of a module of Python's
+import torch
+from rich.console import Console
+from rich.table import Table
 
-import functools  # noqa: E402
-import time  # noqa: E402
-
-import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from shardwise.random import distributions as draws  # noqa: E402
-from shardwise.random.fill import fill_box  # noqa: E402
+from shardwise.random import distributions as draws
+from shardwise.random.fill import fill_box
 
 CASES = {
     "rand float32": (torch.float32, draws.uniform(), lambda x: x.uniform_()),
