@@ -38,7 +38,7 @@ class _Move(torch.autograd.Function):
         partners = [step.partner for step in reversed(ctx.steps)]
         note = for_backward(ctx.note, ctx.source)
         back = run_steps(comm, partners, comm.assemble(ctx.after, grads), note, ctx.heard)
-        return None, *comm.pick(ctx.before, back)
+        return None, *comm.pick_gradients(ctx.before, back)
 
 
 def run_steps(

@@ -91,6 +91,10 @@ class Comm(ABC):
     def pick(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
         """For each distinct tensor of that structure, what its first holder has in `local`."""
 
+    def pick_gradients(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
+        """`pick` for what autograd takes back: each has memory of its own, since a leaf may add to it in place."""
+        return self.pick(structure, local)
+
     def rebuild(self, local: Any, values: Sequence[torch.Tensor | None]) -> Any:
         """A local value like `local` with other tensors, in the order of `values(local)`."""
         return self.assemble(self.structure(local), values)

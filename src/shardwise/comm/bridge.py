@@ -23,7 +23,7 @@ class _Regrade(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         with hearing(ctx.heard):
             back = ctx.convert(ctx.comm.assemble(ctx.structure, grads))
-        return None, None, None, *ctx.comm.pick(ctx.structure, back)
+        return None, None, None, *ctx.comm.pick_gradients(ctx.structure, back)
 
 
 def regrade(comm: Comm, local: Any, convert: Callable[[Any], Any]) -> Any:
@@ -42,7 +42,9 @@ class _Regroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return None, None, None, *_Regroup.apply(ctx.comm, ctx.after, ctx.before, *grads)
+        back = _Regroup.apply(ctx.comm, ctx.after, ctx.before, *grads)
+        each = range(len(back))
+        return None, None, None, *ctx.comm.pick_gradients(each, ctx.comm.assemble(each, back))
 
 
 def regroup(comm: Comm, local: Any, after: Any) -> Any:

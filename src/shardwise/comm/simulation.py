@@ -320,6 +320,15 @@ class SimulatedComm(Comm):
         holders = {i: rank for rank, i in reversed(list(enumerate(structure)))}
         return tuple(local.ranks[holders[i]] for i in sorted(holders))
 
+    def pick_gradients(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
+        grads, seen = list(self.pick(structure, local)), set()
+        for i, grad in enumerate(grads):
+            place = grad.untyped_storage()._cdata, grad.storage_offset()
+            if place in seen:
+                grads[i] = grad.clone()
+            seen.add(place)
+        return tuple(grads)
+
     def first(self, local: Any) -> torch.Tensor:
         return local.ranks[0]
 

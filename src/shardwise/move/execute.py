@@ -89,4 +89,4 @@ class _Extreme(torch.autograd.Function):
         axes = range(len(ctx.comm.shape))
         whole = run_steps(ctx.comm, (ctx.spread,), ctx.comm.assemble(ctx.after, grads), ctx.note)
         back = ctx.comm.bind(share, tuple(axes))(whole, ctx.winners)
-        return None, *ctx.comm.pick(ctx.before, back)
+        return None, *ctx.comm.pick_gradients(ctx.before, back)
