@@ -50,6 +50,15 @@ def wrap(local: Any, layout: Layout) -> Any:
     return self
 
 
+def storage_of(tensor: Any) -> torch.UntypedStorage:
+    """The memory of its values (of the first rank played here)."""
+    return tensor._layout.mesh.comm.first(tensor._local).untyped_storage()
+
+
+def shares_memory(one: Any, other: Any) -> bool:
+    return storage_of(one)._cdata == storage_of(other)._cdata
+
+
 def rebind(target: Any, value: Any) -> Any:
     """`target`, now holding what `value` holds: shape, dtype and layout included."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -1,56 +1,77 @@
 """Views that had to be copied. In torch a view shares memory with its base; where a view op had to move data, it
-cannot. Reading such a copy is right until its base is written: from then on using it raises. So does writing to it.
+cannot. So a write to such a copy is repeated on its base, and after a write to the base its copies are taken again;
+autograd records both. Where `strict` forbids the communication, such writes and uses raise instead.
 
 Nothing is kept, and nothing costs, until the first such copy is made.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten
 
+from shardwise.context import is_strict
+from shardwise.engine.call_shape import Path, fetch, put
 from shardwise.errors import RuleError
+from shardwise.wrapper import storage_of
 
 
 class _Copy(NamedTuple):
-    tensor: weakref.ref[Any]
+    tensor: weakref.ref[Any]  # the copy, or a view of it
     name: str
     base: int  # the storage of what it is a copy of
     kept: Any  # a weak reference to that storage: its address must not be given to another
+    source: Any  # the tensor the view op was called on
+    again: Callable[[Any], Any]  # that call, on another tensor
+    whole: Any  # of a view of a copy: the copy
 
 
 _of_base: dict[int, list[_Copy]] = {}  # by the storage the view would have shared
 COPIES: dict[int, list[_Copy]] = {}  # by the storage the copy has; empty in nearly every program
+_written: list[Any] = []  # the copies that are brought up to date with their bases, or these with them
 
 
 def _storage(tensor: Any) -> int:
-    return tensor._layout.mesh.comm.first(tensor._local).untyped_storage()._cdata
+    return storage_of(tensor)._cdata
 
 
-def shares_memory(one: Any, other: Any) -> bool:
-    return _storage(one) == _storage(other)
+def note_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any], path: Path, result: Any, name: str) -> None:
+    """`result` is what func(*args, **kwargs) made of the tensor at `path`; torch would have made views of it."""
+    source = fetch(args, kwargs, path)
 
+    def again(base: Any, i: int) -> Any:
+        other_args, other_kwargs = list(args), dict(kwargs)
+        put(other_args, other_kwargs, path, base)
+        return tree_flatten(func(*other_args, **other_kwargs))[0][i]
 
-def note_copy(base: Any, copy: Any, name: str) -> None:
-    """`copy` is what `name` made of `base`; torch would have made it a view."""
-    origin = _storage(base)
-    kept = StorageWeakRef(base._layout.mesh.comm.first(base._local).untyped_storage())
-    _note(copy, name, *next(((c.base, c.kept) for c in COPIES.get(origin, ())), (origin, kept)))
+    origin = _storage(source)
+    first = next(((c.base, c.kept) for c in COPIES.get(origin, ())), (origin, StorageWeakRef(storage_of(source))))
+    for i, copy in enumerate(tree_flatten(result)[0]):
+        _note(copy, name, *first, source, functools.partial(again, i=i), None)
 
 
 def note_view(base: Any, view: Any) -> None:
     """`view` shares memory with `base`: a view of a copy is one more copy."""
     for copy in COPIES.get(_storage(base), ())[:1]:
-        _note(view, copy.name, copy.base, copy.kept)
+        _note(view, *copy[1:-1], _root(copy))
 
 
-def _note(copy: Any, name: str, base: int, kept: Any) -> None:
+def _note(copy: Any, name: str, base: int, *rest: Any) -> None:
     for table, key in ((_of_base, base), (COPIES, _storage(copy))):
         ref = weakref.ref(copy, functools.partial(_forget, table, key))
-        table.setdefault(key, []).append(_Copy(ref, name, base, kept))
+        table.setdefault(key, []).append(_Copy(ref, name, base, *rest))
+
+
+def _root(copy: _Copy) -> Any:
+    """The copy whose memory it is."""
+    return copy.tensor() if copy.whole is None else copy.whole
 
 
 def _forget(table: dict[int, list[_Copy]], key: int, _: Any) -> None:
@@ -61,25 +82,92 @@ def _forget(table: dict[int, list[_Copy]], key: int, _: Any) -> None:
         table.pop(key, None)
 
 
+# -- writes ----------------------------------------------------------------------------------------------------------
 def before_write(target: Any, op: str) -> None:
-    """Raise if `target` is such a copy: its base would not see the write."""
-    if COPIES:
-        for copy in COPIES.get(_storage(target), ()):
-            if copy.tensor() is not None:
-                raise RuleError(
-                    f"{op} would write to the result of {copy.name} of shape {tuple(target.shape)}. In torch it is a "
-                    f"view; on this layout it had to be a copy, so its base would not see the write. Write to its "
-                    f".clone(), or redistribute the base so that {copy.name} moves nothing"
-                )
+    """Raise if `target` is such a copy and its base cannot be written too."""
+    for copy in COPIES.get(_storage(target), ())[:1] if COPIES else ():
+        if _is_under_way(_root(copy)):
+            continue
+        if is_strict():
+            raise RuleError(
+                f"{op} would write to the result of {copy.name} of shape {tuple(target.shape)}. In torch it is a view; "
+                f"on this layout it had to be a copy, and to repeat the write on its base takes communication, which "
+                f"strict() forbids. Write to its .clone(), or redistribute the base so that {copy.name} moves nothing"
+            )
+        if torch.is_grad_enabled() and copy.source.requires_grad and copy.source.is_leaf:
+            raise RuntimeError(
+                f"{op}: a view of a leaf Variable that requires grad is being used in an in-place operation; "
+                f"write under torch.no_grad()"
+            )
 
 
 def after_write(target: Any) -> None:
-    """Copies of views of `target` no longer show what it holds: make their next use raise."""
-    if _of_base:
-        for copy in _of_base.pop(_storage(target), ()):
-            tensor = copy.tensor()
-            if tensor is not None:
-                tensor._layout = _Stale(copy.name)
+    """Repeat a write to a copy on its base; take copies of what was written again, or make their next use raise."""
+    if not COPIES:
+        return
+    storage = _storage(target)
+    for copy in COPIES.get(storage, ())[:1]:
+        whole = _root(copy)
+        if not _is_under_way(whole):
+            with _under_way(whole):
+                copy.source.copy_(_with_view(copy.source, copy.again, whole))
+    for copy in list(_of_base.get(storage, ())):
+        tensor = copy.tensor()
+        if tensor is None or copy.whole is not None or _is_under_way(tensor):
+            continue  # views of a copy see what it sees
+        if is_strict():
+            _make_stale(storage, tensor)
+        else:
+            with _under_way(tensor):
+                tensor.copy_(copy.again(copy.source))
+
+
+@contextlib.contextmanager
+def _under_way(copy: Any) -> Iterator[None]:
+    _written.append(copy)
+    try:
+        yield
+    finally:
+        _written.pop()
+
+
+def _is_under_way(copy: Any) -> bool:
+    return any(copy is other for other in _written)
+
+
+def _make_stale(storage: int, tensor: Any) -> None:
+    """Its next use raises, and that of its views."""
+    stale = [copy for copy in _of_base[storage] if _root(copy) is tensor]
+    _of_base[storage] = [copy for copy in _of_base[storage] if _root(copy) is not tensor]
+    for copy in stale:
+        view = copy.tensor()
+        if view is not None:
+            view._layout = _Stale(copy.name)
+
+
+def _with_view(source: Any, again: Callable[[Any], Any], value: Any) -> Any:
+    """`source` with `value` in the place of its view: a view op's gradient says where each element belongs."""
+    recorded = torch.is_grad_enabled() and value.requires_grad
+
+    def back(seed: Any) -> Any:
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = torch.zeros_like(source, dtype=seed.dtype).requires_grad_()
+            return torch.autograd.grad(again(leaf), leaf, seed, create_graph=recorded)[0]
+
+    times = back(torch.ones_like(value, dtype=torch.float32))
+    if bool((times > 1).any()):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        placed = back(value)
+    elif value.dtype.itemsize < 8:
+        placed = back(value.double())
+    else:  # a double has no room for all of it
+        high, low = back((value >> 32).double()), back((value & 0xFFFFFFFF).double())
+        placed = (high.to(value.dtype) << 32) | low.to(value.dtype)
+    return torch.where(times > 0, placed.to(source.dtype), source)
 
 
 class _Stale:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.record import Note
 from shardwise.context import is_strict
-from shardwise.engine.aliasing import after_write, before_write, note_copy
+from shardwise.engine.aliasing import after_write, before_write, note_copies
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
 from shardwise.engine.plan import Plan, refuse
 from shardwise.functions import writes_first
@@ -76,8 +76,7 @@ def replicated(func: Any, call: CallShape, reason: str = NO_RULE, check: Callabl
 
         wrapped = tree_map_only(torch.Tensor, rewrapped, result)
         if viewed is not None:
-            for copy in tree_flatten(wrapped)[0]:
-                note_copy(fetch(args, kwargs, viewed), copy, name)
+            note_copies(func, args, kwargs, viewed, wrapped, name)
         return wrapped
 
     return run

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, running
-from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copy, note_view, shares_memory
+from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copies, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
 from shardwise.engine.results import Finish, Results, one_wrapper
 from shardwise.errors import StrictError
@@ -22,6 +22,7 @@ from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
 from shardwise.move.steps import MoveStep, Spread
 from shardwise.strategy.spec import Algorithm, PerCoords
+from shardwise.wrapper import shares_memory
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
 
@@ -61,7 +62,7 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
         direct = (_run_direct if base is None else _run_view)(call.paths, wrap_one, invoke, takes_all)
         if direct is not None:
             return direct
-    finish = results.finisher(outputs, base, copied, call.name)
+    finish = results.finisher(outputs, base, copied, func, call.name)
     return _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons)
 
 
@@ -73,9 +74,8 @@ def _run_program(program: Callable[..., Any], func: Any, name: str) -> Plan:
     def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
         with running(name):
             result = program(*args, **kwargs)
-        for view in tree_flatten(result)[0] if views else ():
-            if not shares_memory(args[0], view):
-                note_copy(args[0], view, name)
+        if views and not all(shares_memory(args[0], view) for view in tree_flatten(result)[0]):
+            note_copies(func, args, kwargs, (0,), result, name)
         return result
 
     return run
@@ -127,8 +127,8 @@ def _run(
             value = spread(tensor, steps, note) if spread_only else run_move(tensor._local, comm, steps, note)
             put(locals, local_kwargs, paths[i], value)
         if takes_all:
-            return finish(args, invoke(*locals, **local_kwargs))
-        return finish(args, invoke(*(fetch(locals, local_kwargs, path) for path in paths)))
+            return finish(args, kwargs, invoke(*locals, **local_kwargs))
+        return finish(args, kwargs, invoke(*(fetch(locals, local_kwargs, path) for path in paths)))
 
     return run
 
@@ -138,7 +138,7 @@ def _run_in_place(
 ) -> Plan:
     """The same for an op that writes into its first argument (a tensor, or a list of them) and returns it."""
     name = call.name
-    run = _run(call, inputs, moves, invoke, takes_all, lambda args, out: args[0], reasons)
+    run = _run(call, inputs, moves, invoke, takes_all, lambda args, kwargs, out: args[0], reasons)
 
     def run_in_place(
         args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.engine.aliasing import COPIES, note_copy, note_view, shares_memory
+from shardwise.engine.aliasing import COPIES, note_copies, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch
 from shardwise.layout import Layout
 from shardwise.strategy.spec import Result
-from shardwise.wrapper import wrap, wrapper_of
+from shardwise.wrapper import shares_memory, wrap, wrapper_of
 
-Finish = Callable[[Sequence[Any], Any], Any]  # (the call's arguments, the local result) -> the result
+Finish = Callable[[Sequence[Any], dict[str, Any], Any], Any]  # (arguments, local result) -> the result
 
 _ONE = tree_flatten(0)[1]
 _NONE = tree_flatten(())[1]
@@ -55,26 +55,25 @@ class Results:
             found.append(made[key])
         return found
 
-    def finisher(self, outputs: Sequence[Layout], base: Path | None, copied: bool, name: str) -> Finish:
+    def finisher(self, outputs: Sequence[Layout], base: Path | None, copied: bool, func: Any, name: str) -> Finish:
         """Wraps local results; results that are views of the argument at `base` are noted, copies of views as such."""
         wrap_all = self._wrapper(outputs)
         if base is None or isinstance(base[0], str):
-            return lambda args, out: wrap_all(out)
+            return lambda args, kwargs, out: wrap_all(out)
         may_be_same = self.same and not copied
 
-        def finish(args: Sequence[Any], out: Any) -> Any:
-            source = fetch(args, {}, base)
+        def finish(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+            source = fetch(args, kwargs, base)
             if may_be_same and source._layout.mesh.comm.same(out, source._local):
                 return source  # contiguous() of a contiguous tensor, to() of what it is already
             result = wrap_all(out)
             if may_be_same and shares_memory(source, result):
                 return source  # flatten() of a flat tensor
-            if copied or may_be_same or COPIES:
+            if copied or may_be_same:
+                note_copies(func, args, kwargs, base, result, name)
+            elif COPIES:
                 for view in tree_flatten(result)[0]:
-                    if copied or may_be_same:
-                        note_copy(source, view, name)
-                    else:
-                        note_view(source, view)
+                    note_view(source, view)
             return result
 
         return finish

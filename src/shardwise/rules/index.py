@@ -19,6 +19,7 @@ from shardwise.rules.slicing import clipped, select, slice_, sum_of
 from shardwise.rules.view import dim_of, unsqueeze
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
+from shardwise.wrapper import Wrapper, shares_memory
 
 Action = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]  # rule, function, arguments
 
@@ -121,6 +122,8 @@ def put_item(x: Any, index: Any, value: Any) -> None:
             value = value.unsqueeze(at)
     if view.dim() < value.dim():
         value = value.reshape(value.shape[value.dim() - view.dim() :])
+    if isinstance(value, Wrapper) and shares_memory(value, x):  # x[0, 1] += 2 gives back what it took
+        value = value.clone()
     view.copy_(value.to(view.dtype) if value.dtype != view.dtype else value)
 
 
