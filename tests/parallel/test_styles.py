@@ -227,7 +227,7 @@ def test_projections_of_one_input_gather_it_once():
     layers = nn.ModuleList(nn.Linear(WIDTH, 4).double() for _ in range(3))
     parallelize_module(layers, mesh, {"*": ColwiseParallel()}, axis="tp")
     x = distribute_tensor(torch.randn(2, 4, WIDTH, dtype=torch.float64), mesh, [R, Shard(1)]).requires_grad_()
-    for kinds in (["all_gather", "all_reduce"], ["all_gather", "all_reduce"], ["all_reduce"]):
+    for kinds in (["all_gather", "reduce_scatter"], ["all_gather", "reduce_scatter"], ["reduce_scatter"]):
         with debug.ledger() as log:
             sum(layer(x) for layer in layers).sum().backward()
         assert [e.kind for e in log] == kinds

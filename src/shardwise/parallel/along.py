@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from shardwise.api import distribute_tensor
+from shardwise.engine.gathered import note_gathered
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Placement, Shard
 from shardwise.layout.placement import REPLICATE, as_placement
 from shardwise.mesh import Mesh, as_mesh
+from shardwise.parallel.siblings import entered_once
 from shardwise.tensor import DTensor, entered
 
 # What a style is told of a tensor: its placement on the style's axis, or placements by the names of axes.
@@ -86,6 +88,14 @@ class Along:
             _remember(self._known, key, laid._layout)
         return laid
 
+    def enter_once(self, x: Any, layout: Layout, whole: Mapping[int, int]) -> DTensor:
+        """The same for modules that do not write to their input: those that get one plain tensor share what it is on
+        the mesh, and one reduction of its gradient."""
+        if isinstance(x, DTensor):
+            return self.enter(x, layout)
+        key = (self.mesh, self.axis, _key(layout), tuple(whole.items()))
+        return entered_once(x, key, lambda x: self.enter(x, layout, whole))
+
     def move(self, x: DTensor, layout: Layout, given: Any = None) -> DTensor:
         """The tensor laid out so; axes that the layout does not speak of stay as they are. What they cut of the leading
         dims of `given`, the module's input, they cut of this: a batch stays cut, also where it was cheaper to gather it
@@ -102,7 +112,7 @@ class Along:
         if places is None:
             return x
         if x.placements[self.axis].is_shard() and places[self.axis].is_replicate() and _has_version(x):
-            return _gathered_once(x, places)
+            return _gathered_once(x, places, self.axis)
         return x.redistribute(placements=places)
 
     def _as_before(self, output: Any, given: Any) -> tuple[Placement, ...]:
@@ -143,7 +153,7 @@ def _has_version(x: DTensor) -> bool:
     return not x._layout.mesh.comm.first(x._local).is_inference()
 
 
-def _gathered_once(x: DTensor, places: tuple[Placement, ...]) -> DTensor:
+def _gathered_once(x: DTensor, places: tuple[Placement, ...], axis: int) -> DTensor:
     """The tensor made whole, kept on it: query, key and value projections of one input share the gathering, and the
     one of their gradients."""
     if x._spreads is None:
@@ -152,6 +162,7 @@ def _gathered_once(x: DTensor, places: tuple[Placement, ...]) -> DTensor:
     found = x._spreads.get(key)
     if found is None or found[0] is not now[0] or found[1] != now[1]:
         found = x._spreads[key] = (*now, x.redistribute(placements=places))
+        note_gathered(x, found[2], axis)
     return found[2]
 
 

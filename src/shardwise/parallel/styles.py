@@ -84,7 +84,9 @@ class _LayerParallel(ParallelStyle):
 
     def _prepared(self, module: nn.Module, x: Any, along: Along) -> DTensor:
         x = check_tensor(x, f"{type(self).__name__}: the first input of {type(module).__name__}")
-        return along.move(along.enter(x, self.input_layouts, self._known(module)), self._desired(module))
+        only_reads = type(module).forward is nn.Linear.forward  # of other modules one cannot know
+        enter = along.enter_once if only_reads else along.enter
+        return along.move(enter(x, self.input_layouts, self._known(module)), self._desired(module))
 
     def _known(self, module: nn.Module) -> dict[int, int]:
         """Global sizes of the input that the layer knows."""
