@@ -84,9 +84,10 @@ class _LayerParallel(ParallelStyle):
 
     def _prepared(self, module: nn.Module, x: Any, along: Along) -> DTensor:
         x = check_tensor(x, f"{type(self).__name__}: the first input of {type(module).__name__}")
+        desired = self._desired(module)
         only_reads = type(module).forward is nn.Linear.forward  # of other modules one cannot know
-        enter = along.enter_once if only_reads else along.enter
-        return along.move(enter(x, self.input_layouts, self._known(module)), self._desired(module))
+        enter = along.enter_once if only_reads and desired is REPLICATE else along.enter
+        return along.move(enter(x, self.input_layouts, self._known(module)), desired)
 
     def _known(self, module: nn.Module) -> dict[int, int]:
         """Global sizes of the input that the layer knows."""
@@ -129,7 +130,7 @@ class ColwiseParallel(_LayerParallel):
     many projections side by side, as the query, key and value of one fused layer, and every one of them is cut.
     """
 
-    desired_input = Replicate()
+    desired_input = REPLICATE
 
     def __init__(
         self,
