@@ -17,7 +17,7 @@ from shardwise.layout.placement import REPLICATE, as_placement
 from shardwise.mesh import Mesh, as_mesh
 from shardwise.move import move, plan_steps
 from shardwise.parallel.siblings import entered_once
-from shardwise.tensor import DTensor, entered
+from shardwise.tensor import DTensor, entered, left
 from shardwise.wrapper import wrap
 
 # What a style is told of a tensor: its placement on the style's axis, or placements by the names of axes.
@@ -129,11 +129,12 @@ class Along:
         )
 
     def leave(self, x: DTensor) -> torch.Tensor:
-        """The local tensor. What all simulated ranks hold alike is one plain tensor: a plain parameter that meets it
-        gets its gradient once, as on every process."""
+        """The local tensor. What simulated ranks hold alike is one tensor, and a plain one if all do: a plain parameter
+        that meets it gets its gradient once, as on every process."""
         comm = self.mesh.comm
-        alike = comm.simulated and len(set(comm.spectators)) == 1 and all(p.is_replicate() for p in x.placements)  # type: ignore[attr-defined]
-        return x.full_tensor() if alike else x.to_local()
+        if not comm.simulated or not all(p.is_replicate() for p in x.placements):
+            return x.to_local()
+        return x.full_tensor() if len(set(comm.spectators)) == 1 else left(x)  # type: ignore[attr-defined]
 
     def lay_out(self, param: torch.Tensor, placement: Placement, source: int | None) -> DTensor:
         """A parameter or buffer with this placement on the axis; one that is distributed keeps its other axes."""
