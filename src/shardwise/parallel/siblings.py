@@ -59,7 +59,8 @@ def _forget(entry: Any) -> None:
 
 
 def _has_graph(value: torch.Tensor) -> bool:
-    return type(value) is torch.Tensor and value.requires_grad and not value.is_leaf
+    recorded = type(value) is torch.Tensor and value.requires_grad and not value.is_leaf
+    return recorded and not torch._C._functorch.is_functorch_wrapped_tensor(value)  # which has no memory of its own
 
 
 def _apart(x: torch.Tensor) -> torch.Tensor:
