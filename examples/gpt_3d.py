@@ -8,11 +8,11 @@ over "sp"; and "zero" cuts the parameters, their gradients and the optimizer's s
 """
 
 import copy
-import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from beside import beside, join, report
 from torch import nn
 
 import shardwise
@@ -123,25 +123,18 @@ def compare(layout, mesh, steps=3, **sizes):
     many = lay_out(copy.deepcopy(one), mesh, layout)
     vocabulary, length = one.head.out_features, one.position.num_embeddings + 1
     batches = [torch.randint(vocabulary, (6, length)) % (1 + step % 7) for step in range(steps)]
-    want = train(one, batches, lambda rows: rows)
-    with shardwise.debug.ledger() as log:
-        got = train(many, batches, lambda rows: lay_out_batch(rows, mesh))
-    return got[0], max((a - b).abs().max().item() for a, b in zip(got, want, strict=True)), log.total_bytes // steps
+    place = lambda rows: lay_out_batch(rows, mesh)  # noqa: E731
+    return beside(lambda: train(one, batches, lambda rows: rows), lambda: train(many, batches, place), steps)
 
 
 def main():
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (8, 0)
-    say, worst = print if rank == 0 else lambda *words: None, 0.0
+    join()
+    ranks, results = dist.get_world_size() if dist.is_initialized() else 8, []
     for layout in LAYOUTS:
         mesh = make_mesh(layout, ranks)
-        losses, difference, moved = compare(layout, mesh, steps=5)
         shape = " x ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        say(f"{layout:40} {shape:20} loss {losses[0]:.4f} -> {losses[-1]:.4f}   {moved:10,} bytes a step")
-        worst = max(worst, difference)
-    say(f"largest difference to one device, over losses, gradients and parameters: {worst:.1e}")
-    assert worst < 1e-10
+        results.append((f"{layout:40} {shape:20}", compare(layout, mesh, steps=5)))
+    report(results, within=1e-10)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ the vocabulary as the plan says; "dp" cuts the batch and, in the layout "zero x 
 """
 
 import copy
-import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from beside import beside, join, report
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
@@ -106,26 +106,19 @@ def compare(name, layout, mesh, steps=3):
     one = make().double()
     many = lay_out(copy.deepcopy(one), mesh, plan, LAYOUTS[layout])
     batches = [torch.randint(VOCABULARY, (6, CONTEXT + 1)) % (1 + step % 7) for step in range(steps)]
-    places = [Shard(0), Replicate()]
-    want = train(one, batches, lambda rows: rows)
-    with shardwise.debug.ledger() as log:
-        got = train(many, batches, lambda rows: distribute_tensor(rows, mesh, places, src_data_rank=None))
-    return got[0], max((a - b).abs().max().item() for a, b in zip(got, want, strict=True)), log.total_bytes // steps
+
+    def place(rows):
+        return distribute_tensor(rows, mesh, [Shard(0), Replicate()], src_data_rank=None)
+
+    return beside(lambda: train(one, batches, lambda rows: rows), lambda: train(many, batches, place), steps)
 
 
 def main():
     logging.set_verbosity_error()
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")
-    say = print if not dist.is_initialized() or dist.get_rank() == 0 else lambda *words: None
-    worst = 0.0
-    for name in MODELS:
-        for layout in LAYOUTS:
-            losses, difference, moved = compare(name, layout, make_mesh(), steps=6)
-            say(f"{name:6} {layout:14} loss {losses[0]:.4f} -> {losses[-1]:.4f}   {moved:9,} bytes a step")
-            worst = max(worst, difference)
-    say(f"largest difference to one device, over losses, gradients and parameters: {worst:.1e}")
-    assert worst < 1e-8  # Llama's norms compute in float32, whatever the model's dtype
+    join()
+    cases = [(name, layout) for name in MODELS for layout in LAYOUTS]
+    results = ((f"{name:6} {layout:14}", compare(name, layout, make_mesh(), steps=6)) for name, layout in cases)
+    report(results, within=1e-8)  # Llama's norms compute in float32, whatever the model's dtype
 
 
 if __name__ == "__main__":

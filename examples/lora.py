@@ -9,11 +9,11 @@ memory, over "dp" too. Only adapters have gradients and optimizer state.
 """
 
 import copy
-import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from beside import beside, join, report
 from torch import nn
 
 import shardwise
@@ -125,24 +125,16 @@ def compare(layout, mesh, steps=3):
     one = with_adapters(Model().double()).double()
     many = lay_out(copy.deepcopy(one), mesh, layout)
     batches = [torch.randint(VOCABULARY, (BATCH, CONTEXT + 1)) % (1 + step % 7) for step in range(steps)]
-    want = train(one, batches, lambda rows: rows)
-    with shardwise.debug.ledger() as log:
-        got = train(
-            many, batches, lambda rows: distribute_tensor(rows, mesh, [Shard(0), Replicate()], src_data_rank=None)
-        )
-    return got[0], max((a - b).abs().max().item() for a, b in zip(got, want, strict=True)), log.total_bytes // steps
+
+    def place(rows):
+        return distribute_tensor(rows, mesh, [Shard(0), Replicate()], src_data_rank=None)
+
+    return beside(lambda: train(one, batches, lambda rows: rows), lambda: train(many, batches, place), steps)
 
 
 def main():
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")
-    say, worst = print if not dist.is_initialized() or dist.get_rank() == 0 else lambda *words: None, 0.0
-    for layout in LAYOUTS:
-        losses, difference, moved = compare(layout, make_mesh(), steps=8)
-        say(f"{layout:14} loss {losses[0]:.4f} -> {losses[-1]:.4f}   {moved:9,} bytes a step")
-        worst = max(worst, difference)
-    say(f"largest difference to one device, over losses, gradients and parameters: {worst:.1e}")
-    assert worst < 1e-10
+    join()
+    report(((f"{layout:14}", compare(layout, make_mesh(), steps=8)) for layout in LAYOUTS), within=1e-10)
 
 
 if __name__ == "__main__":

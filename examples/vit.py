@@ -8,11 +8,11 @@
 """
 
 import copy
-import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from beside import beside, join, report
 from torch import nn
 
 import shardwise
@@ -125,23 +125,12 @@ def compare(layout, mesh, steps=3):
         laid = distribute_tensor(images, mesh, [Shard(0), LAYOUTS[layout][0]], src_data_rank=None)
         return laid, distribute_tensor(labels, mesh, [Shard(0), Replicate()], src_data_rank=None)
 
-    want = train(one, steps, lambda *batch: batch)
-    with shardwise.debug.ledger() as log:
-        got = train(many, steps, place)
-    return got[0], max((a - b).abs().max().item() for a, b in zip(got, want, strict=True)), log.total_bytes // steps
+    return beside(lambda: train(one, steps, lambda *batch: batch), lambda: train(many, steps, place), steps)
 
 
 def main():
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")
-    say = print if not dist.is_initialized() or dist.get_rank() == 0 else lambda *words: None
-    worst = 0.0
-    for layout in LAYOUTS:
-        losses, difference, moved = compare(layout, make_mesh(), steps=8)
-        say(f"{layout:14} loss {losses[0]:.4f} -> {losses[-1]:.4f}   {moved:9,} bytes a step")
-        worst = max(worst, difference)
-    say(f"largest difference to one device, over losses, gradients and parameters: {worst:.1e}")
-    assert worst < 1e-10
+    join()
+    report(((f"{layout:14}", compare(layout, make_mesh(), steps=8)) for layout in LAYOUTS), within=1e-10)
 
 
 if __name__ == "__main__":

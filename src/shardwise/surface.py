@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.comm.bridge import joined, regrade, share
 from shardwise.comm.record import Note
 from shardwise.context import relaxed
+from shardwise.engine.gathered import before_watching
 from shardwise.errors import AutogradError, LayoutError
 from shardwise.layout import Layout, Partial, Placement
 from shardwise.layout.placement import REPLICATE
@@ -85,6 +86,7 @@ def set_requires_grad(tensor: Any, flag: bool = True) -> Any:
 
 
 def retain_grad(tensor: Any) -> None:
+    before_watching(tensor, "retain_grad")
     for value in values(tensor):
         value.retain_grad()
 
@@ -213,6 +215,8 @@ def backward(
     flat = None
     if inputs is not None:
         inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        for tensor in inputs:
+            before_watching(tensor, "backward")
         flat = [v for t in inputs for v in (values(t) if isinstance(t, Wrapper) else (t,))]
     with relaxed():
         torch.autograd.backward(roots, seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=flat)
@@ -241,6 +245,8 @@ def grad(
         outs, start = _roots(out, seed, "autograd.grad") if isinstance(out, Wrapper) else ([out], [seed])
         roots += outs
         seeds += start
+    for tensor in inputs:
+        before_watching(tensor, "autograd.grad")
     groups = [values(t) if isinstance(t, Wrapper) else (t,) for t in inputs]
     with relaxed():
         found = iter(
@@ -270,6 +276,7 @@ def register_hook(tensor: Any, hook: Callable[[Any], Any]) -> Any:
     """The hook sees the gradient as a distributed tensor, whole, and may replace it."""
     if not first(tensor).requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+    before_watching(tensor, "register_hook")
     layout, comm = tensor._layout, tensor._layout.mesh.comm
 
     def on_local(local: Any) -> Any:

@@ -361,6 +361,12 @@ def entered(local: Any, layout: Layout) -> DTensor:
     return wrap(_across(comm, share(comm, local, replicas)), layout)
 
 
+def left(x: DTensor) -> Any:
+    """The local value of a Replicate tensor, one tensor for all simulated ranks that hold it alike."""
+    comm = x._layout.mesh.comm
+    return _across(comm, share(comm, x._local, range(len(x.placements))))
+
+
 def _across(comm: Any, local: Any) -> Any:
     """What the user gives or gets, on the other side: the same memory, but flags, hooks and `.grad` of its own."""
     if type(local) is not RankTensor:

@@ -12,6 +12,7 @@ import torch
 from tests.workers import device_mesh, run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.append(str(EXAMPLES))  # as for a script that is run there
 
 
 def example(name):

@@ -15,6 +15,7 @@ from shardwise import (  # fmt: skip
     DTensor,
     LayoutError,
     MeshError,
+    RankTensor,
     Replicate,
     RuleError,
     Shard,
@@ -191,6 +192,37 @@ def test_on_processes(ranks):
     run_ranks(on_ranks, ranks, timeout=100)
 
 
+def test_on_a_part_of_a_simulated_mesh():
+    """Every group along the other axis is a program of its own. A plain parameter stands for that of all of them: its
+    gradient is the sum of theirs, which an all-reduce over that axis gives on processes."""
+
+    class Between(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN)
+            self.down, self.after = nn.Linear(HIDDEN, WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, x):
+            return self.after(self.down(self.up(self.before(x)).tanh()))
+
+    torch.manual_seed(0)
+    plain = Between().double()
+    model = copy.deepcopy(plain)
+    mesh = simulate((3, 2), axis_names=("dp", "tp"))["tp"]
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    rows = torch.randn(3, 4, WIDTH, dtype=torch.float64)
+    parts = list(rows)
+    model(RankTensor([parts[rank // 2] for rank in range(6)])).square().sum().backward()
+    plain(rows).square().sum().backward()
+    for name in ("before", "after"):
+        check_gradients(model.get_submodule(name), plain.get_submodule(name))
+    for i, part in enumerate(parts):
+        plain.zero_grad()
+        plain(part).square().sum().backward()
+        for rank, bias in enumerate(plain.up.bias.grad.chunk(2)):
+            same(model.up.bias.grad.to_local().ranks[2 * i + rank], bias)
+
+
 # ------------------------------------------------------------------ what a plan does to parameters
 
 
@@ -227,7 +259,7 @@ def test_projections_of_one_input_gather_it_once():
     layers = nn.ModuleList(nn.Linear(WIDTH, 4).double() for _ in range(3))
     parallelize_module(layers, mesh, {"*": ColwiseParallel()}, axis="tp")
     x = distribute_tensor(torch.randn(2, 4, WIDTH, dtype=torch.float64), mesh, [R, Shard(1)]).requires_grad_()
-    for kinds in (["all_gather", "all_reduce"], ["all_gather", "all_reduce"], ["all_reduce"]):
+    for kinds in (["all_gather", "reduce_scatter"], ["all_gather", "reduce_scatter"], ["reduce_scatter"]):
         with debug.ledger() as log:
             sum(layer(x) for layer in layers).sum().backward()
         assert [e.kind for e in log] == kinds

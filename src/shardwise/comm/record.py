@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def hearing(heard: list[Any]) -> Iterator[None]:
 
 
 def for_backward(note: Note, source: str | None) -> Note:
-    return replace(note, backward=True, source=source)
+    return Note(note.op, note.reason, True, source)
 
 
 def record_step(comm: Comm, step: Step, note: Note, heard: list[Any]) -> None:

@@ -16,6 +16,7 @@ from shardwise.comm.record import Note
 from shardwise.context import is_strict, running
 from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copies, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
+from shardwise.engine.gathered import spread_from_parts
 from shardwise.engine.results import Finish, Results, one_wrapper
 from shardwise.errors import StrictError
 from shardwise.layout import Layout
@@ -215,7 +216,9 @@ def spread(tensor: Any, steps: tuple[MoveStep, ...], note: Note) -> Any:
     version = first._version
     if found is not None and found[0] is local and found[1] == version:
         return found[2]
-    value = run_move(local, comm, steps, note)
+    value = spread_from_parts(tensor, key)
+    if value is None:
+        value = run_move(local, comm, steps, note)
     kept[key] = (local, version, value)
     return value
 

@@ -8,14 +8,21 @@ from typing import Any
 import torch
 
 from shardwise.api import distribute_tensor
+from shardwise.comm.record import Note
+from shardwise.engine.gathered import note_gathered
 from shardwise.errors import LayoutError, MeshError
+from shardwise.layout import Layout as TensorLayout
 from shardwise.layout import Placement, Shard
 from shardwise.layout.placement import REPLICATE, as_placement
 from shardwise.mesh import Mesh, as_mesh
-from shardwise.tensor import DTensor, entered
+from shardwise.move import move, plan_steps
+from shardwise.parallel.siblings import entered_once
+from shardwise.tensor import DTensor, entered, left
+from shardwise.wrapper import wrap
 
 # What a style is told of a tensor: its placement on the style's axis, or placements by the names of axes.
 Layout = Placement | Mapping[str, Placement]
+_NOTE = Note("redistribute")
 
 
 def as_layout(value: Any, name: str) -> Layout:
@@ -86,6 +93,14 @@ class Along:
             _remember(self._known, key, laid._layout)
         return laid
 
+    def enter_once(self, x: Any, layout: Layout, whole: Mapping[int, int]) -> DTensor:
+        """The same for modules that do not write to their input: those that get one plain tensor share what it is on
+        the mesh, and one reduction of its gradient."""
+        if isinstance(x, DTensor):
+            return self.enter(x, layout)
+        key = (self.mesh, self.axis, _key(layout), tuple(whole.items()))
+        return entered_once(x, key, lambda x: self.enter(x, layout, whole))
+
     def move(self, x: DTensor, layout: Layout, given: Any = None) -> DTensor:
         """The tensor laid out so; axes that the layout does not speak of stay as they are. What they cut of the leading
         dims of `given`, the module's input, they cut of this: a batch stays cut, also where it was cheaper to gather it
@@ -97,13 +112,13 @@ class Along:
         if key not in self._moves:
             asked = self.places(layout, x.placements if before is None else self._as_before(x._layout, before))
             settled = tuple(_unless_cut(want, have, x.dim()) for want, have in zip(asked, x.placements))
-            _remember(self._moves, key, None if settled == x.placements else settled)
-        places = self._moves[key]
-        if places is None:
+            _remember(self._moves, key, None if settled == x.placements else _target(x._layout, settled))
+        target = self._moves[key]
+        if target is None:
             return x
-        if x.placements[self.axis].is_shard() and places[self.axis].is_replicate() and _has_version(x):
-            return _gathered_once(x, places)
-        return x.redistribute(placements=places)
+        if x.placements[self.axis].is_shard() and target.placements[self.axis].is_replicate() and _has_version(x):
+            return _gathered_once(x, target, self.axis)
+        return _moved(x, target)
 
     def _as_before(self, output: Any, given: Any) -> tuple[Placement, ...]:
         number = given.dtype.is_floating_point or given.dtype.is_complex  # else ids, which get a dim more
@@ -114,11 +129,12 @@ class Along:
         )
 
     def leave(self, x: DTensor) -> torch.Tensor:
-        """The local tensor. What all simulated ranks hold alike is one plain tensor: a plain parameter that meets it
-        gets its gradient once, as on every process."""
+        """The local tensor. What simulated ranks hold alike is one tensor, and a plain one if all do: a plain parameter
+        that meets it gets its gradient once, as on every process."""
         comm = self.mesh.comm
-        alike = comm.simulated and len(set(comm.spectators)) == 1 and all(p.is_replicate() for p in x.placements)  # type: ignore[attr-defined]
-        return x.full_tensor() if alike else x.to_local()
+        if not comm.simulated or not all(p.is_replicate() for p in x.placements):
+            return x.to_local()
+        return x.full_tensor() if len(set(comm.spectators)) == 1 else left(x)  # type: ignore[attr-defined]
 
     def lay_out(self, param: torch.Tensor, placement: Placement, source: int | None) -> DTensor:
         """A parameter or buffer with this placement on the axis; one that is distributed keeps its other axes."""
@@ -143,15 +159,26 @@ def _has_version(x: DTensor) -> bool:
     return not x._layout.mesh.comm.first(x._local).is_inference()
 
 
-def _gathered_once(x: DTensor, places: tuple[Placement, ...]) -> DTensor:
+def _target(layout: TensorLayout, places: tuple[Placement, ...]) -> TensorLayout:
+    target = layout.replace(placements=places)
+    return target.replace(stride=None) if plan_steps(layout, target) else target  # what has not moved is as it was
+
+
+def _moved(x: DTensor, target: TensorLayout) -> DTensor:
+    """x.redistribute, with the layout that it comes to known beforehand."""
+    return wrap(move(x._local, x._layout, target, _NOTE), target)
+
+
+def _gathered_once(x: DTensor, target: TensorLayout, axis: int) -> DTensor:
     """The tensor made whole, kept on it: query, key and value projections of one input share the gathering, and the
     one of their gradients."""
     if x._spreads is None:
         x._spreads = {}
-    key, now = ("moved", places, torch.is_grad_enabled()), (x._local, x._version)
+    key, now = ("moved", target, torch.is_grad_enabled()), (x._local, x._version)
     found = x._spreads.get(key)
     if found is None or found[0] is not now[0] or found[1] != now[1]:
-        found = x._spreads[key] = (*now, x.redistribute(placements=places))
+        found = x._spreads[key] = (*now, _moved(x, target))
+        note_gathered(x, found[2], axis)
     return found[2]
 
 

@@ -47,6 +47,16 @@ def leaves(local: bool | None, x: DTensor, along: Along) -> Any:
     return along.leave(x) if (along.alone if local is None else local) else x
 
 
+def lay_out_parameters(
+    module: nn.Module, placements: Mapping[str, Placement], along: Along, source: int | None
+) -> None:
+    """The module's own parameters laid out so, by name, with the values of the rank `source`."""
+    for name, param in list(module._parameters.items()):
+        if param is not None:
+            laid = along.lay_out(param, placements[name], source)
+            module.register_parameter(name, nn.Parameter(laid, param.requires_grad))
+
+
 class _LayerParallel(ParallelStyle):
     """A layer whose parameters are cut, with one tensor in and one out."""
 
@@ -60,19 +70,13 @@ class _LayerParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         along = Along.of(device_mesh, self.axis)
         placements = {name: self._placement(module, name, along) for name in module._parameters}
-        self._lay_out(module, placements, along)
+        lay_out_parameters(module, placements, along, self.src_data_rank)
         module.register_forward_pre_hook(Hook(self._enter, along), with_kwargs=True)
         module.register_forward_hook(Hook(self._leave, along), with_kwargs=True)
         return module
 
     def _placement(self, module: nn.Module, name: str, along: Along) -> Placement:
         raise NotImplementedError
-
-    def _lay_out(self, module: nn.Module, placements: Mapping[str, Placement], along: Along) -> None:
-        for name, param in list(module._parameters.items()):
-            if param is not None:
-                laid = along.lay_out(param, placements[name], self.src_data_rank)
-                module.register_parameter(name, nn.Parameter(laid, param.requires_grad))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], along: Along) -> Any:
         if args:
@@ -84,7 +88,10 @@ class _LayerParallel(ParallelStyle):
 
     def _prepared(self, module: nn.Module, x: Any, along: Along) -> DTensor:
         x = check_tensor(x, f"{type(self).__name__}: the first input of {type(module).__name__}")
-        return along.move(along.enter(x, self.input_layouts, self._known(module)), self._desired(module))
+        desired = self._desired(module)
+        only_reads = type(module).forward is nn.Linear.forward  # of other modules one cannot know
+        enter = along.enter_once if only_reads and desired is REPLICATE else along.enter
+        return along.move(enter(x, self.input_layouts, self._known(module)), desired)
 
     def _known(self, module: nn.Module) -> dict[int, int]:
         """Global sizes of the input that the layer knows."""
@@ -127,7 +134,7 @@ class ColwiseParallel(_LayerParallel):
     many projections side by side, as the query, key and value of one fused layer, and every one of them is cut.
     """
 
-    desired_input = Replicate()
+    desired_input = REPLICATE
 
     def __init__(
         self,
@@ -205,10 +212,7 @@ class SequenceParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         along = Along.of(device_mesh, self.axis)
-        for name, param in list(module._parameters.items()):
-            if param is not None:
-                laid = along.lay_out(param, REPLICATE, self.src_data_rank)
-                module.register_parameter(name, nn.Parameter(laid, param.requires_grad))
+        lay_out_parameters(module, dict.fromkeys(module._parameters, REPLICATE), along, self.src_data_rank)
         module.register_forward_pre_hook(Hook(self._enter, along))
         module.register_forward_hook(Hook(self._leave, along))
         return module
