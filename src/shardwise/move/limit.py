@@ -7,9 +7,7 @@ import threading
 from typing import Any
 
 from shardwise.errors import MoveError
-from shardwise.layout import Layout
-from shardwise.layout.split import count
-from shardwise.move.exchange import Exchange
+from shardwise.move.exchange import Exchange, largest_bytes
 
 _SMALL_ROUND = 1 << 18  # bytes of buffers below which another round costs more than it saves
 _state = threading.local()
@@ -36,28 +34,6 @@ class memory_cap:
 
 def current_cap() -> int | None:
     return getattr(_state, "cap", None)
-
-
-def largest_bytes(layout: Layout) -> int:
-    """Bytes of the largest local tensor; the same number on all ranks."""
-    n = layout.dtype.itemsize
-    for dim, size in enumerate(layout.shape):
-        axes = layout.axes_of(dim)
-        if axes and any(layout.placements[a].pieces is not None for a in axes):  # type: ignore[attr-defined]
-            spots = math.prod(layout.mesh.shape[a] for a in axes)
-            n *= max(_held_at(layout, dim, axes, i) for i in range(spots))
-        else:
-            for axis in axes:
-                size = -(-size // layout.mesh.shape[axis])
-            n *= size
-    return n
-
-
-def _held_at(layout: Layout, dim: int, axes: tuple[int, ...], i: int) -> int:
-    coords = [0] * len(layout.mesh.shape)
-    for axis in reversed(axes):
-        i, coords[axis] = divmod(i, layout.mesh.shape[axis])
-    return count(layout.held(dim, coords))
 
 
 def rounds_for(step: Exchange, memory: int | None) -> int:
