@@ -162,6 +162,8 @@ class ProcessGroupComm(Comm):
         if step.kind == "local":
             if step.routed:
                 return step.from_holders(self.coords, lambda coords: local, reduce_parts)  # type: ignore[attr-defined]
+            if step.fresh:
+                return step.pack_fresh(local, self.coords)  # type: ignore[attr-defined]
             return step.unpack(step.pack(local, self.coords), self.coords)
         with self._naming(step.kind, step.axes):
             if step.routed:

@@ -41,7 +41,7 @@ class Transfer:
             local = local.resolve_conj().resolve_neg()
         self.step, self.local, self.along = step, local, along
         self.rounds, self.native, self.apart = _course(step, me, along)
-        self.out = local.new_empty(step.result_shape(me))
+        self.out = step.new_result(local, me)
         self.kept: Any = None
         self.work = self._begin(0)
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.comm.base import Coords
-from shardwise.comm.boxes import Box, box_shape, build, cut_box, pick
+from shardwise.comm.boxes import Box, box_shape, build, cut_box, pick, place
 from shardwise.comm.schedule import round_of
 from shardwise.errors import MoveError
 from shardwise.layout import Layout, Partial, Placement, Shard
@@ -40,7 +40,8 @@ class Exchange:
     """From `src` to `dst`, which differ on `axes` only (or whose splits there are nested in one that differs).
 
     On the axes in `spread` the result, Replicate there, enters a call that is split: the gradients add up. What
-    travels goes in `rounds` parts, so that buffers stay small.
+    travels goes in `rounds` parts, so that buffers stay small. Where a `Padded` step follows, the result stands at its
+    place among the zeros of a tensor of the layout `inside`.
     """
 
     src: Layout
@@ -48,10 +49,12 @@ class Exchange:
     axes: tuple[int, ...]
     spread: tuple[int, ...] = ()
     rounds: int = 1
+    inside: Layout | None = None
     kept: dict[Any, Any] = field(default_factory=dict)  # what was worked out for a rank
 
     routed = True
     uniform = False
+    fresh = False
 
     @cached_property
     def reduces(self) -> tuple[int, ...]:
@@ -108,10 +111,11 @@ class Exchange:
     def _incoming(self, coords: Coords) -> Any:
         pinned = {a: c for a, c in enumerate(coords) if a not in self.axes}
         needed = [self.dst.held(dim, coords) for dim in range(self.dst.ndim)]
+        places = [self.result.held(dim, coords) for dim in range(self.dst.ndim)]
         sides = [holders_of(self.src, dim, need, pinned) for dim, need in enumerate(needed)]
         for choice in itertools.product(*sides):
             holder = dict(pair for spot, _ in choice for pair in spot)
-            box = tuple(positions(need, part) for need, (_, part) in zip(needed, choice, strict=True))
+            box = tuple(positions(held, part) for held, (_, part) in zip(places, choice, strict=True))
             ranges = [
                 range(self.src.mesh.shape[a]) if a in self.reduces else (holder.get(a, c),)
                 for a, c in enumerate(coords)
@@ -142,8 +146,16 @@ class Exchange:
         )
 
     # -- local work -----------------------------------------------------------------------------------------
+    @property
+    def result(self) -> Layout:
+        """The layout whose local tensors it makes."""
+        return self.inside or self.dst
+
     def result_shape(self, coords: Coords) -> tuple[int, ...]:
-        return self.dst.local_shape_at(coords)
+        return self.result.local_shape_at(coords)
+
+    def new_result(self, like: torch.Tensor, coords: Coords) -> torch.Tensor:
+        return (like.new_empty if self.inside is None else like.new_zeros)(self.result_shape(coords))
 
     def source_shape(self, coords: Coords) -> tuple[int, ...]:
         return self.src.local_shape_at(coords)
@@ -155,10 +167,19 @@ class Exchange:
             taken = [pick(value_of(peer), self.outgoing(peer)[coords]) for peer in peers]
             parts.append((box, taken[0] if len(taken) == 1 else reduce(taken, self.reduce_op)))
         shape = self.result_shape(coords)
+        if self.inside is not None:
+            out = self.new_result(some, coords)
+            for box, part in parts:
+                place(out, box, part)
+            return out
         if len(parts) == 1 and box_shape(parts[0][0]) == shape:
             part = parts[0][1]
             return part.contiguous() if self.reduces else part.clone(memory_format=torch.contiguous_format)
         return build(shape, parts, some).contiguous()
+
+    def but(self, **changes: Any) -> Exchange:
+        """The same exchange in other rounds, or with zeros around its result."""
+        return replace(self, kept={}, **changes)
 
     def part(self, box: Box, round: int) -> Box:
         return cut_box(box, self.rounds, round)
