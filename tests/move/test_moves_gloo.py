@@ -328,7 +328,7 @@ def failures(rank, world_size):
     whole = torch.arange(16.0).view(4, 4)
     x = distribute_tensor(whole, mesh, [Shard(0), Replicate()])
     part = DTensor.from_local(whole, mesh, [Replicate(), Partial()])
-    everywhere = DTensor.from_local(whole, mesh, [Partial(), Partial()])
+    everywhere = DTensor.from_local(whole, device_mesh((4,), ("all",)), [Partial()])
     swap = "all_to_all_single"  # of gloo's collectives the quickest, so that others are made of it
     calls = {
         "gather": (swap, lambda: x.full_tensor()),
@@ -365,7 +365,7 @@ def test_a_failed_collective_names_itself_and_its_axis():
         peer = "connection closed by peer"
         assert said["gather"] == "full_tensor: " + failed("all_gather", "dp", coords, peer)
         assert said["reduce of two"] == "full_tensor: " + failed("all_reduce", "tp", coords, peer)
-        assert said["reduce of four"] == "full_tensor: " + failed("all_reduce", "dp+tp", coords, peer, ranks=4)
+        assert said["reduce of four"] == "full_tensor: " + failed("all_reduce", "all", (rank,), peer, ranks=4)
         assert said["swap"] == "redistribute: " + failed("all_to_all", "dp", coords, peer)
         assert said["broadcast"] == failed("broadcast", "dp", coords, peer)
         assert said["scatter"] == failed("scatter", "tp", coords, peer) or "broadcast" in said["scatter"]

@@ -81,7 +81,8 @@ class _Planner:
         else:
             steps += self._exchange(now, middle)
         rest = self._to_partial(middle, fresh=bool(steps) and not others)
-        if steps and rest and isinstance(rest[0], Pad) and isinstance(steps[-1], Exchange):
+        together = not others  # autograd sees all steps as one
+        if together and steps and rest and isinstance(rest[0], Pad) and isinstance(steps[-1], Exchange):
             steps[-1] = steps[-1].but(inside=rest[0].dst)
             rest[0] = Padded(rest[0].src, rest[0].dst, rest[0].axes)
         steps += rest
@@ -210,9 +211,9 @@ class _Planner:
         if alone and not everyone_else_too and not kept:
             return self._exchange(now, to)
         whole = _with(now, dict.fromkeys(reduced, REPLICATE))
-        ways = [[AllReduce(now, reduced), *self._exchange(whole, to)]]
+        ways = [[*sums, *self._exchange(whole, to)] for sums in self._all_reduced(now, reduced)]
         if alone and kept and not everyone_else_too:
-            return ways[0]
+            return self._best(ways, now)
         if len(kept) < len(reduced) or not alone:
             ways.append(self._exchange(now, to))
             own = dealt_out(now, reduced)
@@ -223,11 +224,23 @@ class _Planner:
             once = dealt_out(to, (*apart, *shared))
             if once is not None and once is not to:
                 ways.append([*self._exchange(now, once), *self._exchange(once, to)])
-        sliced = _with(now, {a: to.placements[a] for a in differ if now.placements[a].is_replicate()})
-        cut = self._differ(now, sliced)
-        if cut and not set(self._differ(sliced, to)) & set(cut):
-            ways.append([self._one(now, sliced, cut), *self._cheapest(sliced, to)])
+        free = {a: to.placements[a] for a in differ if now.placements[a].is_replicate()}
+        if free and not _has_pieces(now) and not _has_pieces(to):
+            sliced = _with(now, free)
+            cut = self._differ(now, sliced)
+            if not set(self._differ(sliced, to)) & set(cut):
+                ways.append([self._one(now, sliced, cut), *self._cheapest(sliced, to)])
         return self._best(ways, now)
+
+    def _all_reduced(self, now: Layout, axes: tuple[int, ...]) -> Iterable[list[Step]]:
+        """Over all axes at once: the fewest bytes. Axis by axis: sooner begun."""
+        yield [AllReduce(now, axes)]
+        if len(axes) > 1:
+            steps: list[Step] = []
+            for axis in axes:
+                steps.append(AllReduce(now, (axis,)))
+                now = _with(now, {axis: REPLICATE})
+            yield steps
 
     def _replicas(self, now: Layout, to: Layout) -> tuple[int, ...]:
         """The axes on which nothing changes because all hold the same: they could share the work."""
@@ -253,14 +266,18 @@ class _Planner:
             shape = self.src.mesh.shape
             received = [step.bytes_in(coords) for coords in sample_coords(shape)]
             bytes_in = (max(received) + sum(received) / len(received)) / 2
-            self.prices[step] = self.cost.over(step.axes, shape, bytes_in)
+            ranks = math.prod(shape[a] for a in step.axes)
+            twice = step.kind == "all_reduce" and ranks > 2  # it gathers what it has reduced
+            self.prices[step] = self.cost.over(step.axes, shape, bytes_in) + twice * self.cost.over(step.axes, shape, 0)
         return self.prices[step]
 
     def _fits(self, steps: list[Step], now: Layout) -> bool:
+        """Whether what the steps make fits, without buffers. Not to wait for a slow axis is worth a little more."""
         if self.budget is None:
             return True
+        limit = self.budget if self.cost.uniform or self.memory is not None else 1.2 * self.budget
         held = [0 if now is self.src else largest_bytes(now), *map(_largest_result, steps)]
-        return all(before + after <= self.budget for before, after in itertools.pairwise(held))
+        return all(before + after <= limit for before, after in itertools.pairwise(held))
 
     def _in_rounds(self, steps: list[Step]) -> list[Step]:
         """Exchanges whose buffers would not fit go in rounds."""
@@ -280,7 +297,8 @@ class _Planner:
                     f"{before + after + max(after // 8, 1):,}"
                 )
             if isinstance(step, Exchange) and step.kind != "local":
-                rounds = rounds_for(step, room, self.memory is not None)
+                capped = self.memory is not None
+                rounds = rounds_for(step, room if capped else max(room, after // 16), capped)
                 step = step if rounds == 1 else step.but(rounds=rounds)
             out.append(step)
             before = after
