@@ -28,6 +28,7 @@ from shardwise.move.steps import AllReduce, Mean, Spread, ToPartial
 
 Step = Any  # MoveStep | Exchange | Pad
 Steps = tuple[Step, ...]
+_MOST_STRIDES = 64
 
 
 @lru_cache(maxsize=4096)
@@ -319,10 +320,32 @@ def dealt_out(layout: Layout, axes: Iterable[int], inside: Iterable[int] | None 
         }
         nested = {p.dim for p in later.values()}
         rest = {dim: n for dim, n in left.items() if dim not in nested and n > 1} or left
-        if not rest or max(rest.values()) <= 1:
+        if rest and max(rest.values()) > 1:
+            cut: Shard | None = Shard(max(rest, key=lambda dim: rest[dim]))
+        else:
+            cut = _strided(layout, axis) if inside is not None else None
+        if cut is None:
             return None
-        layout = _with(layout, {axis: Shard(max(rest, key=lambda dim: rest[dim]))})
+        layout = _with(layout, {axis: cut})
     return layout
+
+
+def _strided(layout: Layout, axis: int) -> Shard | None:
+    """A cut of a dim that later axes cut, inside the tiles they make: of every tile each coordinate takes its share.
+    None where the tiles are not even, or very many."""
+    k = layout.mesh.shape[axis]
+    for dim, n in sorted(enumerate(layout.shape), key=lambda size: -size[1]):
+        axes = layout.axes_of(dim)
+        sizes = [layout.mesh.shape[a] for a in axes]
+        whole = n // math.prod(s for a, s in zip(axes, sizes, strict=True) if a < axis)
+        tiles = math.prod(s for a, s in zip(axes, sizes, strict=True) if a > axis)
+        chunks = all(layout.placements[a].pieces is None for a in axes)  # type: ignore[attr-defined]
+        if chunks and n and n % (k * math.prod(sizes)) == 0 and tiles * k <= _MOST_STRIDES:
+            tile = whole // tiles
+            shares = [tile * i // k for i in range(k + 1)]
+            row = [[(t * tile + a, t * tile + b) for t in range(tiles)] for a, b in itertools.pairwise(shares)]
+            return Shard(dim, pieces=[row])
+    return None
 
 
 def _has_pieces(layout: Layout) -> bool:
