@@ -42,6 +42,9 @@ class Transfer:
         self.step, self.local, self.along = step, local, along
         self.rounds, self.native, self.apart = _course(step, me, along)
         self.out = step.new_result(local, me)
+        # one pair of buffers for all rounds: a backend may let go of what it was given a little late
+        most = [max(getattr(round, side) for round in self.rounds) for side in ("packed", "received")]
+        self.buffers: Any = [local.new_empty(n) if n else None for n in most]
         self.kept: Any = None
         self.work = self._begin(0)
 
@@ -53,7 +56,7 @@ class Transfer:
                 self.work.wait()
             for put in round.puts:
                 self._put(put)
-        self.kept = self.work = None
+        self.kept = self.work = self.buffers = None
         return self.out
 
     def _begin(self, i: int) -> Any:
@@ -62,13 +65,13 @@ class Transfer:
         round = self.rounds[i]
         local, packed, received = self.local, self.local, self.out
         if round.packs:
-            packed = local.new_empty(round.packed)
+            packed = self.buffers[0][: round.packed]
             for (a, b), shape, box in round.packs:
                 packed[a:b].view(shape).copy_(pick(local, box))
         elif not local.is_contiguous():
             local = self.local = packed = local.contiguous()
         if round.received:
-            received = local.new_empty(round.received)
+            received = self.buffers[1][: round.received]
         self.kept = (packed, received)
         start = self._send_apart if self.apart else self._send_at_once
         work = start(round, packed, received)

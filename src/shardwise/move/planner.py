@@ -161,10 +161,12 @@ class _Planner:
         axes = self._differ(now, to)
         if not axes:
             return []
-        direct = [self._one(now, to, axes)]
+        direct: list[Step] = [self._one(now, to, axes)]
         if direct[0].kind == "local" or _has_pieces(now) or _has_pieces(to):
             return direct
-        ways = [direct, *self._fewer_ranks(now, to, axes)]
+        ways = [direct]
+        if not direct[0].reduces:
+            ways += self._fewer_ranks(now, to, axes)
         if len(axes) > 1 and not self.cost.uniform:
             ways += self._one_by_one(now, to)
         return self._best(ways, now)
