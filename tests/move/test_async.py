@@ -70,11 +70,11 @@ def two_at_once(rank, world_size):
         assert works == ["begun", "begun"] and took < Slow.SECONDS
         meanwhile = torch.ones(3).sum()
         assert meanwhile == 3 and works == ["begun", "begun"]
-        total = (b + 1).full_tensor().sum() + a.wait().full_tensor().sum()
+        later = b + 1, a.wait()
+        assert works == ["begun", "begun", "done", "done"]
     finally:
         dist.all_to_all_single = real
-    assert works == ["begun", "begun", "done", "done"]
-    return total.item()
+    return sum(x.full_tensor().sum() for x in later).item()
 
 
 class Slow:

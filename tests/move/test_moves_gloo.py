@@ -328,21 +328,24 @@ def failures(rank, world_size):
     whole = torch.arange(16.0).view(4, 4)
     x = distribute_tensor(whole, mesh, [Shard(0), Replicate()])
     part = DTensor.from_local(whole, mesh, [Replicate(), Partial()])
+    everywhere = DTensor.from_local(whole, device_mesh((4,), ("all",)), [Partial()])
+    swap = "all_to_all_single"  # of gloo's collectives the quickest, so that others are made of it
     calls = {
-        ALL_GATHER: lambda: x.full_tensor(),
-        "all_reduce": lambda: part.full_tensor(),
-        "all_to_all_single": lambda: x.redistribute(placements=[Shard(1), Replicate()]),
-        "broadcast": lambda: distribute_tensor(whole, mesh, [Replicate(), Replicate()]),
-        "scatter": lambda: distribute_tensor(whole, mesh, [Replicate(), Shard(0)]),
+        "gather": (swap, lambda: x.full_tensor()),
+        "reduce of two": (swap, lambda: part.full_tensor()),
+        "reduce of four": ("all_reduce", lambda: everywhere.full_tensor()),
+        "swap": (swap, lambda: x.redistribute(placements=[Shard(1), Replicate()])),
+        "broadcast": ("broadcast", lambda: distribute_tensor(whole, mesh, [Replicate(), Replicate()])),
+        "scatter": ("scatter", lambda: distribute_tensor(whole, mesh, [Replicate(), Shard(0)])),
     }
     said = {}
-    for name, call in calls.items():
-        with mock.patch.object(dist, name, side_effect=RuntimeError("connection closed by peer")):
+    for name, (collective, call) in calls.items():
+        with mock.patch.object(dist, collective, side_effect=RuntimeError("connection closed by peer")):
             with pytest.raises(CommError) as caught:
                 call()
             assert isinstance(caught.value.__cause__, RuntimeError)
             said[name] = str(caught.value)
-    with mock.patch.object(dist, ALL_GATHER, side_effect=RuntimeError("timed out")):
+    with mock.patch.object(dist, swap, side_effect=RuntimeError("timed out")):
         leaf = distribute_tensor(whole, mesh, [Replicate(), Replicate()]).requires_grad_()
         y = leaf.redistribute(placements=[Shard(0), Replicate()])
         with pytest.raises(CommError) as caught:
@@ -360,17 +363,18 @@ def test_a_failed_collective_names_itself_and_its_axis():
     for rank, said in enumerate(run_ranks(failures, 4)):
         coords = grid((2, 2))[rank]
         peer = "connection closed by peer"
-        assert said[ALL_GATHER] == "full_tensor: " + failed("all_gather", "dp", coords, peer)
-        assert said["all_reduce"] == "full_tensor: " + failed("all_reduce", "tp", coords, peer)
-        assert said["all_to_all_single"] == "redistribute: " + failed("all_to_all", "dp", coords, peer)
+        assert said["gather"] == "full_tensor: " + failed("all_gather", "dp", coords, peer)
+        assert said["reduce of two"] == "full_tensor: " + failed("all_reduce", "tp", coords, peer)
+        assert said["reduce of four"] == "full_tensor: " + failed("all_reduce", "all", (rank,), peer, ranks=4)
+        assert said["swap"] == "redistribute: " + failed("all_to_all", "dp", coords, peer)
         assert said["broadcast"] == failed("broadcast", "dp", coords, peer)
         assert said["scatter"] == failed("scatter", "tp", coords, peer) or "broadcast" in said["scatter"]
         assert said["backward"] == "redistribute (backward): " + failed("all_gather", "dp", coords, "timed out")
         assert said["from_local"] == failed("all_gather", "tp", coords, "timed out")
 
 
-def failed(kind, axis, coords, why):
-    return f"{kind} on mesh axis {axis!r} (2 ranks) failed at coordinates {coords}: {why}"
+def failed(kind, axis, coords, why, ranks=2):
+    return f"{kind} on mesh axis {axis!r} ({ranks} ranks) failed at coordinates {coords}: {why}"
 
 
 def outside(rank, world_size):

@@ -39,6 +39,10 @@ class Step(Protocol):
         """Whether everyone along the axes gets the same value."""
 
     @property
+    def fresh(self) -> bool:
+        """Whether a local step may write over what it is given (`pack_fresh`)."""
+
+    @property
     def partner(self) -> Step:
         """The step the gradient takes."""
 

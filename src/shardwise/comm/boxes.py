@@ -59,14 +59,15 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def cut_box(box: Box, parts: int, i: int) -> Box:
-    """Part `i` of a box cut along its longest side: the same part for everyone who counts the same indices."""
+    """Part `i` of a box cut along its first side that is long enough (else its longest): the same part for everyone who
+    counts the same indices, and of a whole tensor one run of memory."""
     if parts == 1 or not box:
         return box if i == 0 else tuple(() for _ in box)
     sizes = box_shape(box)
-    longest = sizes.index(max(sizes))
-    start, stop = sizes[longest] * i // parts, sizes[longest] * (i + 1) // parts
-    part = compose(box[longest], ((start, stop),)) if start < stop else ()
-    return (*box[:longest], part, *box[longest + 1 :])
+    dim = next((d for d, n in enumerate(sizes) if n >= parts), sizes.index(max(sizes)))
+    start, stop = sizes[dim] * i // parts, sizes[dim] * (i + 1) // parts
+    part = compose(box[dim], ((start, stop),)) if start < stop else ()
+    return (*box[:dim], part, *box[dim + 1 :])
 
 
 def pick(x: torch.Tensor, box: Box) -> torch.Tensor:

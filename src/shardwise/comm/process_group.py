@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from shardwise.comm.base import Comm, Coords, Step
 from shardwise.comm.bridge import replaced
 from shardwise.comm.peers import sign_in, who_is_lost
 from shardwise.comm.record import Note, record
-from shardwise.comm.simulation import reduce_parts
-from shardwise.comm.swap import start_swap, world_of
-from shardwise.comm.transfer import ALL_GATHER, Transfer
+from shardwise.comm.simulation import REDUCTIONS, reduce_parts
+from shardwise.comm.swap import start_all_to_all, start_swap, world_of
+from shardwise.comm.transfer import ALL_GATHER, Along, Transfer
 from shardwise.comm.wire import WIRE, as_wire, from_wire, numel, width
 from shardwise.errors import CommError
 
@@ -43,7 +42,7 @@ class ProcessGroupComm(Comm):
         self.axis_names = tuple(names)
         self._device_mesh = device_mesh
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._order: dict[tuple[int, ...], list[Coords]] = {}
+        self._alongs: dict[tuple[int, ...], Along] = {}
         sign_in()
 
     def played(self) -> Sequence[Coords]:
@@ -128,14 +127,21 @@ class ProcessGroupComm(Comm):
             self._groups[key] = one if len(key) == 1 else world_of([*map(self._rank, self._everyone(key))], like=one)
         return self._groups[key]
 
-    def _peers(self, axes: Sequence[int]) -> list[Coords]:
-        """The coordinates of everyone along the axes, in the order of their ranks in the group."""
+    def along(self, axes: Sequence[int]) -> Along:
+        """Everyone along the axes, in the order of their ranks in the group."""
         key = tuple(axes)
-        if key not in self._order:
+        found = self._alongs.get(key)
+        if found is None:
             spots = {self._rank(c): c for c in self._everyone(key)}
             group = self.group(key)
-            self._order[key] = [spots[r] for r in (dist.get_process_group_ranks(group) if group else sorted(spots))]
-        return self._order[key]
+            ranks = tuple(dist.get_process_group_ranks(group) if group else sorted(spots))
+            peers = tuple(spots[r] for r in ranks)
+            backend = dist.get_backend(group or self.group(key[0]))
+            found = self._alongs[key] = Along(peers, ranks, group, backend, list(peers) == sorted(peers))
+        return found
+
+    def _peers(self, axes: Sequence[int]) -> tuple[Coords, ...]:
+        return self.along(axes).peers
 
     def _rank(self, coords: Coords) -> int:
         return int(self._device_mesh.mesh[coords])
@@ -148,51 +154,42 @@ class ProcessGroupComm(Comm):
         ranges = [range(k) if a in axes else (self.coords[a],) for a, k in enumerate(self.shape)]
         return list(itertools.product(*ranges))
 
-    @contextmanager
-    def _naming(self, kind: str, axes: int | Sequence[int]) -> Iterator[None]:
+    def _naming(self, kind: str, axes: int | Sequence[int]) -> _Naming:
         """A failure inside says which collective on which axes it was."""
-        try:
-            yield
-        except (RuntimeError, ValueError) as error:
-            key = (axes,) if isinstance(axes, int) else tuple(axes)
-            names = "+".join(self.axis_names[a] for a in key)
-            ranks = [self._rank(c) for c in self._everyone(key)]
-            lost = who_is_lost(error, ranks)
-            raise CommError(
-                f"{kind} on mesh axis {names!r} ({len(ranks)} ranks) failed at coordinates {self.coords}{lost}: {error}"
-            ) from error
+        return _Naming(self, kind, (axes,) if isinstance(axes, int) else tuple(axes))
 
     def run(self, step: Step, local: torch.Tensor) -> torch.Tensor:
         if step.kind == "local":
             if step.routed:
                 return step.from_holders(self.coords, lambda coords: local, reduce_parts)  # type: ignore[attr-defined]
+            if step.fresh:
+                return step.pack_fresh(local, self.coords)  # type: ignore[attr-defined]
             return step.unpack(step.pack(local, self.coords), self.coords)
-        if step.routed:
-            return self.start(step, local)[1]()
         with self._naming(step.kind, step.axes):
+            if step.routed:
+                return Transfer(step, local, self.coords, self.along(step.axes)).finish()
             packed = getattr(self, "_" + step.kind)(step, step.pack(local, self.coords))
         return step.unpack(packed, self.coords)
 
     def can_start(self, step: Step, local: torch.Tensor) -> bool:
         """Whether a step can be begun without waiting for it."""
-        native = step.kind == "all_reduce" and not self._is_ordered(step, local) and self.group(step.axes) is not None
-        return step.routed or (native and _reducible(local, step.reduce_op) is not None)
+        if step.routed or step.kind != "all_reduce":
+            return step.routed
+        native = not self._is_ordered(step, local) and self.group(step.axes) is not None
+        return self._is_pair(step) or (native and _reducible(local, step.reduce_op) is not None)
 
     def start(self, step: Any, local: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
         """Begin a step: the tensor that will hold the result, and what waits until it does."""
-        with self._naming(step.kind, step.axes):
+        naming = self._naming(step.kind, step.axes)
+        with naming:
             if step.routed:
-                peers = self._peers(step.axes)
-                transfer = Transfer(step, local, self.coords, peers, [*map(self._rank, peers)], self.group(step.axes))
+                transfer = Transfer(step, local, self.coords, self.along(step.axes))
                 out, wait = transfer.out, transfer.finish
             else:
-                out = step.pack(local, self.coords).clone(memory_format=torch.contiguous_format)
-                wire = torch.view_as_real(out) if out.is_complex() else out
-                work = dist.all_reduce(wire, _REDUCE[step.reduce_op], group=self.group(step.axes), async_op=True)
-                wait = work.wait
+                out, wait = self._start_all_reduce(step, step.pack(local, self.coords))
 
         def finish() -> torch.Tensor:
-            with self._naming(step.kind, step.axes), torch.no_grad():
+            with naming, torch.no_grad():
                 wait()
             return out
 
@@ -227,7 +224,37 @@ class ProcessGroupComm(Comm):
         came = dict(zip(self._by_group(axes), rows, strict=True))
         return [from_wire(came[i][:n], mine.dtype, s) for i, (n, s) in enumerate(zip(counts, shapes, strict=True))]
 
+    def _start_all_reduce(self, step: Step, mine: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
+        if self._is_pair(step):
+            return self._start_pair(step, mine)
+        out = mine.clone(memory_format=torch.contiguous_format)
+        wire = torch.view_as_real(out) if out.is_complex() else out
+        return out, dist.all_reduce(wire, _REDUCE[step.reduce_op], group=self.group(step.axes), async_op=True).wait
+
+    def _is_pair(self, step: Step) -> bool:
+        """Whether two ranks that gloo connects reduce: each sends the other all it has, which is as many bytes as
+        gloo's own all-reduce takes, and sooner there."""
+        along = self.along(step.axes)
+        return len(along.ranks) == 2 and along.group is not None and along.backend == "gloo"
+
+    def _start_pair(self, step: Step, mine: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
+        group = self.group(step.axes)
+        mine, out = mine.resolve_conj().resolve_neg(), torch.empty_like(mine, memory_format=torch.contiguous_format)
+        sent, came = as_wire(mine), as_wire(out)
+        counts = [0, came.numel()] if dist.get_rank(group) == 0 else [came.numel(), 0]
+        work = start_all_to_all(came, counts, sent, counts, group)
+
+        def wait() -> None:
+            work.wait()
+            REDUCTIONS[step.reduce_op](out, mine, out=out)  # type: ignore[call-arg]
+
+        return out, wait
+
     def _all_reduce(self, step: Step, mine: torch.Tensor) -> torch.Tensor:
+        if self._is_pair(step):
+            out, wait = self._start_pair(step, mine)
+            wait()
+            return out
         wire = _reducible(mine, step.reduce_op)
         if wire is None or self.group(step.axes) is None:
             return self._reduced_here(step, mine)
@@ -256,13 +283,12 @@ class ProcessGroupComm(Comm):
     ) -> list[torch.Tensor]:
         """A part for each rank along the axes, and what each of them has for this one; in the order of coordinates."""
         dtype = parts[0].dtype
-        order = self._by_group(axes)
+        order, along = self._by_group(axes), self.along(axes)
         wires = [as_wire(parts[i]) for i in order]
         counts = [numel(shapes[i]) * width(dtype) for i in order]
         send = torch.cat(wires)
         out = send.new_empty(sum(counts))
-        ranks = [*map(self._rank, self._peers(axes))]
-        start_swap(out, counts, send, [w.numel() for w in wires], ranks, self.group(axes)).wait()
+        start_swap(out, counts, send, [w.numel() for w in wires], along.ranks, along.group).wait()
         came = dict(zip(order, out.split(counts), strict=True))
         return [from_wire(came[i], dtype, shape) for i, shape in enumerate(shapes)]
 
@@ -270,6 +296,27 @@ class ProcessGroupComm(Comm):
         """For each rank of the group, in its order, its number in the order of coordinates."""
         number = {c: i for i, c in enumerate(self._everyone(axes))}
         return [number[c] for c in self._peers(axes)]
+
+
+class _Naming:
+    """Around a collective: a failure inside says which one on which axes it was."""
+
+    __slots__ = ("axes", "comm", "kind")
+
+    def __init__(self, comm: ProcessGroupComm, kind: str, axes: tuple[int, ...]) -> None:
+        self.comm, self.kind, self.axes = comm, kind, axes
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, (RuntimeError, ValueError)):
+            return
+        comm, names = self.comm, "+".join(self.comm.axis_names[a] for a in self.axes)
+        ranks = [comm._rank(c) for c in comm._everyone(self.axes)]
+        lost = who_is_lost(error, ranks)
+        where = f"mesh axis {names!r} ({len(ranks)} ranks) failed at coordinates {comm.coords}"
+        raise CommError(f"{self.kind} on {where}{lost}: {error}") from error
 
 
 def _reducible(x: torch.Tensor, op: str) -> torch.Tensor | None:

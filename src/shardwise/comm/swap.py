@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+Ends = Sequence[tuple[int, torch.Tensor]]  # global ranks and what goes to or comes from them
+
 
 def world_of(ranks: Sequence[int], like: Any = None) -> Any:
     """The world's group where these are all ranks of it (and its backend is that of the group `like`), else None."""
@@ -31,16 +33,24 @@ def start_swap(
     """Begin to send `packed`, cut into `counts`, to `ranks` (in the order of `group`, if there is one), and to fill
     `received`, cut into `sizes`, from them. What this returns can be waited for."""
     if group is not None:
-        return dist.all_to_all_single(received, packed, list(sizes), list(counts), group=group, async_op=True)
-    me, requests = dist.get_rank(), []
-    for rank, into, out in zip(ranks, received.split(list(sizes)), packed.split(list(counts)), strict=True):
-        if rank == me:
-            into.copy_(out)
-            continue
-        if out.numel():
-            requests.append(dist.P2POp(dist.isend, out, rank))
-        if into.numel():
-            requests.append(dist.P2POp(dist.irecv, into, rank))
+        return start_all_to_all(received, list(sizes), packed, list(counts), group)
+    me = dist.get_rank()
+    into, out = (dict(zip(ranks, x.split(list(n)), strict=True)) for x, n in ((received, sizes), (packed, counts)))
+    if me in into:
+        into.pop(me).copy_(out.pop(me))
+    return start_sends(list(out.items()), list(into.items()))
+
+
+def start_all_to_all(
+    received: torch.Tensor, sizes: list[int], packed: torch.Tensor, counts: list[int], group: Any
+) -> Any:
+    return dist.all_to_all_single(received, packed, sizes, counts, group=group, async_op=True)
+
+
+def start_sends(out: Ends, into: Ends, group: Any = None) -> Any:
+    """Begin to send and to receive from rank to rank; both sides name each other in the same order."""
+    requests = [dist.P2POp(dist.isend, x, rank, group) for rank, x in out if x.numel()]
+    requests += [dist.P2POp(dist.irecv, x, rank, group) for rank, x in into if x.numel()]
     return _All(dist.batch_isend_irecv(requests) if requests else [])
 
 

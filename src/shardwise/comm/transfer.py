@@ -3,125 +3,166 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm.base import Coords
-from shardwise.comm.boxes import Box, box_shape, pick, place
-from shardwise.comm.simulation import reduce_parts
-from shardwise.comm.swap import start_swap
-from shardwise.comm.wire import WIRE, as_wire, numel, width
+from shardwise.comm.boxes import pick, place
+from shardwise.comm.schedule import Put, Round, round_of
+from shardwise.comm.simulation import REDUCTIONS, reduce_parts
+from shardwise.comm.swap import start_all_to_all, start_sends
+from shardwise.comm.wire import WIRE, as_wire, width
 
 # torch 2.13 has new names for these two
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+_POINT_TO_POINT = ("gloo", "nccl")  # backends that are known to send from rank to rank
+
+
+class Along(NamedTuple):
+    """Those who take part: their coordinates and global ranks in the order of their group, and the group if they have
+    one."""
+
+    peers: tuple[Coords, ...]
+    ranks: tuple[int, ...]
+    group: Any
+    backend: str
+    in_order: bool  # whether ranks ascend with coordinates
 
 
 class Transfer:
-    """One run of a routed step; `peers` are the coordinates of those who take part, `ranks` their global ranks, both in
-    the order of `group`, if there is one. The first round is under way once this is made; `finish` waits, runs the
-    others and returns the new local tensor."""
+    """One run of a routed step. The first round is under way once this is made; `finish` waits, runs the others and
+    returns the new local tensor."""
 
-    def __init__(
-        self,
-        step: Any,
-        local: torch.Tensor,
-        me: Coords,
-        peers: Sequence[Coords],
-        ranks: Sequence[int],
-        group: Any,
-    ) -> None:
-        self.step, self.local, self.me, self.peers, self.ranks, self.group = step, local, me, peers, ranks, group
-        self.whole: Box = tuple(((0, n),) if n else () for n in local.shape)
-        self.out = local.new_empty(step.result_shape(me))
-        cls = type(self)  # no bound methods kept: they would keep the tensors until the next collection of cycles
-        if group is None:
-            self.how: Any = cls._swap
-        elif step.stacks and list(peers) == sorted(peers):
-            self.how = cls._stack
-        elif step.kind == "all_gather" and step.even:
-            self.how = cls._gather
-        elif self._reduces_natively():
-            self.how = cls._reduce
-        else:
-            self.how = cls._swap
-        self.under_way = self.how(self, 0)
+    def __init__(self, step: Any, local: torch.Tensor, me: Coords, along: Along) -> None:
+        if local.is_conj() or local.is_neg():
+            local = local.resolve_conj().resolve_neg()
+        self.step, self.local, self.along = step, local, along
+        self.rounds, self.native, self.apart = _course(step, me, along)
+        self.out = step.new_result(local, me)
+        # one pair of buffers for all rounds: a backend may let go of what it was given a little late
+        most = [max(getattr(round, side) for round in self.rounds) for side in ("packed", "received")]
+        self.buffers: Any = [local.new_empty(n) if n else None for n in most]
+        self.kept: Any = None
+        self.work = self._begin(0)
 
     def finish(self) -> torch.Tensor:
-        for round in range(self.step.rounds):
-            work, arrive, _kept = self.under_way
-            if work is not None:
-                work.wait()
-            self.under_way = self.how(self, round + 1) if round + 1 < self.step.rounds else None  # travels meanwhile
-            arrive()
+        for i, round in enumerate(self.rounds):
+            if i:
+                self.work = self._begin(i)
+            if self.work is not None:
+                self.work.wait()
+            for put in round.puts:
+                self._put(put)
+        self.kept = self.work = self.buffers = None
         return self.out
 
-    # Each way begins a round: (work to wait for, what to do then, memory to keep until then).
-    def _stack(self, round: int) -> Any:
+    def _begin(self, i: int) -> Any:
+        if self.native is not None:
+            return self.native(self)
+        round = self.rounds[i]
+        local, packed, received = self.local, self.local, self.out
+        if round.packs:
+            packed = self.buffers[0][: round.packed]
+            for (a, b), shape, box in round.packs:
+                packed[a:b].view(shape).copy_(pick(local, box))
+        elif not local.is_contiguous():
+            local = self.local = packed = local.contiguous()
+        if round.received:
+            received = self.buffers[1][: round.received]
+        self.kept = (packed, received)
+        start = self._send_apart if self.apart else self._send_at_once
+        work = start(round, packed, received)
+        for put in round.meanwhile:
+            self._put(put)
+        return work
+
+    def _send_at_once(self, round: Round, packed: torch.Tensor, received: torch.Tensor) -> Any:
+        wide, sizes, counts = width(packed.dtype), round.sizes, round.counts
+        if wide > 1:
+            sizes, counts = [n * wide for n in sizes], [n * wide for n in counts]
+        into = _run(as_wire(received), round.takes, wide)
+        return start_all_to_all(into, sizes, _run(as_wire(packed), round.sends, wide), counts, self.along.group)
+
+    def _send_apart(self, round: Round, packed: torch.Tensor, received: torch.Tensor) -> Any:
+        wide, ranks = width(packed.dtype), self.along.ranks
+        if not self.local.is_contiguous() and not all(span.buffered for span in round.sends):
+            self.local = self.local.contiguous()
+        ends = []
+        for spans, buffer, own in ((round.sends, packed, self.local), (round.takes, received, self.out)):
+            wires = {True: as_wire(buffer), False: as_wire(own)} if spans else {}
+            ends.append([(ranks[p], wires[buffered][a * wide : b * wide]) for p, buffered, (a, b) in spans])
+        return start_sends(ends[0], ends[1], self.along.group)
+
+    def _put(self, put: Put) -> None:
+        """Parts to where they belong; sums are added up in the order of coordinates, so that all who need one get
+        the same."""
+        parts = [
+            self.kept[1][x[0] : x[1]].view(put.shape) if _is_run(x) else pick(self.local, x)  # type: ignore[arg-type]
+            for x in put.parts
+        ]
+        if not put.view:
+            there = [pick(self.out, put.box)] if put.in_place else []
+            parts = [*there, *parts]
+            place(self.out, put.box, parts[0] if len(parts) == 1 else reduce_parts(parts, self.step.reduce_op))
+            return
+        into = pick(self.out, put.box)
+        if not put.in_place:
+            into.copy_(parts[0])
+            del parts[0]
+        for part in parts:
+            REDUCTIONS[self.step.reduce_op](into, part, out=into)  # type: ignore[call-arg]
+
+    # -- what a backend does by itself ----------------------------------------------------------------------
+    def _stack(self) -> Any:
         """The parts, one rank after another, are the result."""
         if not self.out.numel():
-            return None, _nothing, None
-        mine = as_wire(self.local)
-        work = getattr(dist, ALL_GATHER)(as_wire(self.out), mine, group=self.group, async_op=True)
-        return work, _nothing, mine
+            return None
+        self.kept = as_wire(self.local)
+        return getattr(dist, ALL_GATHER)(as_wire(self.out), self.kept, group=self.along.group, async_op=True)
 
-    def _gather(self, round: int) -> Any:
-        """Everyone sends the same to all, and as much as the others."""
-        mine = pick(self.local, self.step.part(self.whole, round)).contiguous()
-        if not mine.numel():
-            return None, _nothing, None
-        rows = mine.new_empty((len(self.peers), *mine.shape))
-        work = getattr(dist, ALL_GATHER)(as_wire(rows), as_wire(mine), group=self.group, async_op=True)
-        return work, lambda: self._place(round, dict(zip(self.peers, rows, strict=True))), mine
-
-    def _reduce(self, round: int) -> Any:
+    def _reduce(self) -> Any:
         """Parts of a sum that the backend adds up."""
-        sent = self.step.outgoing(self.me)
-        parts = [pick(self.local, sent[peer]).reshape(-1) for peer in self.peers]
-        packed = torch.cat(parts)
-        work = getattr(dist, REDUCE_SCATTER)(self.out.view(-1), packed, group=self.group, async_op=True)
-        return work, _nothing, packed
-
-    def _reduces_natively(self) -> bool:
-        step = self.step
-        return (
-            step.kind == "reduce_scatter"
-            and step.even
-            and step.rounds == 1
-            and step.reduce_op == "sum"
-            and self.local.dtype in WIRE
-            and dist.get_backend(self.group) == "nccl"
-        )
-
-    def _swap(self, round: int) -> Any:
-        """Exactly what each rank needs from each."""
-        step, me = self.step, self.me
-        sent = {peer: step.part(box, round) for peer, box in step.outgoing(me).items() if peer != me}
-        came = {p: step.part(box, round) for sources, box in step.incoming(me) for p in sources if p != me}
-        counts = [numel(box_shape(sent[p])) if p in sent else 0 for p in self.peers]
-        sizes = [numel(box_shape(came[p])) if p in came else 0 for p in self.peers]
-        packed, received = self.local.new_empty(sum(counts)), self.local.new_empty(sum(sizes))
-        for peer, into in zip(self.peers, packed.split(counts), strict=True):
-            if peer in sent:
-                into.view(box_shape(sent[peer])).copy_(pick(self.local, sent[peer]))
-        wide = width(self.local.dtype)
-        sizes_on_wire, counts_on_wire = [n * wide for n in sizes], [n * wide for n in counts]
-        work = start_swap(as_wire(received), sizes_on_wire, as_wire(packed), counts_on_wire, self.ranks, self.group)
-        parts = {p: x for p, x in zip(self.peers, received.split(sizes), strict=True) if p in came}
-        return work, lambda: self._place(round, parts), packed
-
-    def _place(self, round: int, parts: dict[Coords, torch.Tensor]) -> None:
-        for sources, box in self.step.incoming(self.me):
-            into = self.step.part(box, round)
-            shape = box_shape(into)
-            taken = [self._mine(round) if p == self.me else parts[p].view(shape) for p in sources]
-            place(self.out, into, taken[0] if len(taken) == 1 else reduce_parts(taken, self.step.reduce_op))
-
-    def _mine(self, round: int) -> torch.Tensor:
-        return pick(self.local, self.step.part(self.step.outgoing(self.me)[self.me], round))
+        me = self.along.peers[dist.get_rank(self.along.group)]
+        sent = self.step.outgoing(me)
+        self.kept = torch.cat([pick(self.local, sent[peer]).reshape(-1) for peer in self.along.peers])
+        group = self.along.group
+        return getattr(dist, REDUCE_SCATTER)(self.out.view(-1), self.kept, group=group, async_op=True)
 
 
-def _nothing() -> None:
-    return None
+def _course(step: Any, me: Coords, along: Along) -> tuple[tuple[Round, ...], Any, bool]:
+    """The rounds of a step for one rank, or how the backend does it all; and whether peers are sent to one by one."""
+    key = ("course", me, along.backend, along.group is None)
+    found = step.kept.get(key)
+    if found is None:
+        native = _native(step, along)
+        apart = along.group is None or (step.apart and along.backend in _POINT_TO_POINT)
+        rounds = () if native else tuple(round_of(step, me, along.peers, i, apart) for i in range(step.rounds))
+        found = step.kept[key] = (rounds or (_NO_ROUND,), native, apart)
+    return found
+
+
+def _native(step: Any, along: Along) -> Any:
+    """The collective of the backend that is quicker than sending to each: gloo has none."""
+    if along.group is None or along.backend == "gloo":
+        return None
+    if step.stacks and along.in_order:
+        return Transfer._stack
+    even = step.kind == "reduce_scatter" and step.even and step.rounds == 1 and step.reduce_op == "sum"
+    return Transfer._reduce if even and step.dst.dtype in WIRE and along.backend == "nccl" else None
+
+
+_NO_ROUND = Round([], [], (), 0, 0, (), (), (), ())
+
+
+def _is_run(part: Any) -> bool:
+    return len(part) == 2 and isinstance(part[0], int)
+
+
+def _run(wire: torch.Tensor, spans: Sequence[Any], wide: int) -> torch.Tensor:
+    """The part of a flat tensor that the spans cover together."""
+    if not spans:
+        return wire[:0]
+    return wire[spans[0].run[0] * wide : spans[-1].run[1] * wide]

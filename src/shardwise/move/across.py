@@ -87,8 +87,8 @@ class CrossPlan:
         held = _numel(self.given, here) * size if here is not None and self.before else 0
         got = _numel(self.taken, there) * size if there is not None else 0
         during = held + got + self.exchange.bytes_in(rank) + self.exchange.bytes_out(rank)
-        first = peak(self.src, self.before, [here]) if here is not None else 0
-        last = got + peak(self.taken, self.after, [there]) if there is not None else 0
+        first = peak(self.before, [here]) if here is not None else 0
+        last = got + peak(self.after, [there]) if there is not None else 0
         return max(first, during, last)
 
     def explain(self) -> str:

@@ -10,19 +10,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.comm.base import Coords
-from shardwise.comm.boxes import Box, box_shape, build, cut_box, pick
+from shardwise.comm.boxes import Box, box_shape, build, cut_box, pick, place
+from shardwise.comm.schedule import round_of
 from shardwise.errors import MoveError
 from shardwise.layout import Layout, Partial, Placement, Shard
 from shardwise.layout.overlap import holders_of
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import count, intersect, positions
+
+_APART = 1 << 16  # bytes of a rank's tensor
 
 
 class Route(NamedTuple):
@@ -37,7 +40,8 @@ class Exchange:
     """From `src` to `dst`, which differ on `axes` only (or whose splits there are nested in one that differs).
 
     On the axes in `spread` the result, Replicate there, enters a call that is split: the gradients add up. What
-    travels goes in `rounds` parts, so that buffers stay small.
+    travels goes in `rounds` parts, so that buffers stay small. Where a `Padded` step follows, the result stands at its
+    place among the zeros of a tensor of the layout `inside`.
     """
 
     src: Layout
@@ -45,10 +49,12 @@ class Exchange:
     axes: tuple[int, ...]
     spread: tuple[int, ...] = ()
     rounds: int = 1
-    _routes: dict[Any, tuple[Route, ...]] = field(default_factory=dict)
+    inside: Layout | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)  # what was worked out for a rank
 
     routed = True
     uniform = False
+    fresh = False
 
     @cached_property
     def reduces(self) -> tuple[int, ...]:
@@ -90,25 +96,26 @@ class Exchange:
     # -- who sends what to whom -----------------------------------------------------------------------------
     def incoming(self, coords: Coords) -> tuple[Route, ...]:
         """For each part of what `coords` will hold: who has it (itself, where it does)."""
-        found = self._routes.get(("in", coords))
+        found = self.kept.get(("in", coords))
         if found is None:
-            found = self._routes["in", coords] = tuple(self._incoming(coords))
+            found = self.kept["in", coords] = tuple(self._incoming(coords))
         return found
 
     def outgoing(self, coords: Coords) -> dict[Coords, Box]:
         """For each rank that gets something from `coords`: the positions it gets (itself included)."""
-        found = self._routes.get(("out", coords))
+        found = self.kept.get(("out", coords))
         if found is None:
-            found = self._routes["out", coords] = dict(self._outgoing(coords))  # type: ignore[assignment]
-        return found  # type: ignore[return-value]
+            found = self.kept["out", coords] = dict(self._outgoing(coords))
+        return found
 
     def _incoming(self, coords: Coords) -> Any:
         pinned = {a: c for a, c in enumerate(coords) if a not in self.axes}
         needed = [self.dst.held(dim, coords) for dim in range(self.dst.ndim)]
+        places = [self.result.held(dim, coords) for dim in range(self.dst.ndim)]
         sides = [holders_of(self.src, dim, need, pinned) for dim, need in enumerate(needed)]
         for choice in itertools.product(*sides):
             holder = dict(pair for spot, _ in choice for pair in spot)
-            box = tuple(positions(need, part) for need, (_, part) in zip(needed, choice, strict=True))
+            box = tuple(positions(held, part) for held, (_, part) in zip(places, choice, strict=True))
             ranges = [
                 range(self.src.mesh.shape[a]) if a in self.reduces else (holder.get(a, c),)
                 for a, c in enumerate(coords)
@@ -139,20 +146,45 @@ class Exchange:
         )
 
     # -- local work -----------------------------------------------------------------------------------------
+    @property
+    def result(self) -> Layout:
+        """The layout whose local tensors it makes."""
+        return self.inside or self.dst
+
     def result_shape(self, coords: Coords) -> tuple[int, ...]:
-        return self.dst.local_shape_at(coords)
+        return self.result.local_shape_at(coords)
+
+    def new_result(self, like: torch.Tensor, coords: Coords) -> torch.Tensor:
+        return (like.new_empty if self.inside is None else like.new_zeros)(self.result_shape(coords))
+
+    def source_shape(self, coords: Coords) -> tuple[int, ...]:
+        return self.src.local_shape_at(coords)
 
     def from_holders(self, coords: Coords, value_of: Any, reduce: Any) -> torch.Tensor:
         """What `coords` will hold, where every holder's tensor is at hand."""
+        own = self.kept.get(("own", coords))
+        if own is not None:
+            return pick(value_of(coords), own).clone(memory_format=torch.contiguous_format)
         parts, some = [], value_of(coords)
         for peers, box in self.incoming(coords):
             taken = [pick(value_of(peer), self.outgoing(peer)[coords]) for peer in peers]
             parts.append((box, taken[0] if len(taken) == 1 else reduce(taken, self.reduce_op)))
         shape = self.result_shape(coords)
+        if self.inside is not None:
+            out = self.new_result(some, coords)
+            for box, part in parts:
+                place(out, box, part)
+            return out
         if len(parts) == 1 and box_shape(parts[0][0]) == shape:
             part = parts[0][1]
+            if self.kind == "local":
+                self.kept["own", coords] = self.outgoing(coords)[coords]
             return part.contiguous() if self.reduces else part.clone(memory_format=torch.contiguous_format)
         return build(shape, parts, some).contiguous()
+
+    def but(self, **changes: Any) -> Exchange:
+        """The same exchange in other rounds, or with zeros around its result."""
+        return replace(self, kept={}, **changes)
 
     def part(self, box: Box, round: int) -> Box:
         return cut_box(box, self.rounds, round)
@@ -193,20 +225,54 @@ class Exchange:
         return sum(sent) * self.dst.dtype.itemsize
 
     def buffer_bytes(self, coords: Coords) -> int:
-        """The most bytes of packed parts, out and in, that are alive at once (of several rounds, two are)."""
-        if self.kind == "local" or self.stacks:
+        """The most bytes of packed parts, out and in, that are alive at once: those of the last and largest round."""
+        if self.kind == "local":
             return 0
-        if self.kind == "all_gather":
-            out = math.prod(self.src.local_shape_at(coords)) * self.dst.dtype.itemsize
-        else:
-            out = self.bytes_out(coords)
-        return -(-min(2, self.rounds) * (out + self.bytes_in(coords)) // self.rounds)
+        found = self.kept.get(("buffers", coords))
+        if found is None:
+            last = round_of(self, coords, self.peers(coords), self.rounds - 1, self.apart)
+            found = self.kept["buffers", coords] = last.buffers * self.dst.dtype.itemsize
+        return found
+
+    def peers(self, coords: Coords) -> list[Coords]:
+        """Everyone along the axes."""
+        ranges = [range(k) if a in self.axes else (coords[a],) for a, k in enumerate(self.src.mesh.shape)]
+        return list(itertools.product(*ranges))
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether everyone sends to each of the others by itself: what many need need not be packed for each of them.
+        (Small parts are packed: one collective takes less time to start.)"""
+        many = math.prod(self.src.mesh.shape[a] for a in self.axes) > 2
+        return self.kind == "all_gather" and many and largest_bytes(self.src) >= _APART
 
     def __str__(self) -> str:
         names = "+".join(self.src.mesh.axis_names[a] for a in self.axes)
         changes = ", ".join(f"{self.src.placements[a]} -> {self.dst.placements[a]}" for a in self.axes)
         rounds = f" in {self.rounds} rounds" if self.rounds > 1 else ""
         return f"{'slice' if self.kind == 'local' else self.kind} on {names} ({changes}){rounds}"
+
+
+def largest_bytes(layout: Layout) -> int:
+    """Bytes of the largest local tensor; the same number on all ranks."""
+    n = layout.dtype.itemsize
+    for dim, size in enumerate(layout.shape):
+        axes = layout.axes_of(dim)
+        if axes and any(layout.placements[a].pieces is not None for a in axes):  # type: ignore[attr-defined]
+            spots = math.prod(layout.mesh.shape[a] for a in axes)
+            n *= max(_held_at(layout, dim, axes, i) for i in range(spots))
+        else:
+            for axis in axes:
+                size = -(-size // layout.mesh.shape[axis])
+            n *= size
+    return n
+
+
+def _held_at(layout: Layout, dim: int, axes: tuple[int, ...], i: int) -> int:
+    coords = [0] * len(layout.mesh.shape)
+    for axis in reversed(axes):
+        i, coords[axis] = divmod(i, layout.mesh.shape[axis])
+    return count(layout.held(dim, coords))
 
 
 def is_even(layout: Layout) -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from shardwise.errors import MoveError
 from shardwise.layout import Layout
-from shardwise.layout.split import count
-from shardwise.move.exchange import Exchange
+from shardwise.move.exchange import Exchange, largest_bytes
 
 _SMALL_ROUND = 1 << 18  # bytes of buffers below which another round costs more than it saves
+_FEW = 8  # ranks of an exchange whose buffers are counted exactly
+_MOST_ROUNDS = 8192
 _state = threading.local()
 
 
@@ -38,52 +41,47 @@ def current_cap() -> int | None:
     return getattr(_state, "cap", None)
 
 
-def largest_bytes(layout: Layout) -> int:
-    """Bytes of the largest local tensor; the same number on all ranks."""
-    n = layout.dtype.itemsize
-    for dim, size in enumerate(layout.shape):
-        axes = layout.axes_of(dim)
-        if axes and any(layout.placements[a].pieces is not None for a in axes):  # type: ignore[attr-defined]
-            spots = math.prod(layout.mesh.shape[a] for a in axes)
-            n *= max(_held_at(layout, dim, axes, i) for i in range(spots))
-        else:
-            for axis in axes:
-                size = -(-size // layout.mesh.shape[axis])
-            n *= size
-    return n
+def budget(src: Layout, dst: Layout, memory: int | None) -> int | None:
+    """Bytes a move may hold beyond its source; None where it is so small that it does not matter."""
+    source, target = largest_bytes(src), largest_bytes(dst)
+    if memory is not None:
+        return memory
+    return None if source + target < _SMALL_ROUND else int(min(1.1 * (source + target), 2 * max(source, target)))
 
 
-def _held_at(layout: Layout, dim: int, axes: tuple[int, ...], i: int) -> int:
-    coords = [0] * len(layout.mesh.shape)
-    for axis in reversed(axes):
-        i, coords[axis] = divmod(i, layout.mesh.shape[axis])
-    return count(layout.held(dim, coords))
-
-
-def rounds_for(step: Exchange, memory: int | None) -> int:
-    """In how many rounds the exchange goes. Every rank must say the same, so sizes are the largest of all."""
-    if step.kind == "local":
+def rounds_for(step: Exchange, room: int, capped: bool) -> int:
+    """In how many rounds the exchange goes so that its buffers fit into `room`. Every rank must say the same, so all
+    look at the same ranks: the corners of the mesh along the step's axes."""
+    bound = _most_buffers(step)
+    if bound <= room:
         return 1
-    source, target = largest_bytes(step.src), largest_bytes(step.dst)
-    if memory is None and source + target < _SMALL_ROUND:
-        return 1
-    if step.stacks:
-        return 1
-    shape = step.src.mesh.shape
+    finest = max(1, min(2 * bound if capped else bound // _SMALL_ROUND, _MOST_ROUNDS))
+    if room <= 0:
+        return finest
+    if math.prod(step.src.mesh.shape[a] for a in step.axes) > _FEW:
+        return min(math.ceil(bound / room), finest)
+    spots, rounds = corners(step.src.mesh.shape, step.axes), 1
+    while rounds < finest:
+        need = max(step.but(rounds=rounds).buffer_bytes(coords) for coords in spots)
+        if need <= room:
+            break
+        rounds = min(max(rounds + 1, rounds * need // room), finest)
+    return rounds
+
+
+def _most_buffers(step: Exchange) -> int:
+    """No rank's buffers take more, whoever sends what to whom."""
+    shape, source, target = step.src.mesh.shape, largest_bytes(step.src), largest_bytes(step.dst)
     parts = math.prod(shape[a] for a in step.reduces)
     copies = math.prod(
         shape[a]
         for a in step.axes
         if step.dst.placements[a].is_replicate() and not step.src.placements[a].is_replicate()
     )
-    buffers = parts * target + (source if step.kind == "all_gather" else copies * source)
-    room = (memory if memory is not None else int(min(1.1 * (source + target), 2 * max(source, target)))) - target
-    if memory is not None and room <= 0:
-        raise MoveError(
-            f"{step} of shape {step.dst.shape} needs {target:,} bytes for its result alone on the fullest rank, more "
-            f"than the memory cap of {memory:,}; allow at least {target + max(target // 8, 1):,}"
-        )
-    if buffers <= room:
-        return 1
-    finest = max(1, buffers // _SMALL_ROUND) if memory is None else 2 * buffers
-    return max(1, min(math.ceil(2 * buffers / max(room, 1)), finest, 8192))  # two rounds are under way at a time
+    return parts * target + (source if step.apart else copies * source)
+
+
+def corners(shape: tuple[int, ...], axes: Iterable[int]) -> list[tuple[int, ...]]:
+    """The first and last coordinates along some axes, in all combinations (of more than three axes, some)."""
+    ends = [(0, k - 1) if k > 1 and a in axes else (0,) for a, k in enumerate(shape)]
+    return list(itertools.islice(itertools.product(*ends), 8))

@@ -26,6 +26,7 @@ class Pad:
     routed = False
     reduce_op = "sum"
     uniform = False
+    fresh = False
 
     def bytes_in(self, coords: Coords) -> int:
         return 0
@@ -53,6 +54,13 @@ class Pad:
 
     def __str__(self) -> str:
         return f"pad on {'+'.join(self.src.mesh.axis_names[a] for a in self.axes)}"
+
+
+class Padded(Pad):
+    """The same after an exchange that left room for the zeros: there is nothing left to do."""
+
+    def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
+        return local
 
 
 class Unpad(Pad):

@@ -34,7 +34,7 @@ class MovePlan:
 
     def peak_bytes(self, rank: int) -> int:
         """The most bytes `rank` holds beyond the source while the move runs: results, buffers, what is on the way."""
-        return peak(self.src, self.steps, [self.src.mesh.coords(rank)])
+        return peak(self.steps, [self.src.mesh.coords(rank)])
 
     def lower_bound(self, rank: int) -> int:
         """Bytes that no plan can do without, as this rank's share.

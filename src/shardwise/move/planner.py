@@ -11,6 +11,7 @@ is reduced on the way. There are several ways, priced by the cost model:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from functools import lru_cache
@@ -20,13 +21,14 @@ from shardwise.errors import MoveError
 from shardwise.layout import Layout, Partial, Placement, Shard
 from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.move.cost import CostModel, cost_of
-from shardwise.move.exchange import Exchange
-from shardwise.move.limit import rounds_for
-from shardwise.move.pad import Pad
+from shardwise.move.exchange import Exchange, largest_bytes
+from shardwise.move.limit import budget, rounds_for
+from shardwise.move.pad import Pad, Padded
 from shardwise.move.steps import AllReduce, Mean, Spread, ToPartial
 
 Step = Any  # MoveStep | Exchange | Pad
 Steps = tuple[Step, ...]
+_MOST_STRIDES = 64
 
 
 @lru_cache(maxsize=4096)
@@ -59,6 +61,8 @@ class _Planner:
         self.src, self.dst, self.memory = src, dst, memory
         self.spread = {a for a in spread if src.mesh.shape[a] > 1}
         self.cost: CostModel = cost_of(src.mesh)
+        self.budget = budget(src, dst, memory)
+        self.prices: dict[Step, float] = {}
 
     def plan(self) -> list[Step]:
         steps: list[Step] = []
@@ -77,12 +81,17 @@ class _Planner:
             steps += self._cheapest(now, middle)
         else:
             steps += self._exchange(now, middle)
-        steps += self._to_partial(middle)
+        rest = self._to_partial(middle, fresh=bool(steps) and not others)
+        together = not others  # autograd sees all steps as one
+        if together and steps and rest and isinstance(rest[0], Pad) and isinstance(steps[-1], Exchange):
+            steps[-1] = steps[-1].but(inside=rest[0].dst)
+            rest[0] = Padded(rest[0].src, rest[0].dst, rest[0].axes)
+        steps += rest
         done = {a for step in steps if isinstance(step, Exchange) for a in step.spread}
-        rest = tuple(sorted(self.spread - done))
-        if rest:
-            steps.append(Spread(self.dst, rest))
-        return steps
+        left = tuple(sorted(self.spread - done))
+        if left:
+            steps.append(Spread(self.dst, left))
+        return self._in_rounds(steps)
 
     # -- what differs ---------------------------------------------------------------------------------------
     @staticmethod
@@ -116,7 +125,7 @@ class _Planner:
         bare = self.dst.replace(placements=tuple(places))
         staying = [axis for axis in cut if self._stays_inside(axis, bare, cut)]
         bare = _with(bare, {axis: self.src.placements[axis] for axis in staying})
-        return dealt_out(bare, [axis for axis in cut if axis not in staying], inside=True) or bare
+        return dealt_out(bare, [axis for axis in cut if axis not in staying], inside=cut) or bare
 
     def _stays_inside(self, axis: int, bare: Layout, cut: list[int]) -> bool:
         """Whether the source's tiles along `axis` lie inside the target's."""
@@ -127,97 +136,114 @@ class _Planner:
         same = all(self.src.placements[a] == bare.placements[a] for a in kept)
         return before[: len(kept)] == kept and same and set(before[len(kept) :]) <= set(cut)
 
-    def _to_partial(self, middle: Layout) -> list[Step]:
+    def _to_partial(self, middle: Layout, fresh: bool) -> list[Step]:
+        """From values to parts; `fresh` says that the value was made by this move."""
         steps: list[Step] = []
         become = [a for a in self._differ(middle, self.dst) if self.dst.placements[a].is_partial()]
         padded = tuple(a for a in become if middle.placements[a].is_shard())
         if padded:
             after = _with(middle, {a: self.dst.placements[a] for a in padded})
             steps.append(Pad(middle, after, padded))
-            middle = after
+            middle, fresh = after, True
         for axis in become:
             goal = self.dst.placements[axis]
             if axis not in padded:
                 if goal.is_partial("product"):
                     steps.append(Spread(middle, (axis,)))
-                steps.append(ToPartial(middle, (axis,), goal.reduce_op))  # type: ignore[attr-defined]
+                steps.append(ToPartial(middle, (axis,), goal.reduce_op, fresh))  # type: ignore[attr-defined]
+                fresh = True
                 middle = _with(middle, {axis: goal})
         return steps
 
     # -- one exchange ---------------------------------------------------------------------------------------
     def _exchange(self, now: Layout, to: Layout) -> list[Step]:
+        """From `now` to `to`, adding up what must be: at best one exchange, of as few ranks as can be."""
         axes = self._differ(now, to)
         if not axes:
             return []
-        gathers = (a for a in axes if now.placements[a].is_shard() and to.placements[a].is_replicate())
-        spread = tuple(sorted(self.spread.intersection(gathers)))
+        direct: list[Step] = [self._one(now, to, axes)]
+        if direct[0].kind == "local" or _has_pieces(now) or _has_pieces(to):
+            return direct
+        ways = [direct]
+        if not direct[0].reduces:
+            ways += self._fewer_ranks(now, to, axes)
         if len(axes) > 1 and not self.cost.uniform:
-            return min([self._one(now, to, axes, spread), *self._one_by_one(now, to)], key=self._price)
-        return self._sliced_first(now, to, axes) or self._one(now, to, axes, spread)
+            ways += self._one_by_one(now, to)
+        return self._best(ways, now)
 
-    def _sliced_first(self, now: Layout, to: Layout, axes: tuple[int, ...]) -> list[Step] | None:
-        """Axes that are only cut are cut before anything travels, where that leaves fewer ranks to talk to each other
-        and no more bytes to send."""
+    def _one(self, now: Layout, to: Layout, axes: tuple[int, ...]) -> Exchange:
+        gathers = (a for a in axes if now.placements[a].is_shard() and to.placements[a].is_replicate())
+        return Exchange(now, to, axes, tuple(sorted(self.spread.intersection(gathers))))
+
+    def _fewer_ranks(self, now: Layout, to: Layout, axes: tuple[int, ...]) -> Iterable[list[Step]]:
+        """Axes that are only cut need not take part. They are cut before anything travels, where nothing else changes
+        with them; or after all that is cut elsewhere has been gathered, which is more bytes but sooner begun."""
         free = {a: to.placements[a] for a in axes if now.placements[a].is_replicate()}
-        if not 0 < len(free) < len(axes) or _has_pieces(now) or _has_pieces(to):
-            return None
+        if not 0 < len(free) < len(axes):
+            return
         sliced = _with(now, free)
         rest = self._differ(sliced, to)
-        if self._differ(now, sliced) != tuple(free) or set(rest) & free.keys():
-            return None
-        steps = [*self._exchange(now, sliced), *self._exchange(sliced, to)]
-        direct = Exchange(now, to, axes)
-        ranks = sample_coords(now.mesh.shape)
-        same = all(sum(step.bytes_in(c) for step in steps) <= direct.bytes_in(c) for c in ranks)
-        return steps if same else None
-
-    def _one(self, now: Layout, to: Layout, axes: tuple[int, ...], spread: tuple[int, ...]) -> list[Step]:
-        step = Exchange(now, to, axes, spread)
-        rounds = rounds_for(step, self.memory)
-        return [step if rounds == 1 else Exchange(now, to, axes, spread, rounds)]
+        if self._differ(now, sliced) == tuple(free) and not set(rest) & free.keys():
+            yield [self._one(now, sliced, tuple(free)), *self._exchange(sliced, to)]
+        gathered = tuple(a for a in axes if a not in free)
+        if all(now.placements[a].is_shard() for a in gathered):
+            whole = _with(now, dict.fromkeys(gathered, REPLICATE))
+            if self._differ(now, whole) == gathered:
+                yield [self._one(now, whole, gathered), self._one(whole, to, self._differ(whole, to))]
 
     def _one_by_one(self, now: Layout, to: Layout) -> Iterable[list[Step]]:
         """The same axis by axis, slow ones first and fast ones first: an axis that is slow may then carry less."""
-        if _has_pieces(now) or _has_pieces(to):
-            return
         axes = self._differ(now, to)
         for sign in (1, -1):
             at, steps = now, []
             for axis in sorted(axes, key=lambda a: sign * self.cost.axes[a].bandwidth):
                 goal = _with(at, {axis: to.placements[axis]})
                 part = self._differ(at, goal)
-                gathers = (a for a in part if at.placements[a].is_shard() and goal.placements[a].is_replicate())
                 if part:
-                    steps += self._one(at, goal, part, tuple(sorted(self.spread.intersection(gathers))))
+                    steps.append(self._one(at, goal, part))
                 at = goal
             yield steps
 
     # -- pending sums ---------------------------------------------------------------------------------------
     def _cheapest(self, now: Layout, to: Layout) -> list[Step]:
-        reduced = tuple(
-            a for a in self._differ(now, to) if now.placements[a].is_partial() and not to.placements[a].is_partial()
-        )
+        differ = self._differ(now, to)
+        reduced = tuple(a for a in differ if now.placements[a].is_partial() and not to.placements[a].is_partial())
         kept = [a for a in reduced if to.placements[a].is_replicate()]
-        alone = self._differ(now, to) == reduced and len(kept) in (0, len(reduced))
+        alone = differ == reduced and len(kept) in (0, len(reduced))
         everyone_else_too = self._replicas(now, to)
         if alone and not everyone_else_too and not kept:
             return self._exchange(now, to)
         whole = _with(now, dict.fromkeys(reduced, REPLICATE))
-        ways = [[AllReduce(now, reduced), *self._exchange(whole, to)]]
+        ways = [[*sums, *self._exchange(whole, to)] for sums in self._all_reduced(now, reduced)]
         if alone and kept and not everyone_else_too:
-            return ways[0]
+            return self._best(ways, now)
         if len(kept) < len(reduced) or not alone:
             ways.append(self._exchange(now, to))
             own = dealt_out(now, reduced)
             if own is not None:
                 ways.append([*self._exchange(now, own), *self._exchange(own, to)])
         for shared in ((), everyone_else_too) if everyone_else_too else ((),):
-            apart = tuple(a for a in self._differ(now, to) if to.placements[a].is_replicate())
+            apart = tuple(a for a in differ if to.placements[a].is_replicate())
             once = dealt_out(to, (*apart, *shared))
             if once is not None and once is not to:
                 ways.append([*self._exchange(now, once), *self._exchange(once, to)])
-        allowed = [way for way in ways if self._fits(way)] or ways
-        return min(allowed, key=self._price)
+        free = {a: to.placements[a] for a in differ if now.placements[a].is_replicate()}
+        if free and not _has_pieces(now) and not _has_pieces(to):
+            sliced = _with(now, free)
+            cut = self._differ(now, sliced)
+            if not set(self._differ(sliced, to)) & set(cut):
+                ways.append([self._one(now, sliced, cut), *self._cheapest(sliced, to)])
+        return self._best(ways, now)
+
+    def _all_reduced(self, now: Layout, axes: tuple[int, ...]) -> Iterable[list[Step]]:
+        """Over all axes at once: the fewest bytes. Axis by axis: sooner begun."""
+        yield [AllReduce(now, axes)]
+        if len(axes) > 1:
+            steps: list[Step] = []
+            for axis in axes:
+                steps.append(AllReduce(now, (axis,)))
+                now = _with(now, {axis: REPLICATE})
+            yield steps
 
     def _replicas(self, now: Layout, to: Layout) -> tuple[int, ...]:
         """The axes on which nothing changes because all hold the same: they could share the work."""
@@ -227,36 +253,101 @@ class _Planner:
             if k > 1 and now.placements[a].is_replicate() and to.placements[a].is_replicate()
         )
 
-    # -- prices ---------------------------------------------------------------------------------------------
+    # -- prices and memory ----------------------------------------------------------------------------------
+    def _best(self, ways: list[list[Step]], now: Layout) -> list[Step]:
+        """The cheapest of those whose results fit into the memory there is."""
+        if len(ways) == 1:
+            return ways[0]
+        return min([way for way in ways if self._fits(way, now)] or ways, key=self._price)
+
     def _price(self, steps: list[Step]) -> float:
-        shape = self.src.mesh.shape
-        seconds = 0.0
+        """Seconds: what the busiest rank receives counts, and what all receive, as they share the wires."""
+        return sum(self._price_of(step) for step in steps if step.kind != "local")
+
+    def _price_of(self, step: Step) -> float:
+        if step not in self.prices:
+            shape = self.src.mesh.shape
+            received = [step.bytes_in(coords) for coords in sample_coords(shape)]
+            bytes_in = (max(received) + sum(received) / len(received)) / 2
+            ranks = math.prod(shape[a] for a in step.axes)
+            twice = step.kind == "all_reduce" and ranks > 2  # it gathers what it has reduced
+            self.prices[step] = self.cost.over(step.axes, shape, bytes_in) + twice * self.cost.over(step.axes, shape, 0)
+        return self.prices[step]
+
+    def _fits(self, steps: list[Step], now: Layout) -> bool:
+        """Whether what the steps make fits, without buffers. Not to wait for a slow axis is worth a little more."""
+        if self.budget is None:
+            return True
+        limit = self.budget if self.cost.uniform or self.memory is not None else 1.2 * self.budget
+        held = [0 if now is self.src else largest_bytes(now), *map(_largest_result, steps)]
+        return all(before + after <= limit for before, after in itertools.pairwise(held))
+
+    def _in_rounds(self, steps: list[Step]) -> list[Step]:
+        """Exchanges whose buffers would not fit go in rounds."""
+        if self.budget is None:
+            return steps
+        before, out = 0, []  # the source is the caller's
         for step in steps:
-            if step.kind != "local":
-                most = max(step.bytes_in(coords) for coords in sample_coords(shape))
-                seconds += self.cost.over(step.axes, shape, most)
-        return seconds
+            if _takes_nothing(step):
+                out.append(step)
+                continue
+            after = _largest_result(step)
+            room = self.budget - before - after
+            if self.memory is not None and room < 0:
+                raise MoveError(
+                    f"{step} of shape {self.dst.shape} needs {before + after:,} bytes for its result alone on the "
+                    f"fullest rank, more than the memory cap of {self.memory:,}; allow at least "
+                    f"{before + after + max(after // 8, 1):,}"
+                )
+            if isinstance(step, Exchange) and step.kind != "local":
+                capped = self.memory is not None
+                rounds = rounds_for(step, room if capped else max(room, after // 16), capped)
+                step = step if rounds == 1 else step.but(rounds=rounds)
+            out.append(step)
+            before = after
+        return out
 
-    def _fits(self, steps: list[Step]) -> bool:
-        return self.memory is None or peak(self.src, steps, sample_coords(self.src.mesh.shape)) <= self.memory
 
-
-def dealt_out(layout: Layout, axes: Iterable[int], inside: bool = False) -> Layout | None:
+def dealt_out(layout: Layout, axes: Iterable[int], inside: Iterable[int] | None = None) -> Layout | None:
     """The layout with these axes cutting a dim too, within the tiles they have where a dim allows it. None where
-    nothing is left to cut, or (with `inside`) where new tiles would not lie inside the old ones."""
+    nothing is left to cut, or where new tiles would not lie inside the old ones: with `inside`, inside those that the
+    other axes than these make."""
     for axis in sorted(axes):
-        later = [p for p in layout.placements[axis + 1 :] if isinstance(p, Shard)]
+        later = {a: p for a, p in enumerate(layout.placements) if a > axis and isinstance(p, Shard)}
+        moved = {p.dim for a, p in later.items() if p.pieces is not None or (inside is not None and a not in inside)}
         left = {
             dim: n / math.prod(layout.mesh.shape[a] for a in layout.axes_of(dim))
             for dim, n in enumerate(layout.shape)
-            if not any(p.dim == dim and (inside or p.pieces is not None) for p in later)
+            if dim not in moved
         }
-        nested = {p.dim for p in later}
+        nested = {p.dim for p in later.values()}
         rest = {dim: n for dim, n in left.items() if dim not in nested and n > 1} or left
-        if not rest or max(rest.values()) <= 1:
+        if rest and max(rest.values()) > 1:
+            cut: Shard | None = Shard(max(rest, key=lambda dim: rest[dim]))
+        else:
+            cut = _strided(layout, axis) if inside is not None else None
+        if cut is None:
             return None
-        layout = _with(layout, {axis: Shard(max(rest, key=lambda dim: rest[dim]))})
+        layout = _with(layout, {axis: cut})
     return layout
+
+
+def _strided(layout: Layout, axis: int) -> Shard | None:
+    """A cut of a dim that later axes cut, inside the tiles they make: of every tile each coordinate takes its share.
+    None where the tiles are not even, or very many."""
+    k = layout.mesh.shape[axis]
+    for dim, n in sorted(enumerate(layout.shape), key=lambda size: -size[1]):
+        axes = layout.axes_of(dim)
+        sizes = [layout.mesh.shape[a] for a in axes]
+        whole = n // math.prod(s for a, s in zip(axes, sizes, strict=True) if a < axis)
+        tiles = math.prod(s for a, s in zip(axes, sizes, strict=True) if a > axis)
+        chunks = all(layout.placements[a].pieces is None for a in axes)  # type: ignore[attr-defined]
+        if chunks and n and n % (k * math.prod(sizes)) == 0 and tiles * k <= _MOST_STRIDES:
+            tile = whole // tiles
+            shares = [tile * i // k for i in range(k + 1)]
+            row = [[(t * tile + a, t * tile + b) for t in range(tiles)] for a, b in itertools.pairwise(shares)]
+            return Shard(dim, pieces=[row])
+    return None
 
 
 def _has_pieces(layout: Layout) -> bool:
@@ -268,18 +359,25 @@ def _with(layout: Layout, changes: dict[int, Placement]) -> Layout:
     return layout if places == layout.placements else layout.replace(placements=places)
 
 
-def sample_coords(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """A few ranks that stand for all: the first, the last and those between."""
-    return list(dict.fromkeys([(0,) * len(shape), tuple(k // 2 for k in shape), tuple(k - 1 for k in shape)]))
+@lru_cache(maxsize=256)
+def sample_coords(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """All ranks of a small mesh; of a larger one a few that stand for all, on its diagonal and off it: corners."""
+    if math.prod(shape) <= 8:
+        return tuple(itertools.product(*map(range, shape)))
+    first, last = tuple(0 for _ in shape), tuple(k - 1 for k in shape)
+    mixed = [tuple(k - 1 if a % 2 == odd else 0 for a, k in enumerate(shape)) for odd in (0, 1)]
+    return tuple(dict.fromkeys([first, last, *mixed]))
 
 
-def peak(src: Layout, steps: Iterable[Step], ranks: Iterable[tuple[int, ...]]) -> int:
+def peak(steps: Iterable[Step], ranks: Iterable[tuple[int, ...]]) -> int:
     """The most bytes one of these ranks holds beyond the source while the steps run, the result included."""
     steps = list(steps)
     most = 0
     for coords in ranks:
         before = 0  # the source is the caller's
         for step in steps:
+            if _takes_nothing(step):
+                continue
             after = result_bytes(step, coords)
             most = max(most, before + after + buffer_bytes(step, coords))
             before = after
@@ -288,10 +386,23 @@ def peak(src: Layout, steps: Iterable[Step], ranks: Iterable[tuple[int, ...]]) -
 
 def result_bytes(step: Step, coords: tuple[int, ...]) -> int:
     """Bytes of the new local tensor a step makes."""
-    if isinstance(step, Spread):
-        return 0  # a view
-    layout = step.dst if isinstance(step, (Exchange, Pad)) else step.layout
+    if _takes_nothing(step):
+        return 0
+    layout = _result(step)
     return math.prod(layout.local_shape_at(coords)) * layout.dtype.itemsize
+
+
+def _takes_nothing(step: Step) -> bool:
+    """Whether its result is what it was given, or in the same memory."""
+    return isinstance(step, (Spread, Padded)) or (isinstance(step, ToPartial) and step.fresh)
+
+
+def _largest_result(step: Step) -> int:
+    return 0 if _takes_nothing(step) else largest_bytes(_result(step))
+
+
+def _result(step: Step) -> Layout:
+    return step.result if isinstance(step, Exchange) else step.dst if isinstance(step, Pad) else step.layout
 
 
 def buffer_bytes(step: Step, coords: tuple[int, ...]) -> int:

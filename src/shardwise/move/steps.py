@@ -34,6 +34,7 @@ class MoveStep:
     routed = False
     reduce_op = "sum"
     uniform = False
+    fresh = False
 
     @property
     def partner(self) -> MoveStep:
@@ -114,15 +115,27 @@ class Spread(MoveStep):
 class ToPartial(MoveStep):
     """Replicate -> Partial: the first coordinate keeps the value, the others hold the neutral element.
 
-    Where equal parts reduce to themselves (avg, max, min, and, or), everyone keeps it."""
+    Where equal parts reduce to themselves (avg, max, min, and, or), everyone keeps it. A `fresh` value was made by the
+    step before for no other use."""
 
     reduce_op: str = "sum"
+    fresh: bool = False
 
     def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
-        if self.is_first(coords) or self.reduce_op not in ("sum", "product", "bxor"):
+        if self._keeps(coords):
             return local.clone(memory_format=torch.contiguous_format)
-        neutral = 1 if self.reduce_op == "product" else 0
-        return torch.full_like(local, neutral, memory_format=torch.contiguous_format)
+        return torch.full_like(local, self._neutral, memory_format=torch.contiguous_format)
+
+    def pack_fresh(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
+        """The same in the memory of `local`."""
+        return local if self._keeps(coords) else local.fill_(self._neutral)
+
+    def _keeps(self, coords: Coords) -> bool:
+        return self.is_first(coords) or self.reduce_op not in ("sum", "product", "bxor")
+
+    @property
+    def _neutral(self) -> int:
+        return 1 if self.reduce_op == "product" else 0
 
     @property
     def partner(self) -> MoveStep:
