@@ -45,13 +45,8 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined
 
 def new_tile(size: Sequence[int], device: torch.device, properties: TensorProperties) -> torch.Tensor:
     """A tile with undefined values."""
-    return torch.empty(
-        tuple(size),
-        dtype=properties.dtype,
-        device=device,
-        requires_grad=properties.requires_grad,
-        pin_memory=properties.pin_memory,
-    )
+    tile = torch.empty(size, dtype=properties.dtype, device=device, pin_memory=properties.pin_memory)
+    return tile.requires_grad_() if properties.requires_grad else tile
 
 
 class ShardedTensorBase(torch.Tensor):
@@ -174,7 +169,7 @@ class ShardedTensor(ShardedTensorBase):
             remote.check_ready(group)
         properties = self._metadata.tensor_properties
         self._local_shards = [
-            Shard(new_tile(shard.shard_sizes, _home(shard), properties), shard)
+            Shard.fitting(new_tile(shard.shard_sizes, _home(shard), properties), shard)
             for shard in shards_of(dist.get_rank(), self._metadata.shards_metadata, group)
         ]
         self._settle(group, init_rrefs)
@@ -356,7 +351,7 @@ class ShardedTensor(ShardedTensorBase):
         flag, leaf = self.requires_grad, self.is_leaf
         plan = plan_between(self._tiles, tiles, self.dtype.itemsize)
         parts = plan.run(self._parts, self._process_group, note or Note("reshard"))
-        mine = [metadata.shards_metadata[i] for i in (tiles.ranks == dist.get_rank()).nonzero()[0]]
+        mine = [metadata.shards_metadata[i] for i in tiles.rows_of(dist.get_rank())]
         parts = [part.to(_home(shard)) for part, shard in zip(parts, mine)] or [self._as_empty(parts[0])]
         if flag and leaf and not torch.is_grad_enabled():
             parts = [part.detach().requires_grad_() for part in parts]
@@ -412,7 +407,7 @@ class ShardedTensor(ShardedTensorBase):
             moved.append(ShardMetadata(shard.shard_offsets, shard.shard_sizes, f"rank:{rank}/{home(rank)}"))
         properties = copying.copy(self._metadata.tensor_properties)
         properties.pin_memory = False
-        mine = [moved[i] for i in (self._tiles.ranks == dist.get_rank()).nonzero()[0]]
+        mine = [moved[i] for i in self._tiles.rows_of(dist.get_rank())]
         parts = [part.to(home(dist.get_rank()), non_blocking=non_blocking) for part in self._parts]
         shards = [Shard(part, shard) for part, shard in zip(parts, mine)]
         metadata = ShardedTensorMetadata(moved, self.size(), properties)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.record import Note, for_backward, listeners, record, user_line
-from shardwise.move.tiles import as_bytes
+from shardwise.move.tile_exchange import as_bytes
 from shardwise.sharded.owners import ranks_of
 from shardwise.sharded.tensor import ShardedTensor
 
