@@ -30,7 +30,7 @@ class GroupExchange:
     axis_names: tuple[str, ...] = ("tiles",)
 
     def __init__(self, group: Any) -> None:
-        self.group = group if group is not None else dist.group.WORLD
+        self.group: Any = group if group is not None else dist.group.WORLD
         self.ranks = dist.get_process_group_ranks(self.group)
 
     def swap(

@@ -129,13 +129,18 @@ def _check_plan(module: nn.Module, plan: ShardingPlan) -> None:
             )
         if isinstance(spec, Sharder) and not path:
             raise KeyError("Module path must not be empty for custom sharder!")
-        _find(module, path)
+        _check_kind(path, _find(module, path), torch.Tensor if isinstance(spec, ShardingSpec) else nn.Module)
     for path, spec in (plan.output_plan or {}).items():
         if not isinstance(spec, ShardingSpec):
             raise TypeError(f"Only `ShardingSpec` is supported as output_plan for '{path}', got {type(spec).__name__}")
-        _find(module, path)
+        _check_kind(path, _find(module, path), nn.Module)
     for path in plan.return_local_tensor or []:
-        _find(module, path)
+        _check_kind(path, _find(module, path), nn.Module)
+
+
+def _check_kind(path: str, found: Any, kind: type) -> None:
+    if not isinstance(found, kind):
+        raise ValueError(f"Expected '{path}' to be a {kind.__name__}, but found {type(found).__name__}")
 
 
 def _find(module: nn.Module, path: str) -> Any:

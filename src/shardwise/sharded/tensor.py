@@ -352,10 +352,10 @@ class ShardedTensor(ShardedTensorBase):
         plan = plan_between(self._tiles, tiles, self.dtype.itemsize)
         parts = plan.run(self._parts, self._process_group, note or Note("reshard"))
         mine = [metadata.shards_metadata[i] for i in tiles.rows_of(dist.get_rank())]
-        parts = [part.to(_home(shard)) for part, shard in zip(parts, mine)] or [self._as_empty(parts[0])]
+        parts = [_at_home(part, shard) for part, shard in zip(parts, mine)] or [self._as_empty(parts[0])]
         if flag and leaf and not torch.is_grad_enabled():
             parts = [part.detach().requires_grad_() for part in parts]
-        self._local_shards = [Shard(part, shard) for part, shard in zip(parts, mine)]
+        self._local_shards = [Shard.fitting(part, shard) for part, shard in zip(parts, mine)]
         self._empty = None if mine else parts[0]
         self._metadata = ShardedTensorMetadata(metadata.shards_metadata, self.size(), metadata.tensor_properties)
         self._sharding_spec, self._tiles_kept = spec, tiles
@@ -720,6 +720,11 @@ def same_tiles(one: ShardedTensor, other: ShardedTensor) -> bool:
 
 def _home(shard: ShardMetadata) -> torch.device:
     return shard.placement.device()  # type: ignore[union-attr]
+
+
+def _at_home(part: torch.Tensor, shard: ShardMetadata) -> torch.Tensor:
+    home = _home(shard)
+    return part if part.device == home else part.to(home)
 
 
 def _check_format(memory_format: torch.memory_format) -> None:
