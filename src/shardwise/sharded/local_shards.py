@@ -92,9 +92,12 @@ def _check_strided(tensor: torch.Tensor, rank: int) -> None:
 
 
 def global_metadata(
-    told: Sequence[ShardedTensorMetadata | None], ranks: Sequence[int] | None = None
+    told: Sequence[ShardedTensorMetadata | None], ranks: Sequence[int] | None = None, *, recalc: bool = False
 ) -> ShardedTensorMetadata:
-    """One metadata out of every rank's; ranks without shards agree with anything but another size."""
+    """One metadata out of every rank's; ranks without shards agree with anything but another size.
+
+    With `recalc` the shards are rows one after the other, by rank, wherever they say they are.
+    """
     ranks = list(range(len(told))) if ranks is None else ranks
     shards: list[ShardMetadata] = []
     first: tuple[int, ShardedTensorMetadata] | None = None
@@ -113,9 +116,25 @@ def global_metadata(
         shards += metadata.shards_metadata
     if first is None or size is None:
         raise ValueError("ShardedTensor have no local shards on all ranks!")
-    check_disjoint(shards)
-    check_cover(shards, size[1])
-    return ShardedTensorMetadata(shards, size[1], copy.copy(first[1].tensor_properties))
+    made = ShardedTensorMetadata(shards, size[1], copy.copy(first[1].tensor_properties))
+    if recalc:
+        made.shards_metadata = [copy.deepcopy(shard) for shard in shards]
+        one_after_the_other(made, 0)
+    check_disjoint(made.shards_metadata)
+    check_cover(made.shards_metadata, made.size)
+    return made
+
+
+def one_after_the_other(global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int) -> None:
+    """Put the shards one after the other along a dim, in place, and make the tensor as long as they are together."""
+    at, metadata = 0, global_sharded_tensor_metadata
+    for shard in metadata.shards_metadata:
+        shard.shard_offsets = [0] * len(shard.shard_sizes)
+        shard.shard_offsets[sharded_dim] = at
+        at += shard.shard_sizes[sharded_dim]
+    size = list(metadata.size)
+    size[sharded_dim] = at
+    metadata.size = torch.Size(size)
 
 
 def _same(name: str, one: tuple[int, Any], other: tuple[int, Any]) -> None:

@@ -629,10 +629,7 @@ class ShardedTensor(ShardedTensorBase):
                 return registry.custom_ops[func](types, args, kwargs, given._process_group)
             if registry.has_spec_op(given._sharding_spec, func):
                 return registry.dispatch_spec_op(given._sharding_spec, func, types, args, kwargs, given._process_group)
-        ours = registry.own_ops.get(func)
-        if ours is not None:
-            return ours(*args, **kwargs)
-        return registry.fallback[0](func, args, kwargs)
+        return registry.default(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

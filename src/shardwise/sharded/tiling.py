@@ -69,12 +69,16 @@ def check_disjoint(shards: Sequence[ShardMetadata], boxes: Boxes | None = None) 
     """Raise ValueError where two tiles overlap, and say which."""
     if not shards:
         raise ValueError("Empty shard list provided: []")
-    if len(shards) <= _FEW:
-        clash = _first_overlap_of_few(shards)
-    else:
-        clash = first_overlap(boxes_of(shards) if boxes is None else boxes)
+    clash = overlapping(shards, boxes)
     if clash is not None:
         raise ValueError(f"Shards {shards[clash[0]]} and {shards[clash[1]]} overlap")
+
+
+def overlapping(shards: Sequence[ShardMetadata], boxes: Boxes | None = None) -> tuple[int, int] | None:
+    """The numbers of two tiles that share an element, if any do."""
+    if len(shards) <= _FEW:
+        return _first_overlap_of_few(shards) if shards else None
+    return first_overlap(boxes_of(shards) if boxes is None else boxes)
 
 
 _FEW = 16  # up to so many tiles, looking at all pairs is quicker than making arrays

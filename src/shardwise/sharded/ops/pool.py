@@ -15,7 +15,7 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from shardwise.sharded.ops.lookup import Lookup
 
-_embedding_bag = F.embedding_bag
+_embedding, _embedding_bag = F.embedding, F.embedding_bag
 _NEVER = 1 << 50  # a price no rows have
 
 
@@ -112,7 +112,9 @@ class Bags:
                 if n and tile.shape[1]:
                     offsets = lengths.cumsum(0) - lengths
                     sums = _embedding_bag(ids, tile, offsets, mode="sum", per_sample_weights=mine, sparse=sparse)
-                    pieces.append(sums.reshape(-1))
+                else:
+                    sums = _embedding(ids[:0], tile, sparse=sparse)
+                pieces.append(sums.reshape(-1))
         if not pieces:  # a rank that sums nothing is in the graph too
             pieces = [self.lookup.table._parts[0].reshape(-1)[:0], *(() if weights is None else (weights[:0],))]
         return torch.cat(pieces)

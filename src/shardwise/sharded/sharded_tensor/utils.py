@@ -7,16 +7,26 @@ from typing import Any
 
 import torch
 
+from shardwise.sharded.checks import wrong_out
 from shardwise.sharded.local_shards import global_metadata, local_metadata
-from shardwise.sharded.metadata import ShardedTensorMetadata, as_size
+from shardwise.sharded.local_shards import one_after_the_other as recalc_global_sharded_tensor_metadata
+from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties, as_size
 from shardwise.sharded.owners import check_remote_device as _parse_and_validate_remote_device
 from shardwise.sharded.shard import Shard
+from shardwise.sharded.tiling import check_cover as check_tensor
+from shardwise.sharded.tiling import check_disjoint as validate_non_overlapping_shards_metadata
 
 __all__ = [
+    "TensorProperties",
     "_flatten_tensor_size",
     "_parse_and_validate_remote_device",
+    "_raise_if_mismatch",
+    "_validate_output_tensor_for_gather",
     "build_global_metadata",
     "build_metadata_from_local_shards",
+    "check_tensor",
+    "recalc_global_sharded_tensor_metadata",
+    "validate_non_overlapping_shards_metadata",
 ]
 
 
@@ -28,10 +38,36 @@ def _flatten_tensor_size(size: Any) -> torch.Size:
 def build_global_metadata(
     gathered_metadatas: Sequence[ShardedTensorMetadata | None], recalc_metadata: bool = False
 ) -> ShardedTensorMetadata:
-    """One metadata out of every rank's."""
-    if recalc_metadata:
-        raise NotImplementedError("recalc_metadata: offsets are taken as given; give each shard its true offsets")
-    return global_metadata(gathered_metadatas)
+    """One metadata out of every rank's. With `recalc_metadata` the shards count as rows one after the other, by rank:
+    their offsets and the number of rows are worked out anew."""
+    return global_metadata(gathered_metadatas, recalc=recalc_metadata)
+
+
+def _validate_output_tensor_for_gather(
+    my_rank: int, dst_rank: int, size: torch.Size, dst_tensor: torch.Tensor | None
+) -> None:
+    """Raise where `gather` cannot write to what a rank gives it."""
+    wrong = wrong_out(my_rank, dst_rank, size, dst_tensor)
+    if wrong is not None:
+        raise ValueError(wrong)
+
+
+def _raise_if_mismatch(
+    expected: Any, actual: Any, prop_name: str, ranks: int | Sequence[int], is_local: bool = True
+) -> None:
+    """Raise where a property differs: between shards of one rank, or between two ranks."""
+    if expected == actual:
+        return
+    if is_local:
+        raise ValueError(
+            f"Local shards' tensor {prop_name} property need to be the same on rank:{ranks}! Found one local shard "
+            f"tensor {prop_name}={expected}, the other local shard tensor {prop_name}={actual}."
+        )
+    one, other = ranks  # type: ignore[misc]
+    raise ValueError(
+        f"ShardedTensor {prop_name} property does not match from different ranks! Found {prop_name}={expected} on "
+        f"rank:{one}, and {prop_name}={actual} on rank:{other}."
+    )
 
 
 def build_metadata_from_local_shards(
