@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.sharded import remote
+from shardwise.sharded.checks import raise_if_mismatch
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_size
 from shardwise.sharded.owners import as_group, check_remote_device, is_member, ranks_of
 from shardwise.sharded.shard import Shard
@@ -72,11 +73,7 @@ def local_metadata(local_shards: Any, size: torch.Size, group: Any) -> ShardedTe
         here = TensorProperties.create_from_tensor(shard.tensor)
         first = first or here
         for name in ("dtype", "layout", "requires_grad", "pin_memory"):
-            if getattr(here, name) != getattr(first, name):
-                raise ValueError(
-                    f"Local shards' tensor {name} property need to be the same on rank:{me}! Found one local shard "
-                    f"tensor {name}={getattr(here, name)}, the other local shard tensor {name}={getattr(first, name)}."
-                )
+            raise_if_mismatch(getattr(first, name), getattr(here, name), name, me)
         shards.append(shard.metadata)
     return ShardedTensorMetadata(shards, size, first or TensorProperties())
 
@@ -106,13 +103,13 @@ def global_metadata(
         if metadata is None:
             continue
         size = size or (rank, metadata.size)
-        _same("global_size", size, (rank, metadata.size))
+        raise_if_mismatch(size[1], metadata.size, "global_size", (size[0], rank), is_local=False)
         if not metadata.shards_metadata:
             continue
         first = first or (rank, metadata)
         for name in ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"):
-            one = (first[0], getattr(first[1].tensor_properties, name))
-            _same(name, one, (rank, getattr(metadata.tensor_properties, name)))
+            one, other = (getattr(m.tensor_properties, name) for m in (first[1], metadata))
+            raise_if_mismatch(one, other, name, (first[0], rank), is_local=False)
         shards += metadata.shards_metadata
     if first is None or size is None:
         raise ValueError("ShardedTensor have no local shards on all ranks!")
@@ -135,14 +132,6 @@ def one_after_the_other(global_sharded_tensor_metadata: ShardedTensorMetadata, s
     size = list(metadata.size)
     size[sharded_dim] = at
     metadata.size = torch.Size(size)
-
-
-def _same(name: str, one: tuple[int, Any], other: tuple[int, Any]) -> None:
-    if one[1] != other[1]:
-        raise ValueError(
-            f"ShardedTensor {name} property does not match from different ranks! Found {name}={one[1]} on "
-            f"rank:{one[0]}, and {name}={other[1]} on rank:{other[0]}."
-        )
 
 
 def _from_local_shards(

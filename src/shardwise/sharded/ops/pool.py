@@ -102,7 +102,9 @@ class Bags:
     def _sums(self, weights: torch.Tensor | None, sparse: bool) -> torch.Tensor:
         """At the owner: for each rank and tile, a vector for each bag, all in one flat tensor."""
         tiles = [shard.tensor for shard in self.lookup.table.local_shards()]
-        pieces: list[torch.Tensor] = []
+        # every rank is in the graph, of the table and of the weights, whatever it sums
+        pieces = [] if tiles else [self.lookup.table._anchor.reshape(-1)]
+        pieces += [] if weights is None else [weights[:0]]
         heard, at = iter(self._heard), 0
         for row in self.counts:
             for tile, (n, _) in zip(tiles, row):
@@ -115,8 +117,6 @@ class Bags:
                 else:
                     sums = _embedding(ids[:0], tile, sparse=sparse)
                 pieces.append(sums.reshape(-1))
-        if not pieces:  # a rank that sums nothing is in the graph too
-            pieces = [self.lookup.table._parts[0].reshape(-1)[:0], *(() if weights is None else (weights[:0],))]
         return torch.cat(pieces)
 
     def _added(self, got: torch.Tensor) -> torch.Tensor:

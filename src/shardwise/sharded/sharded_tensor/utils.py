@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.sharded.checks import raise_if_mismatch as _raise_if_mismatch
 from shardwise.sharded.checks import wrong_out
 from shardwise.sharded.local_shards import global_metadata, local_metadata
 from shardwise.sharded.local_shards import one_after_the_other as recalc_global_sharded_tensor_metadata
@@ -50,24 +51,6 @@ def _validate_output_tensor_for_gather(
     wrong = wrong_out(my_rank, dst_rank, size, dst_tensor)
     if wrong is not None:
         raise ValueError(wrong)
-
-
-def _raise_if_mismatch(
-    expected: Any, actual: Any, prop_name: str, ranks: int | Sequence[int], is_local: bool = True
-) -> None:
-    """Raise where a property differs: between shards of one rank, or between two ranks."""
-    if expected == actual:
-        return
-    if is_local:
-        raise ValueError(
-            f"Local shards' tensor {prop_name} property need to be the same on rank:{ranks}! Found one local shard "
-            f"tensor {prop_name}={expected}, the other local shard tensor {prop_name}={actual}."
-        )
-    one, other = ranks  # type: ignore[misc]
-    raise ValueError(
-        f"ShardedTensor {prop_name} property does not match from different ranks! Found {prop_name}={expected} on "
-        f"rank:{one}, and {prop_name}={actual} on rank:{other}."
-    )
 
 
 def build_metadata_from_local_shards(
