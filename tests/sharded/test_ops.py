@@ -306,3 +306,14 @@ def surface(rank, world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_autograd_surface(world):
     assert all(run_ranks(surface, world, timeout=TIME))
+
+
+def printed(rank, world):
+    st = sharded(values(4, 3), chunks(0, range(world)))
+    assert f"{st}" == str(st) == repr(st) and repr(st).startswith("ShardedTensor(ShardedTensorMetadata(")
+    assert f"{sharded(torch.tensor(2.5), on_one((), world - 1)):.2f}" == "2.50"
+    return True
+
+
+def test_printing():
+    assert all(run_ranks(printed, 2))

@@ -48,18 +48,16 @@ class GroupExchange:
         if heard:
             record(self, "all_to_all", 0, mine.received * parts[0].element_size(), note)  # type: ignore[arg-type]
         try:
-            if self._can_send(parts, into):
+            if self.sends(parts[0].device):
                 return self._by_messages(mine, parts, into)
             return mine.unpack(self._all_to_all(mine, mine.pack(parts)), parts, into)
         except (RuntimeError, ValueError) as error:
             raise CommError(f"exchange of tiles failed on rank {mine.rank} of {self.ranks}: {error}") from error
 
-    def _can_send(self, parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None) -> bool:
+    def sends(self, device: torch.device) -> bool:
         """Whether messages beat a collective: gloo's collectives go through a thread of their own, its messages do
-        not. A message may also be a tile itself."""
-        return all(t.device.type == "cpu" for t in (parts[0], *(into or ()))) and "cpu:gloo" in dist.get_backend_config(
-            self.group
-        )
+        not, and a message may be a tile itself. All ranks must answer alike."""
+        return device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(self.group)
 
     def _by_messages(
         self, mine: Program, parts: Sequence[torch.Tensor], into: list[torch.Tensor] | None

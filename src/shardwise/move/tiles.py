@@ -237,7 +237,7 @@ class TilePlan:
         A rank that holds no source passes one empty tensor: it says dtype and device, and carries the graph, so that
         the rank takes part in the backward pass. A rank without targets gets one empty tensor back.
         A tile that stays where it is stays the same tensor. With `into`, the targets are written into these tensors
-        and no graph is recorded.
+        (of the same dtype, on the same device) and no graph is recorded.
         """
         note, exchange = note or Note("reshard"), GroupExchange(group)
         if into is not None:

@@ -68,7 +68,7 @@ class HeldTiles(ShardedTensorBase):
         properties = copying.copy(self._metadata.tensor_properties)
         properties.dtype, properties.requires_grad = parts[0].dtype, parts[0].requires_grad
         metadata = ShardedTensorMetadata(self._metadata.shards_metadata, self._metadata.size, properties)
-        shards = [Shard(part, shard.metadata) for part, shard in zip(parts, self._local_shards)]
+        shards = [Shard.fitting(part, shard.metadata) for part, shard in zip(parts, self._local_shards)]
         empty = None if shards else parts[0]
         return self._made(
             shards, metadata, self._sharding_spec, self._process_group, tiles=self._tiles_kept, empty=empty

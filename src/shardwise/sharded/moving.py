@@ -47,7 +47,9 @@ class Movable(HeldTiles):
         plan = plan_between(self._tiles, whole_on(ranks[dst], self.size()), self.dtype.itemsize)
         with torch.no_grad():
             parts = [part.to(dtype) if dtype is not None else part for part in self._parts]
-            into = [out] if me == dst and wrong is None and out is not None and out.dtype == parts[0].dtype else None
+            into = None
+            if out is not None and wrong is None and (out.dtype, out.device) == (parts[0].dtype, parts[0].device):
+                into = [out]
             got = plan.run(parts, self._process_group, Note("gather"), into=into)
             if wrong is not None:  # after the exchange: the others are not left waiting
                 raise ValueError(wrong)
