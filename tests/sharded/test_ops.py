@@ -10,7 +10,7 @@ import shardwise
 from shardwise import sharded as S
 from shardwise import simulate
 from shardwise.errors import StrictError
-from tests.sharded.common import chunks, grid, irregular, sharded, specs_for, values, whole
+from tests.sharded.common import chunks, grid, irregular, on_one, sharded, specs_for, values, whole
 from tests.workers import run_ranks
 
 TIME = 90
