@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise.sharded.hooks import LeafHooks
 from shardwise.sharded.metadata import ShardedTensorMetadata
 from shardwise.sharded.moving import Movable
 
@@ -108,21 +109,43 @@ class Differentiable(Movable):
         return self
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:  # type: ignore[override]
-        """The hook sees the gradient in this tensor's tiles. Where a rank holds several, it can watch only."""
+        """The hook sees the gradient in this tensor's tiles, and may give another. Where a rank holds several tiles of
+        a tensor that is no leaf, it can watch only."""
+
+        def ask(grads: Sequence[torch.Tensor]) -> Any:
+            given = hook(self._with_parts(grads))
+            return None if given is None else given._like(self)._parts
+
         if len(self._parts) == 1:
 
             def on_part(grad: torch.Tensor) -> Any:
-                given = hook(self._with_parts([grad]))
-                return None if given is None else given._like(self)._parts[0]
+                given = ask([grad])
+                return None if given is None else given[0]
 
             return self._parts[0].register_hook(on_part)
+        if self.is_leaf:
+            return self._leaf_hooks().add(ask)
 
         def on_all(grads: Sequence[torch.Tensor | None]) -> None:
             full = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, self._parts)]
-            if hook(self._with_parts(full)) is not None:
+            if ask(full) is not None:
                 raise RuntimeError(
-                    f"register_hook: this rank holds {len(self._parts)} shards, whose gradients come one by one: a "
-                    f"hook can watch them but not replace them; hook local_shards()[i].tensor"
+                    f"register_hook: this rank holds {len(self._parts)} shards of a tensor that is no leaf, whose "
+                    f"gradients go on one by one: a hook can watch them but not replace them; hook "
+                    f"local_shards()[i].tensor"
                 )
 
         return torch.autograd.graph.register_multi_grad_hook(self._parts, on_all)
+
+    def _hooked(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Gradients of the parts as the hooks of a leaf of several parts want them; those of one part have run."""
+        if len(self._parts) > 1 and self.is_leaf:
+            return self._leaf_hooks().answer(grads)
+        return [torch.zeros_like(part) if grad is None else grad for grad, part in zip(grads, self._parts)]
+
+    def _leaf_hooks(self) -> LeafHooks:
+        """One for all hooks of a leaf: they follow one another."""
+        kept, parts = self.__dict__.get("_hooks_kept"), self._parts
+        if kept is None or len(kept.parts) != len(parts) or any(a is not b for a, b in zip(kept.parts, parts)):
+            kept = self.__dict__["_hooks_kept"] = LeafHooks(parts)
+        return kept
