@@ -15,6 +15,7 @@ from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, Ten
 from shardwise.sharded.owners import as_group, check_remote_device, is_member, ranks_of
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import spec_of
+from shardwise.sharded.telling import tell_all
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.sharded.tiling import check_cover, check_disjoint
 
@@ -40,8 +41,7 @@ def _agreed(local_shards: Any, global_size: Sequence[Any], group: Any) -> Sharde
         mine = local_metadata(local_shards, as_size(global_size), group)
     except (ValueError, TypeError, RuntimeError) as error:
         mine = error
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
+    told = tell_all(mine, group)
     if isinstance(mine, Exception):
         raise mine
     for rank, other in zip(ranks_of(group), told):

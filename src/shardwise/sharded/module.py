@@ -12,6 +12,7 @@ from shardwise.sharded.owners import as_group, ranks_of
 from shardwise.sharded.plan import ShardingPlan
 from shardwise.sharded.sharder import Sharder
 from shardwise.sharded.spec import ChunkShardingSpec, ShardingSpec
+from shardwise.sharded.telling import tell_all
 from shardwise.sharded.tensor import ShardedTensor
 
 
@@ -32,10 +33,8 @@ def _shard_tensor(
 
 def _check_alike(group: Any, **given: Any) -> None:
     """Raise where ranks were called with different arguments, and say which."""
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, given, group=group)
     ranks, me = ranks_of(group), dist.get_rank()
-    for rank, other in zip(ranks, told):
+    for rank, other in zip(ranks, tell_all(given, group)):
         for name, value in given.items():
             if other[name] != value:
                 raise ValueError(

@@ -18,6 +18,7 @@ from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded.owners import as_group, is_member, rank_of, ranks_of
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec, spec_of
+from shardwise.sharded.telling import tell_all
 from shardwise.sharded.tiling import plan_between, tiles_of, whole_on
 
 
@@ -117,9 +118,7 @@ class Movable(HeldTiles):
                 )
         mine = torch.cuda.current_device()
         group = as_group(process_group if process_group is not None else self._process_group)
-        indices: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(indices, mine, group=group)
-        home = dict(zip(ranks_of(group), indices))
+        home = dict(zip(ranks_of(group), tell_all(mine, group)))
         return self._on_devices(lambda rank: torch.device("cuda", home[rank]), process_group, non_blocking)
 
     def _on_devices(self, home: Callable[[int], torch.device], process_group: Any, non_blocking: bool) -> Any:
