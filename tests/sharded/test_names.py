@@ -152,9 +152,8 @@ def less_known(rank, world):
     for one in ("chunk 0", "turned 1"):
         for name, spec in specs.items():
             st = sharded(value, specs[one], requires_grad=True)
-            shards, tiles = reshard.reshard_local_shard(
-                st.local_tensor(), st.size(), specs[one], spec, dist.group.WORLD
-            )
+            move = reshard.reshuffle_local_shard if name == one else reshard.reshard_local_shard
+            shards, tiles = move(st.local_tensor(), st.size(), specs[one], spec, dist.group.WORLD)
             want = sharded(value, spec)
             assert tiles == want.metadata().shards_metadata, (one, name)
             assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(shards, want.local_shards(), strict=True))
