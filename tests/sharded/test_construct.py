@@ -12,6 +12,7 @@ import shardwise
 from shardwise import sharded as S
 from shardwise import simulate
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded.telling import tell_all
 from tests.sharded.common import chunks, irregular, on_one, places, specs_for, values, whole
 from tests.sharded.common import sharded as lay
 from tests.workers import run_ranks
@@ -452,3 +453,16 @@ def many(rank, world):
 def test_ten_thousand_tiles_are_quick():
     for check, make, move in run_ranks(many, 2, timeout=TIME):
         assert check < 0.2 and make < 0.4 and move < 1.5  # the last with copies of 2,500 tiles
+
+
+def told(rank, world):
+    """Short and long, on some ranks or all, and on a part of the ranks."""
+    group = dist.new_group([1, 0])
+    for lengths in ([0, 1], [2039, 5], [5, 2040], [2041, 9000], [30000, 30000]):
+        said = bytes([rank]) * lengths[rank % 2]
+        assert tell_all((rank, said), group) == [(r, bytes([r]) * lengths[r]) for r in range(2)]
+    return True
+
+
+def test_what_ranks_tell():
+    assert all(run_ranks(told, 2))

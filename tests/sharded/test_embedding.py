@@ -1,5 +1,6 @@
 """Look-ups in sharded tables: every tiling, mode and option gives what one device gives."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 import shardwise
 from shardwise import sharded as S
+from shardwise.sharded.ops.pool import Bags
 from tests.sharded.common import chunks, irregular, on_one, sharded, specs_for, values, whole
 from tests.workers import run_ranks
 
@@ -88,6 +90,118 @@ def bags(rank, world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_embedding_bag(world):
     assert all(run_ranks(bags, world, timeout=TIME))
+
+
+@contextlib.contextmanager
+def forced(pools):
+    """Inside, bags are summed by the owners whatever that costs, or never."""
+    saved = Bags.price
+    Bags.price = lambda self, lookup: -(1 << 40) if pools and self.makes_sense else 1 << 50
+    try:
+        yield
+    finally:
+        Bags.price = saved
+
+
+def both_ways(rank, world):
+    flat, offsets = own_ids(rank, 8), torch.tensor([0, 3, 3, 7])
+    nothing, no_bags = own_ids(rank, 0), torch.zeros(0, 3, dtype=torch.int64)
+    mine = own_ids(rank, 5, 3) if rank else no_bags  # rank 0 has no bags at all
+    for (name, spec), pools in itertools.product(some_specs(world), (True, False)):
+        with forced(pools):
+            for mode in ("sum", "mean"):
+                where = (name, pools, mode)
+                check(lambda t, m=mode: F.embedding_bag(mine, t, mode=m), rank, spec, where)
+                check(lambda t, m=mode: F.embedding_bag(nothing, t, offsets * 0, mode=m), rank, spec, where)
+                check(lambda t, m=mode: F.embedding_bag(flat.int(), t, offsets.int(), mode=m), rank, spec, where)
+                check(
+                    lambda t, m=mode: F.embedding_bag(flat, t, offsets, mode=m, scale_grad_by_freq=True),
+                    rank,
+                    spec,
+                    (where, "by frequency"),
+                )
+                check(
+                    lambda t, m=mode: F.embedding_bag(flat, t, offsets, mode=m, padding_idx=int(flat[1]) - ROWS),
+                    rank,
+                    spec,
+                    (where, "padding"),
+                )
+            weights_get_gradients(flat, offsets, spec, (name, pools))
+    return True
+
+
+def weights_get_gradients(flat, offsets, spec, where):
+    """Those of the table and of the weights, and of the weights alone."""
+    for learns in (True, False):
+        plain, st = values(ROWS, WIDTH).requires_grad_(learns), sharded(values(ROWS, WIDTH), spec, requires_grad=learns)
+        one, other = values(8, seed=3).requires_grad_(), values(8, seed=3).requires_grad_()
+        want = F.embedding_bag(flat, plain, offsets, mode="sum", per_sample_weights=one, padding_idx=int(flat[0]))
+        got = F.embedding_bag(flat, st, offsets, mode="sum", per_sample_weights=other, padding_idx=int(flat[0]))
+        assert torch.allclose(want, got), where
+        want.square().sum().backward()
+        got.square().sum().backward()
+        assert torch.allclose(one.grad, other.grad), where
+        if learns:
+            assert torch.allclose(whole(st.grad), summed(plain.grad)), where
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bags_at_the_owners_or_here(world):
+    assert all(run_ranks(both_ways, world, timeout=TIME))
+
+
+def fewer_bytes(rank, world):
+    """Few large bags are summed at the owners; many bags of few rows fetch each row once."""
+    rows, width, size = 64, 16, 8
+    spec, value = chunks(0, range(world)), values(rows, width)
+    away = torch.arange(rows).chunk(world)[(rank + 1) % world]
+    told = 8 * (world - 1) * (4 + 3)  # limits, prices, and three numbers for the one tile here
+    for ids, ids_in, back in (
+        (away.repeat(2).view(4, -1), 8 * (2 * len(away) + 4), 4),  # what the neighbour asks for: ids and lengths
+        (away[:2].repeat(50).view(50, 2), 8 * 2, 2),
+    ):
+        for learns in (False, True):
+            st = sharded(value, spec, requires_grad=learns)
+            with shardwise.debug.ledger() as log:
+                got = F.embedding_bag(ids, st, mode="mean")
+                if learns:
+                    got.sum().backward()
+            assert torch.allclose(got, F.embedding_bag(ids, value, mode="mean"))
+            moved = [told, ids_in, back * width * size] + [back * width * size] * learns
+            assert [(e.op, e.bytes) for e in log] == [("embedding_bag", n) for n in moved]
+            assert [e.backward for e in log] == [False] * 3 + [True] * learns
+    return True
+
+
+def test_bags_take_the_cheaper_way():
+    assert all(run_ranks(fewer_bytes, 2, timeout=TIME))
+
+
+def odd_bags(rank, world):
+    """Offsets that make no sense are refused by torch's own words, and nobody waits."""
+    st = sharded(values(ROWS, WIDTH), chunks(0, range(world)))
+    ids = torch.tensor([1, 2, 3])
+    odd = torch.tensor([1, 2]) if rank == 0 else torch.tensor([0, 2])
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"offsets\[0\] has to be 0"):
+            F.embedding_bag(ids, st, odd, mode="sum")
+    else:
+        want = F.embedding_bag(ids, values(ROWS, WIDTH), odd, mode="sum")
+        assert torch.allclose(F.embedding_bag(ids, st, odd, mode="sum"), want)
+    low = values(ROWS, WIDTH).bfloat16()
+    got = F.embedding_bag(ids.view(1, 3), sharded(low, chunks(0, range(world))), mode="sum")
+    assert got.dtype == torch.bfloat16
+    assert torch.allclose(got, F.embedding_bag(ids.view(1, 3), low, mode="sum"), rtol=2**-7)
+    module = torch.nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=True)
+    S.shard_parameter(module, "weight", chunks(0, range(world)))
+    with forced(True):
+        module(ids.view(1, 3)).sum().backward()
+    assert module.weight.local_tensor().grad.is_sparse
+    return True
+
+
+def test_odd_bags():
+    assert all(run_ranks(odd_bags, 2, timeout=TIME))
 
 
 def shortened(rank, world):

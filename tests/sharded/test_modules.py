@@ -148,6 +148,14 @@ def bad_plans(rank, world):
         (S.ShardingPlan({"one.weight": spec}, {"no": spec}), AttributeError, "no attribute `no`"),
         (S.ShardingPlan({"one.weight": spec}, None, ["no"]), AttributeError, "no attribute `no`"),
         (S.ShardingPlan({"": Wrong()}), KeyError, "Module path must not be empty"),
+        (
+            S.ShardingPlan({"one.weight": spec, "one": spec}),
+            ValueError,
+            "Expected 'one' to be a Tensor, but found Linear",
+        ),
+        (S.ShardingPlan({"one.weight": spec, "one.bias": Wrong()}), ValueError, "Expected 'one.bias' to be a Module"),
+        (S.ShardingPlan({"one.weight": spec}, {"one.bias": spec}), ValueError, "Expected 'one.bias' to be a Module"),
+        (S.ShardingPlan({"one.weight": spec}, None, ["one.bias"]), ValueError, "Expected 'one.bias' to be a Module"),
         (S.ShardingPlan({"one": Wrong()}), TypeError, "must return a torch.nn.Module, got int"),
     ]:
         net = Net()

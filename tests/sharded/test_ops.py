@@ -10,7 +10,7 @@ import shardwise
 from shardwise import sharded as S
 from shardwise import simulate
 from shardwise.errors import StrictError
-from tests.sharded.common import chunks, grid, irregular, sharded, specs_for, values, whole
+from tests.sharded.common import chunks, grid, irregular, on_one, sharded, specs_for, values, whole
 from tests.workers import run_ranks
 
 TIME = 90
@@ -306,3 +306,40 @@ def surface(rank, world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_autograd_surface(world):
     assert all(run_ranks(surface, world, timeout=TIME))
+
+
+def replacing(rank, world):
+    """Hooks of a leaf give another gradient, however many tiles a rank holds of it."""
+    value = values(6, 4)
+    for name, spec in specs_for((6, 4), range(world)).items():
+        st, seen = sharded(value, spec, requires_grad=True), []
+        st.register_hook(lambda g, seen=seen: seen.append(whole(g)))
+        st.register_hook(lambda g: g * 3)
+        gone = st.register_hook(lambda g: g * 100)
+        last = st.register_hook(lambda g: g + 1)
+        gone.remove()
+        for times in (1, 2):  # gradients add up
+            (st * st).sum().backward()
+            assert torch.allclose(whole(st.grad), times * (6 * value + 1)), name
+        (first,) = torch.autograd.grad((st * st).sum(), [st], create_graph=True)
+        assert torch.allclose(whole(first.detach()), 6 * value + 1) and torch.allclose(whole(st.grad), 12 * value + 2)
+        last.remove()
+        (second,) = torch.autograd.grad(first.sum(), [st])
+        assert torch.allclose(whole(second), torch.full_like(value, 18.0)), name  # the hook's 3, twice
+        assert len(seen) == 4 and torch.allclose(seen[0], 2 * value), name
+    return True
+
+
+def test_hooks_replace_gradients_of_leaves():
+    assert all(run_ranks(replacing, 2, timeout=TIME))
+
+
+def printed(rank, world):
+    st = sharded(values(4, 3), chunks(0, range(world)))
+    assert f"{st}" == str(st) == repr(st) and repr(st).startswith("ShardedTensor(ShardedTensorMetadata(")
+    assert f"{sharded(torch.tensor(2.5), on_one((), world - 1)):.2f}" == "2.50"
+    return True
+
+
+def test_printing():
+    assert all(run_ranks(printed, 2))

@@ -4,9 +4,11 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwise
 from shardwise import sharded as S
+from shardwise.move.tile_exchange import GroupExchange
 from shardwise.sharded.tiling import plan_between
 from tests.sharded.common import chunks, irregular, on_one, sharded, specs_for, values, whole
 from tests.workers import run_ranks
@@ -54,6 +56,54 @@ def with_gradients(rank, world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradients(world):
     assert all(run_ranks(with_gradients, world, timeout=TIME))
+
+
+def by_collective(rank, world):
+    """What backends without messages of their own do: one all-to-all."""
+    saved = GroupExchange.sends
+    assert GroupExchange(None).sends(torch.device("cpu")) and not GroupExchange(None).sends(torch.device("cuda"))
+    GroupExchange.sends = lambda self, device: False
+    try:
+        return all_pairs(rank, world, (6, 5)) and with_gradients(rank, world) and dtypes(rank, world)
+    finally:
+        GroupExchange.sends = saved
+
+
+def test_by_one_collective():
+    assert all(run_ranks(by_collective, 4, timeout=TIME))
+
+
+def odd_memory(rank, world):
+    """Tiles with holes in their memory or lazily conjugated, and messages that a program sends itself."""
+    value, ranks = values(6, 4, dtype=torch.complex128), list(range(world))
+    for target in (chunks(0, ranks[::-1]), chunks(1, ranks), on_one((6, 4), 1)):
+        st = sharded(value, chunks(0, ranks)).conj()
+        assert st.local_tensor().is_conj()
+        assert torch.equal(whole(st.reshard(target)), value.conj().resolve_conj())
+        tile = S.Shard(value.t().contiguous().t()[3 * rank : 3 * rank + 3], chunk_of(rank, ranks))
+        holes = S.ShardedTensor._made(
+            [tile], sharded(value, chunks(0, ranks)).metadata(), chunks(0, ranks), dist.group.WORLD
+        )
+        assert not tile.tensor.is_contiguous() and torch.equal(whole(holes.reshard(target)), value)
+    mine = torch.zeros(3)
+    coming = dist.irecv(mine, 1 - rank)
+    st = sharded(value, chunks(0, ranks)).reshard(chunks(0, ranks[::-1]))
+    assert torch.equal(whole(st), value)
+    dist.isend(torch.full((3,), float(rank)), 1 - rank).wait()
+    coming.wait()
+    assert mine.tolist() == [1.0 - rank] * 3
+    for out in (torch.empty(4, 6, dtype=torch.complex128).t(), torch.empty(6, 4, dtype=torch.complex64)):
+        st.gather(0, out if rank == 0 else None)
+        assert rank or torch.equal(out, value.to(out.dtype))
+    return True
+
+
+def chunk_of(rank, ranks):
+    return chunks(0, ranks).build_metadata(torch.Size([6, 4]), S.TensorProperties()).shards_metadata[rank]
+
+
+def test_odd_memory():
+    assert all(run_ranks(odd_memory, 2, timeout=TIME))
 
 
 def second_order(rank, world):

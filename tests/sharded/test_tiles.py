@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from shardwise.errors import MoveError
-from shardwise.move.tiles import Boxes, TilePlan, TileSet, first_hole, first_overlap, meetings
+from shardwise.move.boxes import Boxes, first_hole, first_overlap, meetings
+from shardwise.move.tiles import TilePlan, TileSet
 from tests.sharded.common import cut_up
 
 

@@ -11,7 +11,7 @@ done it already.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,23 +25,30 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
+Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
+
 
 def write_items(fqn: str, tensor: Any) -> list[WriteItem]:
     """One item for each distinct box held here."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
     layout: Layout = tensor._layout
     _refuse_partial(layout, f"saving {fqn!r}")
     boxes = dict.fromkeys(tile for tile, _, _ in _held(tensor))
     if 0 in layout.shape:  # no rank holds anything, but the name must be in the checkpoint
         boxes = {Tile((0,) * layout.ndim, layout.shape): None}
-    properties = TensorProperties(dtype=layout.dtype, requires_grad=tensor.requires_grad)
+    return items_for(fqn, tensor, list(boxes))
+
+
+def items_for(fqn: str, tensor: Any, boxes: Iterable[Box]) -> list[WriteItem]:
+    """One item for each of these boxes of a tensor."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties(dtype=tensor.dtype, requires_grad=tensor.requires_grad)
     return [
         WriteItem(
-            index=MetadataIndex(fqn, torch.Size(box.offsets)),
+            index=MetadataIndex(fqn, torch.Size(box[0])),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(_chunk(box), properties, torch.Size(layout.shape)),
+            tensor_data=TensorWriteData(chunk(box), properties, torch.Size(tensor.shape)),
         )
         for box in boxes
     ]
@@ -50,7 +57,7 @@ def write_items(fqn: str, tensor: Any) -> list[WriteItem]:
 def chunk_list(tensor: Any) -> list[ChunkStorageMetadata]:
     """The boxes to read, one for each piece of memory that holds one."""
     _refuse_partial(tensor._layout, "loading into a tensor")
-    return [_chunk(tile) for tile, _, _ in _held(tensor)]
+    return [chunk(tile) for tile, _, _ in _held(tensor)]
 
 
 def tensor_shard(tensor: Any, index: MetadataIndex) -> torch.Tensor:
@@ -92,10 +99,11 @@ def _before(layout: Layout, dim: int, coords: tuple[int, ...], offset: int) -> i
     return sum(b - a for a, b in layout.held(dim, coords) if b <= offset)
 
 
-def _chunk(tile: Tile) -> ChunkStorageMetadata:
+def chunk(box: Box) -> ChunkStorageMetadata:
+    """A box as checkpoints know it."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    return ChunkStorageMetadata(torch.Size(tile.offsets), torch.Size(tile.sizes))
+    return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
 
 
 def _refuse_partial(layout: Layout, doing: str) -> None:

@@ -1,8 +1,4 @@
-"""What torch.distributed.checkpoint asks of a tensor: the boxes this rank can write, those it wants read, their memory.
-
-A tile is such a box, so a checkpoint written from one tiling loads into any other. torch.distributed.checkpoint is
-imported where it is needed: that takes half a second, and a program that comes here has done it already.
-"""
+"""Tiles in torch.distributed.checkpoint: a tile is a box, so what was saved in one tiling loads into any other."""
 
 from __future__ import annotations
 
@@ -10,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.sharded.metadata import ShardMetadata
+from shardwise.checkpoint.protocol import Box, chunk, items_for
+from shardwise.sharded.shard import Shard
 from shardwise.sharded.tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -19,25 +16,14 @@ if TYPE_CHECKING:
 
 
 def write_items(tensor: ShardedTensor, fqn: str, object: Any) -> list[WriteItem]:
-    """One item for each tile held here."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    properties = TensorProperties(dtype=object.dtype, requires_grad=object.requires_grad)
-    return [
-        WriteItem(
-            index=MetadataIndex(fqn, torch.Size(shard.metadata.shard_offsets)),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(_chunk(shard.metadata), properties, object.size()),
-        )
-        for shard in object.local_shards()
-        if shard.tensor.numel() or not object.numel()
-    ]
+    """One item for each tile held here that has elements; for a tensor without any, for each."""
+    full = [shard for shard in object.local_shards() if shard.tensor.numel() or not object.numel()]
+    return items_for(fqn, object, map(_box, full))
 
 
 def chunk_list(tensor: ShardedTensor) -> list[ChunkStorageMetadata]:
     """The boxes to read, one a tile."""
-    return [_chunk(shard.metadata) for shard in tensor.local_shards()]
+    return [chunk(_box(shard)) for shard in tensor.local_shards()]
 
 
 def tensor_shard(tensor: ShardedTensor, index: MetadataIndex) -> torch.Tensor:
@@ -51,10 +37,8 @@ def tensor_shard(tensor: ShardedTensor, index: MetadataIndex) -> torch.Tensor:
     raise ValueError(f"{index.fqn!r}: no tile at {index.offset} is held here; there are tiles at {held}")
 
 
-def _chunk(shard: ShardMetadata) -> ChunkStorageMetadata:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    return ChunkStorageMetadata(torch.Size(shard.shard_offsets), torch.Size(shard.shard_sizes))
+def _box(shard: Shard) -> Box:
+    return shard.metadata.shard_offsets, shard.metadata.shard_sizes
 
 
 ShardedTensor.__create_write_items__ = write_items  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,24 @@ def wrong_out(me: int, dst: int, size: torch.Size, out: torch.Tensor | None) -> 
     if tuple(out.size()) != tuple(size):
         return f"Argument ``dst_tensor`` have size {tuple(out.size())},but should be {tuple(size)}"
     return None
+
+
+def raise_if_mismatch(
+    expected: Any, actual: Any, prop_name: str, ranks: int | Sequence[int], is_local: bool = True
+) -> None:
+    """Raise where a property differs: between shards of one rank, or between two ranks."""
+    if expected == actual:
+        return
+    if is_local:
+        raise ValueError(
+            f"Local shards' tensor {prop_name} property need to be the same on rank:{ranks}! Found one local shard "
+            f"tensor {prop_name}={expected}, the other local shard tensor {prop_name}={actual}."
+        )
+    one, other = ranks  # type: ignore[misc]
+    raise ValueError(
+        f"ShardedTensor {prop_name} property does not match from different ranks! Found {prop_name}={expected} on "
+        f"rank:{one}, and {prop_name}={actual} on rank:{other}."
+    )
 
 
 def checked_metadata(local_shards: list[Shard], metadata: ShardedTensorMetadata, group: Any) -> ShardedTensorMetadata:

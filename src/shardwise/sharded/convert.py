@@ -19,7 +19,8 @@ from shardwise.layout.layout import Tile, shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, count, normalize
 from shardwise.mesh import Mesh, as_mesh
-from shardwise.move.tiles import Boxes, TileSet
+from shardwise.move.boxes import Boxes
+from shardwise.move.tiles import TileSet
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded.owners import ranks_of
 from shardwise.sharded.shard import Shard as TileShard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -11,35 +11,15 @@ from shardwise.random import distributions as draws
 from shardwise.sharded.fill import fill_tiles
 from shardwise.sharded.metadata import as_size
 from shardwise.sharded.spec import ShardingSpec
-from shardwise.sharded.tensor import ShardedTensor
+from shardwise.sharded.tensor import Options, ShardedTensor
 
 
-def empty(
-    sharding_spec: ShardingSpec,
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    pin_memory: bool = False,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    process_group: Any = None,
-    init_rrefs: bool = False,
-) -> ShardedTensor:
-    """Like torch.empty, in the tiles of the spec."""
-    return ShardedTensor(
-        sharding_spec,
-        *size,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        pin_memory=pin_memory,
-        memory_format=memory_format,
-        process_group=process_group,
-        init_rrefs=init_rrefs,
-    )
+def empty(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """Like torch.empty, in the tiles of the spec. Options are those of ShardedTensor."""
+    return ShardedTensor(sharding_spec, *size, **options)
 
 
-def _filled(spec: ShardingSpec, size: Sequence[Any], value: Any, options: dict[str, Any]) -> ShardedTensor:
+def _filled(spec: ShardingSpec, size: Sequence[Any], value: Any, options: Options) -> ShardedTensor:
     made = empty(spec, *size, **options)
     with torch.no_grad():
         for shard in made.local_shards():
@@ -47,33 +27,33 @@ def _filled(spec: ShardingSpec, size: Sequence[Any], value: Any, options: dict[s
     return made
 
 
-def _drawn(spec: ShardingSpec, size: Sequence[Any], what: draws.Distribution, options: Any) -> ShardedTensor:
+def _drawn(spec: ShardingSpec, size: Sequence[Any], what: draws.Distribution, options: Options) -> ShardedTensor:
     made = empty(spec, *size, **options)
     tiles = [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in made.local_shards()]
     fill_tiles(tiles, made.size(), what, made._parts[0])
     return made
 
 
-def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
-    """Like torch.zeros, in the tiles of the spec. Options as for `empty`."""
+def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """Like torch.zeros, in the tiles of the spec. Options are those of ShardedTensor."""
     return _filled(sharding_spec, size, 0, options)
 
 
-def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
-    """Like torch.ones, in the tiles of the spec. Options as for `empty`."""
+def ones(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """Like torch.ones, in the tiles of the spec. Options are those of ShardedTensor."""
     return _filled(sharding_spec, size, 1, options)
 
 
-def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Any) -> ShardedTensor:
-    """Like torch.full, in the tiles of the spec. Options as for `empty`."""
+def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """Like torch.full, in the tiles of the spec. Options are those of ShardedTensor."""
     return _filled(sharding_spec, as_size((size,) if isinstance(size, int) else size), fill_value, options)
 
 
-def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
-    """Like torch.rand: for one seed the same tensor in any tiling. Options as for `empty`."""
+def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """Like torch.rand: for one seed the same tensor in any tiling. Options are those of ShardedTensor."""
     return _drawn(sharding_spec, size, draws.uniform(), options)
 
 
-def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
-    """Like torch.randn: for one seed the same tensor in any tiling. Options as for `empty`."""
+def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """Like torch.randn: for one seed the same tensor in any tiling. Options are those of ShardedTensor."""
     return _drawn(sharding_spec, size, draws.normal(), options)

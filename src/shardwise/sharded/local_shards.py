@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise.sharded import remote
+from shardwise.sharded.checks import raise_if_mismatch
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_size
 from shardwise.sharded.owners import as_group, check_remote_device, is_member, ranks_of
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import spec_of
+from shardwise.sharded.telling import tell_all
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.sharded.tiling import check_cover, check_disjoint
 
@@ -39,8 +41,7 @@ def _agreed(local_shards: Any, global_size: Sequence[Any], group: Any) -> Sharde
         mine = local_metadata(local_shards, as_size(global_size), group)
     except (ValueError, TypeError, RuntimeError) as error:
         mine = error
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
+    told = tell_all(mine, group)
     if isinstance(mine, Exception):
         raise mine
     for rank, other in zip(ranks_of(group), told):
@@ -72,11 +73,7 @@ def local_metadata(local_shards: Any, size: torch.Size, group: Any) -> ShardedTe
         here = TensorProperties.create_from_tensor(shard.tensor)
         first = first or here
         for name in ("dtype", "layout", "requires_grad", "pin_memory"):
-            if getattr(here, name) != getattr(first, name):
-                raise ValueError(
-                    f"Local shards' tensor {name} property need to be the same on rank:{me}! Found one local shard "
-                    f"tensor {name}={getattr(here, name)}, the other local shard tensor {name}={getattr(first, name)}."
-                )
+            raise_if_mismatch(getattr(first, name), getattr(here, name), name, me)
         shards.append(shard.metadata)
     return ShardedTensorMetadata(shards, size, first or TensorProperties())
 
@@ -92,9 +89,12 @@ def _check_strided(tensor: torch.Tensor, rank: int) -> None:
 
 
 def global_metadata(
-    told: Sequence[ShardedTensorMetadata | None], ranks: Sequence[int] | None = None
+    told: Sequence[ShardedTensorMetadata | None], ranks: Sequence[int] | None = None, *, recalc: bool = False
 ) -> ShardedTensorMetadata:
-    """One metadata out of every rank's; ranks without shards agree with anything but another size."""
+    """One metadata out of every rank's; ranks without shards agree with anything but another size.
+
+    With `recalc` the shards are rows one after the other, by rank, wherever they say they are.
+    """
     ranks = list(range(len(told))) if ranks is None else ranks
     shards: list[ShardMetadata] = []
     first: tuple[int, ShardedTensorMetadata] | None = None
@@ -103,27 +103,35 @@ def global_metadata(
         if metadata is None:
             continue
         size = size or (rank, metadata.size)
-        _same("global_size", size, (rank, metadata.size))
+        raise_if_mismatch(size[1], metadata.size, "global_size", (size[0], rank), is_local=False)
         if not metadata.shards_metadata:
             continue
         first = first or (rank, metadata)
         for name in ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"):
-            one = (first[0], getattr(first[1].tensor_properties, name))
-            _same(name, one, (rank, getattr(metadata.tensor_properties, name)))
+            one, other = (getattr(m.tensor_properties, name) for m in (first[1], metadata))
+            raise_if_mismatch(one, other, name, (first[0], rank), is_local=False)
         shards += metadata.shards_metadata
     if first is None or size is None:
         raise ValueError("ShardedTensor have no local shards on all ranks!")
-    check_disjoint(shards)
-    check_cover(shards, size[1])
-    return ShardedTensorMetadata(shards, size[1], copy.copy(first[1].tensor_properties))
+    made = ShardedTensorMetadata(shards, size[1], copy.copy(first[1].tensor_properties))
+    if recalc:
+        made.shards_metadata = [copy.deepcopy(shard) for shard in shards]
+        one_after_the_other(made, 0)
+    check_disjoint(made.shards_metadata)
+    check_cover(made.shards_metadata, made.size)
+    return made
 
 
-def _same(name: str, one: tuple[int, Any], other: tuple[int, Any]) -> None:
-    if one[1] != other[1]:
-        raise ValueError(
-            f"ShardedTensor {name} property does not match from different ranks! Found {name}={one[1]} on "
-            f"rank:{one[0]}, and {name}={other[1]} on rank:{other[0]}."
-        )
+def one_after_the_other(global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int) -> None:
+    """Put the shards one after the other along a dim, in place, and make the tensor as long as they are together."""
+    at, metadata = 0, global_sharded_tensor_metadata
+    for shard in metadata.shards_metadata:
+        shard.shard_offsets = [0] * len(shard.shard_sizes)
+        shard.shard_offsets[sharded_dim] = at
+        at += shard.shard_sizes[sharded_dim]
+    size = list(metadata.size)
+    size[sharded_dim] = at
+    metadata.size = torch.Size(size)
 
 
 def _from_local_shards(

@@ -22,7 +22,7 @@ def as_remote_device(placement: Any) -> Any:
     return _parsed(placement) if type(placement) is str else placement
 
 
-@dataclass(slots=True, init=False)
+@dataclass(slots=True, init=False, repr=False)
 class ShardMetadata:
     """One tile: where it starts, how large it is, and where it lives ("rank:1/cuda:0")."""
 
@@ -47,6 +47,12 @@ class ShardMetadata:
             if min(shard_offsets) < 0:
                 raise ValueError(f"shard_offsets should be >=0, found {list(shard_offsets)}")
             raise ValueError(f"shard_sizes should be >= 0, found {list(shard_sizes)}")
+
+    def __repr__(self) -> str:
+        return (
+            f"ShardMetadata(shard_offsets={self.shard_offsets}, shard_sizes={self.shard_sizes}, "
+            f"placement={self.placement})"
+        )
 
     def __hash__(self) -> int:
         return hash((*self.shard_offsets, *self.shard_sizes, self.placement))

@@ -12,6 +12,7 @@ from shardwise.sharded.owners import as_group, ranks_of
 from shardwise.sharded.plan import ShardingPlan
 from shardwise.sharded.sharder import Sharder
 from shardwise.sharded.spec import ChunkShardingSpec, ShardingSpec
+from shardwise.sharded.telling import tell_all
 from shardwise.sharded.tensor import ShardedTensor
 
 
@@ -32,10 +33,8 @@ def _shard_tensor(
 
 def _check_alike(group: Any, **given: Any) -> None:
     """Raise where ranks were called with different arguments, and say which."""
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, given, group=group)
     ranks, me = ranks_of(group), dist.get_rank()
-    for rank, other in zip(ranks, told):
+    for rank, other in zip(ranks, tell_all(given, group)):
         for name, value in given.items():
             if other[name] != value:
                 raise ValueError(
@@ -129,13 +128,18 @@ def _check_plan(module: nn.Module, plan: ShardingPlan) -> None:
             )
         if isinstance(spec, Sharder) and not path:
             raise KeyError("Module path must not be empty for custom sharder!")
-        _find(module, path)
+        _check_kind(path, _find(module, path), torch.Tensor if isinstance(spec, ShardingSpec) else nn.Module)
     for path, spec in (plan.output_plan or {}).items():
         if not isinstance(spec, ShardingSpec):
             raise TypeError(f"Only `ShardingSpec` is supported as output_plan for '{path}', got {type(spec).__name__}")
-        _find(module, path)
+        _check_kind(path, _find(module, path), nn.Module)
     for path in plan.return_local_tensor or []:
-        _find(module, path)
+        _check_kind(path, _find(module, path), nn.Module)
+
+
+def _check_kind(path: str, found: Any, kind: type) -> None:
+    if not isinstance(found, kind):
+        raise ValueError(f"Expected '{path}' to be a {kind.__name__}, but found {type(found).__name__}")
 
 
 def _find(module: nn.Module, path: str) -> Any:

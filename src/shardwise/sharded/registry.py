@@ -16,7 +16,7 @@ fallback: list[Callable[[Any, Any, Any], Any]] = []  # one: (func, args, kwargs)
 _SIGNATURE = "(types, args, kwargs, process_group)"
 
 
-def _checked(wrapped: Op, what: str) -> Op:
+def checked(wrapped: Op, what: str) -> Op:
     if len(inspect.signature(wrapped).parameters) != 4:
         raise TypeError(f"{what} expects signature: {_SIGNATURE}, but received signature: {inspect.signature(wrapped)}")
     return wrapped
@@ -26,7 +26,7 @@ def custom_sharded_op_impl(func: Any) -> Callable[[Op], Op]:
     """Decorator: the function below computes `func` whenever a ShardedTensor is among its arguments."""
 
     def register(wrapped: Op) -> Op:
-        custom_ops[func] = _checked(wrapped, "Custom sharded op function")
+        custom_ops[func] = checked(wrapped, "Custom sharded op function")
         return wrapped
 
     return register
@@ -36,7 +36,7 @@ def custom_sharding_spec_op(sharding_spec_class: type, func: Any) -> Callable[[O
     """Decorator: the function below computes `func` on tensors whose spec is of exactly this class."""
 
     def register(wrapped: Op) -> Op:
-        spec_ops.setdefault(sharding_spec_class, {})[func] = _checked(wrapped, "Custom sharding spec op")
+        spec_ops.setdefault(sharding_spec_class, {})[func] = checked(wrapped, "Custom sharding spec op")
         return wrapped
 
     return register
@@ -51,6 +51,12 @@ def dispatch_spec_op(sharding_spec: Any, op: Any, types: Any, args: Any, kwargs:
     if not has_spec_op(sharding_spec, op):
         raise RuntimeError(f"Custom op: {op} not registered for {type(sharding_spec).__name__}")
     return spec_ops[type(sharding_spec)][op](types, args, kwargs, process_group)
+
+
+def default(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a function does where the user has registered nothing."""
+    ours = own_ops.get(func)
+    return fallback[0](func, args, kwargs) if ours is None else ours(*args, **kwargs)
 
 
 def own(*funcs: Any) -> Callable[[Op], Op]:

@@ -31,7 +31,7 @@ def scatter(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int = 0, process
     me, value = dist.get_rank(), tensor.detach()
     with torch.no_grad():
         parts = plan.run([value if me == ranks[src_rank] else value.reshape(-1)[:0]], group, Note("shard"))
-    mine = [metadata.shards_metadata[i] for i in (tiles.ranks == me).nonzero()[0]]
+    mine = [metadata.shards_metadata[i] for i in tiles.rows_of(me)]
     return _settled(parts, mine, metadata, spec, group, tiles, value)
 
 

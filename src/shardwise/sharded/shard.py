@@ -35,6 +35,13 @@ class Shard:
             )
 
     @classmethod
+    def fitting(cls, tensor: torch.Tensor, metadata: ShardMetadata) -> Shard:
+        """A shard whose tensor was made for its metadata: nothing is checked."""
+        made = object.__new__(cls)
+        made.tensor, made.metadata = tensor, metadata
+        return made
+
+    @classmethod
     def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: list[int], rank: int) -> Shard:
         """The shard of `rank` that starts at `shard_offsets`, as large and on the same device as `tensor`."""
         metadata = ShardMetadata(shard_offsets, list(tensor.size()), f"rank:{rank}/{tensor.device}")

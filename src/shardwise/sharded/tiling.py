@@ -6,13 +6,40 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from operator import add, gt
 from typing import Any
 
 import numpy as np
 
-from shardwise.move.tiles import Boxes, TilePlan, TileSet, first_hole, first_overlap
+from shardwise.move.boxes import Boxes, first_hole, first_overlap
+from shardwise.move.tiles import TilePlan, TileSet
 from shardwise.sharded.metadata import ShardMetadata
-from shardwise.sharded.owners import owners
+from shardwise.sharded.owners import owners, ranks_of
+
+
+class _Recent:
+    """What was made for the latest keys."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.lock, self.kept = most, threading.Lock(), OrderedDict[Any, Any]()
+
+    def get(self, key: Any) -> Any:
+        with self.lock:
+            found = self.kept.get(key)
+            if found is not None:
+                self.kept.move_to_end(key)
+        return found
+
+    def put(self, key: Any, value: Any) -> Any:
+        with self.lock:
+            value = self.kept.setdefault(key, value)
+            if len(self.kept) > self.most:
+                self.kept.popitem(last=False)
+        return value
+
+
+_plans, _tile_sets = _Recent(128), _Recent(512)
+_KEPT_TILES = 64  # with more, comparing keys costs as much as making the arrays
 
 
 def boxes_of(shards: Sequence[ShardMetadata]) -> Boxes:
@@ -27,55 +54,65 @@ def boxes_of(shards: Sequence[ShardMetadata]) -> Boxes:
 
 
 def tiles_of(shards: Sequence[ShardMetadata], group: Any) -> TileSet:
-    """The tiles with their owners in a group."""
-    return TileSet.owned(owners(shards, group), boxes_of(shards))
+    """The tiles with their owners in a group; for few tiles the same object each time."""
+    if len(shards) > _KEPT_TILES or any(s.placement is None or s.placement.rank() is None for s in shards):
+        return TileSet.owned(owners(shards, group), boxes_of(shards))
+    key = (tuple(ranks_of(group)), *[(*s.shard_offsets, *s.shard_sizes, id(s.placement)) for s in shards])
+    kept = _tile_sets.get(key)
+    if kept is None:
+        made = TileSet.owned(owners(shards, group), boxes_of(shards))
+        kept = _tile_sets.put(key, (made, [s.placement for s in shards]))  # which live, so their ids stay theirs
+    return kept[0]
 
 
 def check_disjoint(shards: Sequence[ShardMetadata], boxes: Boxes | None = None) -> None:
     """Raise ValueError where two tiles overlap, and say which."""
     if not shards:
         raise ValueError("Empty shard list provided: []")
-    if len(shards) <= _FEW:
-        clash = _first_overlap_of_few(shards)
-    else:
-        clash = first_overlap(boxes_of(shards) if boxes is None else boxes)
+    clash = overlapping(shards, boxes)
     if clash is not None:
         raise ValueError(f"Shards {shards[clash[0]]} and {shards[clash[1]]} overlap")
+
+
+def overlapping(shards: Sequence[ShardMetadata], boxes: Boxes | None = None) -> tuple[int, int] | None:
+    """The numbers of two tiles that share an element, if any do."""
+    if len(shards) <= _FEW:
+        return _first_overlap_of_few(shards) if shards else None
+    return first_overlap(boxes_of(shards) if boxes is None else boxes)
 
 
 _FEW = 16  # up to so many tiles, looking at all pairs is quicker than making arrays
 
 
 def _first_overlap_of_few(shards: Sequence[ShardMetadata]) -> tuple[int, int] | None:
-    ndim = len(shards[0].shard_offsets)
-    for j, one in enumerate(shards):
-        if len(one.shard_offsets) != ndim:
-            raise ValueError(f"Found inconsistent ranks for shards: {ndim} and {len(one.shard_offsets)}")
-        if 0 in one.shard_sizes:
-            continue
-        for i in range(j):
-            other = shards[i]
-            for a, n, b, m in zip(one.shard_offsets, one.shard_sizes, other.shard_offsets, other.shard_sizes):
-                if a >= b + m or b >= a + n:
-                    break
-            else:
-                if 0 not in other.shard_sizes:
-                    return i, j
+    """A sweep along the first dim: a tile is compared with those that it starts beside."""
+    ndim, boxes = len(shards[0].shard_offsets), []
+    for i, shard in enumerate(shards):
+        offsets, sizes = shard.shard_offsets, shard.shard_sizes
+        if len(offsets) != ndim:
+            raise ValueError(f"Found inconsistent ranks for shards: {ndim} and {len(offsets)}")
+        if 0 not in sizes:
+            boxes.append((offsets, list(map(add, offsets, sizes)), i))
+    boxes.sort()
+    beside: list[Any] = []
+    for box in boxes:
+        starts, ends, i = box
+        beside = [other for other in beside if not ndim or other[1][0] > starts[0]]
+        for other_starts, other_ends, j in beside:
+            if all(map(gt, ends, other_starts)) and all(map(gt, other_ends, starts)):
+                return min(i, j), max(i, j)
+        beside.append(box)
     return None
 
 
 def _covers(shards: Sequence[ShardMetadata], size: Sequence[int]) -> bool:
     """Whether a few disjoint tiles are inside of a tensor and have its volume."""
-    total = 0
+    total, ndim = 0, len(size)
     for shard in shards:
-        if len(shard.shard_offsets) != len(size):
+        offsets, sizes = shard.shard_offsets, shard.shard_sizes
+        if len(offsets) != ndim or any(map(gt, map(add, offsets, sizes), size)):
             return False
-        volume = 1
-        for start, length, n in zip(shard.shard_offsets, shard.shard_sizes, size):
-            if start + length > n:
-                return False
-            volume *= length
-        total += volume
+        total += math.prod(sizes)
     return total == math.prod(size)
 
 
@@ -107,29 +144,11 @@ def check_cover(
         )
 
 
-_plans: OrderedDict[Any, TilePlan] = OrderedDict()
-_lock = threading.Lock()
-_KEPT = 128
-
-
 def plan_between(sources: TileSet, targets: TileSet, itemsize: int) -> TilePlan:
     """The plan of a move, kept for the next time."""
-    key = (_key(sources), _key(targets), itemsize)
-    with _lock:
-        found = _plans.get(key)
-        if found is not None:
-            _plans.move_to_end(key)
-            return found
-    made = TilePlan(sources, targets, itemsize=itemsize)
-    with _lock:
-        _plans[key] = made
-        if len(_plans) > _KEPT:
-            _plans.popitem(last=False)
-    return made
-
-
-def _key(tiles: TileSet) -> tuple[bytes, ...]:
-    return tiles.ranks.tobytes(), tiles.boxes.starts.tobytes(), tiles.boxes.ends.tobytes()
+    key = (sources.key, targets.key, itemsize)
+    found = _plans.get(key)
+    return _plans.put(key, TilePlan(sources, targets, itemsize=itemsize)) if found is None else found
 
 
 def whole_on(rank: int, size: Sequence[int]) -> TileSet:

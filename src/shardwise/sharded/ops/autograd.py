@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.sharded.hooks import asked_later
 from shardwise.sharded.registry import own
 from shardwise.sharded.tensor import ShardedTensor
 
@@ -62,7 +63,9 @@ def _parts(value: Any) -> list[torch.Tensor]:
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     outputs, inputs = _listed(outputs), _listed(inputs)
     roots, seeds = _starts(outputs, _grads_for(outputs, grad_outputs), "grad")
-    found = list(_grad(roots, [p for x in inputs for p in _parts(x)], seeds, *args, **kwargs))
+    with asked_later():
+        found = list(_grad(roots, [p for x in inputs for p in _parts(x)], seeds, *args, **kwargs))
+    create_graph = kwargs.get("create_graph", args[1] if len(args) > 1 else False)
     result: list[Any] = []
     for x in inputs:
         mine = [found.pop(0) for _ in _parts(x)]
@@ -71,5 +74,6 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
         elif all(g is None for g in mine):
             result.append(None)
         else:
-            result.append(x._with_parts([torch.zeros_like(p) if g is None else g for g, p in zip(mine, x._parts)]))
+            with torch.set_grad_enabled(create_graph):
+                result.append(x._with_parts(x._hooked(mine)))
     return tuple(result)

@@ -29,6 +29,15 @@ for (
 for _name in ("requires_grad", "grad", "data"):
     own(getattr(_T, _name).__set__)(lambda self, value, _name=_name: setattr(self, _name, value))
 own(torch.numel)(_method("numel"))
+
+
+@own(_T.__format__)
+def formatted(tensor: ShardedTensor, format_spec: str) -> str:
+    return (
+        format(tensor.item(), format_spec) if format_spec and tensor.dim() == 0 else format(repr(tensor), format_spec)
+    )
+
+
 own(torch._has_compatible_shallow_copy_type)(lambda *args: False)
 
 

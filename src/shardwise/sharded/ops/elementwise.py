@@ -15,6 +15,7 @@ from shardwise.context import is_strict
 from shardwise.engine.call_shape import op_name
 from shardwise.errors import StrictError
 from shardwise.functions import writes_first
+from shardwise.sharded.ops.exchange import TilesAxis
 from shardwise.sharded.tensor import ShardedTensor, same_tiles
 from shardwise.strategy import registry as rules
 
@@ -145,17 +146,13 @@ class _Summed(torch.autograd.Function):
         out = value.clone(memory_format=torch.contiguous_format)
         if listeners():
             k = dist.get_world_size(group)
-            record(_Axis(), "all_reduce", 0, 2 * (k - 1) * out.nbytes // k, Note("spread", backward=True))  # type: ignore[arg-type]
+            record(TilesAxis(), "all_reduce", 0, 2 * (k - 1) * out.nbytes // k, Note("spread", backward=True))  # type: ignore[arg-type]
         dist.all_reduce(torch.view_as_real(out) if out.is_complex() else out, group=group)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _Spread.apply(grad, ctx.group), None
-
-
-class _Axis:
-    axis_names = ("tiles",)
 
 
 def spread(value: torch.Tensor, group: Any) -> torch.Tensor:

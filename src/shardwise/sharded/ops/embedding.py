@@ -2,7 +2,7 @@
 
 As torch has it, the ids are this rank's own and so is the result, a plain tensor: a row that several ranks look up gets
 the sum of their gradients. The rows are fetched, each once, and torch's own function runs on them, so every mode and
-option is torch's.
+option is torch's. Where bags are summed or averaged and that takes fewer bytes, the owners of the rows do it instead.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from shardwise.sharded.ops.lookup import Lookup
 from shardwise.sharded.ops.over_mesh import over_mesh
+from shardwise.sharded.ops.pool import Bags, lengths_of
 from shardwise.sharded.owners import is_member
 from shardwise.sharded.registry import own
 from shardwise.sharded.tensor import ShardedTensor
@@ -35,9 +36,10 @@ def embedding(*args: Any, **kwargs: Any) -> Any:
     if not _own_ids(given):
         return over_mesh(F.embedding, args, kwargs)
     ids, table = given["input"], given["weight"]
-    given["input"], given["weight"], given["padding_idx"] = _fetched(
-        "embedding", ids, table, given["padding_idx"], given["max_norm"], given["norm_type"], given["sparse"]
-    )
+    _check_padding("embedding", table, given["padding_idx"])
+    needed, places = torch.unique(ids, return_inverse=True)
+    lookup = Lookup(table, needed.long(), "embedding")
+    given |= _fetched(lookup, places.view(ids.shape), given)
     return _embedding(**given | {"max_norm": None, "sparse": False})
 
 
@@ -47,16 +49,31 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Any:
     if not _own_ids(given):
         return over_mesh(F.embedding_bag, args, kwargs)
     _check_bags(given)
-    given["input"], given["weight"], given["padding_idx"] = _fetched(
-        "embedding_bag",
-        given["input"],
-        given["weight"],
-        given["padding_idx"],
-        given["max_norm"],
-        given["norm_type"],
-        given["sparse"],
-    )
+    ids, table, padding = given["input"], given["weight"], given["padding_idx"]
+    _check_padding("embedding_bag", table, padding)
+    needed, places = torch.unique(ids, return_inverse=True)
+    lookup = Lookup(table, needed.long(), "embedding_bag", _bags(given))
+    if lookup.pools and lookup.bags is not None:
+        return lookup.bags.pooled(given["mode"], given["sparse"])
+    given |= _fetched(lookup, places.view(ids.shape), given)
     return _embedding_bag(**given | {"max_norm": None, "sparse": False})
+
+
+def _bags(given: dict[str, Any]) -> Bags | None:
+    """The bags, if the owners of the rows could sum them: rows to be shortened are needed whole, for a maximum too, and
+    frequencies count in the whole batch."""
+    if given["mode"] == "max" or given["max_norm"] is not None or given["scale_grad_by_freq"]:
+        return None
+    ids, weights, padding = given["input"], given["per_sample_weights"], given["padding_idx"]
+    lengths = lengths_of(ids, given["offsets"], given["include_last_offset"])
+    if weights is not None and (weights.shape != ids.shape or weights.dtype != given["weight"].dtype):
+        lengths, weights = None, None
+    return Bags(
+        ids.reshape(-1).long(),
+        lengths,
+        None if weights is None else weights.reshape(-1),
+        None if padding is None else padding % given["weight"].size(0),
+    )
 
 
 def _own_ids(given: dict[str, Any]) -> bool:
@@ -88,25 +105,20 @@ def _check_bags(given: dict[str, Any]) -> None:
         )
 
 
-def _fetched(
-    op: str,
-    ids: torch.Tensor,
-    table: ShardedTensor,
-    padding_idx: int | None,
-    max_norm: float | None,
-    norm_type: float,
-    sparse: bool,
-) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """The rows this rank needs as a small table, the ids as places in it, and where padding is there."""
+def _check_padding(op: str, table: ShardedTensor, padding_idx: int | None) -> None:
     n = table.size(0)
     if not is_member(table._process_group):
         raise RuntimeError(f"{op}: rank {dist.get_rank()} is not in the table's process group")
     if padding_idx is not None and not -n <= padding_idx < n:
         raise AssertionError(f"Padding_idx must be within num_embeddings: {padding_idx} for {n} rows")
-    needed, places = torch.unique(ids, return_inverse=True)
-    lookup = Lookup(table, needed.long(), op)
-    if max_norm is not None:
-        lookup.shorten_rows(float(max_norm), float(norm_type))
-    rows = lookup.fetch(sparse)
-    padding = None if padding_idx is None else (needed == padding_idx % n).nonzero().flatten().tolist()
-    return places.view(ids.shape), rows, padding[0] if padding else None
+
+
+def _fetched(lookup: Lookup, places: torch.Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """The rows this rank needs as a small table, the ids as places in it, and where padding is there."""
+    if given["max_norm"] is not None:
+        lookup.shorten_rows(float(given["max_norm"]), float(given["norm_type"]))
+    rows, padding = lookup.fetch(given["sparse"]), given["padding_idx"]
+    if padding is not None:
+        found = (lookup.ids == padding % lookup.table.size(0)).nonzero().flatten().tolist()
+        padding = found[0] if found else None
+    return {"input": places, "weight": rows, "padding_idx": padding}

@@ -1,7 +1,9 @@
-"""Fetching rows of a table that is cut into any tiles: ids travel to the owners, rows travel back.
+"""Rows of a table that is cut into any tiles: what each rank wants of each tile, and the rows fetched.
 
 Each rank asks for the rows it needs, each once. Three exchanges: how many ids, the ids, the pieces of rows; the last is
-differentiable, so gradients travel as the rows did, the other way. A row that is cut by columns comes in pieces.
+differentiable, so gradients travel as the rows did, the other way. A row that is cut by columns comes in pieces. Where
+bags are summed, summing them at the owners may be cheaper (`pool.py`): the first exchange tells everyone's prices too,
+so all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -12,92 +14,99 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.record import Note, for_backward, listeners, record, user_line
-from shardwise.move.tiles import as_bytes
+from shardwise.comm.record import Note
+from shardwise.sharded.ops.exchange import exchange
+from shardwise.sharded.ops.pool import Bags
 from shardwise.sharded.owners import ranks_of
 from shardwise.sharded.tensor import ShardedTensor
 
 
-class _Axis:
-    axis_names = ("tiles",)
-
-
-class _Exchange(torch.autograd.Function):
-    """An exact all-to-all of a flat tensor; its gradient goes back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Any, note: Note, heard: Any, take: Any, give: Any, flat: torch.Tensor) -> torch.Tensor:
-        ctx.plan = (group, note, heard, user_line() if heard else None, take, give)
-        return _all_to_all(flat, take, give, group, note, heard)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        group, note, heard, source, take, give = ctx.plan
-        back = _Exchange.apply(group, for_backward(note, source), heard, give, take, grad.contiguous())
-        return None, None, None, None, None, back
-
-
-def _all_to_all(flat: torch.Tensor, take: Any, give: Any, group: Any, note: Note, heard: Any) -> torch.Tensor:
-    """`give[r]` elements go to each rank of the group, `take[r]` come from it."""
-    out = flat.new_empty(sum(take))
-    if heard:
-        me = dist.get_rank(group)
-        record(_Axis(), "all_to_all", 0, (sum(take) - take[me]) * flat.element_size(), note)  # type: ignore[arg-type]
-    width = flat.element_size()
-    dist.all_to_all_single(
-        as_bytes(out), as_bytes(flat), [n * width for n in take], [n * width for n in give], group=group
-    )
-    return out
-
-
 class Lookup:
-    """The rows `ids` (distinct, ascending) of a table, asked of their owners."""
+    """The rows `ids` (distinct, ascending) of a table, asked of their owners; or sums of them, in bags."""
 
-    def __init__(self, table: ShardedTensor, ids: torch.Tensor, op: str) -> None:
+    def __init__(self, table: ShardedTensor, ids: torch.Tensor, op: str, bags: Bags | None = None) -> None:
         self.table, self.group, self.note = table, table._process_group, Note(op)
-        self.ranks = ranks_of(self.group)
-        self._ask(ids)
+        self.ranks, self.ids, self.bags = ranks_of(self.group), ids, bags
+        self._find_tiles()
+        told = self._tell()
+        self._check_range(told)
+        self.pools = bags is not None and sum(row[3] for row in told) < sum(row[2] for row in told)
+        mine, each = len(self.tiles_of[dist.get_rank(self.group)]), 1 if bags is None else 3
+        counts = [[row[4 + each * i : 4 + each * (i + 1)] for i in range(mine)] for row in told]
+        if self.pools and bags is not None:
+            bags.ask(self, [[tuple(tile[1:]) for tile in row] for row in counts])
+        else:
+            self._ask([[tile[0] for tile in row] for row in counts])
 
-    def _ask(self, ids: torch.Tensor) -> None:
-        """Tell every owner which of its rows are wanted here; hear the same from the others."""
+    def _find_tiles(self) -> None:
+        """The tiles in the order of their owners in the group, and which of our ids each has."""
         boxes, ranks = self.table._tiles.boxes, self.table._tiles.ranks
-        starts = torch.from_numpy(boxes.starts[:, 0].copy()).to(ids.device)
-        ends = torch.from_numpy(boxes.ends[:, 0].copy()).to(ids.device)
-        low, high = torch.searchsorted(ids, starts).tolist(), torch.searchsorted(ids, ends).tolist()
+        starts = torch.from_numpy(boxes.starts[:, 0].copy()).to(self.ids.device)
+        ends = torch.from_numpy(boxes.ends[:, 0].copy()).to(self.ids.device)
+        low, high = torch.searchsorted(self.ids, starts).tolist(), torch.searchsorted(self.ids, ends).tolist()
         position = {rank: i for i, rank in enumerate(self.ranks)}
         order = sorted(range(len(ranks)), key=lambda t: position[int(ranks[t])])  # stable: a rank's tiles in its order
-        self.wanted = [(t, slice(low[t], high[t])) for t in order]  # of each tile, which of our ids
-        per_tile = [high[t] - low[t] for t in order]
-        tiles_of = [[i for i, t in enumerate(order) if int(ranks[t]) == r] for r in self.ranks]
-        limits = [int(ids[0]), int(ids[-1])] if len(ids) else [0, 0]
-        asked = [n for mine in tiles_of for n in (*limits, *(per_tile[i] for i in mine))]
-        width, world = 2 + len(tiles_of[dist.get_rank(self.group)]), len(self.ranks)
-        flat = torch.tensor(asked, dtype=torch.int64, device=ids.device)
-        told = self._exchange(flat, [width] * world, [2 + len(t) for t in tiles_of]).view(world, width).tolist()
-        self._check_range([(row[0], row[1]) for row in told])
-        self.counts = [row[2:] for row in told]  # [rank][my tile]
-        rows = [ids[where] - int(boxes.starts[t, 0]) for t, where in self.wanted]
-        self.give_ids = [sum(per_tile[i] for i in mine_) for mine_ in tiles_of]
-        self.take_ids = [sum(row) for row in self.counts]
-        flat = torch.cat([ids.new_empty(0), *rows])
-        heard = self._exchange(flat, self.take_ids, self.give_ids)
-        self.heard = [list(part.split(row)) for part, row in zip(heard.split(self.take_ids), self.counts)]
-        self.widths = [int(boxes.ends[t, 1] - boxes.starts[t, 1]) for t in order]
+        self.wanted = [slice(low[t], high[t]) for t in order]
+        self.per_tile = [high[t] - low[t] for t in order]
+        self.rows = [(int(boxes.starts[t, 0]), int(boxes.ends[t, 0])) for t in order]
         self.columns = [int(boxes.starts[t, 1]) for t in order]
-        self.per_tile, self.tiles_of = per_tile, tiles_of
+        self.widths = [int(boxes.ends[t, 1] - boxes.starts[t, 1]) for t in order]
+        self.tiles_of: list[list[int]] = [[] for _ in self.ranks]
+        for i, t in enumerate(order):
+            self.tiles_of[position[int(ranks[t])]].append(i)
 
-    def _check_range(self, limits: list[tuple[int, int]]) -> None:
+    def _tell(self) -> list[list[int]]:
+        """What every rank says to this one: its least and largest id, its prices of both ways, and what it wants of
+        each tile held here."""
+        limits = [int(self.ids[0]), int(self.ids[-1])] if len(self.ids) else [0, 0]
+        wishes = [[n] for n in self.per_tile]
+        prices = [0, 0]
+        if self.bags is not None:
+            wishes = [[n, *more] for n, more in zip(self.per_tile, self.bags.wishes(self.rows))]
+            prices = [self._price_of_rows(), self.bags.price(self)]
+        words = [n for mine in self.tiles_of for n in (*limits, *prices, *(n for i in mine for n in wishes[i]))]
+        each = len(wishes[0]) if wishes else 1
+        width, world = 4 + each * len(self.tiles_of[dist.get_rank(self.group)]), len(self.ranks)
+        flat = torch.tensor(words, dtype=torch.int64, device=self.ids.device)
+        told = self.exchange(flat, [width] * world, [4 + each * len(mine) for mine in self.tiles_of])
+        return told.view(world, width).tolist()
+
+    def elsewhere(self) -> list[int]:
+        """The tiles that other ranks hold: what they are asked for travels."""
+        me = dist.get_rank(self.group)
+        return [i for rank, mine in enumerate(self.tiles_of) if rank != me for i in mine]
+
+    @property
+    def ways(self) -> int:
+        """How often values travel: there, and as gradients back."""
+        return 2 if self.table.requires_grad and torch.is_grad_enabled() else 1
+
+    def _price_of_rows(self) -> int:
+        """Bytes of fetching: ids there, pieces of rows back, their gradients there again."""
+        size = self.table.dtype.itemsize * self.ways
+        return sum(self.per_tile[i] * (8 + self.widths[i] * size) for i in self.elsewhere())
+
+    def _ask(self, counts: list[list[int]]) -> None:
+        """Tell every owner which of its rows are wanted here; hear the same from the others."""
+        rows = [self.ids[where] - start for where, (start, _) in zip(self.wanted, self.rows)]
+        self.counts = counts  # [rank][my tile]
+        self.give_ids = [sum(self.per_tile[i] for i in mine) for mine in self.tiles_of]
+        self.take_ids = [sum(row) for row in self.counts]
+        heard = self.exchange(torch.cat([self.ids[:0], *rows]), self.take_ids, self.give_ids)
+        self.heard = [list(part.split(row)) for part, row in zip(heard.split(self.take_ids), self.counts)]
+
+    def _check_range(self, told: list[list[int]]) -> None:
         """Ids out of range raise on all ranks: else the others would wait."""
         n = self.table.size(0)
-        for rank, (low, high) in zip(self.ranks, limits):
+        for rank, (low, high, *_) in zip(self.ranks, told):
             if (low < 0 or high >= n) and (low, high) != (0, 0):
                 row = low if low < 0 else high
                 raise IndexError(
                     f"{self.note.op}: index out of range in self: rank {rank} looks up row {row} of a table of {n} rows"
                 )
 
-    def _exchange(self, flat: torch.Tensor, take: Sequence[int], give: Sequence[int]) -> torch.Tensor:
-        return _all_to_all(flat, list(take), list(give), self.group, self.note, listeners())
+    def exchange(self, flat: torch.Tensor, take: Sequence[int], give: Sequence[int]) -> torch.Tensor:
+        return exchange(flat, take, give, self.group, self.note)
 
     def fetch(self, sparse: bool = False) -> torch.Tensor:
         """The rows, whole, in the order of the ids; differentiable."""
@@ -111,17 +120,13 @@ class Lookup:
         widths = [s.shape[1] for s in shards]
         give = [sum(n * w for n, w in zip(row, widths)) for row in self.counts]
         take = [sum(self.per_tile[i] * self.widths[i] for i in mine) for mine in self.tiles_of]
-        if torch.is_grad_enabled() and self.table.requires_grad:
-            got = _Exchange.apply(self.group, self.note, listeners(), take, give, flat)
-        else:
-            got = _all_to_all(flat.detach(), take, give, self.group, self.note, listeners())
-        return self._assembled(got)
+        return self._assembled(self.exchange(flat, take, give))
 
     def _assembled(self, got: torch.Tensor) -> torch.Tensor:
         """Pieces of rows, tile after tile, as rows: tiles with the same rows stand side by side."""
         bands: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
         parts = got.split([n * w for n, w in zip(self.per_tile, self.widths)])
-        for part, n, w, column, (_, where) in zip(parts, self.per_tile, self.widths, self.columns, self.wanted):
+        for part, n, w, column, where in zip(parts, self.per_tile, self.widths, self.columns, self.wanted):
             if n and w:
                 bands.setdefault((where.start, where.stop), []).append((column, part.view(n, w)))
         if not bands:
@@ -158,15 +163,15 @@ class Lookup:
         ]
         like = shards[0] if shards else self.table._anchor.detach()
         flat = torch.cat([like.new_empty(0), *power])
-        got = self._exchange(flat, self.give_ids, self.take_ids).split(self.per_tile)
-        total = max((where.stop for _, where in self.wanted), default=0)
+        got = self.exchange(flat, self.give_ids, self.take_ids).split(self.per_tile)
+        total = max((where.stop for where in self.wanted), default=0)
         norms = like.new_zeros(total)
-        for part, (_, where) in zip(got, self.wanted):
+        for part, where in zip(got, self.wanted):
             norms[where] = torch.maximum(norms[where], part) if largest else norms[where] + part
         norms = norms if largest else norms.pow(1 / norm_type)
         scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
-        scales = torch.cat([like.new_empty(0), *(scale[where] for _, where in self.wanted)])
-        back = self._exchange(scales, self.take_ids, self.give_ids).split(self.take_ids)
+        scales = torch.cat([like.new_empty(0), *(scale[where] for where in self.wanted)])
+        back = self.exchange(scales, self.take_ids, self.give_ids).split(self.take_ids)
         factors = [like.new_ones(len(tile)) for tile in shards]
         for part, row, counts in zip(back, self.heard, self.counts):
             for piece, asked, factor in zip(part.split(counts), row, factors):

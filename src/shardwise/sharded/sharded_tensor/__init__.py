@@ -5,9 +5,14 @@ from shardwise.sharded.local_shards import init_from_local_shards
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded.ops.compare import allclose, equal
 from shardwise.sharded.ops.init import constant_, kaiming_uniform_, normal_, uniform_
+from shardwise.sharded.registry import custom_ops as _CUSTOM_SHARDED_OPS
 from shardwise.sharded.registry import custom_sharded_op_impl
+from shardwise.sharded.registry import custom_sharded_op_impl as _sharded_op_impl
 from shardwise.sharded.shard import Shard
-from shardwise.sharded.sharded_tensor import api, metadata, shard, utils
+from shardwise.sharded.sharded_tensor import api, metadata, reshard, shard, utils
+from shardwise.sharded.sharding_spec.chunk_sharding_spec_ops.embedding import sharded_embedding
+from shardwise.sharded.sharding_spec.chunk_sharding_spec_ops.embedding_bag import sharded_embedding_bag
+from shardwise.sharded.spec import ShardingSpec
 from shardwise.sharded.state_dict import pre_load_state_dict_hook, state_dict_hook
 from shardwise.sharded.tensor import ShardedTensor, ShardedTensorBase
 
@@ -17,7 +22,10 @@ __all__ = [
     "ShardedTensor",
     "ShardedTensorBase",
     "ShardedTensorMetadata",
+    "ShardingSpec",
     "TensorProperties",
+    "_CUSTOM_SHARDED_OPS",
+    "_sharded_op_impl",
     "allclose",
     "api",
     "constant_",
@@ -33,7 +41,10 @@ __all__ = [
     "pre_load_state_dict_hook",
     "rand",
     "randn",
+    "reshard",
     "shard",
+    "sharded_embedding",
+    "sharded_embedding_bag",
     "state_dict_hook",
     "uniform_",
     "utils",

@@ -6,7 +6,10 @@ from shardwise.sharded.registry import dispatch_spec_op as _dispatch_custom_op
 from shardwise.sharded.registry import has_spec_op as _has_custom_op
 from shardwise.sharded.registry import spec_ops as _CUSTOM_SHARDING_SPEC_OPS
 from shardwise.sharded.spec import DevicePlacementSpec, EnumerableShardingSpec, PlacementSpec, ShardingSpec
+from shardwise.sharded.spec import chunk_size as get_split_size
 from shardwise.sharded.spec import spec_of as _infer_sharding_spec_from_shards_metadata
+from shardwise.sharded.tiling import check_cover as check_tensor
+from shardwise.sharded.tiling import check_disjoint as validate_non_overlapping_shards_metadata
 
 __all__ = [
     "_CUSTOM_SHARDING_SPEC_OPS",
@@ -18,5 +21,8 @@ __all__ = [
     "_dispatch_custom_op",
     "_has_custom_op",
     "_infer_sharding_spec_from_shards_metadata",
+    "check_tensor",
     "custom_sharding_spec_op",
+    "get_split_size",
+    "validate_non_overlapping_shards_metadata",
 ]
