@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardwise.comm.record import Note
 from shardwise.sharded.ops.exchange import exchange
-from shardwise.sharded.ops.pool import Bags
+from shardwise.sharded.ops.pool import Bags, rows_of
 from shardwise.sharded.owners import ranks_of
 from shardwise.sharded.tensor import ShardedTensor
 
@@ -111,11 +111,7 @@ class Lookup:
     def fetch(self, sparse: bool = False) -> torch.Tensor:
         """The rows, whole, in the order of the ids; differentiable."""
         shards = [shard.tensor for shard in self.table.local_shards()]
-        pieces = [
-            torch.nn.functional.embedding(asked, tile, sparse=sparse).reshape(-1)
-            for row in self.heard
-            for asked, tile in zip(row, shards)
-        ]
+        pieces = [rows_of(tile, asked, sparse) for row in self.heard for asked, tile in zip(row, shards)]
         flat = torch.cat(pieces) if pieces else self.table._anchor.reshape(-1)
         widths = [s.shape[1] for s in shards]
         give = [sum(n * w for n, w in zip(row, widths)) for row in self.counts]

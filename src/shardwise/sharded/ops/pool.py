@@ -15,7 +15,7 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from shardwise.sharded.ops.lookup import Lookup
 
-_embedding, _embedding_bag = F.embedding, F.embedding_bag
+_embedding_bag = F.embedding_bag
 _NEVER = 1 << 50  # a price no rows have
 
 
@@ -114,9 +114,9 @@ class Bags:
                 if n and tile.shape[1]:
                     offsets = lengths.cumsum(0) - lengths
                     sums = _embedding_bag(ids, tile, offsets, mode="sum", per_sample_weights=mine, sparse=sparse)
+                    pieces.append(sums.reshape(-1))
                 else:
-                    sums = _embedding(ids[:0], tile, sparse=sparse)
-                pieces.append(sums.reshape(-1))
+                    pieces.append(rows_of(tile, ids[:0], sparse))
         return torch.cat(pieces)
 
     def _added(self, got: torch.Tensor) -> torch.Tensor:
@@ -132,6 +132,13 @@ class Bags:
             bags, sums = torch.cat([b for b, _ in found]), torch.cat([p for _, p in found])
             out.narrow(1, column, width).index_add_(0, bags, sums.to(wide))
         return out.to(got.dtype)
+
+
+def rows_of(tile: torch.Tensor, ids: torch.Tensor, sparse: bool) -> torch.Tensor:
+    """Rows of a tile, flat; differentiable, also of a tile of size zero (whose gradient some kernels for GPUs spoil)."""
+    if not tile.numel():
+        return tile.reshape(-1)
+    return F.embedding(ids, tile, sparse=sparse).reshape(-1)
 
 
 def lengths_of(ids: torch.Tensor, offsets: torch.Tensor | None, include_last_offset: bool) -> torch.Tensor | None:
