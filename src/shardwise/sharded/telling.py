@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.transfer import ALL_GATHER
 from shardwise.sharded.owners import communication_device
 
 _SLOT = 2048  # bytes that the first collective carries for each rank
@@ -31,6 +32,6 @@ def _gathered(text: bytes, width: int, group: Any) -> list[bytes]:
     device, world = communication_device(group), dist.get_world_size(group)
     mine = torch.frombuffer(bytearray(text.ljust(width, b"\0")), dtype=torch.uint8).to(device)
     every = torch.empty(world * width, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(every, mine, group=group)
+    getattr(dist, ALL_GATHER)(every, mine, group=group)
     whole = every.cpu().numpy().tobytes()
     return [whole[i * width : (i + 1) * width] for i in range(world)]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.record import Note, listeners, record
+from shardwise.comm.transfer import ALL_GATHER
 from shardwise.sharded.ops.exchange import TilesAxis
 from shardwise.sharded.owners import communication_device, ranks_of
 
@@ -24,7 +25,7 @@ def check_agreement(name: str, tensors: Sequence[torch.Tensor], group: Any) -> N
     every = torch.empty(world * len(mine), dtype=torch.int64, device=device)
     if listeners():
         record(TilesAxis(), "all_gather", 0, (world - 1) * mine.nbytes, Note(name, "do plain tensors agree?"))  # type: ignore[arg-type]
-    dist.all_gather_into_tensor(every, mine, group=group)
+    getattr(dist, ALL_GATHER)(every, mine, group=group)
     table = every.view(world, -1)
     odd = (table != table[0]).any(dim=1).nonzero().flatten().tolist()
     if odd:

@@ -135,7 +135,7 @@ class Bags:
 
 
 def rows_of(tile: torch.Tensor, ids: torch.Tensor, sparse: bool) -> torch.Tensor:
-    """Rows of a tile, flat; differentiable, also of a tile of size zero (whose gradient some kernels for GPUs spoil)."""
+    """Rows of a tile, flat; differentiable, also of a tile of size zero, whose gradient kernels for GPUs may spoil."""
     if not tile.numel():
         return tile.reshape(-1)
     return F.embedding(ids, tile, sparse=sparse).reshape(-1)
