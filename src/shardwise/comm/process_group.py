@@ -178,15 +178,20 @@ class ProcessGroupComm(Comm):
         native = step.kind == "all_reduce" and not self._is_ordered(step, local) and self.group(step.axes) is not None
         return step.routed or (native and _reducible(local, step.reduce_op) is not None)
 
-    def start(self, step: Any, local: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-        """Begin a step: the tensor that will hold the result, and what waits until it does."""
+    def start(
+        self, step: Any, local: torch.Tensor, giving: bool = False
+    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        """Begin a step: the tensor that will hold the result (`local` itself, if it is given away and can), and what
+        waits until it does."""
         with self._naming(step.kind, step.axes):
             if step.routed:
                 peers = self._peers(step.axes)
                 transfer = Transfer(step, local, self.coords, peers, [*map(self._rank, peers)], self.group(step.axes))
                 out, wait = transfer.out, transfer.finish
             else:
-                out = step.pack(local, self.coords).clone(memory_format=torch.contiguous_format)
+                out = step.pack(local, self.coords)
+                if not (giving and out.is_contiguous()):
+                    out = out.clone(memory_format=torch.contiguous_format)
                 wire = torch.view_as_real(out) if out.is_complex() else out
                 work = dist.all_reduce(wire, _REDUCE[step.reduce_op], group=self.group(step.axes), async_op=True)
                 wait = work.wait

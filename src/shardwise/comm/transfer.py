@@ -45,6 +45,8 @@ class Transfer:
             self.how = cls._gather
         elif self._reduces_natively():
             self.how = cls._reduce
+        elif step.slices and step.rounds == 1 and list(peers) == sorted(peers):
+            self.how = cls._slice
         else:
             self.how = cls._swap
         self.under_way = self.how(self, 0)
@@ -78,11 +80,28 @@ class Transfer:
 
     def _reduce(self, round: int) -> Any:
         """Parts of a sum that the backend adds up."""
-        sent = self.step.outgoing(self.me)
-        parts = [pick(self.local, sent[peer]).reshape(-1) for peer in self.peers]
-        packed = torch.cat(parts)
+        if self.step.slices and list(self.peers) == sorted(self.peers):
+            packed = self.local.contiguous().view(-1)
+        else:
+            sent = self.step.outgoing(self.me)
+            packed = torch.cat([pick(self.local, sent[peer]).reshape(-1) for peer in self.peers])
         work = getattr(dist, REDUCE_SCATTER)(self.out.view(-1), packed, group=self.group, async_op=True)
         return work, _nothing, packed
+
+    def _slice(self, round: int) -> Any:
+        """Parts of a sum, sent from where they lie and added up here."""
+        if not self.out.numel():
+            return None, _nothing, None
+        mine = as_wire(self.local)
+        parts = self.local.new_empty((len(self.peers), *self.out.shape))
+        sizes = [mine.numel() // len(self.peers)] * len(self.peers)
+        work = start_swap(as_wire(parts), sizes, mine, sizes, self.ranks, self.group)
+        return work, lambda: self._add_up(parts), mine
+
+    def _add_up(self, parts: torch.Tensor) -> None:
+        torch.add(parts[0], parts[1], out=self.out)
+        for part in parts[2:]:
+            self.out.add_(part)
 
     def _reduces_natively(self) -> bool:
         step = self.step

@@ -172,6 +172,12 @@ class Exchange:
         return outer == 1 and starts == sorted(starts) and all(len(box[dim]) == 1 for _, box in first)
 
     @cached_property
+    def slices(self) -> bool:
+        """Whether a sum's parts lie in memory in the order of the ranks that get them."""
+        one_sum = self.kind == "reduce_scatter" and self.reduce_op == "sum" and len(self.axes) == 1
+        return one_sum and self.partner.stacks
+
+    @cached_property
     def even(self) -> bool:
         """Whether all ranks hold tensors of one shape, before and after."""
         return is_even(self.src) and is_even(self.dst)
@@ -196,6 +202,8 @@ class Exchange:
         """The most bytes of packed parts, out and in, that are alive at once (of several rounds, two are)."""
         if self.kind == "local" or self.stacks:
             return 0
+        if self.slices and self.rounds == 1:
+            return math.prod(self.src.local_shape_at(coords)) * self.dst.dtype.itemsize
         if self.kind == "all_gather":
             out = math.prod(self.src.local_shape_at(coords)) * self.dst.dtype.itemsize
         else:

@@ -83,7 +83,7 @@ def rounds_for(step: Exchange, memory: int | None) -> int:
             f"{step} of shape {step.dst.shape} needs {target:,} bytes for its result alone on the fullest rank, more "
             f"than the memory cap of {memory:,}; allow at least {target + max(target // 8, 1):,}"
         )
-    if buffers <= room:
+    if buffers <= room or (step.slices and parts * target <= room):  # slices are sent from where they lie
         return 1
     finest = max(1, buffers // _SMALL_ROUND) if memory is None else 2 * buffers
     return max(1, min(math.ceil(2 * buffers / max(room, 1)), finest, 8192))  # two rounds are under way at a time

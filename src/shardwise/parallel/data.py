@@ -8,6 +8,8 @@ on.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -116,6 +118,7 @@ class DataParallel:
         self.order: list[Unit] = []  # in which forwards begin
         self.outermost: Unit | None = None
         self.typed = self.in_backward = False
+        self.ending: Callable[[], Any] = lambda: None  # the end of the pass that goes on, while autograd knows of it
         self.scale = 1.0
         self.launched = 0
         self.bucket_of: dict[int, GradBucket] = {}
@@ -182,6 +185,8 @@ class DataParallel:
     # -- forward --------------------------------------------------------------------------------------------
     def enter(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         """A unit's forward begins. The outermost one decides how to compute, and casts its inputs."""
+        if self.in_backward and self.ending() is None:
+            self._give_up_backward()
         if unit not in self.order:
             self.order.append(unit)
         if self.outermost is not None or self.in_backward:
@@ -202,8 +207,6 @@ class DataParallel:
 
     def prefetch(self, unit: Unit, forward: bool) -> None:
         """Begin to gather the unit that will be needed next."""
-        if not self.frees:
-            return
         at = self.order.index(unit) + (1 if forward else -1) if unit in self.order else -1
         if 0 <= at < len(self.order) and self.order[at] is not self.root:
             self.order[at].start()
@@ -229,7 +232,11 @@ class DataParallel:
         if not self.in_backward:
             self.in_backward = True
             self._reset_buckets()
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+            # private: torch has no public hook at the end of a pass, and neither the last gradient of a parameter nor
+            # that of an input is it (frozen parameters, reentrant checkpoints, autograd.grad of an activation)
+            ending = functools.partial(self.end_backward)
+            self.ending = weakref.ref(ending)
+            torch.autograd.Variable._execution_engine.queue_callback(ending)  # type: ignore[attr-defined]
 
     def _reset_buckets(self) -> None:
         """All buckets are empty, and in the same order on all ranks: the last modules first."""
@@ -237,21 +244,24 @@ class DataParallel:
             for unit in self.units:
                 unit.prepare()
             self.buckets = [b for unit in (*reversed(self.units[:-1]), self.root) for b in unit.buckets]
-            self.bucket_of = {id(leaf): b for b in self.buckets for e in b.entries for leaf in e.leaves}
+            self.bucket_of = {leaf: b for b in self.buckets for leaf in b.spots}
         self.launched = 0
         for bucket in self.buckets:
-            bucket.missing = bucket.leaves
+            bucket.begin()
 
     def note_arrival(self, leaf: torch.Tensor) -> None:
+        if not self.sync:
+            return
         bucket = self.bucket_of[id(leaf)]
-        bucket.missing -= 1
-        if self.sync and bucket.missing == 0:
+        bucket.take(leaf, self.scale)
+        bucket.missing.discard(id(leaf))
+        if not bucket.missing:
             self._launch(everything=False)
 
     def _launch(self, everything: bool) -> None:
         """Start the reductions whose turn it is and that have all they need, or all that are left."""
         buckets = self.buckets or []
-        while self.launched < len(buckets) and (everything or buckets[self.launched].missing == 0):
+        while self.launched < len(buckets) and (everything or not buckets[self.launched].missing):
             bucket = buckets[self.launched]
             self.launched += 1
             while self.parts_only and self.in_flight:  # what is being reduced must not pile up
@@ -271,6 +281,16 @@ class DataParallel:
             self._forget_marks()
         else:
             self._leave_marks()
+        self.in_backward = False
+
+    def _give_up_backward(self) -> None:
+        """A backward pass ended in an error: what came of it is dropped, and everything put back."""
+        for unit in self.units:
+            unit.after_backward()
+        while self.in_flight:
+            self.in_flight.pop(0).drop()
+        for bucket in self.buckets or ():
+            bucket.matrices = None
         self.in_backward = False
 
     # -- gradients that wait --------------------------------------------------------------------------------

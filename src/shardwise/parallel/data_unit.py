@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise.comm.simulation import RankTensor
 from shardwise.parallel.data_copies import Copies, Entry
+from shardwise.parallel.data_freed import close
 from shardwise.parallel.data_grads import GradBucket
 from shardwise.wrapper import Wrapper
 
@@ -34,6 +35,7 @@ class Unit:
         self.buckets: list[GradBucket] = []
         self.trained: list[bool] | None = None
         self.stand_ins: list[tuple[dict[str, Any], str, Any]] = []
+        self.shown: list[Any] = []  # typed ones, made anew each time
         self.waiting: set[int] = set()
         self.in_backward = self.inputs_done = self.installed = False
 
@@ -99,6 +101,9 @@ class Unit:
     def free(self) -> None:
         for copies in self.copies or ():
             copies.free()
+        for tensor in self.shown:
+            close(tensor)
+        self.shown = []
 
     # -- standing in ----------------------------------------------------------------------------------------
     def install(self) -> None:
@@ -109,6 +114,8 @@ class Unit:
         if self.state.typed:
             for entry in self.entries:
                 value = entry.typed(self.state.data)
+                if self.state.frees:
+                    self.shown.append(value)
                 for module, name in entry.owners:
                     module._parameters[name] = value
         else:
@@ -170,9 +177,14 @@ class Unit:
         if not self.in_backward:
             self.uninstall()
             needed = torch.is_grad_enabled() and (not hooked or self is state.root)
-            if state.frees and not needed:
+            if state.frees and not needed and not self._lends(output):
                 self.free()
         state.exit(self, output)
+
+    def _lends(self, output: Any) -> bool:
+        """Whether an output is a view of a parameter: it stays until the backward pass ends, or the next forward."""
+        rooms = {room.untyped_storage().data_ptr() for copies in self.copies or () for room in copies.held()}
+        return any(v.untyped_storage().data_ptr() in rooms for v in plain_tensors(output))
 
     # -- backward -------------------------------------------------------------------------------------------
     def _backward_begins(self, grad: Any) -> None:
