@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.comm.simulation import RankTensor
 from shardwise.errors import LayoutError
@@ -115,7 +115,7 @@ class DataParallel:
 
     def _reset(self) -> None:
         self.buckets: list[GradBucket] | None = None
-        self.order: list[Unit] = []  # in which forwards begin
+        self.order: dict[Unit, int] = {}  # in which forwards begin
         self.outermost: Unit | None = None
         self.typed = self.in_backward = False
         self.ending: Callable[[], Any] = lambda: None  # the end of the pass that goes on, while autograd knows of it
@@ -187,15 +187,14 @@ class DataParallel:
         """A unit's forward begins. The outermost one decides how to compute, and casts its inputs."""
         if self.in_backward and self.ending() is None:
             self._give_up_backward()
-        if unit not in self.order:
-            self.order.append(unit)
-        if self.outermost is not None or self.in_backward:
+        self.order.setdefault(unit, len(self.order))
+        if self.in_backward or self.outermost not in (None, unit):  # an interrupted forward leaves its own behind
             return None
         self.outermost = unit
         self._drop_what_was_zeroed()
         self.typed = any(
             isinstance(x, DTensor) and self.data.within(x._layout.mesh) is not None
-            for x in tree_flatten((args, kwargs))[0]
+            for x in tree_leaves((args, kwargs))
         )
         if self.compute_dtype is None:
             return None
@@ -207,9 +206,12 @@ class DataParallel:
 
     def prefetch(self, unit: Unit, forward: bool) -> None:
         """Begin to gather the unit that will be needed next."""
-        at = self.order.index(unit) + (1 if forward else -1) if unit in self.order else -1
-        if 0 <= at < len(self.order) and self.order[at] is not self.root:
-            self.order[at].start()
+        if self.data.size == 1 or unit not in self.order:
+            return
+        at = self.order[unit] + (1 if forward else -1)
+        following = next((other for other, place in self.order.items() if place == at), self.root)
+        if following is not self.root:
+            following.start()
 
     def exit(self, unit: Unit, output: Any) -> None:
         if unit is not self.outermost:
@@ -217,7 +219,7 @@ class DataParallel:
         self.outermost = None
         if not self.typed:
             self.scale = 1 / self.data.size
-            for x in tree_flatten(output)[0]:
+            for x in tree_leaves(output):
                 if isinstance(x, DTensor) and self.data.within(x._layout.mesh) is not None and self.data.size > 1:
                     raise LayoutError(
                         f"data_parallel: the output of shape {tuple(x.shape)} is a DTensor over the data axis though "

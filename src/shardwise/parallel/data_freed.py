@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch.overrides import resolve_name
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import AutogradError
 
@@ -32,7 +32,7 @@ class Freed(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _KNOWN:
             return super().__torch_function__(func, types, args, kwargs or {})
-        freed = next(a for a in tree_flatten((args, kwargs))[0] if isinstance(a, Freed))
+        freed = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, Freed))
         raise AutogradError(f"{resolve_name(func) or func}: {_describe(freed)}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -57,5 +57,5 @@ def close(tensor: Any) -> None:
 def _describe(freed: torch.Tensor) -> str:
     return (
         f"this tensor of shape {tuple(freed.shape)} stood in for a parameter in the forward of its unit, and its "
-        f"memory is given back until the next; read the parameter of the module (a DTensor), or take a clone in the forward"
+        f"memory is given back until the next; read the module's own parameter (a DTensor), or clone it in the forward"
     )

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.simulation import RankTensor
+from shardwise.errors import LayoutError
 from shardwise.parallel.data_copies import Copies, Entry
 from shardwise.parallel.data_freed import close
 from shardwise.parallel.data_grads import GradBucket
@@ -34,8 +35,9 @@ class Unit:
         self.own = False  # whether the leaves are the parameters' own tensors: one rank has nothing to reduce
         self.buckets: list[GradBucket] = []
         self.trained: list[bool] | None = None
-        self.stand_ins: list[tuple[dict[str, Any], str, Any]] = []
+        self.slots: list[tuple[dict[str, Any], str, Any, Any]] = []
         self.shown: list[Any] = []  # typed ones, made anew each time
+        self.expected: frozenset[int] = frozenset()  # the leaves that need a gradient
         self.waiting: set[int] = set()
         self.in_backward = self.inputs_done = self.installed = False
 
@@ -69,8 +71,10 @@ class Unit:
 
     def _make_buckets(self) -> None:
         self.buckets, groups = [], {}  # type: ignore[var-annotated]
+        expected = []
         for entry, needed in zip(reversed(self.entries), reversed(self.trained or ()), strict=True):
             for leaf in {id(v): v for v in entry.leaves}.values():
+                expected += [id(leaf)] if needed else []
                 if leaf.requires_grad != needed:
                     leaf.requires_grad_(needed)
                 if needed and not self.own and not getattr(leaf, "_reports", False):
@@ -81,19 +85,20 @@ class Unit:
         for group in groups.values():
             for part in _by_size(group):
                 self.buckets.append(GradBucket(part, self.state.data, self.state.reduce_dtype))
+        self.expected = frozenset(expected)
+        self.all_trained = all(self.trained or ())
         self.state.buckets = None
-
-    def leaves(self) -> Iterator[torch.Tensor]:
-        for entry in self.entries:
-            yield from {id(v): v for v in entry.leaves}.values()
 
     def start(self) -> None:
         if self.copies is None:
             self.prepare()
-        for copies in self.copies or ():
-            copies.start()
+        if not self.own:
+            for copies in self.copies or ():
+                copies.start()
 
     def gather(self) -> None:
+        if self.own:
+            return
         self.start()
         for copies in self.copies or ():
             copies.finish()
@@ -110,6 +115,13 @@ class Unit:
         """The module computes with the leaves."""
         if self.installed:
             return
+        for parameters, name, _, param in self._where():
+            if parameters.get(name) is not param:
+                raise LayoutError(
+                    f"data_parallel: parameter {name!r} of shape {tuple(param.shape)} was replaced or taken away after "
+                    f"data_parallel(); change the module (dtype, parametrizations, new parameters) before, or write "
+                    f"into it: param.copy_(...), load_state_dict(...)"
+                )
         self.installed = True
         if self.state.typed:
             for entry in self.entries:
@@ -119,27 +131,28 @@ class Unit:
                 for module, name in entry.owners:
                     module._parameters[name] = value
         else:
-            for parameters, name, value in self._plain_ones():
+            for parameters, name, value, _ in self._where():
                 parameters[name] = value
-        self._tell_recurrent()
+        if self.recurrent:
+            self._tell_recurrent()
 
-    def _plain_ones(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Where which leaf goes; always the same."""
-        if not self.stand_ins:
+    def _where(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
+        """Where which leaf stands in for which parameter; always the same."""
+        if not self.slots:
             for entry in self.entries:
                 value = entry.plain()
-                self.stand_ins += [(module._parameters, name, value) for module, name in entry.owners]
-        return self.stand_ins
+                self.slots += [(module._parameters, name, value, entry.param) for module, name in entry.owners]
+        return self.slots
 
     def uninstall(self) -> None:
         """The module shows its parameters again."""
         if not self.installed:
             return
         self.installed = False
-        for entry in self.entries:
-            for module, name in entry.owners:
-                module._parameters[name] = entry.param
-        self._tell_recurrent()
+        for parameters, name, _, param in self._where():
+            parameters[name] = param
+        if self.recurrent:
+            self._tell_recurrent()
 
     def _tell_recurrent(self) -> None:
         """RNNs keep a list of their parameters beside them."""
@@ -156,7 +169,7 @@ class Unit:
         state.prefetch(self, forward=not state.in_backward)
         if changed is not None:
             args, kwargs = changed
-        if torch.is_grad_enabled() and state.frees and not all(self.trained or ()):
+        if state.frees and not self.all_trained and torch.is_grad_enabled():
             self._watch_inputs(args, kwargs)
         return changed
 
@@ -192,7 +205,7 @@ class Unit:
             return
         self.state.begin_backward()
         self.in_backward = True
-        self.waiting = {id(leaf) for leaf in self.leaves() if leaf.requires_grad}
+        self.waiting = set(self.expected)
         self.gather()
         self.install()
         self.state.prefetch(self, forward=False)
@@ -208,7 +221,7 @@ class Unit:
         self._maybe_done()
 
     def _maybe_done(self) -> None:
-        if self.in_backward and not self.waiting and (all(self.trained or ()) or self.inputs_done):
+        if self.in_backward and not self.waiting and (self.all_trained or self.inputs_done):
             self.after_backward()
 
     def after_backward(self) -> None:
@@ -240,8 +253,10 @@ def _by_size(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 def plain_tensors(tree: Any) -> list[torch.Tensor]:
     """The plain tensors inside arguments or results, those behind DTensors and of every simulated rank included."""
+    if type(tree) is torch.Tensor:
+        return [tree]
     found: dict[int, torch.Tensor] = {}
-    for item in tree_flatten(tree)[0]:
+    for item in tree_leaves(tree):
         if isinstance(item, Wrapper):
             values: Sequence[torch.Tensor] = item._layout.mesh.comm.values(item._local)
         elif isinstance(item, RankTensor):
