@@ -118,6 +118,7 @@ class DataParallel:
         self.order: dict[Unit, int] = {}  # in which forwards begin
         self.outermost: Unit | None = None
         self.typed = self.in_backward = False
+        self.frees_after = True  # whether what this backward pass used may go
         self.ending: Callable[[], Any] = lambda: None  # the end of the pass that goes on, while autograd knows of it
         self.scale = 1.0
         self.launched = 0
@@ -191,10 +192,11 @@ class DataParallel:
         if self.in_backward or self.outermost not in (None, unit):  # an interrupted forward leaves its own behind
             return None
         self.outermost = unit
+        for other in self.units:
+            other.running = False
         self._drop_what_was_zeroed()
         self.typed = any(
-            isinstance(x, DTensor) and self.data.within(x._layout.mesh) is not None
-            for x in tree_leaves((args, kwargs))
+            isinstance(x, DTensor) and self.data.within(x._layout.mesh) is not None for x in tree_leaves((args, kwargs))
         )
         if self.compute_dtype is None:
             return None
@@ -232,7 +234,7 @@ class DataParallel:
     # -- backward -------------------------------------------------------------------------------------------
     def begin_backward(self) -> None:
         if not self.in_backward:
-            self.in_backward = True
+            self.in_backward = self.frees_after = True
             self._reset_buckets()
             # private: torch has no public hook at the end of a pass, and neither the last gradient of a parameter nor
             # that of an input is it (frozen parameters, reentrant checkpoints, autograd.grad of an activation)
@@ -274,8 +276,7 @@ class DataParallel:
     def end_backward(self) -> None:
         """Autograd is done: reduce what is left, and put everything back."""
         for unit in self.units:
-            if unit.in_backward or unit is self.root:
-                unit.after_backward()
+            unit.after_backward()
         if self.sync:
             self._launch(everything=True)
             while self.in_flight:

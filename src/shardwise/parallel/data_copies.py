@@ -15,6 +15,7 @@ from shardwise import surface
 from shardwise.comm.bridge import share
 from shardwise.comm.record import Note
 from shardwise.comm.simulation import RankTensor
+from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE, Shard
 from shardwise.move import run_move, start_move
@@ -107,6 +108,7 @@ class Copies:
         self.coming: Any = None
         self.full = self.alias
         self.versions: tuple[int, ...] | None = None
+        self.loose = [surface.loose_writes(entry.param) for entry in self.entries]
         if self.alias:
             self._make_aliases()
         else:
@@ -118,8 +120,13 @@ class Copies:
         for entry in self.entries:
             local = surface.leaf_local(entry.param)
             values = local.ranks if isinstance(local, RankTensor) else (local,)
-            own = self.data.size == 1
-            self._give_leaves(entry, [value if own else value.data for value in values])
+            if self.data.size == 1:
+                self._give_leaves(entry, list(values))
+            elif hasattr(entry, "leaves"):
+                for leaf, value in zip(entry.leaves, values, strict=True):
+                    leaf.data = value.data
+            else:
+                self._give_leaves(entry, [value.data for value in values])
 
     def _make_room(self) -> None:
         """Leaves in memory of their own, one stretch for all of them, which is given back between uses."""
@@ -184,15 +191,31 @@ class Copies:
 
     # -- gathering ------------------------------------------------------------------------------------------
     def _now(self) -> tuple[int, ...]:
-        return tuple(value._version for entry in self.entries for value in entry.values)
+        """What changes when a parameter is written."""
+        loose = [surface.loose_writes(entry.param) for entry in self.entries]
+        if loose != self.loose:
+            self._written_loosely()
+            self.loose = loose
+        return (*loose, *(value._version for entry in self.entries for value in entry.values))
+
+    def _written_loosely(self) -> None:
+        """After ``param.data``: it must still be what it was, and leaves in its memory must follow it."""
+        for entry in self.entries:
+            now, home = entry.param._layout, entry.home.own
+            if (now.placements, now.shape, now.dtype) != (home.placements, home.shape, home.dtype):
+                raise LayoutError(
+                    f"data_parallel: a parameter of shape {home.shape}, {home.dtype}, {list(home.placements)} became "
+                    f"{now.shape}, {now.dtype}, {list(now.placements)}; change it (model.to(...), param.data = ...) "
+                    f"before data_parallel()"
+                )
+        if self.alias:
+            self._make_aliases()
 
     @torch.no_grad()
     def start(self) -> None:
         """Begin to gather, unless that is done or under way."""
-        if self.alias:
-            return
         now = self._now()
-        if (self.full or self.coming is not None) and self.versions == now:
+        if self.alias or ((self.full or self.coming is not None) and self.versions == now):
             return
         self.versions, self.full = now, False
         if self.cut:

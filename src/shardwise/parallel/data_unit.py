@@ -35,10 +35,11 @@ class Unit:
         self.own = False  # whether the leaves are the parameters' own tensors: one rank has nothing to reduce
         self.buckets: list[GradBucket] = []
         self.trained: list[bool] | None = None
-        self.slots: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self.slots: list[tuple[dict[str, Any], str, Any, Any]] = []  # where which leaf stands in for which parameter
         self.shown: list[Any] = []  # typed ones, made anew each time
         self.expected: frozenset[int] = frozenset()  # the leaves that need a gradient
         self.waiting: set[int] = set()
+        self.running = False  # inside of its forward
         self.in_backward = self.inputs_done = self.installed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -54,20 +55,27 @@ class Unit:
     def prepare(self) -> None:
         """Leaves for all parameters, that need a gradient where these do, and buckets for what they get."""
         if self.copies is None:
-            groups: dict[Any, list[Entry]] = {}
-            for entry in self.entries:
-                own = entry.home.own
-                groups.setdefault((own.dtype, entry.dtype, own.device), []).append(entry)
-            self.copies = [Copies(group, self.state.data) for group in groups.values()]
-            self.own = self.state.data.size == 1 and all(copies.alias for copies in self.copies)
-            for entry in self.entries:
-                for leaf in {id(v): v for v in entry.leaves}.values():
-                    leaf.requires_grad_(entry.param.requires_grad)
-            self.firsts = [entry.values[0] for entry in self.entries]
+            with torch.inference_mode(False):  # they are for training too
+                self._make_leaves()
         trained = [value.requires_grad for value in self.firsts]
         if trained != self.trained:
             self.trained = trained
             self._make_buckets()
+
+    def _make_leaves(self) -> None:
+        groups: dict[Any, list[Entry]] = {}
+        for entry in self.entries:
+            own = entry.home.own
+            groups.setdefault((own.dtype, entry.dtype, own.device), []).append(entry)
+        self.copies = [Copies(group, self.state.data) for group in groups.values()]
+        self.own = self.state.data.size == 1 and all(copies.alias for copies in self.copies)
+        for entry in self.entries:
+            for leaf in {id(v): v for v in entry.leaves}.values():
+                leaf.requires_grad_(entry.param.requires_grad)
+        self.firsts = [entry.values[0] for entry in self.entries]
+        for entry in self.entries:
+            value = entry.plain()
+            self.slots += [(module._parameters, name, value, entry.param) for module, name in entry.owners]
 
     def _make_buckets(self) -> None:
         self.buckets, groups = [], {}  # type: ignore[var-annotated]
@@ -115,7 +123,7 @@ class Unit:
         """The module computes with the leaves."""
         if self.installed:
             return
-        for parameters, name, _, param in self._where():
+        for parameters, name, _, param in self.slots:
             if parameters.get(name) is not param:
                 raise LayoutError(
                     f"data_parallel: parameter {name!r} of shape {tuple(param.shape)} was replaced or taken away after "
@@ -131,25 +139,17 @@ class Unit:
                 for module, name in entry.owners:
                     module._parameters[name] = value
         else:
-            for parameters, name, value, _ in self._where():
+            for parameters, name, value, _ in self.slots:
                 parameters[name] = value
         if self.recurrent:
             self._tell_recurrent()
-
-    def _where(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
-        """Where which leaf stands in for which parameter; always the same."""
-        if not self.slots:
-            for entry in self.entries:
-                value = entry.plain()
-                self.slots += [(module._parameters, name, value, entry.param) for module, name in entry.owners]
-        return self.slots
 
     def uninstall(self) -> None:
         """The module shows its parameters again."""
         if not self.installed:
             return
         self.installed = False
-        for parameters, name, _, param in self._where():
+        for parameters, name, _, param in self.slots:
             parameters[name] = param
         if self.recurrent:
             self._tell_recurrent()
@@ -163,6 +163,7 @@ class Unit:
     def before_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
         state = self.state
         changed = state.enter(self, args, kwargs)
+        self.running = True
         self.prepare()
         self.gather()
         self.install()
@@ -181,7 +182,7 @@ class Unit:
 
     def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         state = self.state
-        hooked = False
+        self.running = hooked = False
         if torch.is_grad_enabled():
             for value in plain_tensors(output):
                 if value.requires_grad:
@@ -204,6 +205,8 @@ class Unit:
         if self.in_backward:
             return
         self.state.begin_backward()
+        if torch.is_grad_enabled():  # create_graph=True: what this pass computes will be differentiated
+            self.state.frees_after = False
         self.in_backward = True
         self.waiting = set(self.expected)
         self.gather()
@@ -227,8 +230,10 @@ class Unit:
     def after_backward(self) -> None:
         self.in_backward = self.inputs_done = False
         self.waiting = set()
+        if self.running:  # a gradient that the forward itself asks for
+            return
         self.uninstall()
-        if self.state.frees:
+        if self.state.frees and self.state.frees_after:
             self.free()
 
 
