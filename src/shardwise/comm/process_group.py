@@ -44,6 +44,7 @@ class ProcessGroupComm(Comm):
         self._device_mesh = device_mesh
         self._groups: dict[tuple[int, ...], Any] = {}
         self._order: dict[tuple[int, ...], list[Coords]] = {}
+        self._ranks: dict[Coords, int] = {}
         sign_in()
 
     def played(self) -> Sequence[Coords]:
@@ -138,7 +139,10 @@ class ProcessGroupComm(Comm):
         return self._order[key]
 
     def _rank(self, coords: Coords) -> int:
-        return int(self._device_mesh.mesh[coords])
+        found = self._ranks.get(coords)
+        if found is None:  # a DeviceMesh works its ranks out anew each time
+            found = self._ranks[coords] = int(self._device_mesh.mesh[coords])
+        return found
 
     def _place(self, axis: int, coord: int) -> int:
         """The rank in the axis's group of the one at a coordinate."""

@@ -253,9 +253,8 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.begin()
 
-    def note_arrival(self, leaf: torch.Tensor) -> None:
-        if not self.sync:
-            return
+    def take(self, leaf: torch.Tensor) -> None:
+        """The gradient of a leaf has come."""
         bucket = self.bucket_of[id(leaf)]
         bucket.take(leaf, self.scale)
         bucket.missing.discard(id(leaf))

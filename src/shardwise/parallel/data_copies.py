@@ -109,6 +109,7 @@ class Copies:
         self.full = self.alias
         self.versions: tuple[int, ...] | None = None
         self.loose = [surface.loose_writes(entry.param) for entry in self.entries]
+        self.values = [value for entry in self.entries for value in entry.values]
         if self.alias:
             self._make_aliases()
         else:
@@ -165,6 +166,7 @@ class Copies:
             self._give_leaves(entry, mine)
         self._call_leaves(Freed)
         self.flat = self._flatten() if self.cut and not self.data.mesh.comm.simulated else None
+        self.in_row = self.flat is not None
 
     @property
     def _device(self) -> torch.device:
@@ -196,7 +198,7 @@ class Copies:
         if loose != self.loose:
             self._written_loosely()
             self.loose = loose
-        return (*loose, *(value._version for entry in self.entries for value in entry.values))
+        return (*loose, *(value._version for value in self.values))
 
     def _written_loosely(self) -> None:
         """After ``param.data``: it must still be what it was, and leaves in its memory must follow it."""
@@ -208,8 +210,12 @@ class Copies:
                     f"{now.shape}, {now.dtype}, {list(now.placements)}; change it (model.to(...), param.data = ...) "
                     f"before data_parallel()"
                 )
+        self.values = [value for entry in self.entries for value in entry.values]
         if self.alias:
             self._make_aliases()
+        elif self.flat is not None:
+            views = zip(self.values, self.flat, strict=True)
+            self.in_row = all(v.data_ptr() == view.data_ptr() or not view.numel() for v, view in views)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -228,11 +234,7 @@ class Copies:
 
     def _own_rows(self) -> list[torch.Tensor]:
         """What each rank played here keeps, as a row."""
-        if self.flat is not None and all(
-            v.data_ptr() == view.data_ptr() or not view.numel()
-            for e, view in zip(self.entries, self.flat, strict=True)
-            for v in e.values
-        ):
+        if self.in_row:
             return [self.row.to(self.dtype)]
         rows = []
         for r, row in enumerate(self.rows):
@@ -256,7 +258,9 @@ class Copies:
         (came, wait), self.coming = self.coming, None
         wait()
         for r, room in enumerate(self.rooms):
-            room.untyped_storage().resize_(room.numel() * room.itemsize)
+            storage = room.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(room.numel() * room.itemsize)
             if self.cut:
                 matrix = came.ranks[r] if isinstance(came, RankTensor) else came
                 sources = [part for i in range(len(self.entries)) for part in self._arrived(r, i, matrix)]

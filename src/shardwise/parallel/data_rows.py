@@ -28,6 +28,7 @@ class Rows:
         self.columns = list(itertools.pairwise(itertools.accumulate(widths, initial=0)))
         self.length = sum(widths)
         self.even = all(sizes is None or sizes[0] == sizes[-1] for sizes in self.sizes)
+        self.blocks = [self._blocks(i) for i in range(len(self.shapes))]
 
     def piece_shape(self, i: int, row: int) -> tuple[int, ...]:
         dim, sizes, shape = self.dims[i], self.sizes[i], self.shapes[i]
@@ -50,16 +51,29 @@ class Rows:
         shape = self.piece_shape(i, number)
         return row.narrow(0, self.columns[i][0], math.prod(shape)).view(shape)
 
-    def in_matrix(self, i: int, matrix: torch.Tensor) -> list[torch.Tensor]:
-        """Tensor i as it lies in the rows: all full chunks at once, then the shorter last one."""
+    def _blocks(self, i: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Where tensor i lies in the rows: the first row, shape and strides in it of all full chunks at once, then of
+        the shorter last one."""
         (start, stop), sizes = self.columns[i], self.sizes[i]
         if start == stop:
             return []
         full = self.parts if sizes is None else sizes.count(sizes[0])
-        parts = [matrix[:full, start:stop].view(full, *self.piece_shape(i, 0))]
+        shape = self.piece_shape(i, 0)
+        blocks = [(0, (full, *shape), _strides(shape))]
         if sizes is not None and full < self.parts and sizes[full]:
-            parts.append(self._in_row(i, matrix[full], full))
-        return parts
+            shape = self.piece_shape(i, full)
+            blocks.append((full, shape, _strides(shape)))
+        return blocks
+
+    def in_matrix(self, i: int, matrix: torch.Tensor) -> list[torch.Tensor]:
+        """Tensor i as it lies in the rows of a contiguous matrix, as views."""
+        start, length = self.columns[i][0], matrix.shape[1]
+        return [
+            matrix.as_strided(
+                shape, strides if len(strides) == len(shape) else (length, *strides), row * length + start
+            )
+            for row, shape, strides in self.blocks[i]
+        ]
 
     def in_whole(self, i: int, whole: torch.Tensor) -> list[torch.Tensor]:
         """The same parts of the tensor itself, as views; where it is not cut every row has all of it."""
@@ -73,3 +87,7 @@ class Rows:
         if full < self.parts and sizes[full]:
             parts.append(self.piece(i, whole, full))
         return parts
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))

@@ -216,7 +216,8 @@ class Unit:
     def arrived(self, leaf: torch.Tensor) -> None:
         self.state.begin_backward()
         self.waiting.discard(id(leaf))
-        self.state.note_arrival(leaf)
+        if self.state.sync:
+            self.state.take(leaf)
         self._maybe_done()
 
     def _inputs_have_theirs(self) -> None:
