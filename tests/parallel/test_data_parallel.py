@@ -517,13 +517,12 @@ def sparse_gradients(mesh):
 
 CHECKS = [
     every_kind, any_batch, accumulation, recomputed, memory_is_freed, in_order_and_ahead, states_and_copies, mixed_precision,
-    unfrozen_later, clipped, recurrent, freed_leaves, lent_parameters, written_through_data, odd_passes, second_order,
-    sparse_gradients,
+    unfrozen_later, clipped, recurrent,
 ]  # fmt: skip
-ON_PROCESSES = [*CHECKS, slopes_inside, shared_by_reentrant_checkpoints]
+ODD = [freed_leaves, lent_parameters, written_through_data, odd_passes, second_order, sparse_gradients]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", CHECKS + ODD, ids=lambda c: c.__name__)
 def test_simulated(check):
     check(simulate((4, 1), axis_names=("dp", "tp")))
 
@@ -538,9 +537,10 @@ def test_one_rank(check):
     check(simulate((1, 1), axis_names=("dp", "tp")))
 
 
-def _on_ranks(rank, world_size):
+def _on_ranks(rank, world_size, odd=False):
     mesh = device_mesh((world_size, 1), ("dp", "tp"))
-    for check in ON_PROCESSES if world_size == 2 else [every_kind, memory_is_freed, recomputed]:
+    checks = CHECKS if world_size == 2 else [every_kind, memory_is_freed, recomputed]
+    for check in [*ODD, slopes_inside, shared_by_reentrant_checkpoints] if odd else checks:
         try:
             check(mesh)
         except Exception as error:
@@ -550,6 +550,10 @@ def _on_ranks(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_processes(world_size):
     run_ranks(_on_ranks, world_size, timeout=110)
+
+
+def test_odd_ways_on_processes():
+    run_ranks(_on_ranks, 2, True, timeout=110)
 
 
 # -- on top of tensor parallelism --------------------------------------------------------------------------

@@ -262,7 +262,7 @@ class Copies:
             if not storage.nbytes():
                 storage.resize_(room.numel() * room.itemsize)
             if self.cut:
-                matrix = came.ranks[r] if isinstance(came, RankTensor) else came
+                matrix = (came.ranks[r] if isinstance(came, RankTensor) else came).contiguous()
                 sources = [part for i in range(len(self.entries)) for part in self._arrived(r, i, matrix)]
             else:
                 sources = [self._value(entry, r) for entry in self.entries]

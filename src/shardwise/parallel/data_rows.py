@@ -52,8 +52,8 @@ class Rows:
         return row.narrow(0, self.columns[i][0], math.prod(shape)).view(shape)
 
     def _blocks(self, i: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        """Where tensor i lies in the rows: the first row, shape and strides in it of all full chunks at once, then of
-        the shorter last one."""
+        """Where tensor i lies in the rows: first row, shape, and strides inside of a row; of all full chunks at once,
+        then of the shorter last one."""
         (start, stop), sizes = self.columns[i], self.sizes[i]
         if start == stop:
             return []
@@ -67,13 +67,12 @@ class Rows:
 
     def in_matrix(self, i: int, matrix: torch.Tensor) -> list[torch.Tensor]:
         """Tensor i as it lies in the rows of a contiguous matrix, as views."""
-        start, length = self.columns[i][0], matrix.shape[1]
-        return [
-            matrix.as_strided(
-                shape, strides if len(strides) == len(shape) else (length, *strides), row * length + start
-            )
-            for row, shape, strides in self.blocks[i]
-        ]
+        start, length = matrix.storage_offset() + self.columns[i][0], matrix.shape[1]
+        found = []
+        for row, shape, strides in self.blocks[i]:
+            strides = strides if len(strides) == len(shape) else (length, *strides)  # of one row, or of several
+            found.append(matrix.as_strided(shape, strides, row * length + start))
+        return found
 
     def in_whole(self, i: int, whole: torch.Tensor) -> list[torch.Tensor]:
         """The same parts of the tensor itself, as views; where it is not cut every row has all of it."""
