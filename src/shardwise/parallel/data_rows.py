@@ -81,10 +81,10 @@ class Rows:
             return []
         if dim is None or sizes is None:
             return [whole.expand(self.parts, *whole.shape)]
-        full = sizes.count(sizes[0])
-        parts = [whole.narrow(dim, 0, full * sizes[0]).unflatten(dim, (full, sizes[0])).movedim(dim, 0)]
-        if full < self.parts and sizes[full]:
-            parts.append(self.piece(i, whole, full))
+        (_, shape, _), strides = self.blocks[i][0], whole.stride()
+        parts = [whole.as_strided(shape, (sizes[0] * strides[dim], *strides), whole.storage_offset())]
+        if len(self.blocks[i]) > 1:
+            parts.append(self.piece(i, whole, shape[0]))
         return parts
 
 
