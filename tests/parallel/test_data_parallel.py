@@ -403,6 +403,19 @@ def written_through_data(mesh):
                 model(own_part(rows_of(), mesh["dp"]))
 
 
+def fused_steps(mesh):
+    """torch's fused kernels write without a new version; gathered copies are made anew all the same."""
+    for shard in SHARDS:
+        want, model = tanh_net(), data_parallel(tanh_net(), mesh["dp"], shard, unit_bytes=0)
+        for m, x in ((want, rows_of()), (model, own_part(rows_of(), mesh["dp"]))):
+            optimizer = torch.optim.AdamW(m.parameters(), lr=0.1, fused=True)
+            for _ in range(3):
+                optimizer.zero_grad()
+                m(x).square().mean().backward()
+                optimizer.step()
+        equal(model, want, shard)
+
+
 def odd_passes(mesh):
     """Several passes over one graph, passes that fail, and forwards that are given up."""
 
@@ -519,7 +532,7 @@ CHECKS = [
     every_kind, any_batch, accumulation, recomputed, memory_is_freed, in_order_and_ahead, states_and_copies, mixed_precision,
     unfrozen_later, clipped, recurrent,
 ]  # fmt: skip
-ODD = [freed_leaves, lent_parameters, written_through_data, odd_passes, second_order, sparse_gradients]
+ODD = [freed_leaves, lent_parameters, written_through_data, fused_steps, odd_passes, second_order, sparse_gradients]
 
 
 @pytest.mark.parametrize("check", CHECKS + ODD, ids=lambda c: c.__name__)
