@@ -258,6 +258,8 @@ class DataParallel:
         bucket = self.bucket_of[id(leaf)]
         bucket.take(leaf, self.scale)
         bucket.missing.discard(id(leaf))
+        if self.parts_only and 2 * len(bucket.missing) < len(bucket.spots):  # what went before has had its time
+            self._finish_all()
         if not bucket.missing:
             self._launch(everything=False)
 
@@ -267,10 +269,14 @@ class DataParallel:
         while self.launched < len(buckets) and (everything or not buckets[self.launched].missing):
             bucket = buckets[self.launched]
             self.launched += 1
-            while self.parts_only and self.in_flight:  # what is being reduced must not pile up
-                self.in_flight.pop(0).finish()
+            if self.parts_only:  # what is being reduced must not pile up
+                self._finish_all()
             bucket.start(self.scale)
             self.in_flight.append(bucket)
+
+    def _finish_all(self) -> None:
+        while self.in_flight:
+            self.in_flight.pop(0).finish()
 
     def end_backward(self) -> None:
         """Autograd is done: reduce what is left, and put everything back."""
@@ -278,8 +284,7 @@ class DataParallel:
             unit.after_backward()
         if self.sync:
             self._launch(everything=True)
-            while self.in_flight:
-                self.in_flight.pop(0).finish()
+            self._finish_all()
             self._forget_marks()
         else:
             self._leave_marks()
