@@ -78,6 +78,15 @@ def first(tensor: Any) -> torch.Tensor:
     return tensor._layout.mesh.comm.first(leaf_local(tensor))
 
 
+def note_loose_write(tensor: Any) -> None:
+    """`.data` was handed out or replaced: what is written so has no version, and who keeps a copy must know."""
+    tensor.__dict__["_loose_writes"] = loose_writes(tensor) + 1
+
+
+def loose_writes(tensor: Any) -> int:
+    return tensor.__dict__.get("_loose_writes", 0)
+
+
 # -- flags -------------------------------------------------------------------------------------------------
 def set_requires_grad(tensor: Any, flag: bool = True) -> Any:
     for value in values(tensor):

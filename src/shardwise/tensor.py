@@ -223,6 +223,7 @@ class DTensor(Wrapper):
 
     @property
     def data(self) -> DTensor:  # type: ignore[override]
+        surface.note_loose_write(self)
         comm = self._layout.mesh.comm
         local = surface.leaf_local(self)
         return wrap(comm.rebuild(local, [v.data for v in comm.values(local)]), self._layout)
@@ -470,6 +471,7 @@ def _set_data(tensor: DTensor, value: Any) -> None:
         raise LayoutError(f"data: expected a DTensor, got {type(value).__name__}; distribute_tensor it first")
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    surface.note_loose_write(tensor)
     comm = tensor._layout.mesh.comm
     local = surface.leaf_local(tensor)
     if value._layout.mesh is not tensor._layout.mesh:

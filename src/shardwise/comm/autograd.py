@@ -71,16 +71,17 @@ def _run(comm: Comm, steps: Sequence[Step], local: Any, note: Note, heard: list[
 
 class Started:
     """Runs steps as far as can be without waiting: the first exchange is begun, the tensor it will fill is there.
-    `finish` waits, runs what is left and fills it."""
+    `finish` waits, runs what is left and fills it. A first step may write over the source if that is given away."""
 
-    def __init__(self) -> None:
+    def __init__(self, giving: bool = False) -> None:
+        self.giving = giving
         self.finish: Callable[[], Any] = lambda: None
 
     def __call__(self, comm: Any, steps: Sequence[Step], local: Any, note: Note, heard: list[Any]) -> Any:
         for i, step in enumerate(steps):
             if step.kind != "local" and comm.can_start(step, local):
                 record_step(comm, step, note, heard)
-                out, arrive = comm.start(step, local)
+                out, arrive = comm.start(step, local, self.giving and i == 0)
                 rest = steps[i + 1 :]
                 self.finish = arrive
                 if rest:

@@ -43,6 +43,7 @@ class ProcessGroupComm(Comm):
         self._device_mesh = device_mesh
         self._groups: dict[tuple[int, ...], Any] = {}
         self._alongs: dict[tuple[int, ...], Along] = {}
+        self._ranks: dict[Coords, int] = {}
         sign_in()
 
     def played(self) -> Sequence[Coords]:
@@ -144,7 +145,10 @@ class ProcessGroupComm(Comm):
         return self.along(axes).peers
 
     def _rank(self, coords: Coords) -> int:
-        return int(self._device_mesh.mesh[coords])
+        found = self._ranks.get(coords)
+        if found is None:  # a DeviceMesh works its ranks out anew each time
+            found = self._ranks[coords] = int(self._device_mesh.mesh[coords])
+        return found
 
     def _place(self, axis: int, coord: int) -> int:
         """The rank in the axis's group of the one at a coordinate."""
@@ -178,15 +182,18 @@ class ProcessGroupComm(Comm):
         native = not self._is_ordered(step, local) and self.group(step.axes) is not None
         return self._is_pair(step) or (native and _reducible(local, step.reduce_op) is not None)
 
-    def start(self, step: Any, local: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-        """Begin a step: the tensor that will hold the result, and what waits until it does."""
+    def start(
+        self, step: Any, local: torch.Tensor, giving: bool = False
+    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        """Begin a step: the tensor that will hold the result (`local` itself, if it is given away and can), and what
+        waits until it does."""
         naming = self._naming(step.kind, step.axes)
         with naming:
             if step.routed:
                 transfer = Transfer(step, local, self.coords, self.along(step.axes))
                 out, wait = transfer.out, transfer.finish
             else:
-                out, wait = self._start_all_reduce(step, step.pack(local, self.coords))
+                out, wait = self._start_all_reduce(step, step.pack(local, self.coords), giving)
 
         def finish() -> torch.Tensor:
             with naming, torch.no_grad():
@@ -224,10 +231,12 @@ class ProcessGroupComm(Comm):
         came = dict(zip(self._by_group(axes), rows, strict=True))
         return [from_wire(came[i][:n], mine.dtype, s) for i, (n, s) in enumerate(zip(counts, shapes, strict=True))]
 
-    def _start_all_reduce(self, step: Step, mine: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
+    def _start_all_reduce(
+        self, step: Step, mine: torch.Tensor, giving: bool = False
+    ) -> tuple[torch.Tensor, Callable[[], Any]]:
         if self._is_pair(step):
             return self._start_pair(step, mine)
-        out = mine.clone(memory_format=torch.contiguous_format)
+        out = mine if giving and mine.is_contiguous() else mine.clone(memory_format=torch.contiguous_format)
         wire = torch.view_as_real(out) if out.is_complex() else out
         return out, dist.all_reduce(wire, _REDUCE[step.reduce_op], group=self.group(step.axes), async_op=True).wait
 

@@ -21,13 +21,16 @@ def move(local: Any, src: Layout, dst: Layout, note: Note, spread: tuple[int, ..
     return run_move(local, src.mesh.comm, plan_steps(src, dst, spread, current_cap()), note)
 
 
-def start_move(local: Any, src: Layout, dst: Layout, note: Note) -> tuple[Any, Callable[[], Any]]:
+def start_move(
+    local: Any, src: Layout, dst: Layout, note: Note, *, giving: bool = False
+) -> tuple[Any, Callable[[], Any]]:
     """A move begun but not waited for: the local value there will be, and what waits for it. Where the ranks live in
-    this process, or a reduction needs its gradient worked out, it is done at once."""
+    this process, or a reduction needs its gradient worked out, it is done at once. Who is `giving` the source away
+    lets it be reduced in place."""
     comm, steps = src.mesh.comm, plan_steps(src, dst, memory=current_cap())
     if comm.simulated or any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps):
         return run_move(local, comm, steps, note), lambda: None
-    started = Started()
+    started = Started(giving)
     return run_steps(comm, steps, local, note, run=started), started.finish
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise import surface
 from shardwise.errors import AutogradError, LayoutError, RuleError
 from shardwise.optim.elementwise import WHOLE, is_elementwise
 from shardwise.optim.twin import Twin
@@ -108,6 +109,11 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         twin = _twins.get(optimizer)
         if twin is not None and args[0] is twin.stand_in:
             twin.leave(optimizer)
+    for group in optimizer.param_groups:
+        if group.get("fused"):  # torch's fused kernels write without a trace, and who keeps a copy must know
+            for param in group["params"]:
+                if isinstance(param, DTensor):
+                    torch.autograd.graph.increment_version(surface.values(param))
 
 
 register_optimizer_step_pre_hook(_before_step)

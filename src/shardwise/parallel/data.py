@@ -8,12 +8,14 @@ on.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.comm.simulation import RankTensor
 from shardwise.errors import LayoutError
@@ -113,9 +115,11 @@ class DataParallel:
 
     def _reset(self) -> None:
         self.buckets: list[GradBucket] | None = None
-        self.order: list[Unit] = []  # in which forwards begin
+        self.order: dict[Unit, int] = {}  # in which forwards begin
         self.outermost: Unit | None = None
         self.typed = self.in_backward = False
+        self.frees_after = True  # whether what this backward pass used may go
+        self.ending: Callable[[], Any] = lambda: None  # the end of the pass that goes on, while autograd knows of it
         self.scale = 1.0
         self.launched = 0
         self.bucket_of: dict[int, GradBucket] = {}
@@ -182,15 +186,17 @@ class DataParallel:
     # -- forward --------------------------------------------------------------------------------------------
     def enter(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         """A unit's forward begins. The outermost one decides how to compute, and casts its inputs."""
-        if unit not in self.order:
-            self.order.append(unit)
-        if self.outermost is not None or self.in_backward:
+        if self.in_backward and self.ending() is None:
+            self._give_up_backward()
+        self.order.setdefault(unit, len(self.order))
+        if self.in_backward or self.outermost not in (None, unit):  # an interrupted forward leaves its own behind
             return None
         self.outermost = unit
+        for other in self.units:
+            other.running = False
         self._drop_what_was_zeroed()
         self.typed = any(
-            isinstance(x, DTensor) and self.data.within(x._layout.mesh) is not None
-            for x in tree_flatten((args, kwargs))[0]
+            isinstance(x, DTensor) and self.data.within(x._layout.mesh) is not None for x in tree_leaves((args, kwargs))
         )
         if self.compute_dtype is None:
             return None
@@ -202,11 +208,12 @@ class DataParallel:
 
     def prefetch(self, unit: Unit, forward: bool) -> None:
         """Begin to gather the unit that will be needed next."""
-        if not self.frees:
+        if self.data.size == 1 or unit not in self.order:
             return
-        at = self.order.index(unit) + (1 if forward else -1) if unit in self.order else -1
-        if 0 <= at < len(self.order) and self.order[at] is not self.root:
-            self.order[at].start()
+        at = self.order[unit] + (1 if forward else -1)
+        following = next((other for other, place in self.order.items() if place == at), self.root)
+        if following is not self.root:
+            following.start()
 
     def exit(self, unit: Unit, output: Any) -> None:
         if unit is not self.outermost:
@@ -214,7 +221,7 @@ class DataParallel:
         self.outermost = None
         if not self.typed:
             self.scale = 1 / self.data.size
-            for x in tree_flatten(output)[0]:
+            for x in tree_leaves(output):
                 if isinstance(x, DTensor) and self.data.within(x._layout.mesh) is not None and self.data.size > 1:
                     raise LayoutError(
                         f"data_parallel: the output of shape {tuple(x.shape)} is a DTensor over the data axis though "
@@ -227,9 +234,13 @@ class DataParallel:
     # -- backward -------------------------------------------------------------------------------------------
     def begin_backward(self) -> None:
         if not self.in_backward:
-            self.in_backward = True
+            self.in_backward = self.frees_after = True
             self._reset_buckets()
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+            # private: torch has no public hook at the end of a pass, and neither the last gradient of a parameter nor
+            # that of an input is it (frozen parameters, reentrant checkpoints, autograd.grad of an activation)
+            ending = functools.partial(self.end_backward)
+            self.ending = weakref.ref(ending)
+            torch.autograd.Variable._execution_engine.queue_callback(ending)  # type: ignore[attr-defined]
 
     def _reset_buckets(self) -> None:
         """All buckets are empty, and in the same order on all ranks: the last modules first."""
@@ -237,40 +248,56 @@ class DataParallel:
             for unit in self.units:
                 unit.prepare()
             self.buckets = [b for unit in (*reversed(self.units[:-1]), self.root) for b in unit.buckets]
-            self.bucket_of = {id(leaf): b for b in self.buckets for e in b.entries for leaf in e.leaves}
+            self.bucket_of = {leaf: b for b in self.buckets for leaf in b.spots}
         self.launched = 0
         for bucket in self.buckets:
-            bucket.missing = bucket.leaves
+            bucket.begin()
 
-    def note_arrival(self, leaf: torch.Tensor) -> None:
+    def take(self, leaf: torch.Tensor) -> None:
+        """The gradient of a leaf has come."""
         bucket = self.bucket_of[id(leaf)]
-        bucket.missing -= 1
-        if self.sync and bucket.missing == 0:
+        bucket.take(leaf, self.scale)
+        bucket.missing.discard(id(leaf))
+        if self.parts_only and 2 * len(bucket.missing) < len(bucket.spots):  # what went before has had its time
+            self._finish_all()
+        if not bucket.missing:
             self._launch(everything=False)
 
     def _launch(self, everything: bool) -> None:
         """Start the reductions whose turn it is and that have all they need, or all that are left."""
         buckets = self.buckets or []
-        while self.launched < len(buckets) and (everything or buckets[self.launched].missing == 0):
+        while self.launched < len(buckets) and (everything or not buckets[self.launched].missing):
             bucket = buckets[self.launched]
             self.launched += 1
-            while self.parts_only and self.in_flight:  # what is being reduced must not pile up
-                self.in_flight.pop(0).finish()
+            if self.parts_only:  # what is being reduced must not pile up
+                self._finish_all()
             bucket.start(self.scale)
             self.in_flight.append(bucket)
+
+    def _finish_all(self) -> None:
+        while self.in_flight:
+            self.in_flight.pop(0).finish()
 
     def end_backward(self) -> None:
         """Autograd is done: reduce what is left, and put everything back."""
         for unit in self.units:
-            if unit.in_backward or unit is self.root:
-                unit.after_backward()
+            unit.after_backward()
         if self.sync:
             self._launch(everything=True)
-            while self.in_flight:
-                self.in_flight.pop(0).finish()
+            self._finish_all()
             self._forget_marks()
         else:
             self._leave_marks()
+        self.in_backward = False
+
+    def _give_up_backward(self) -> None:
+        """A backward pass ended in an error: what came of it is dropped, and everything put back."""
+        for unit in self.units:
+            unit.after_backward()
+        while self.in_flight:
+            self.in_flight.pop(0).drop()
+        for bucket in self.buckets or ():
+            bucket.matrices = None
         self.in_backward = False
 
     # -- gradients that wait --------------------------------------------------------------------------------

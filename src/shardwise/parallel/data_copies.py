@@ -15,10 +15,12 @@ from shardwise import surface
 from shardwise.comm.bridge import share
 from shardwise.comm.record import Note
 from shardwise.comm.simulation import RankTensor
+from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE, Shard
-from shardwise.move import run_move
+from shardwise.move import run_move, start_move
 from shardwise.move.steps import Spread
+from shardwise.parallel.data_freed import Freed
 from shardwise.parallel.data_home import DataAxis, Home
 from shardwise.parallel.data_rows import Rows
 from shardwise.wrapper import wrap
@@ -106,6 +108,8 @@ class Copies:
         self.coming: Any = None
         self.full = self.alias
         self.versions: tuple[int, ...] | None = None
+        self.loose = [surface.loose_writes(entry.param) for entry in self.entries]
+        self.values = [value for entry in self.entries for value in entry.values]
         if self.alias:
             self._make_aliases()
         else:
@@ -117,8 +121,13 @@ class Copies:
         for entry in self.entries:
             local = surface.leaf_local(entry.param)
             values = local.ranks if isinstance(local, RankTensor) else (local,)
-            own = self.data.size == 1
-            self._give_leaves(entry, [value if own else value.data for value in values])
+            if self.data.size == 1:
+                self._give_leaves(entry, list(values))
+            elif hasattr(entry, "leaves"):
+                for leaf, value in zip(entry.leaves, values, strict=True):
+                    leaf.data = value.data
+            else:
+                self._give_leaves(entry, [value.data for value in values])
 
     def _make_room(self) -> None:
         """Leaves in memory of their own, one stretch for all of them, which is given back between uses."""
@@ -147,11 +156,17 @@ class Copies:
                 leaves[i].append(room.data[at : at + n].view(shape))
                 targets.append(room[at : at + n].view(shape))
                 at += n
-            self.sinks.append(self.rows[r].pieces(targets) if self.cut else targets)
+            rows = self.rows[r]
+            if self.cut:  # of what every row has, the first is enough
+                parts = [(i, part) for i, target in enumerate(targets) for part in rows.in_whole(i, target)]
+                targets = [part[0] if dims[i] is None else part for i, part in parts]
+            self.sinks.append(targets)
             room.untyped_storage().resize_(0)
         for entry, mine in zip(self.entries, leaves, strict=True):
             self._give_leaves(entry, mine)
+        self._call_leaves(Freed)
         self.flat = self._flatten() if self.cut and not self.data.mesh.comm.simulated else None
+        self.in_row = self.flat is not None
 
     @property
     def _device(self) -> torch.device:
@@ -178,37 +193,55 @@ class Copies:
 
     # -- gathering ------------------------------------------------------------------------------------------
     def _now(self) -> tuple[int, ...]:
-        return tuple(value._version for entry in self.entries for value in entry.values)
+        """What changes when a parameter is written."""
+        loose = [surface.loose_writes(entry.param) for entry in self.entries]
+        if loose != self.loose:
+            self._written_loosely()
+            self.loose = loose
+        return (*loose, *(value._version for value in self.values))
+
+    def _written_loosely(self) -> None:
+        """After ``param.data``: it must still be what it was, and leaves in its memory must follow it."""
+        for entry in self.entries:
+            now, home = entry.param._layout, entry.home.own
+            if (now.placements, now.shape, now.dtype) != (home.placements, home.shape, home.dtype):
+                raise LayoutError(
+                    f"data_parallel: a parameter of shape {home.shape}, {home.dtype}, {list(home.placements)} became "
+                    f"{now.shape}, {now.dtype}, {list(now.placements)}; change it (model.to(...), param.data = ...) "
+                    f"before data_parallel()"
+                )
+        self.values = [value for entry in self.entries for value in entry.values]
+        if self.alias:
+            self._make_aliases()
+        elif self.flat is not None:
+            views = zip(self.values, self.flat, strict=True)
+            self.in_row = all(v.data_ptr() == view.data_ptr() or not view.numel() for v, view in views)
 
     @torch.no_grad()
     def start(self) -> None:
         """Begin to gather, unless that is done or under way."""
-        if self.alias:
-            return
         now = self._now()
-        if (self.full or self.coming is not None) and self.versions == now:
+        if self.alias or ((self.full or self.coming is not None) and self.versions == now):
             return
         self.versions, self.full = now, False
         if self.cut:
             mine = [row.unsqueeze(0) for row in self._own_rows()]
             local = RankTensor(mine) if self.data.mesh.comm.simulated else mine[0]
-            self.coming = wrap(local, self.layout).redistribute(placements=[REPLICATE], async_op=True)
+            whole = self.layout.replace(placements=[REPLICATE])
+            self.coming = start_move(local, self.layout, whole, Note("data_parallel"))
         else:
-            self.coming = ()
+            self.coming = None, _at_once
 
     def _own_rows(self) -> list[torch.Tensor]:
         """What each rank played here keeps, as a row."""
-        if self.flat is not None and all(
-            v.data_ptr() == view.data_ptr() or not view.numel()
-            for e, view in zip(self.entries, self.flat, strict=True)
-            for v in e.values
-        ):
+        if self.in_row:
             return [self.row.to(self.dtype)]
         rows = []
         for r, row in enumerate(self.rows):
-            parts = [self._value(e, r).reshape(-1).to(self.dtype) for e in self.entries]
-            counts = sum(row.counts[self.data.coords[r]])
-            rows.append(torch.cat([*parts, parts[0].new_zeros(self.length - counts)]))
+            parts = [self._value(e, r) for e in self.entries]
+            room = torch.zeros(self.length, dtype=self.dtype, device=self._device)
+            torch._foreach_copy_(row.kept(room, self.data.coords[r]), parts)
+            rows.append(room)
         return rows
 
     @staticmethod
@@ -222,26 +255,48 @@ class Copies:
         if self.full:
             return
         self.start()
-        came, self.coming = self.coming, None
+        (came, wait), self.coming = self.coming, None
+        wait()
         for r, room in enumerate(self.rooms):
-            room.untyped_storage().resize_(room.numel() * room.itemsize)
+            storage = room.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(room.numel() * room.itemsize)
             if self.cut:
-                local = came._local
-                sources = self.rows[r].unpacked(local.ranks[r] if isinstance(local, RankTensor) else local)
+                matrix = (came.ranks[r] if isinstance(came, RankTensor) else came).contiguous()
+                sources = [part for i in range(len(self.entries)) for part in self._arrived(r, i, matrix)]
             else:
                 sources = [self._value(entry, r) for entry in self.entries]
             if sources:
                 torch._foreach_copy_(self.sinks[r], sources)
         self.full = True
+        self._call_leaves(torch.Tensor)
+
+    def _arrived(self, rank: int, i: int, matrix: torch.Tensor) -> list[torch.Tensor]:
+        parts = self.rows[rank].in_matrix(i, matrix)
+        return parts if self.entries[i].home.dim is not None else [part[0] for part in parts]
+
+    def _call_leaves(self, kind: type[torch.Tensor]) -> None:
+        for entry in self.entries:
+            for leaf in entry.leaves:
+                leaf.__class__ = kind
+
+    def held(self) -> list[torch.Tensor]:
+        """The memory of the leaves, where it is theirs."""
+        return self.rooms if self.full and not self.alias else []
 
     def free(self) -> None:
         """Give the memory back; what autograd has saved finds it filled again before it is used."""
         if self.alias:
             return
-        if self.coming is not None and self.cut:
-            self.coming.wait()
+        if self.coming is not None:
+            self.coming[1]()
         self.coming = None
         if self.full:
             for room in self.rooms:
                 room.untyped_storage().resize_(0)
             self.full = False
+            self._call_leaves(Freed)
+
+
+def _at_once() -> None:
+    """Nothing to wait for."""

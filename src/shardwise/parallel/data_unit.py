@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.simulation import RankTensor
+from shardwise.errors import LayoutError
 from shardwise.parallel.data_copies import Copies, Entry
+from shardwise.parallel.data_freed import close
 from shardwise.parallel.data_grads import GradBucket
 from shardwise.wrapper import Wrapper
 
@@ -33,8 +35,11 @@ class Unit:
         self.own = False  # whether the leaves are the parameters' own tensors: one rank has nothing to reduce
         self.buckets: list[GradBucket] = []
         self.trained: list[bool] | None = None
-        self.stand_ins: list[tuple[dict[str, Any], str, Any]] = []
+        self.slots: list[tuple[dict[str, Any], str, Any, Any]] = []  # where which leaf stands in for which parameter
+        self.shown: list[Any] = []  # typed ones, made anew each time
+        self.expected: frozenset[int] = frozenset()  # the leaves that need a gradient
         self.waiting: set[int] = set()
+        self.running = False  # inside of its forward
         self.in_backward = self.inputs_done = self.installed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -50,25 +55,34 @@ class Unit:
     def prepare(self) -> None:
         """Leaves for all parameters, that need a gradient where these do, and buckets for what they get."""
         if self.copies is None:
-            groups: dict[Any, list[Entry]] = {}
-            for entry in self.entries:
-                own = entry.home.own
-                groups.setdefault((own.dtype, entry.dtype, own.device), []).append(entry)
-            self.copies = [Copies(group, self.state.data) for group in groups.values()]
-            self.own = self.state.data.size == 1 and all(copies.alias for copies in self.copies)
-            for entry in self.entries:
-                for leaf in {id(v): v for v in entry.leaves}.values():
-                    leaf.requires_grad_(entry.param.requires_grad)
-            self.firsts = [entry.values[0] for entry in self.entries]
+            with torch.inference_mode(False):  # they are for training too
+                self._make_leaves()
         trained = [value.requires_grad for value in self.firsts]
         if trained != self.trained:
             self.trained = trained
             self._make_buckets()
 
+    def _make_leaves(self) -> None:
+        groups: dict[Any, list[Entry]] = {}
+        for entry in self.entries:
+            own = entry.home.own
+            groups.setdefault((own.dtype, entry.dtype, own.device), []).append(entry)
+        self.copies = [Copies(group, self.state.data) for group in groups.values()]
+        self.own = self.state.data.size == 1 and all(copies.alias for copies in self.copies)
+        for entry in self.entries:
+            for leaf in {id(v): v for v in entry.leaves}.values():
+                leaf.requires_grad_(entry.param.requires_grad)
+        self.firsts = [entry.values[0] for entry in self.entries]
+        for entry in self.entries:
+            value = entry.plain()
+            self.slots += [(module._parameters, name, value, entry.param) for module, name in entry.owners]
+
     def _make_buckets(self) -> None:
         self.buckets, groups = [], {}  # type: ignore[var-annotated]
+        expected = []
         for entry, needed in zip(reversed(self.entries), reversed(self.trained or ()), strict=True):
             for leaf in {id(v): v for v in entry.leaves}.values():
+                expected += [id(leaf)] if needed else []
                 if leaf.requires_grad != needed:
                     leaf.requires_grad_(needed)
                 if needed and not self.own and not getattr(leaf, "_reports", False):
@@ -79,19 +93,20 @@ class Unit:
         for group in groups.values():
             for part in _by_size(group):
                 self.buckets.append(GradBucket(part, self.state.data, self.state.reduce_dtype))
+        self.expected = frozenset(expected)
+        self.all_trained = all(self.trained or ())
         self.state.buckets = None
-
-    def leaves(self) -> Iterator[torch.Tensor]:
-        for entry in self.entries:
-            yield from {id(v): v for v in entry.leaves}.values()
 
     def start(self) -> None:
         if self.copies is None:
             self.prepare()
-        for copies in self.copies or ():
-            copies.start()
+        if not self.own:
+            for copies in self.copies or ():
+                copies.start()
 
     def gather(self) -> None:
+        if self.own:
+            return
         self.start()
         for copies in self.copies or ():
             copies.finish()
@@ -99,40 +114,45 @@ class Unit:
     def free(self) -> None:
         for copies in self.copies or ():
             copies.free()
+        for tensor in self.shown:
+            close(tensor)
+        self.shown = []
 
     # -- standing in ----------------------------------------------------------------------------------------
     def install(self) -> None:
         """The module computes with the leaves."""
         if self.installed:
             return
+        for parameters, name, _, param in self.slots:
+            if parameters.get(name) is not param:
+                raise LayoutError(
+                    f"data_parallel: parameter {name!r} of shape {tuple(param.shape)} was replaced or taken away after "
+                    f"data_parallel(); change the module (dtype, parametrizations, new parameters) before, or write "
+                    f"into it: param.copy_(...), load_state_dict(...)"
+                )
         self.installed = True
         if self.state.typed:
             for entry in self.entries:
                 value = entry.typed(self.state.data)
+                if self.state.frees:
+                    self.shown.append(value)
                 for module, name in entry.owners:
                     module._parameters[name] = value
         else:
-            for parameters, name, value in self._plain_ones():
+            for parameters, name, value, _ in self.slots:
                 parameters[name] = value
-        self._tell_recurrent()
-
-    def _plain_ones(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Where which leaf goes; always the same."""
-        if not self.stand_ins:
-            for entry in self.entries:
-                value = entry.plain()
-                self.stand_ins += [(module._parameters, name, value) for module, name in entry.owners]
-        return self.stand_ins
+        if self.recurrent:
+            self._tell_recurrent()
 
     def uninstall(self) -> None:
         """The module shows its parameters again."""
         if not self.installed:
             return
         self.installed = False
-        for entry in self.entries:
-            for module, name in entry.owners:
-                module._parameters[name] = entry.param
-        self._tell_recurrent()
+        for parameters, name, _, param in self.slots:
+            parameters[name] = param
+        if self.recurrent:
+            self._tell_recurrent()
 
     def _tell_recurrent(self) -> None:
         """RNNs keep a list of their parameters beside them."""
@@ -143,13 +163,14 @@ class Unit:
     def before_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
         state = self.state
         changed = state.enter(self, args, kwargs)
+        self.running = True
         self.prepare()
         self.gather()
         self.install()
         state.prefetch(self, forward=not state.in_backward)
         if changed is not None:
             args, kwargs = changed
-        if torch.is_grad_enabled() and state.frees and not all(self.trained or ()):
+        if state.frees and not self.all_trained and torch.is_grad_enabled():
             self._watch_inputs(args, kwargs)
         return changed
 
@@ -161,7 +182,7 @@ class Unit:
 
     def after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         state = self.state
-        hooked = False
+        self.running = hooked = False
         if torch.is_grad_enabled():
             for value in plain_tensors(output):
                 if value.requires_grad:
@@ -170,17 +191,24 @@ class Unit:
         if not self.in_backward:
             self.uninstall()
             needed = torch.is_grad_enabled() and (not hooked or self is state.root)
-            if state.frees and not needed:
+            if state.frees and not needed and not self._lends(output):
                 self.free()
         state.exit(self, output)
+
+    def _lends(self, output: Any) -> bool:
+        """Whether an output is a view of a parameter: it stays until the backward pass ends, or the next forward."""
+        rooms = {room.untyped_storage().data_ptr() for copies in self.copies or () for room in copies.held()}
+        return any(v.untyped_storage().data_ptr() in rooms for v in plain_tensors(output))
 
     # -- backward -------------------------------------------------------------------------------------------
     def _backward_begins(self, grad: Any) -> None:
         if self.in_backward:
             return
         self.state.begin_backward()
+        if torch.is_grad_enabled():  # create_graph=True: what this pass computes will be differentiated
+            self.state.frees_after = False
         self.in_backward = True
-        self.waiting = {id(leaf) for leaf in self.leaves() if leaf.requires_grad}
+        self.waiting = set(self.expected)
         self.gather()
         self.install()
         self.state.prefetch(self, forward=False)
@@ -188,7 +216,8 @@ class Unit:
     def arrived(self, leaf: torch.Tensor) -> None:
         self.state.begin_backward()
         self.waiting.discard(id(leaf))
-        self.state.note_arrival(leaf)
+        if self.state.sync:
+            self.state.take(leaf)
         self._maybe_done()
 
     def _inputs_have_theirs(self) -> None:
@@ -196,14 +225,16 @@ class Unit:
         self._maybe_done()
 
     def _maybe_done(self) -> None:
-        if self.in_backward and not self.waiting and (all(self.trained or ()) or self.inputs_done):
+        if self.in_backward and not self.waiting and (self.all_trained or self.inputs_done):
             self.after_backward()
 
     def after_backward(self) -> None:
         self.in_backward = self.inputs_done = False
         self.waiting = set()
+        if self.running:  # a gradient that the forward itself asks for
+            return
         self.uninstall()
-        if self.state.frees:
+        if self.state.frees and self.state.frees_after:
             self.free()
 
 
@@ -228,8 +259,10 @@ def _by_size(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 def plain_tensors(tree: Any) -> list[torch.Tensor]:
     """The plain tensors inside arguments or results, those behind DTensors and of every simulated rank included."""
+    if type(tree) is torch.Tensor:
+        return [tree]
     found: dict[int, torch.Tensor] = {}
-    for item in tree_flatten(tree)[0]:
+    for item in tree_leaves(tree):
         if isinstance(item, Wrapper):
             values: Sequence[torch.Tensor] = item._layout.mesh.comm.values(item._local)
         elif isinstance(item, RankTensor):
