@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import AutogradError, DTensor, LayoutError, Partial, RuleError, Shard, debug, distribute_tensor
+from shardwise import DTensor, LayoutError, Partial, RuleError, Shard, debug, distribute_tensor
 from tests.harness import check
 from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, on_one_axis, same, whole, x
 
@@ -545,54 +545,6 @@ def checkpointing(mesh):
         checkpoint(block, leaf, weight, use_reentrant=False).pow(2).sum().backward()
         same(leaf.grad, plain.grad, where)
         same(weight.grad, plain_weight.grad, where)
-    with pytest.raises(AutogradError, match="use_reentrant=False"):
-        checkpoint(block, leaf, weight, use_reentrant=True)
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t):
-        return t * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-class PassThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t):
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
-
-
-class NoOps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t):
-        return t
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
-
-
-def custom_function_never_loses_gradients(mesh):
-    for function in (Double, PassThrough, NoOps):
-        for _, leaf, where in leaves(mesh):
-            with pytest.raises(AutogradError, match="autograd.Function"):
-                function.apply(leaf)
-            with pytest.raises(AutogradError, match="autograd.Function"):
-                function.apply(leaf * 2)
-            same(leaf, VALUE, where)
-    for _, leaf, where in leaves(mesh, partial=False):
-        same(Double.apply(leaf.detach()), VALUE * 2, where)
-        local = Double.apply(leaf.to_local()) if not is_simulated(mesh) else leaf.to_local() * 2
-        out = DTensor.from_local(local, mesh, leaf.placements, shape=VALUE.shape)
-        out.sum().backward()
-        same(leaf.grad, torch.full_like(VALUE, 2), where)
 
 
 def spread_is_shared(mesh):
@@ -695,7 +647,7 @@ CHECKS = [
     retain_grad_on_a_non_leaf, hooks_observe, hooks_replace, hooks_replace_with_another_layout, hooks_after_use,
     hooks_after_a_move, hook_needs_requires_grad, post_accumulate_hooks, no_grad_and_friends, detach_shares_memory,
     data_is_the_value, leaf_in_place_is_refused, in_place_without_grad, in_place_recorded, views_alias, in_place_on_partial,
-    saved_tensor_changed_in_place, checkpointing, custom_function_never_loses_gradients, spread_is_shared, spread_after_in_place,
+    saved_tensor_changed_in_place, checkpointing, spread_is_shared, spread_after_in_place,
     spread_of_a_non_leaf_after_in_place, spread_under_no_grad_then_grad, a_kept_spread_survives_backward,
     gradients_of_mixed_plain_and_distributed, views_of_views_alias, in_place_on_a_maximum,
 ]  # fmt: skip

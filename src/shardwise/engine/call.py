@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import shardwise.rules  # noqa: F401  (importing them registers them)
-from shardwise.context import refuses_plain
+from shardwise.context import functions, refuses_plain
 from shardwise.engine.cache import PlanCache, register_cache
 from shardwise.engine.call_shape import CallShape, op_name, tensors_in
 from shardwise.engine.fallback import rebound, replicated, written_back
@@ -335,14 +335,14 @@ def replicated_plain(value: torch.Tensor, mesh: Any) -> Any:
 
 def check_custom_function(func: Any, args: Sequence[Any]) -> None:
     """Inside torch.autograd.Function.forward (grad and forward-mode grad are both off, but not inference mode) a tensor
-    that needs grad would lose its gradient: the wrapper is unknown to C++ autograd."""
-    if torch.is_inference_mode_enabled():
+    that needs grad loses its gradient unless `custom_function` applied the Function: it knows the local tensors. It did
+    not where someone took hold of torch's own `apply` before this package was imported."""
+    if functions.applying or torch.is_inference_mode_enabled():
         return
     for arg in args:
         if isinstance(arg, Wrapper) and arg._layout.mesh.comm.first(arg._local).requires_grad:
             raise AutogradError(
-                f"{op_name(func)} on a distributed tensor that requires grad inside a torch.autograd.Function: its "
-                f"gradient would be lost. Apply the Function to x.to_local() and wrap the result with "
-                f"DTensor.from_local, use local_map, or write it with differentiable ops (torch.utils.checkpoint: "
-                f"pass use_reentrant=False; a module's full backward hook: use hooks of its tensors)"
+                f"{op_name(func)} on a distributed tensor that requires grad inside a torch.autograd.Function whose "
+                f"`apply` was taken before shardwise was imported: its gradient would be lost. Import shardwise before "
+                f"the module that defines the Function, or call MyFunction.apply(x) itself"
             )
