@@ -500,6 +500,7 @@ def _method(name: str) -> Callable[..., Any]:
 _T = torch.Tensor
 SPECIAL[torch.autograd.backward] = surface.backward
 SPECIAL[torch.autograd.grad] = surface.grad
+SPECIAL[torch._C._VariableFunctions._make_dual] = surface.make_dual
 for _name in (
     "__repr__ __deepcopy__ __reduce_ex__ __array__ __bool__ __int__ __float__ __index__ __complex__ __format__ "
     "backward requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook detach_ item tolist numpy"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 import shardwise.rules  # noqa: F401  (importing them registers them)
 from shardwise.context import functions, refuses_plain
@@ -36,6 +36,7 @@ ANY_FLOAT: set[Any] = set()  # functions whose plans do not depend on float argu
 _TRUE, _FALSE = object(), object()  # True == 1 and hashes alike: plans must tell them apart
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_grad_enabled = torch.is_grad_enabled
+_are_transforms_active = torch._C._are_functorch_transforms_active
 _is_forward_grad_enabled = torch._C._is_fwd_grad_enabled  # type: ignore[attr-defined]
 
 
@@ -94,6 +95,9 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
     except _PlainTensor:
         whole_key = None
     if whole_key is None:
+        if _are_transforms_active() and _has_transformed(args, kwargs):
+            with torch._C.DisableTorchFunctionSubclass():  # functorch first: what it unwraps comes back by dispatch
+                return func(*args, **(kwargs or _NO_KWARGS))
         return call_function(cls, func, types, *with_plain_wrapped(op_name(func), args, kwargs))
     if not _is_grad_enabled() and not _is_forward_grad_enabled():
         check_custom_function(func, args)
@@ -301,6 +305,12 @@ def with_plain_wrapped(name: str, args: Sequence[Any], kwargs: Any) -> tuple[Any
     if mesh is None:
         raise MeshError(f"{name}: no distributed tensor among the arguments")
     return tuple(_wrapped(a, mesh) for a in args), {k: _wrapped(v, mesh) for k, v in kwargs.items()}
+
+
+def _has_transformed(args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether a tensor of torch.func's transforms is among the arguments: it may hold a distributed one."""
+    tensors, _ = tree_flatten((args, kwargs))
+    return any(isinstance(t, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
 
 
 def _mesh_in(values: Any) -> Any:
