@@ -302,6 +302,25 @@ class DTensor(Wrapper):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    # -- memory ---------------------------------------------------------------------------------------------
+    def apply_(self, function: Callable[[Any], Any]) -> DTensor:  # type: ignore[override]
+        """Tensor.apply_, on whole values: every rank applies the function to all of them."""
+        if self.requires_grad:
+            raise RuntimeError("Can't call apply_() on Variable that requires grad. Use var.detach().apply_() instead.")
+        with relaxed():
+            return self.copy_(self._whole().clone().apply_(function))  # type: ignore[return-value]
+
+    def share_memory_(self) -> DTensor:  # type: ignore[override]
+        for value in surface.values(self):
+            value.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(value.is_shared() for value in surface.values(self))
+
+    def __dlpack__(self, **_: Any) -> Any:  # type: ignore[override]
+        raise RuleError("__dlpack__: the memory of a distributed tensor is on many ranks; give x.to_local() away")
+
     # -- copies ---------------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:  # type: ignore[override]
         if id(self) in memo:

@@ -17,7 +17,7 @@ from shardwise.engine.cache import PlanCache, register_cache
 from shardwise.engine.call_shape import CallShape, op_name, tensors_in
 from shardwise.engine.fallback import rebound, replicated, written_back
 from shardwise.engine.plan import Plan, build_plan
-from shardwise.errors import AutogradError, MeshError, StrictError
+from shardwise.errors import AutogradError, LayoutError, MeshError, StrictError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps
@@ -337,6 +337,8 @@ def replicated_plain(value: torch.Tensor, mesh: Any) -> Any:
     comm = mesh.comm
     if hasattr(value, "ranks"):
         raise MeshError("a RankTensor meets a DTensor; say how it is laid out: DTensor.from_local(x, mesh, placements)")
+    if value.layout is not torch.strided:
+        raise LayoutError(f"a {value.layout} tensor meets a DTensor, which only dense ones can; use x.to_dense()")
     layout = Layout.make(
         mesh, [REPLICATE] * len(mesh.shape), tuple(value.shape), value.dtype, value.stride(), value.device
     )
