@@ -1,6 +1,6 @@
 """shardwise: tensors that live on many devices and behave as if they lived on one."""
 
-from shardwise import debug, dynamo, experimental, optim, parallel, random, sharded
+from shardwise import custom_function, debug, dynamo, experimental, optim, parallel, random, sharded
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.calibration import calibrate
 from shardwise.comm.simulation import RankTensor
@@ -29,6 +29,7 @@ from shardwise.tensor import DTensor
 __version__ = "0.1.0"
 
 dynamo.keep_out()
+custom_function.take_functions()
 
 __all__ = [
     "AutogradError",

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from shardwise.comm.boxes import take
-from shardwise.errors import LayoutError
+from shardwise.errors import AutogradError, LayoutError
 from shardwise.layout import Layout, Partial, Shard, as_placements
+from shardwise.layout.layout import contiguous_stride, dense_stride
 from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.mesh import Mesh, as_mesh
 from shardwise.move import plan_steps
@@ -45,19 +46,38 @@ def distribute_tensor(
             "distribute_tensor: a RankTensor holds local values; use DTensor.from_local(x, mesh, placements)"
         )
     check_strided(tensor.layout)
-    layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, None, _home(tensor, mesh))
+    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+        raise AutogradError(
+            "distribute_tensor: the tensor is no leaf, and its gradient would end here; use DTensor.from_local(tensor, "
+            "mesh, [Replicate(), ...]).redistribute(placements=...), or tensor.detach()"
+        )
+    stride = _stride_of_copy(tensor)
+    layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, stride, _home(tensor, mesh))
     check_reductions(layout.placements, tensor.dtype)
     _check_source(mesh, src_data_rank)
     value = tensor.detach()
     if value.device.type != layout.device.type:
         value = value.to(layout.device)
     local = lay_out(value, layout, src_data_rank)
+    if stride != contiguous_stride(layout.shape):
+        local = mesh.comm.rebuild(local, [_stored(v, stride) for v in mesh.comm.values(local)])
     result = wrap(local, layout)
     if tensor.requires_grad:
         result.requires_grad_()
     if isinstance(tensor, torch.nn.Parameter):
         result._is_param = True
     return result
+
+
+def _stride_of_copy(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides a clone has: dense, the dims in memory in the order they have (channels_last stays so)."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def _stored(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The value with its dims in memory in the order they have under these strides."""
+    there = torch.empty_strided(value.shape, dense_stride(value.shape, stride), dtype=value.dtype, device=value.device)
+    return there.copy_(value)
 
 
 def check_strided(layout: torch.layout) -> None:

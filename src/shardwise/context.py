@@ -11,6 +11,13 @@ from shardwise.layout import Layout
 _state = threading.local()
 
 
+class _Functions(threading.local):
+    applying = False  # whether a torch.autograd.Function is being applied, by the entry that knows distributed tensors
+
+
+functions = _Functions()
+
+
 class strict:
     """Raise on any communication the program did not ask for: as a context manager, or a switch.
 

@@ -148,6 +148,7 @@ class SimulatedMesh:
         here = itertools.product(*(range(k) for k in self.shape))
         self.ranks = tuple(spots[tuple(c[axes.index(a)] if a in axes else 0 for a in range(len(world)))] for c in here)
         self._family: dict[tuple[int, ...], SimulatedMesh] = {axes: self}  # the views of one world, by their axes
+        self._merged: dict[str, SimulatedMesh] = {}  # those with axes merged into one, by its name
 
     @property
     def mesh(self) -> torch.Tensor:
@@ -170,16 +171,32 @@ class SimulatedMesh:
 
     def __getitem__(self, names: str | tuple[str, ...]) -> SimulatedMesh:
         names = (names,) if isinstance(names, str) else tuple(names)
+        if len(names) == 1 and names[0] in self._merged:
+            return self._merged[names[0]]
         for name in names:
             if name not in self.axis_names:
-                raise MeshError(f"mesh axis {name!r} is not one of {self.axis_names}")
+                raise MeshError(f"mesh axis {name!r} is not one of {(*self.axis_names, *self._merged)}")
         axes = tuple(self.world_names.index(name) for name in names)
         if axes not in self._family:
             made = self._family[axes] = SimulatedMesh(
                 self.world, self.world_names, axes, self.device_type, self.first_rank
             )
-            made._family = self._family
+            made._family, made._merged = self._family, self._merged
         return self._family[axes]
+
+    def _flatten(self, mesh_dim_name: str | None = None) -> SimulatedMesh:
+        """All axes as one, as DeviceMesh names it: from then on `mesh[name]` is that."""
+        name = mesh_dim_name or "_".join(self.axis_names)
+        first, end = self.axes[0], self.axes[0] + len(self.axes)
+        if self.axes != tuple(range(first, end)):
+            raise MeshError(f"_flatten: the axes {self.axis_names} must follow each other in {self.world_names}")
+        if name in self.world_names and self.axis_names != (name,):
+            raise MeshError(f"_flatten: {name!r} is an axis of {self.world_names} already; choose another name")
+        if name not in self._merged:
+            world = (*self.world[:first], self.size(), *self.world[end:])
+            names = (*self.world_names[:first], name, *self.world_names[end:])
+            self._merged[name] = _submesh(world, names, (first,), self.device_type, self.first_rank)
+        return self._merged[name]
 
     def get_coordinate(self) -> list[int]:
         """The first simulated rank's coordinates: every rank lives in this process, so none of them is "this" one."""

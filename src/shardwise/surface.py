@@ -280,6 +280,14 @@ def grad(
     return tuple(results)
 
 
+def make_dual(*args: Any, **kwargs: Any) -> None:
+    """Forward-mode tangents would live in the wrapper, where no op looks."""
+    raise AutogradError(
+        "forward-mode differentiation (make_dual, torch.func.jvp, linearize) of a distributed tensor is not supported: "
+        "its tangent would be lost. Use reverse mode: torch.autograd.grad, torch.func.vjp or jacrev"
+    )
+
+
 # -- hooks -------------------------------------------------------------------------------------------------
 def register_hook(tensor: Any, hook: Callable[[Any], Any]) -> Any:
     """The hook sees the gradient as a distributed tensor, whole, and may replace it."""

@@ -303,6 +303,25 @@ class DTensor(Wrapper):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    # -- memory ---------------------------------------------------------------------------------------------
+    def apply_(self, function: Callable[[Any], Any]) -> DTensor:  # type: ignore[override]
+        """Tensor.apply_, on whole values: every rank applies the function to all of them."""
+        if self.requires_grad:
+            raise RuntimeError("Can't call apply_() on Variable that requires grad. Use var.detach().apply_() instead.")
+        with relaxed():
+            return self.copy_(self._whole().clone().apply_(function))  # type: ignore[return-value]
+
+    def share_memory_(self) -> DTensor:  # type: ignore[override]
+        for value in surface.values(self):
+            value.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(value.is_shared() for value in surface.values(self))
+
+    def __dlpack__(self, **_: Any) -> Any:  # type: ignore[override]
+        raise RuleError("__dlpack__: the memory of a distributed tensor is on many ranks; give x.to_local() away")
+
     # -- copies ---------------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:  # type: ignore[override]
         if id(self) in memo:
@@ -508,6 +527,7 @@ def _method(name: str) -> Callable[..., Any]:
 _T = torch.Tensor
 SPECIAL[torch.autograd.backward] = surface.backward
 SPECIAL[torch.autograd.grad] = surface.grad
+SPECIAL[torch._C._VariableFunctions._make_dual] = surface.make_dual
 for _name in (
     "__repr__ __deepcopy__ __reduce_ex__ __array__ __bool__ __int__ __float__ __index__ __complex__ __format__ "
     "backward requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook detach_ item tolist numpy"

@@ -184,6 +184,40 @@ def sequence_parallel_block(n):
     return [y.full_tensor().detach(), *(p.grad.full_tensor() for p in (x, scale, up))]
 
 
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+def functions_and_module_hooks(n):
+    """What runs inside a torch.autograd.Function: one's own, full backward hooks, reentrant checkpoints."""
+    leaf = n.distribute_tensor(seeded(8, 6), line(), [n.Shard(0)]).requires_grad_()
+    squared = Square.apply(leaf)
+    squared.sum().backward()
+    seen = [squared.full_tensor().detach(), leaf.grad.full_tensor(), squared.grad_fn.name()]
+    module, calls = n.distribute_module(nn.Linear(6, 4), line()), []
+    for param in module.parameters():
+        nn.init.constant_(param, 0.5)
+    module.register_full_backward_hook(lambda m, into, outof: calls.append((into[0], outof[0])))
+    leaf.grad = None
+    checkpoint(lambda x: module(x).tanh(), leaf, use_reentrant=True).sum().backward()
+    seen += [g.full_tensor() for g in (*calls[0], leaf.grad, module.weight.grad)]
+    return seen, len(calls), raises(lambda: n.distribute_tensor(leaf.full_tensor() * 2, line()), RuntimeError)
+
+
+def channels_last_stays(n):
+    value = seeded(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    seen = [n.distribute_tensor(value, line(), [p]) for p in (n.Shard(0), n.Shard(1), n.Replicate())]
+    return [(d.stride(), d.is_contiguous(), d.is_contiguous(memory_format=torch.channels_last)) for d in seen]
+
+
 def training(n):
     seen = []
     for kind, options in (
@@ -320,6 +354,7 @@ def local_maps(n):
 
 
 PROGRAMS = [
+    functions_and_module_hooks, channels_last_stays,
     placements_are_values, distribute_on_a_line_and_a_grid, the_active_mesh, from_local_takes_parts,
     both_sides_have_their_own_autograd_identity, grad_placements, redistribute_on_a_grid, factories, sub_meshes,
     tensor_parallel_over_a_sub_mesh, attention_by_hand, sequence_parallel_block, training, copies_and_files,

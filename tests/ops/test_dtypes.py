@@ -1,9 +1,11 @@
 """Every dtype plain torch takes, type promotion, and inputs that are not contiguous."""
 
+import itertools
+
 import pytest
 import torch
 
-from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, distribute_tensor, simulate
+from shardwise import DTensor, LayoutError, Partial, RankTensor, Replicate, Shard, distribute_tensor, simulate
 from tests.harness import check
 from tests.workers import device_mesh, run_ranks
 
@@ -96,3 +98,37 @@ def test_non_contiguous_whole():
         x = distribute_tensor(whole, simulate(3), places)
         torch.testing.assert_close(x.full_tensor(), whole)
         torch.testing.assert_close((x + 1).reshape(4, -1).full_tensor(), (whole + 1).reshape(4, -1))
+
+
+COPIED_ONLY = [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+TAKEN = {
+    "column": lambda t: t[:, 1],
+    "row": lambda t: t[-1],
+    "rows": lambda t: t[[2, 0]],
+    "select": lambda t: t.index_select(1, torch.tensor([3, 3, 0])),
+    "steps": lambda t: t[::2],
+    "cat": lambda t: torch.cat([t, t], 1),
+    "roll": lambda t: t.roll(1, 0),
+    "reshape": lambda t: t.reshape(2, 10),
+}
+
+
+@pytest.mark.parametrize("dtype", COPIED_ONLY, ids=str)
+def test_what_torch_cannot_index_or_add_moves_and_is_taken_from(dtype):
+    mesh = simulate((2, 2))
+    value = torch.arange(20.0).reshape(4, 5).to(dtype)
+    places = [Replicate(), Shard(0), Shard(1), Shard(0, sizes=(1, 3)), Shard(1, sizes=(5, 0))]
+    layouts = list(itertools.product(places, places))
+    for pair in layouts:
+        try:
+            x = distribute_tensor(value, mesh, pair)
+        except LayoutError:  # sizes of a dim that another axis cuts too
+            continue
+        for target in layouts:
+            try:
+                moved = x.redistribute(placements=target)
+            except LayoutError:
+                continue
+            assert torch.equal(moved.full_tensor().double(), value.double()), (pair, target)
+        for name, take in TAKEN.items():
+            assert torch.equal(take(x).full_tensor().double(), take(value).double()), (name, pair)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import AutogradError, DTensor, LayoutError, Partial, RuleError, Shard, debug, distribute_tensor
+from shardwise import DTensor, LayoutError, Partial, RuleError, Shard, debug, distribute_tensor
 from tests.harness import check
 from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, on_one_axis, same, whole, x
 
@@ -200,110 +200,6 @@ def retain_grad_on_a_non_leaf(mesh):
             kept.append(hidden)
         same(kept[1].grad, kept[0].grad, where)
         assert kept[1].grad is kept[1].grad
-
-
-def hooks_observe(mesh):
-    for _, leaf, where in leaves(mesh):
-        seen = []
-        handle = leaf.register_hook(lambda g, seen=seen: seen.append(g))
-        hidden = leaf * 2
-        inner = hidden.register_hook(lambda g, seen=seen: seen.append(g))
-        (hidden * hidden).sum().backward()
-        assert len(seen) == 2 and all(isinstance(g, DTensor) for g in seen), where
-        same(seen[0], VALUE * 4, where)
-        same(seen[1], VALUE * 8, where)
-        same(leaf.grad, VALUE * 8, where)
-        handle.remove()
-        inner.remove()
-        hidden = leaf * 2
-        (hidden * hidden).sum().backward()
-        assert len(seen) == 2, where
-
-
-def hooks_replace(mesh):
-    for plain, leaf, where in leaves(mesh):
-        for t in (plain, leaf):
-            t.register_hook(lambda g: g * 3)
-            t.register_hook(lambda g: g + 1)
-            hidden = t * 2
-            hidden.register_hook(lambda g: g.clamp(-1, 1))
-            (hidden * hidden).sum().backward()
-        same(leaf.grad, plain.grad, where)
-        with torch.no_grad():
-            leaf.sub_(leaf.grad)
-            plain.sub_(plain.grad)
-        same(leaf, plain, f"in-place step after hooks, {where}")
-        leaf.grad = plain.grad = None
-        for t in (plain, leaf):
-            (t * t).sum().backward()
-        same(leaf.grad, plain.grad, f"second step, {where}")
-
-
-def hooks_replace_with_another_layout(mesh):
-    leaf = distribute_tensor(VALUE, mesh, on_one_axis(mesh, Shard(0))).requires_grad_()
-    leaf.register_hook(lambda g: distribute_tensor(WEIGHT, mesh, on_one_axis(mesh, Shard(1))))
-    (leaf * 2).sum().backward()
-    same(leaf.grad, WEIGHT)
-
-
-def hooks_after_use(mesh):
-    """Registered between forward and backward, a hook still sees the gradient."""
-    for _, leaf, where in leaves(mesh):
-        seen = []
-        hidden = leaf * 2
-        out = (hidden * hidden).sum()
-        handle = hidden.register_hook(lambda g, seen=seen: seen.append(g))
-        leaf.register_hook(lambda g, seen=seen: seen.append(g))
-        out.backward(retain_graph=True)
-        assert len(seen) == 2, where
-        same(seen[0], VALUE * 4, where)
-        same(seen[1], VALUE * 8, where)
-        handle.remove()
-        out.backward()
-        assert len(seen) == 3, where
-
-
-def hooks_after_a_move(mesh):
-    """A use that is a move counts as a use."""
-    for places in layouts(mesh, VALUE, partial=False):
-        leaf = distribute_tensor(VALUE, mesh, places).requires_grad_()
-        seen = []
-        out = (leaf.redistribute(placements=[R] * mesh.ndim) * distribute_tensor(WEIGHT, mesh)).sum()
-        leaf.register_hook(lambda g, seen=seen: seen.append(g))
-        out.backward()
-        assert len(seen) == 1, places
-        same(seen[0], WEIGHT, str(places))
-
-
-def hook_needs_requires_grad(mesh):
-    with pytest.raises(RuntimeError, match="cannot register a hook on a tensor that doesn't require gradient"):
-        distribute_tensor(VALUE, mesh).register_hook(print)
-    leaf = distribute_tensor(VALUE, mesh).requires_grad_()
-    with pytest.raises(RuntimeError, match="non-leaf"):
-        (leaf * 2).register_post_accumulate_grad_hook(print)
-
-
-def post_accumulate_hooks(mesh):
-    """The optimizer step in the backward pass."""
-    for plain, leaf, where in leaves(mesh):
-        calls = []
-
-        def step(p, calls=calls):
-            calls.append(p)
-            with torch.no_grad():
-                p.sub_(p.grad, alpha=0.1)
-            p.grad = None
-
-        handles = [t.register_post_accumulate_grad_hook(step) for t in (plain, leaf)]
-        for _ in range(2):
-            for t in (plain, leaf):
-                (t * t).sum().backward()
-        assert [c is leaf for c in calls] == [False, True] * 2, where
-        same(leaf, plain, where)
-        assert leaf.grad is None
-        handles[1].remove()
-        (leaf * leaf).sum().backward()
-        assert len(calls) == 4 and leaf.grad is not None, where
 
 
 def no_grad_and_friends(mesh):
@@ -545,54 +441,6 @@ def checkpointing(mesh):
         checkpoint(block, leaf, weight, use_reentrant=False).pow(2).sum().backward()
         same(leaf.grad, plain.grad, where)
         same(weight.grad, plain_weight.grad, where)
-    with pytest.raises(AutogradError, match="use_reentrant=False"):
-        checkpoint(block, leaf, weight, use_reentrant=True)
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t):
-        return t * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-class PassThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t):
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
-
-
-class NoOps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t):
-        return t
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
-
-
-def custom_function_never_loses_gradients(mesh):
-    for function in (Double, PassThrough, NoOps):
-        for _, leaf, where in leaves(mesh):
-            with pytest.raises(AutogradError, match="autograd.Function"):
-                function.apply(leaf)
-            with pytest.raises(AutogradError, match="autograd.Function"):
-                function.apply(leaf * 2)
-            same(leaf, VALUE, where)
-    for _, leaf, where in leaves(mesh, partial=False):
-        same(Double.apply(leaf.detach()), VALUE * 2, where)
-        local = Double.apply(leaf.to_local()) if not is_simulated(mesh) else leaf.to_local() * 2
-        out = DTensor.from_local(local, mesh, leaf.placements, shape=VALUE.shape)
-        out.sum().backward()
-        same(leaf.grad, torch.full_like(VALUE, 2), where)
 
 
 def spread_is_shared(mesh):
@@ -692,10 +540,9 @@ def gradients_of_mixed_plain_and_distributed(mesh):
 CHECKS = [
     flags, grad_is_one_object, grad_accumulates, grad_is_assigned, wrong_grad_is_refused, backward_needs_a_gradient,
     backward_frees_the_graph, autograd_backward, autograd_grad, double_backward, backward_with_create_graph,
-    retain_grad_on_a_non_leaf, hooks_observe, hooks_replace, hooks_replace_with_another_layout, hooks_after_use,
-    hooks_after_a_move, hook_needs_requires_grad, post_accumulate_hooks, no_grad_and_friends, detach_shares_memory,
+    retain_grad_on_a_non_leaf, no_grad_and_friends, detach_shares_memory,
     data_is_the_value, leaf_in_place_is_refused, in_place_without_grad, in_place_recorded, views_alias, in_place_on_partial,
-    saved_tensor_changed_in_place, checkpointing, custom_function_never_loses_gradients, spread_is_shared, spread_after_in_place,
+    saved_tensor_changed_in_place, checkpointing, spread_is_shared, spread_after_in_place,
     spread_of_a_non_leaf_after_in_place, spread_under_no_grad_then_grad, a_kept_spread_survives_backward,
     gradients_of_mixed_plain_and_distributed, views_of_views_alias, in_place_on_a_maximum,
 ]  # fmt: skip

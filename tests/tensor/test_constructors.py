@@ -5,6 +5,7 @@ import torch
 
 import shardwise
 from shardwise import (
+    AutogradError,
     DTensor,
     LayoutError,
     Partial,
@@ -13,9 +14,10 @@ from shardwise import (
     debug,
     distribute_tensor,
 )
+from shardwise.layout.layout import dense_stride
 from shardwise.testing.spread import Parts
 from tests.random.common import as_torch_draws
-from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, on_one_axis, same, x
+from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, locals_of, on_one_axis, same, x
 
 VALUES = {
     "even": x(4, 4), "uneven": x(5, 7), "fewer rows than ranks": x(1, 2), "empty": x(0, 3), "scalar": x(), "cube": x(2, 3, 4),
@@ -52,6 +54,31 @@ def distribute_partial(mesh):
             same(made, x(5, 3), op)
     made = distribute_tensor(VALUES["ints"], mesh, on_one_axis(mesh, Partial("bor")))
     same(made, VALUES["ints"])
+
+
+def distribute_keeps_memory_order(mesh):
+    """As a clone does: dense strides, channels_last stays so."""
+    for value in (x(4, 6).t(), x(2, 3, 4, 5).to(memory_format=torch.channels_last), x(8, 3)[::2], x(1, 3).expand(4, 3)):
+        for places in layouts(mesh, value):
+            made = distribute_tensor(value, mesh, places)
+            assert made.stride() == value.clone().stride(), f"{value.stride()} {places}"
+            if not made.layout.is_partial:
+                holds_its_tiles(made, value)
+            for local in locals_of(made):
+                assert local.stride() == dense_stride(local.shape, made.stride())
+    assert made.is_contiguous() == value.clone().is_contiguous()
+
+
+def distribute_takes_leaves(mesh):
+    """Of any other tensor the gradient would be lost."""
+    hidden = x(4, 4).requires_grad_() * 2
+    with pytest.raises(
+        AutogradError, match="the tensor is no leaf, and its gradient would end here; use DTensor.from_"
+    ):
+        distribute_tensor(hidden, mesh)
+    with torch.no_grad():
+        same(distribute_tensor(hidden, mesh), hidden)
+    same(distribute_tensor(hidden.detach(), mesh), hidden)
 
 
 def distribute_keeps_what_it_is(mesh):
@@ -331,7 +358,8 @@ def random_factories_advance_the_stream(mesh):
 
 
 CHECKS = [
-    distribute_all_placements, distribute_partial, distribute_keeps_what_it_is, distribute_owns_its_memory,
+    distribute_all_placements, distribute_partial, distribute_keeps_memory_order, distribute_takes_leaves,
+    distribute_keeps_what_it_is, distribute_owns_its_memory,
     distribute_default_is_replicate, from_local_finds_the_global_shape, from_local_with_shape, from_local_keeps_memory_order,
     from_local_default_is_replicate, from_local_assume_even, from_local_is_differentiable, from_local_grad_placements,
     to_local_is_the_local_tensor, to_local_is_differentiable, from_local_meets_others, to_local_grad_placements, redistribute_everywhere,

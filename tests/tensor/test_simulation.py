@@ -52,6 +52,22 @@ def test_sub_mesh():
     same(distribute_tensor(value, flipped, [Shard(0), Shard(1)]), value)
 
 
+def test_flattened_axes():
+    """As torch's DeviceMesh has them."""
+    mesh = simulate((2, 3, 2), axis_names=("pp", "dp", "tp"))
+    flat = mesh["dp", "tp"]._flatten("all")
+    assert flat.shape == (6,) and flat.axis_names == ("all",) and mesh["all"] is flat is mesh["pp"]["all"]
+    assert flat.ranks == mesh["dp", "tp"].ranks and mesh._flatten().axis_names == ("pp_dp_tp",)
+    leaf = distribute_tensor(x(7, 2), flat, [Shard(0)]).requires_grad_()
+    (leaf * leaf).sum().backward()
+    same(leaf.grad, x(7, 2) * 2)
+    assert pickle.loads(pickle.dumps(flat)) is flat
+    with pytest.raises(MeshError, match=r"\('pp', 'tp'\) must follow each other in \('pp', 'dp', 'tp'\)"):
+        mesh["pp", "tp"]._flatten()
+    with pytest.raises(MeshError, match="'pp' is an axis of"):
+        mesh["dp", "tp"]._flatten("pp")
+
+
 def test_gradients_on_a_sub_mesh():
     mesh = simulate((2, 3), axis_names=("dp", "tp"))
     for place in (Shard(0), Replicate()):

@@ -7,7 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise import DTensor, MeshError, Partial, Shard, StrictError, debug, distribute_tensor, simulate, strict
+from shardwise import (
+    DTensor,
+    LayoutError,
+    MeshError,
+    Partial,
+    RuleError,
+    Shard,
+    StrictError,
+    debug,
+    distribute_tensor,
+    simulate,
+    strict,
+)
 from tests.tensor.common import R, checked_on, laid_out, layouts, on_one_axis, same, x
 
 VALUE = x(5, 4)
@@ -216,8 +228,28 @@ def strict_sees_inside_the_program_of_an_op(mesh):
         same(whole.logsumexp(0), VALUE.logsumexp(0))
 
 
+def memory(mesh):
+    """What torch does with the memory of a tensor, which the wrapper has none of."""
+    for places in layouts(mesh, VALUE):
+        mine = laid_out(VALUE, mesh, places)
+        assert mine.apply_(lambda v: v * v) is mine
+        same(mine, VALUE * VALUE, str(places))
+        assert not mine.is_shared() and mine.share_memory_() is mine and mine.is_shared()
+        same(mine + 1, VALUE * VALUE + 1, str(places))
+        with pytest.raises(RuleError, match="memory of a distributed tensor is on many ranks; give x.to_local"):
+            torch.from_dlpack(mine)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        laid_out(VALUE, mesh, places, requires_grad=True).apply_(abs)
+
+
+def sparse_operands_are_refused(mesh):
+    mine = distribute_tensor(VALUE, mesh, on_one_axis(mesh, Shard(0)))
+    with pytest.raises(LayoutError, match=r"a torch.sparse_coo tensor meets a DTensor.*x.to_dense\(\)"):
+        torch.eye(5, dtype=torch.float64).to_sparse() @ mine
+
+
 CHECKS = [
-    numbers, arrays, container_protocol, comparisons, text, plain_operands, strict_refuses_what_was_not_asked_for,
+    memory, sparse_operands_are_refused, numbers, arrays, container_protocol, comparisons, text, plain_operands, strict_refuses_what_was_not_asked_for,
     strict_allows_backward, strict_sees_inside_the_program_of_an_op,
 ]  # fmt: skip
 test_simulated, test_processes = checked_on(__name__, CHECKS)

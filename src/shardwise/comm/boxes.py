@@ -24,13 +24,31 @@ def _index(intervals: Intervals, like: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(_indices(intervals), device=like.device)
 
 
+_BY_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {  # dtypes that torch can copy but neither index nor add, and those they travel as
+    dtype: _BY_WIDTH[dtype.itemsize]
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and name.startswith(("uint16", "uint32", "uint64", "float8", "complex32"))
+}
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The same memory, of a dtype that has index kernels."""
+    return x.view(BITS[x.dtype]) if x.dtype in BITS else x
+
+
+def _selected(x: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
+    found = _bits(x).index_select(dim, _index(intervals, x))
+    return found.view(x.dtype) if x.dtype in BITS else found
+
+
 # -- along one dim -----------------------------------------------------------------------------------------
 def take(x: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
     """A contiguous copy of the indices of `dim` in `intervals`."""
     if is_contiguous(intervals):
         a, b = intervals[0] if intervals else (0, 0)
         return x.narrow(dim, a, b - a).clone(memory_format=torch.contiguous_format)
-    return x.index_select(dim, _index(intervals, x))
+    return _selected(x, dim, intervals)
 
 
 def put_together(parts: Sequence[torch.Tensor], dim: int, row: Sequence[Intervals]) -> torch.Tensor:
@@ -40,7 +58,7 @@ def put_together(parts: Sequence[torch.Tensor], dim: int, row: Sequence[Interval
     if all(a[1] <= b[0] for a, b in itertools.pairwise(order)):
         return whole
     out = torch.empty_like(whole)
-    out.index_copy_(dim, _index(order, whole), whole)
+    _bits(out).index_copy_(dim, _index(order, whole), _bits(whole))
     return out
 
 
@@ -79,14 +97,15 @@ def pick(x: torch.Tensor, box: Box) -> torch.Tensor:
                 x = x.narrow(dim, a, b - a)
     for dim, side in enumerate(box):
         if not is_contiguous(side):
-            x = x.index_select(dim, _index(side, x))
+            x = _selected(x, dim, side)
     return x
 
 
 def place(x: torch.Tensor, box: Box, part: torch.Tensor) -> None:
     """Write `part` to these positions of `x`."""
     broken = [dim for dim, side in enumerate(box) if not is_contiguous(side)]
-    view = x
+    view = _bits(x) if broken else x
+    part = _bits(part) if broken else part
     for dim, side in enumerate(box):
         if is_contiguous(side):
             a, b = side[0] if side else (0, 0)

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 import shardwise.rules  # noqa: F401  (importing them registers them)
-from shardwise.context import refuses_plain
+from shardwise.context import functions, refuses_plain
 from shardwise.engine.cache import PlanCache, register_cache
 from shardwise.engine.call_shape import CallShape, op_name, tensors_in
 from shardwise.engine.fallback import rebound, replicated, written_back
 from shardwise.engine.plan import Plan, build_plan
-from shardwise.errors import AutogradError, MeshError, StrictError
+from shardwise.errors import AutogradError, LayoutError, MeshError, StrictError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps
@@ -36,6 +36,7 @@ ANY_FLOAT: set[Any] = set()  # functions whose plans do not depend on float argu
 _TRUE, _FALSE = object(), object()  # True == 1 and hashes alike: plans must tell them apart
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_grad_enabled = torch.is_grad_enabled
+_are_transforms_active = torch._C._are_functorch_transforms_active
 _is_forward_grad_enabled = torch._C._is_fwd_grad_enabled  # type: ignore[attr-defined]
 
 
@@ -94,6 +95,9 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
     except _PlainTensor:
         whole_key = None
     if whole_key is None:
+        if _are_transforms_active() and _has_transformed(args, kwargs):
+            with torch._C.DisableTorchFunctionSubclass():  # functorch first: what it unwraps comes back by dispatch
+                return func(*args, **(kwargs or _NO_KWARGS))
         return call_function(cls, func, types, *with_plain_wrapped(op_name(func), args, kwargs))
     if not _is_grad_enabled() and not _is_forward_grad_enabled():
         check_custom_function(func, args)
@@ -303,6 +307,12 @@ def with_plain_wrapped(name: str, args: Sequence[Any], kwargs: Any) -> tuple[Any
     return tuple(_wrapped(a, mesh) for a in args), {k: _wrapped(v, mesh) for k, v in kwargs.items()}
 
 
+def _has_transformed(args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether a tensor of torch.func's transforms is among the arguments: it may hold a distributed one."""
+    tensors, _ = tree_flatten((args, kwargs))
+    return any(isinstance(t, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+
+
 def _mesh_in(values: Any) -> Any:
     for value in values:
         if isinstance(value, Wrapper):
@@ -327,6 +337,8 @@ def replicated_plain(value: torch.Tensor, mesh: Any) -> Any:
     comm = mesh.comm
     if hasattr(value, "ranks"):
         raise MeshError("a RankTensor meets a DTensor; say how it is laid out: DTensor.from_local(x, mesh, placements)")
+    if value.layout is not torch.strided:
+        raise LayoutError(f"a {value.layout} tensor meets a DTensor, which only dense ones can; use x.to_dense()")
     layout = Layout.make(
         mesh, [REPLICATE] * len(mesh.shape), tuple(value.shape), value.dtype, value.stride(), value.device
     )
@@ -335,14 +347,14 @@ def replicated_plain(value: torch.Tensor, mesh: Any) -> Any:
 
 def check_custom_function(func: Any, args: Sequence[Any]) -> None:
     """Inside torch.autograd.Function.forward (grad and forward-mode grad are both off, but not inference mode) a tensor
-    that needs grad would lose its gradient: the wrapper is unknown to C++ autograd."""
-    if torch.is_inference_mode_enabled():
+    that needs grad loses its gradient unless `custom_function` applied the Function: it knows the local tensors. It did
+    not where someone took hold of torch's own `apply` before this package was imported."""
+    if functions.applying or torch.is_inference_mode_enabled():
         return
     for arg in args:
         if isinstance(arg, Wrapper) and arg._layout.mesh.comm.first(arg._local).requires_grad:
             raise AutogradError(
-                f"{op_name(func)} on a distributed tensor that requires grad inside a torch.autograd.Function: its "
-                f"gradient would be lost. Apply the Function to x.to_local() and wrap the result with "
-                f"DTensor.from_local, use local_map, or write it with differentiable ops (torch.utils.checkpoint: "
-                f"pass use_reentrant=False; a module's full backward hook: use hooks of its tensors)"
+                f"{op_name(func)} on a distributed tensor that requires grad inside a torch.autograd.Function whose "
+                f"`apply` was taken before shardwise was imported: its gradient would be lost. Import shardwise before "
+                f"the module that defines the Function, or call MyFunction.apply(x) itself"
             )

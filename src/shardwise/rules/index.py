@@ -15,7 +15,7 @@ from shardwise.layout.layout import contiguous_stride
 from shardwise.layout.split import Intervals
 from shardwise.rules.found import broadcast_shape, select_masked
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.slicing import clipped, select, slice_, sum_of
+from shardwise.rules.slicing import adds_up, clipped, select, slice_, sum_of
 from shardwise.rules.view import dim_of, unsqueeze
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
@@ -220,7 +220,8 @@ def index(x: Operand, indices: Sequence[Any]) -> Factors | Algorithm | None:
 
     local = by_holders(at.dims, look_up, lambda v, *found: v[tuple(at.placed(found, slice(None)))])
     reduce = {at.names[d]: sum_of(x) for d in at.dims}
-    return Factors([at.names, *at.index_names], [at.result], "each", frozenset({0}), reduce=reduce, local=local)
+    mine = at.names if adds_up(x) else tuple(None if d in at.dims else n for d, n in enumerate(at.names))
+    return Factors([mine, *at.index_names], [at.result], "each", frozenset({0}), reduce=reduce, local=local)
 
 
 def _index_by_masks(x: Any, indices: Sequence[Any]) -> Any:
@@ -238,7 +239,7 @@ def without_masks(indices: Sequence[Any]) -> list[Any]:
 
 def look_up_along(x: Operand, d: int, pick: Any, names: Sequence[Any], mask: Any, error: type[Exception]) -> Factors:
     """pick(x, index) along dim d; `names` are the index's; a mask of it in the shape `mask` fits the result."""
-    mine = tuple(f"x{i}" for i in range(x.ndim))
+    mine = tuple(f"x{i}" if i != d or adds_up(x) else None for i in range(x.ndim))
     outs = tuple("i" if i == d else n for i, n in enumerate(mine))
 
     def look_up(v: torch.Tensor, index: torch.Tensor, held: tuple[Intervals]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.boxes import BITS
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, count, intersect, normalize, positions
 from shardwise.rules.view import carried, dim_of, dims_of, factors_of, ints
@@ -139,7 +140,8 @@ def select(x: Operand, dim: int, index: Any) -> Factors | None:
     """Of a cut dim, the holder of the index keeps it and the others add zeros: a Partial sum, and nothing moves."""
     if isinstance(index, Operand):
         return None
-    d, names = dim_of(dim, x.ndim), factors_of(x.ndim)
+    d = dim_of(dim, x.ndim)
+    names = factors_of(x.ndim) if adds_up(x) else factors_of(x.ndim, d)
     at = index + x.shape[d] if index < 0 else index
 
     def pick(v: torch.Tensor, found: Intervals) -> torch.Tensor:
@@ -153,6 +155,11 @@ def select(x: Operand, dim: int, index: Any) -> Factors | None:
 
     more: dict[str, Any] = {"local": local, "aliases": lambda inputs: not inputs[0].is_cut(d), "may_alias": True}
     return Factors([names], [(*names[:d], *names[d + 1 :])], "joint", reduce={f"d{d}": sum_of(x)}, **more)
+
+
+def adds_up(x: Operand) -> bool:
+    """Whether torch can add tensors of this dtype, so that answers of the ranks can be a pending sum."""
+    return x.dtype not in BITS
 
 
 def sum_of(x: Operand) -> str:

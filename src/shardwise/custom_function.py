@@ -1,0 +1,337 @@
+"""torch.autograd.Function on distributed tensors: the functions people write, a module's full backward hooks,
+checkpoint(use_reentrant=True).
+
+To C++ a distributed tensor never requires grad; its local tensors do. So a Function is applied to these: one node over
+the local values of all arguments, which hands the user's forward and backward distributed tensors and takes theirs
+apart. The node is the `ctx` they see and the `grad_fn` of the results.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction, Function, once_differentiable
+
+from shardwise.comm.simulation import RankTensor, map_ranks
+from shardwise.context import functions
+from shardwise.engine.call import replicated_plain
+from shardwise.errors import AutogradError
+from shardwise.surface import as_gradient, from_gradient
+from shardwise.wrapper import Wrapper, wrap
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, list, tuple, dict, type(None)})
+_torchs_apply = Function.apply.__func__  # type: ignore[attr-defined]
+
+
+def take_functions() -> None:
+    """Have torch.autograd.Function.apply, which asks no tensor class, take distributed tensors."""
+    Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    outer = functions.applying
+    functions.applying = True
+    try:
+        for arg in args:
+            if type(arg) not in _PLAIN and isinstance(arg, (Wrapper, RankTensor)):
+                return _apply_distributed(cls, args, kwargs)
+        result = _torchs_apply(cls, *args, **kwargs)
+    finally:
+        functions.applying = outer
+    if type(result) is tuple:
+        return tuple([r if type(r) in _PLAIN else _with_local_graph(r) for r in result])
+    return result if type(result) in _PLAIN else _with_local_graph(result)
+
+
+def _apply_distributed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not any(isinstance(arg, Wrapper) for arg in args):  # what simulated ranks hold: each applies it for itself
+        return map_ranks(cls.apply, args, kwargs)
+    if _has_setup_context(cls):
+        bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        args, kwargs = bound.args, bound.kwargs
+    needed = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+    if kwargs or not needed or torch._C._are_functorch_transforms_active():
+        return _torchs_apply(cls, *args, **kwargs)
+    call = _Call(args)
+    flat = iter(_torchs_apply(_on_locals(cls), call, *_flattened(args, call.forms)))
+    results = tuple(
+        result if id(result) in call.dirty else form.value([next(flat) for _ in range(form.count)])
+        for result, form in zip(call.results, call.result_forms, strict=True)
+    )
+    return results if call.several else results[0]
+
+
+def _has_setup_context(cls: Any) -> bool:
+    return cls.setup_context is not Function.setup_context
+
+
+# -- arguments and results, as the node has them: flat -----------------------------------------------------
+class _Form:
+    """What one argument, result or saved tensor is among the flat ones: itself, in the simplest case."""
+
+    count = 1
+
+    def __init__(self, value: Any) -> None:
+        self.is_tensor = isinstance(value, torch.Tensor)
+        self.empty = [_kind(value)] if self.is_tensor else []
+
+    def flat(self, value: Any) -> Sequence[Any]:
+        return (value,)
+
+    def value(self, parts: Sequence[Any]) -> Any:
+        return parts[0]
+
+    def gradient(self, parts: Sequence[Any], materialize: bool) -> Any:
+        """The gradient as the user sees it."""
+        if all(part is None for part in parts) and not (materialize and self.empty):
+            return None
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in self.empty)
+        return self._gradient([zero if part is None else part for part, zero in zip(parts, zeros, strict=True)])
+
+    def _gradient(self, parts: Sequence[Any]) -> Any:
+        return parts[0]
+
+    def flat_gradient(self, grad: Any, what: str) -> Sequence[Any]:
+        """The gradient as autograd takes it."""
+        return (grad.full_tensor() if isinstance(grad, Wrapper) else grad,)  # type: ignore[attr-defined]
+
+
+class _Distributed(_Form):
+    """The local tensors of a distributed one."""
+
+    is_tensor = True
+
+    def __init__(self, value: Any) -> None:
+        self.layout = value._layout
+        self.comm = self.layout.mesh.comm
+        self.structure = self.comm.structure(value._local)
+        self.empty = [_kind(part) for part in self.flat(value)]
+        self.count = len(self.empty)
+
+    def flat(self, value: Any) -> Sequence[Any]:
+        return self.comm.values(value._local)
+
+    def value(self, parts: Sequence[Any]) -> Any:
+        return wrap(self.comm.assemble(self.structure, parts), self.layout)
+
+    def _gradient(self, parts: Sequence[Any]) -> Any:
+        return as_gradient(self.layout, self.comm.assemble(self.structure, parts))
+
+    def flat_gradient(self, grad: Any, what: str) -> Sequence[Any]:
+        if grad is None:
+            return (None,) * self.count
+        if not isinstance(grad, Wrapper):
+            grad = replicated_plain(grad, self.layout.mesh)
+        if _expands(self.layout.shape, grad.shape):
+            grad = grad.sum_to_size(self.layout.shape)
+        return self.comm.pick(self.structure, from_gradient(self.layout, grad, what))
+
+
+def _expands(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether a gradient of shape `to` is one of an expanded tensor of `shape`, as torch allows."""
+    tail = to[len(to) - len(shape) :]
+    return shape != to and len(shape) == len(tail) and all(a in (1, b) for a, b in zip(shape, tail, strict=True))
+
+
+def _kind(value: torch.Tensor) -> tuple[Any, ...]:
+    return value.shape, value.dtype, value.device
+
+
+def _form(value: Any) -> _Form:
+    return _Distributed(value) if isinstance(value, Wrapper) else _Form(value)
+
+
+def _flattened(values: Iterable[Any], forms: Sequence[_Form]) -> list[Any]:
+    return [part for form, value in zip(forms, values, strict=True) for part in form.flat(value)]
+
+
+def _by_form(forms: Sequence[_Form], flat: Sequence[Any]) -> list[Sequence[Any]]:
+    """The flat values of each form."""
+    found, start = [], 0
+    for form in forms:
+        found.append(flat[start : start + form.count])
+        start += form.count
+    return found
+
+
+class _Call:
+    """One application: what the node's forward takes from outside, and what it tells."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.args, self.forms = args, [_form(arg) for arg in args]
+        self.results: tuple[Any, ...] = ()
+        self.result_forms: list[_Form] = []
+        self.several = False
+        self.dirty: set[int] = set()  # arguments that were written and returned: the results are they
+        for arg in args:
+            if isinstance(arg, Wrapper) and isinstance(arg._local, RankTensor):
+                arg._local.used = True
+
+
+# -- the node ----------------------------------------------------------------------------------------------
+class _Node(BackwardCFunction):
+    """The `ctx` of a user's Function: what it is told and tells of tensors is about distributed ones."""
+
+    _arg_forms: list[_Form]
+    _result_forms: list[_Form]
+    _saved_forms: Sequence[_Form] = ()
+    _dirty: Sequence[Any] = ()
+    _materialize = True
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self._saved_forms = [_form(t) for t in tensors]
+        super().save_for_backward(*_flattened(tensors, self._saved_forms))
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:  # type: ignore[override]
+        flat = super().saved_tensors
+        return tuple(f.value(parts) for f, parts in zip(self._saved_forms, _by_form(self._saved_forms, flat)))
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]:  # type: ignore[override]
+        flat = super().needs_input_grad[1:]  # after the call
+        return tuple(map(any, _by_form(self._arg_forms, flat)))
+
+    def mark_dirty(self, *args: Any) -> None:
+        self._dirty = args
+        super().mark_dirty(*_flattened(args, [_form(arg) for arg in args]))
+
+    def mark_non_differentiable(self, *args: Any) -> None:
+        super().mark_non_differentiable(*_flattened(args, [_form(arg) for arg in args]))
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self._materialize = value
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        into, outof, what = [f for f in self._arg_forms if f.is_tensor], self._result_forms, type(self).__name__
+
+        def on_flat(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> Any:
+            result = hook(_gradients(into, grad_inputs), _gradients(outof, grad_outputs))
+            return None if result is None else _flat_gradients(into, _as_tuple(result), what)
+
+        return super().register_hook(on_flat)
+
+    def register_prehook(self, hook: Callable[..., Any]) -> Any:
+        outof, what = self._result_forms, type(self).__name__
+
+        def on_flat(grad_outputs: tuple[Any, ...]) -> Any:
+            result = hook(_gradients(outof, grad_outputs))
+            return None if result is None else _flat_gradients(outof, _as_tuple(result), what)
+
+        return super().register_prehook(on_flat)
+
+
+def _gradients(forms: Sequence[_Form], flat: Sequence[Any], materialize: bool = False) -> tuple[Any, ...]:
+    return tuple(form.gradient(parts, materialize) for form, parts in zip(forms, _by_form(forms, flat), strict=True))
+
+
+def _flat_gradients(forms: Sequence[_Form], grads: Sequence[Any], what: str) -> tuple[Any, ...]:
+    return tuple(part for f, grad in zip(forms, grads, strict=True) for part in f.flat_gradient(grad, what))
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+class _OnLocals(Function):
+    """A user's Function over local tensors. Each has a subclass of this with its name."""
+
+    user: Any
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *flat: Any) -> tuple[Any, ...]:
+        user = ctx._forward_cls.user
+        BackwardCFunction.set_materialize_grads(ctx, False)  # zeros are made with a layout
+        ctx._arg_forms = call.forms
+        if _has_setup_context(user):
+            out = user.forward(*call.args)
+            user.setup_context(ctx, call.args, out)
+        else:
+            out = user.forward(ctx, *call.args)
+        call.several, call.results = isinstance(out, tuple), _as_tuple(out)
+        call.dirty = {id(arg) for arg in ctx._dirty}
+        ctx._dirty = ()
+        ctx._result_forms = call.result_forms = [_form(result) for result in call.results]
+        return tuple(_flattened(call.results, call.result_forms))
+
+    @staticmethod
+    def backward(ctx: Any, *flat: Any) -> tuple[Any, ...]:
+        user, name = ctx._forward_cls.user, ctx.name()
+        grads: Any = _gradients(ctx._result_forms, flat, ctx._materialize)
+        backward = user.vjp if user.vjp is not Function.vjp else user.backward
+        once = getattr(backward, "__code__", None) is _ONCE
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not once):
+            given = ([*grads],) if getattr(user, "boxed_grads_call", False) else grads
+            found = _as_tuple((backward.__wrapped__ if once else backward)(ctx, *given))
+            found = _one_for_each(found, ctx._arg_forms, name)
+            wanted = [g if need else None for g, need in zip(found, ctx.needs_input_grad, strict=True)]
+            result = _flat_gradients(ctx._arg_forms, wanted, name)
+        if once and torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in flat):
+            result = _never_twice(result)
+        return None, *result
+
+
+_ONCE = once_differentiable(lambda ctx: None).__code__  # what torch's decorator makes of a backward
+
+
+def _one_for_each(grads: tuple[Any, ...], forms: Sequence[_Form], name: str) -> tuple[Any, ...]:
+    """torch forgives gradients too many if they are None."""
+    if len(grads) > len(forms) and all(g is None for g in grads[len(forms) :]):
+        grads = grads[: len(forms)]
+    if len(grads) != len(forms):
+        raise RuntimeError(
+            f"function {name} returned an incorrect number of gradients (expected {len(forms)}, got {len(grads)})"
+        )
+    return grads
+
+
+def _never_twice(grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    """These gradients with a node behind them that raises, as torch has it for @once_differentiable."""
+    message = b"trying to differentiate twice a function that was marked with @once_differentiable"
+    raising: Any = torch._C._functions.DelayedError(message, len(grads))
+    return _as_tuple(raising(*(g if g is None else g.detach().requires_grad_() for g in grads)))
+
+
+def _on_locals(cls: Any) -> Any:
+    """The Function over local tensors that stands for `cls`."""
+    made = cls.__dict__.get("_shardwise")
+    if made is None:
+        made = type(cls)(cls.__name__, (_OnLocals,), {"user": cls})
+        own = {"_forward_cls": made, "_autograd_function_id": made._backward_cls._autograd_function_id}
+        made._backward_cls = type(made._backward_cls.__name__, (_Node,), own)
+        cls._shardwise = made
+    return made
+
+
+# -- distributed tensors made by a Function of plain ones --------------------------------------------------
+class _Unwrapped(Function):
+    """The local tensors of a distributed one that C++ recorded as the result of a Function."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> tuple[torch.Tensor, ...]:
+        ctx.form = _Distributed(tensor)
+        return tuple(part.detach() for part in ctx.form.flat(tensor))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.is_grad_enabled() and any(g.requires_grad for g in grads):
+            raise AutogradError(
+                "second derivatives through a torch.autograd.Function that makes a DTensor of plain tensors would be "
+                "lost; make the DTensor outside of it, with DTensor.from_local or distribute_tensor"
+            )
+        return ctx.form.gradient(grads, True)
+
+
+def _with_local_graph(tensor: Any) -> Any:
+    """A result that C++ recorded on the wrapper, where nothing looks, recorded on the local tensors instead."""
+    if not isinstance(tensor, Wrapper):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        if not torch._C.TensorBase.requires_grad.__get__(tensor):  # type: ignore[attr-defined]
+            return tensor
+    form = _Distributed(tensor)
+    return form.value(_torchs_apply(_Unwrapped, tensor))
