@@ -28,7 +28,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

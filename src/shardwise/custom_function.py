@@ -128,7 +128,7 @@ class _Distributed(_Form):
             grad = replicated_plain(grad, self.layout.mesh)
         if _expands(self.layout.shape, grad.shape):
             grad = grad.sum_to_size(self.layout.shape)
-        return self.comm.pick(self.structure, from_gradient(self.layout, grad, what))
+        return self.comm.pick_gradients(self.structure, from_gradient(self.layout, grad, what))
 
 
 def _expands(shape: Sequence[int], to: Sequence[int]) -> bool:
