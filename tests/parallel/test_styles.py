@@ -342,6 +342,9 @@ def test_other_modules_by_the_dim_of_their_weight():
         RuleError, match="ColwiseParallel knows nn.Linear and nn.Embedding, got Bilinear; say which dim"
     ):
         parallelize_module(bilinear, mesh, ColwiseParallel())
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        with pytest.raises(NotImplementedError, match="got ReLU"):
+            parallelize_module(nn.ReLU(), mesh, style)
 
 
 # ------------------------------------------------------------------ layouts by axis names

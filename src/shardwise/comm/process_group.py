@@ -26,6 +26,7 @@ _REDUCE = {
     "min": dist.ReduceOp.MIN,
 }
 _MOST_DIMS = 16
+_PAIR_PIECE = 1 << 22  # bytes
 _DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
 
 
@@ -247,15 +248,22 @@ class ProcessGroupComm(Comm):
         return len(along.ranks) == 2 and along.group is not None and along.backend == "gloo"
 
     def _start_pair(self, step: Step, mine: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
-        group = self.group(step.axes)
-        mine, out = mine.resolve_conj().resolve_neg(), torch.empty_like(mine, memory_format=torch.contiguous_format)
-        sent, came = as_wire(mine), as_wire(out)
-        counts = [0, came.numel()] if dist.get_rank(group) == 0 else [came.numel(), 0]
-        work = start_all_to_all(came, counts, sent, counts, group)
+        """In pieces, so that one is reduced while the next travels."""
+        group, reduce = self.group(step.axes), REDUCTIONS[step.reduce_op]
+        mine = mine.resolve_conj().resolve_neg().contiguous()
+        out = torch.empty_like(mine)
+        length = max(_PAIR_PIECE // out.element_size(), 1)
+        pairs = list(zip(mine.view(-1).split(length), out.view(-1).split(length), strict=True))
+        works = []
+        for sent, came in pairs:
+            n = came.numel() * width(came.dtype)
+            counts = [0, n] if dist.get_rank(group) == 0 else [n, 0]
+            works.append(start_all_to_all(as_wire(came), counts, as_wire(sent), counts, group))
 
         def wait() -> None:
-            work.wait()
-            REDUCTIONS[step.reduce_op](out, mine, out=out)  # type: ignore[call-arg]
+            for work, (sent, came) in zip(works, pairs, strict=True):
+                work.wait()
+                reduce(came, sent, out=came)  # type: ignore[call-arg]
 
         return out, wait
 

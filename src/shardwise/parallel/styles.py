@@ -61,6 +61,8 @@ class _LayerParallel(ParallelStyle):
     """A layer whose parameters are cut, with one tensor in and one out."""
 
     desired_input: Placement
+    cut_dims: tuple[int, int]  # of the weight of a linear layer, of the table of an embedding
+    weight_dim: int | None
 
     def __init__(self, input_layouts: Any, output_layouts: Any, use_local_output: bool | None) -> None:
         self.input_layouts: Layout = as_layout(input_layouts, "input_layouts")
@@ -69,13 +71,14 @@ class _LayerParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         along = Along.of(device_mesh, self.axis)
-        placements = {name: self._placement(module, name, along) for name in module._parameters}
+        dim = self._cut_dim(module)
+        placements = {name: self._placement(param, dim, along) for name, param in module._parameters.items()}
         lay_out_parameters(module, placements, along, self.src_data_rank)
         module.register_forward_pre_hook(Hook(self._enter, along), with_kwargs=True)
         module.register_forward_hook(Hook(self._leave, along), with_kwargs=True)
         return module
 
-    def _placement(self, module: nn.Module, name: str, along: Along) -> Placement:
+    def _placement(self, param: torch.Tensor | None, dim: int, along: Along) -> Placement:
         raise NotImplementedError
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], along: Along) -> Any:
@@ -106,14 +109,13 @@ class _LayerParallel(ParallelStyle):
         output = along.move(output, self.output_layouts, given)
         return leaves(self.use_local_output, output, along)
 
-    def _weight_dim(self, module: nn.Module, given: int | None, linear: int, table: int) -> int:
+    def _cut_dim(self, module: nn.Module) -> int:
         """The dim of the weight that is cut."""
-        if given is not None:
-            return given
-        if isinstance(module, nn.Linear):
-            return linear
-        if isinstance(module, nn.Embedding):
-            return table
+        if self.weight_dim is not None:
+            return self.weight_dim
+        for kind, dim in zip((nn.Linear, nn.Embedding), self.cut_dims, strict=True):
+            if isinstance(module, kind):
+                return dim
         raise RuleError(
             f"{type(self).__name__} knows nn.Linear and nn.Embedding, got {type(module).__name__}; say which dim of "
             f"its weight to cut with weight_dim=..."
@@ -135,6 +137,7 @@ class ColwiseParallel(_LayerParallel):
     """
 
     desired_input = REPLICATE
+    cut_dims = (0, 1)
 
     def __init__(
         self,
@@ -154,9 +157,7 @@ class ColwiseParallel(_LayerParallel):
             raise LayoutError(f"ColwiseParallel: parts must be an int > 0, got {parts!r}")
         self.weight_dim, self.parts = weight_dim, parts
 
-    def _placement(self, module: nn.Module, name: str, along: Along) -> Placement:
-        dim = self._weight_dim(module, self.weight_dim, 0, 1)
-        param = module._parameters[name]
+    def _placement(self, param: torch.Tensor | None, dim: int, along: Along) -> Placement:
         if param is None or not param.dim():
             return REPLICATE
         return cut_in_parts(dim if param.dim() > 1 else 0, param.shape, self.parts, along)
@@ -171,6 +172,7 @@ class RowwiseParallel(_LayerParallel):
     """
 
     desired_input = Shard(-1)
+    cut_dims = (1, 0)
 
     def __init__(
         self,
@@ -187,9 +189,7 @@ class RowwiseParallel(_LayerParallel):
         )
         self.weight_dim = weight_dim
 
-    def _placement(self, module: nn.Module, name: str, along: Along) -> Placement:
-        dim = self._weight_dim(module, self.weight_dim, 1, 0)
-        param = module._parameters[name]
+    def _placement(self, param: torch.Tensor | None, dim: int, along: Along) -> Placement:
         return Shard(dim) if param is not None and param.dim() > 1 else REPLICATE
 
     def _desired(self, module: nn.Module) -> Placement:
