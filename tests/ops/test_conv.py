@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import shardwise
-from shardwise import Partial, Replicate, RuleError, Shard, simulate
+from shardwise import Partial, Replicate, Shard, simulate
 from tests.harness import check, compare, seeded, spread_out
 from tests.workers import device_mesh, run_ranks
 
@@ -147,10 +147,14 @@ def test_second_derivative():
 
 
 def test_written_windows():
-    """Halos make a copy: writing to it raises, since the base would not see it."""
-    windows = spread_out(*seeded((2, 6)), simulate((3,)), [Shard(1)]).unfold(1, 3, 3)
-    with pytest.raises(RuleError, match="unfold"):
-        windows.zero_()
+    """Halos make a copy; its base sees what is written to it all the same, unless windows overlap."""
+    (plain,) = seeded((2, 6))
+    mine = spread_out(plain, simulate((3,)), [Shard(1)])
+    for x in (mine, plain):
+        x.unfold(1, 3, 3)[:, 1].zero_()
+    assert torch.equal(mine.full_tensor(), plain)
+    with pytest.raises(RuntimeError, match="more than one element"):
+        mine.unfold(1, 3, 1).zero_()
 
 
 @pytest.mark.parametrize(
