@@ -5,6 +5,7 @@ lives in the local tensors. The layout of a gradient follows from the layout of 
 from __future__ import annotations
 
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,7 +111,11 @@ def get_grad(tensor: Any) -> Any:
         if kept is not None and kept[0][0] is grad:
             return kept[1]
         if grad is not None and not grad.requires_grad and grad.dtype == layout.dtype:
-            wrapped = _gradient_of(layout)(grad)
+            wrapped = own.pop("_spare_grad", None)
+            if wrapped is None or wrapped._layout is not grad_layout(layout):
+                wrapped = _gradient_of(layout)(grad)
+            else:
+                wrapped._local = grad
             own["_grad"] = ([grad], wrapped)
             return wrapped
     held = layout.mesh.comm.values(local)
@@ -123,6 +128,17 @@ def get_grad(tensor: Any) -> Any:
     wrapped = as_gradient(layout, layout.mesh.comm.rebuild(local, grads))
     own["_grad"] = (grads, wrapped)
     return wrapped
+
+
+def _drop_grad(own: dict[str, Any]) -> None:
+    """Forget the gradient. The tensor that showed it is kept for the next one, if nobody else has it: zero_grad() asks
+    every parameter of every step for one, only to see that it is there."""
+    kept = own.pop("_grad", None)
+    if kept is not None:
+        wrapped = kept[1]
+        if sys.getrefcount(wrapped) == 3 and len(wrapped.__dict__) == 2:  # here, in `kept`, in the call; nothing noted
+            wrapped._local = None
+            own["_spare_grad"] = wrapped
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,7 +155,7 @@ def set_grad(tensor: Any, grad: Any) -> None:
         local = leaf_local(tensor)
         for value in (local,) if type(local) is torch.Tensor else values(tensor):
             value.grad = None
-        tensor.__dict__.pop("_grad", None)
+        _drop_grad(tensor.__dict__)
         return
     if not isinstance(grad, Wrapper):
         raise LayoutError(f"grad: expected a DTensor or None, got {type(grad).__name__}; distribute_tensor it first")
