@@ -234,6 +234,18 @@ def test_router():
     assert balance_loss(torch.zeros(4, 2), torch.tensor([[0], [1], [0], [1]])) == 1
 
 
+def one_rank_is_wrong(rank, world_size):
+    mesh = device_mesh((world_size,))
+    x, chosen, _ = tokens_and_choices(3)
+    chosen[-1, 0] = 7  # a token of the last rank
+    with pytest.raises(LayoutError, match="chosen has 7, but there are 3 experts"):
+        dispatch(spread(x, mesh, [Shard(0)]), spread(chosen, mesh, [Shard(0)]), 3)
+
+
+def test_an_expert_that_there_is_not_raises_on_all_ranks():
+    run_ranks(one_rank_is_wrong, 2)
+
+
 def test_errors_say_what_to_do():
     x, chosen, weights = tokens_and_choices(3)
     mesh = simulate(2)

@@ -36,6 +36,8 @@ from shardwise.wrapper import wrap
 
 __all__ = ["MixtureOfExperts", "Routed", "balance_loss", "combine", "dispatch", "grouped_linear", "top_k"]
 
+_BAD = -(1 << 62)  # what a rank adds to the number of an expert that there is not, in place of its counts
+
 
 # -- the router --------------------------------------------------------------------------------------------
 def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,8 +188,8 @@ class _Journey:
 
     @staticmethod
     def plain(chosen: torch.Tensor, experts: int, capacity: int | None) -> _Journey:
-        counts = _counted(chosen, experts, ((0, len(chosen)),), 1)
-        return _Journey([_Source(0, ())], counts.numpy(force=True), capacity)
+        counts = _checked(_counted(chosen, experts, ((0, len(chosen)),), 1))
+        return _Journey([_Source(0, ())], counts, capacity)
 
     @staticmethod
     def between(chosen: Any, holders: Layout | None, experts: int, capacity: int | None) -> _Journey:
@@ -202,7 +204,7 @@ class _Journey:
         counts = run_local(count, [chosen], table, lambda coords: layout.held(0, coords))
         whole = table.replace(placements=[REPLICATE] * len(table.placements))
         known = mesh.comm.first(move(counts._local, table, whole, Note("dispatch", "sizes")))
-        numbers = known.view(len(spots), most, experts).numpy(force=True)
+        numbers = _checked(known).reshape(len(spots), most, experts)
         found = sorted(
             (_Source(start, spot), tuple(numbers[i, j]))
             for i, spot in enumerate(spots)
@@ -270,13 +272,22 @@ def _even(layout: Layout) -> list[Placement]:
 # -- local work --------------------------------------------------------------------------------------------
 def _counted(chosen: torch.Tensor, experts: int, held: Intervals, most: int) -> torch.Tensor:
     """How often each expert is chosen in each run of tokens; `most` runs, the last ones empty."""
-    if chosen.numel() and not (int(chosen.min()) >= 0 and int(chosen.max()) < experts):
-        bad = chosen[(chosen < 0) | (chosen >= experts)][0]
-        raise LayoutError(f"dispatch: chosen has {int(bad)}, but there are {experts} experts, numbered from 0")
     counts = chosen.new_zeros(most, experts)
+    if chosen.numel() and not (int(chosen.min()) >= 0 and int(chosen.max()) < experts):
+        return counts + (_BAD + chosen[(chosen < 0) | (chosen >= experts)][0])
     for row, part in zip(counts, chosen.split([b - a for a, b in held]), strict=False):
         row += part.flatten().bincount(minlength=experts)
     return counts
+
+
+def _checked(counts: torch.Tensor) -> numpy.ndarray:
+    """The counts of all ranks. An expert that there is not raises on all of them: else the others would wait."""
+    known = counts.numpy(force=True)
+    if known.min(initial=0) < 0:
+        raise LayoutError(
+            f"dispatch: chosen has {known.min() - _BAD}, but there are {counts.shape[-1]} experts, numbered from 0"
+        )
+    return known
 
 
 def _sorted_slots(chosen: torch.Tensor, groups: tuple[Any, Any]) -> torch.Tensor:

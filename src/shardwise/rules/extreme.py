@@ -97,8 +97,7 @@ def _extremes(name: str) -> None:
         return staged(x, dims, keepdim, lambda x: kind(selected(pick, x, dims, keepdim)), outputs=2)
 
     def of_all(v: Any, dims: Dims, keepdim: bool) -> Any:
-        one = (1,) * v.dim() if keepdim else ()
-        return func(v).reshape(one) if v.numel() else along(v, dims, keepdim)
+        return func(v).reshape((1,) * v.dim() if keepdim else ()) if v.numel() else along(v, dims, keepdim)
 
 
 _extremes("max")

@@ -122,9 +122,8 @@ def put_item(x: Any, index: Any, value: Any) -> None:
             value = value.unsqueeze(at)
     if view.dim() < value.dim():
         value = value.reshape(value.shape[value.dim() - view.dim() :])
-    if isinstance(value, Wrapper) and shares_memory(value, x):  # x[0, 1] += 2 gives back what it took
-        value = value.clone()
-    view.copy_(value.to(view.dtype) if value.dtype != view.dtype else value)
+    same = isinstance(value, Wrapper) and shares_memory(value, x)  # x[0, 1] += 2 gives back what it took
+    view.copy_(value.to(view.dtype, copy=same))
 
 
 # -- who holds what an index asks for ----------------------------------------------------------------------

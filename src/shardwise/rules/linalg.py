@@ -1,5 +1,4 @@
-"""Linear algebra: each matrix is worked on whole by whoever holds it. Batch dims pass, and so do the columns of
-right-hand sides."""
+"""Linear algebra: whoever holds a matrix works on it whole. Batch dims pass, and so do columns of right-hand sides."""
 
 from __future__ import annotations
 

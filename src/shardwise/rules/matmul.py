@@ -1,5 +1,4 @@
-"""Products of matrices: cut a row, column or batch factor and it passes; cut the contracted one and the result is a
-Partial sum."""
+"""Products of matrices: a cut row, column or batch factor passes; if the contracted one is cut, a Partial sum comes."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def einsum(equation: str, *operands: Any) -> Factors | None:
         return None
     if not arrow:
         right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
-    line = parse(f"{', '.join(map(' '.join, terms))} -> {' '.join(right)}")
-    return factors(line, tensors, linear="each")
+    return factors(parse(f"{', '.join(map(' '.join, terms))} -> {' '.join(right)}"), tensors, linear="each")
 
 
 @rule("_trilinear")

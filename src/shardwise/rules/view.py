@@ -103,8 +103,7 @@ def permute(x: Operand, *dims: Any, **named: Any) -> Relayout:
 @rule("transpose transpose_copy swapaxes swapdims mT")
 def transpose(x: Operand, dim0: int = -2, dim1: int = -1) -> Relayout:
     a, b = dims_of((dim0, dim1), x.ndim)
-    swapped = {a: b, b: a}
-    return permutation([swapped.get(d, d) for d in range(x.ndim)])
+    return permutation([{a: b, b: a}.get(d, d) for d in range(x.ndim)])
 
 
 @rule("t t_copy T")
