@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from shardwise.comm.bridge import collapse, own_each, regrade, share
 from shardwise.comm.record import Note
 from shardwise.comm.simulation import RankTensor
 from shardwise.context import is_strict, refuse_in_program, relaxed, running_op
+from shardwise.engine.cache import register_cache
 from shardwise.engine.call import SPECIAL, call_function, call_overload
 from shardwise.errors import LayoutError, MeshError, MoveError, RuleError
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
@@ -147,12 +149,9 @@ class DTensor(Wrapper):
             return _redistribute_as(self, placements, forward_dtype, backward_dtype, async_op)
         if placements is None:
             return self
-        target = self._layout.replace(placements=as_placements(placements))
-        if target is self._layout:
-            return self
-        if not plan_steps(self._layout, target):  # axes of one rank: another name for the same
-            return wrap(self._local, target)
-        target = target.replace(stride=None)
+        target, moves = _target_of(self._layout, as_placements(placements))
+        if not moves:
+            return self if target is self._layout else wrap(self._local, target)
         op = running_op()
         if op is not None and is_strict() and any(step.kind != "local" for step in plan_steps(self._layout, target)):
             refuse_in_program(op, self._layout, f"[{', '.join(map(str, target.placements))}]")
@@ -396,6 +395,18 @@ def _across(comm: Any, local: Any) -> Any:
 
 def _seen(value: torch.Tensor) -> torch.Tensor:
     return value.view_as(value) if value.requires_grad and torch.is_grad_enabled() else value.detach()
+
+
+@functools.lru_cache(maxsize=4096)
+def _target_of(layout: Layout, placements: tuple[Any, ...]) -> tuple[Layout, bool]:
+    """The layout that a redistribute comes to, and whether anything must be done: where axes of one rank change, it is
+    another name for the same."""
+    target = layout.replace(placements=placements)
+    moves = target is not layout and bool(plan_steps(layout, target))
+    return (target.replace(stride=None) if moves else target), moves
+
+
+register_cache("targets", _target_of.cache_info, _target_of.cache_clear)
 
 
 def _grad_layout_given(layout: Layout, grad_placements: Sequence[Any]) -> Layout:
