@@ -1,17 +1,10 @@
 """A rank may be a thread: nothing process-global knows which rank this is."""
 
-import threading
-
-import pytest
 import torch
-import torch.distributed as dist
 
 from shardwise import Replicate, Shard, debug, distribute_tensor, init_device_mesh
 from tests.harness import seeded
-
-threads = pytest.importorskip(
-    "torch.testing._internal.distributed.multi_threaded_pg", reason="needs torch's test tools"
-)
+from tests.thread_ranks import run_threads
 
 
 def program():
@@ -33,28 +26,4 @@ def program():
 
 
 def test_ranks_as_threads():
-    world = 4
-    results, errors = {}, []
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    threads._install_threaded_pg()
-    try:
-        store = dist.HashStore()
-
-        def work(rank):
-            try:
-                dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
-                results[rank] = program()
-            except BaseException as error:
-                errors.append((rank, error))
-                threads.ProcessLocalGroup.exception_handle(error)
-
-        running = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world)]
-        for thread in running:
-            thread.start()
-        for thread in running:
-            thread.join(timeout=60)
-    finally:
-        threads._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    assert not errors, errors
-    assert len(results) == world and results[0]  # every rank kept a ledger of its own
+    assert all(run_threads(program, 4))  # every rank kept a ledger of its own

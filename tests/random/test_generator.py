@@ -1,10 +1,7 @@
 """The stream: seeded, saved, restored and forked by torch's own means; the same on all ranks."""
 
-import threading
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -12,6 +9,7 @@ import shardwise
 from shardwise import CommError, Replicate, Shard, simulate
 from shardwise.mesh import as_mesh
 from shardwise.random.draw import common_key
+from tests.thread_ranks import run_threads
 from tests.workers import device_mesh, run_ranks
 
 MESH, PLACES = (4,), [Shard(0)]
@@ -185,42 +183,21 @@ def test_ranks_that_disagree():
     assert states[0] == states[1]
 
 
+def drawn_in_a_thread():
+    where = {"device_mesh": shardwise.init_device_mesh("cpu", (2, 2)), "placements": [Shard(1), Shard(0)]}
+    got = [shardwise.randn(5, 6, **where).full_tensor() for _ in range(2)]
+    return [*got, F.dropout(shardwise.ones(5, 6, **where), 0.5).full_tensor()]
+
+
 def test_ranks_as_threads():
     """Threads share torch's generator; their tensors are those of processes."""
-    threads = pytest.importorskip("torch.testing._internal.distributed.multi_threaded_pg")
-    world, results, errors = 4, {}, []
     torch.manual_seed(6)
     mesh = simulate((2, 2))
     want = [shardwise.randn(5, 6, device_mesh=mesh).full_tensor() for _ in range(2)]
     want.append(F.dropout(shardwise.ones(5, 6, device_mesh=mesh), 0.5).full_tensor())
     torch.manual_seed(6)
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    threads._install_threaded_pg()
-    try:
-        store = dist.HashStore()
-
-        def work(rank):
-            try:
-                dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
-                mesh = shardwise.init_device_mesh("cpu", (2, 2))
-                where = {"device_mesh": mesh, "placements": [Shard(1), Shard(0)]}
-                got = [shardwise.randn(5, 6, **where).full_tensor() for _ in range(2)]
-                results[rank] = [*got, F.dropout(shardwise.ones(5, 6, **where), 0.5).full_tensor()]
-            except BaseException as error:
-                errors.append((rank, error))
-                threads.ProcessLocalGroup.exception_handle(error)
-
-        running = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world)]
-        for thread in running:
-            thread.start()
-        for thread in running:
-            thread.join(timeout=60)
-    finally:
-        threads._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    assert not errors, errors
-    for rank in range(world):
-        for got, expected in zip(results[rank], want, strict=True):
+    for results in run_threads(drawn_in_a_thread, 4):
+        for got, expected in zip(results, want, strict=True):
             assert torch.equal(got, expected)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -35,7 +36,16 @@ class _Copy(NamedTuple):
 
 _of_base: dict[int, list[_Copy]] = {}  # by the storage the view would have shared
 COPIES: dict[int, list[_Copy]] = {}  # by the storage the copy has; empty in nearly every program
-_written: list[Any] = []  # the copies that are brought up to date with their bases, or these with them
+
+
+class _UnderWay(threading.local):
+    """The copies that are brought up to date with their bases, or these with them; ranks may be threads."""
+
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+
+
+_under_way_here = _UnderWay()
 
 
 def _storage(tensor: Any) -> int:
@@ -124,15 +134,15 @@ def after_write(target: Any) -> None:
 
 @contextlib.contextmanager
 def _under_way(copy: Any) -> Iterator[None]:
-    _written.append(copy)
+    _under_way_here.copies.append(copy)
     try:
         yield
     finally:
-        _written.pop()
+        _under_way_here.copies.pop()
 
 
 def _is_under_way(copy: Any) -> bool:
-    return any(copy is other for other in _written)
+    return any(copy is other for other in _under_way_here.copies)
 
 
 def _make_stale(storage: int, tensor: Any) -> None:
