@@ -55,23 +55,31 @@ def plan_of(mesh, before, after, size):
     return plan_move(src, dst)
 
 
+COORDS = list(itertools.product(range(2), repeat=2))
+
+
 def kinds(plan):
     return [(step.kind, step.axes) for step in plan.steps]
 
 
 @pytest.mark.parametrize("before, after", [("R P", "S0 R"), ("R P", "S1 R")])
 def test_a_slice_comes_before_an_all_reduce(before, after):
+    assert kinds(plan_of(simulate((2, 4)), before, after, 2048)) == [("local", (0,)), ("all_reduce", (1,))]
     for size in (64, 2048):
         assert kinds(plan_of(simulate((2, 2)), before, after, size)) == [("local", (0,)), ("all_reduce", (1,))]
 
 
 @pytest.mark.parametrize("before, after", [("R S1", "S1 R"), ("S1 R", "S0 S1"), ("S1 R", "S0 S0")])
-def test_small_moves_gather_over_fewer_ranks_and_large_ones_send_less(before, after):
-    gathered = before.split().index("S1")
-    small, large = (plan_of(simulate((2, 2)), before, after, size) for size in (64, 2048))
-    assert kinds(small)[0] == ("all_gather", (gathered,)) and kinds(small)[1][0] == "local"
-    assert kinds(large) == [("all_to_all", (0, 1))]
-    assert sum(map(large.bytes_in, range(4))) == sum(map(large.lower_bound, range(4)))
+def test_only_those_talk_who_hold_different_parts(before, after):
+    """The axis on which the source is Replicate is not crossed: it costs no latency, and the group is the other's."""
+    cut = before.split().index("S1")
+    for size in (64, 2048):
+        plan = plan_of(simulate((2, 2)), before, after, size)
+        (step,) = plan.steps
+        assert (step.kind, step.axes, step.crossed) == ("all_to_all", (0, 1), (cut,))
+        assert all({peer for peers, _ in step.incoming(c) for peer in peers} <= set(step.peers(c)) for c in COORDS)
+        assert all(set(step.outgoing(c)) <= set(step.peers(c)) and len(step.peers(c)) == 2 for c in COORDS)
+        assert sum(map(plan.bytes_in, range(4))) == sum(map(plan.lower_bound, range(4)))
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 4), (4, 4)])

@@ -29,6 +29,10 @@ class Step(Protocol):
     def axes(self) -> tuple[int, ...]: ...
 
     @property
+    def crossed(self) -> tuple[int, ...]:
+        """Those of the axes along which anything travels."""
+
+    @property
     def routed(self) -> bool: ...
 
     @property

@@ -101,6 +101,23 @@ def pick(x: torch.Tensor, box: Box) -> torch.Tensor:
     return x
 
 
+Cuts = tuple[tuple[int, int, int], ...]  # dim, start, length
+
+
+def cuts_of(box: Box, shape: Sequence[int]) -> Cuts | None:
+    """What makes a view of this box of any tensor of this shape; None where a side is not one interval."""
+    if not all(map(is_contiguous, box)):
+        return None
+    sides = ((dim, *(side[0] if side else (0, 0))) for dim, side in enumerate(box))
+    return tuple((dim, a, b - a) for dim, a, b in sides if b - a != shape[dim])
+
+
+def cut(x: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    for dim, start, length in cuts:
+        x = x.narrow(dim, start, length)
+    return x
+
+
 def place(x: torch.Tensor, box: Box, part: torch.Tensor) -> None:
     """Write `part` to these positions of `x`."""
     broken = [dim for dim, side in enumerate(box) if not is_contiguous(side)]

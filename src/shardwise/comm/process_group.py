@@ -172,7 +172,7 @@ class ProcessGroupComm(Comm):
             return step.unpack(step.pack(local, self.coords), self.coords)
         with self._naming(step.kind, step.axes):
             if step.routed:
-                return Transfer(step, local, self.coords, self.along(step.axes)).finish()
+                return Transfer(step, local, self.coords, self.along(step.crossed)).finish()
             packed = getattr(self, "_" + step.kind)(step, step.pack(local, self.coords))
         return step.unpack(packed, self.coords)
 
@@ -191,7 +191,7 @@ class ProcessGroupComm(Comm):
         naming = self._naming(step.kind, step.axes)
         with naming:
             if step.routed:
-                transfer = Transfer(step, local, self.coords, self.along(step.axes))
+                transfer = Transfer(step, local, self.coords, self.along(step.crossed))
                 out, wait = transfer.out, transfer.finish
             else:
                 out, wait = self._start_all_reduce(step, step.pack(local, self.coords), giving)

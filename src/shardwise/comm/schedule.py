@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardwise.comm.base import Coords
-from shardwise.comm.boxes import Box, box_shape
-from shardwise.layout.split import is_contiguous
+from shardwise.comm.boxes import Box, Cuts, box_shape, cuts_of
 
 Run = tuple[int, int]  # from element, to element of a flat tensor
 
@@ -26,14 +25,20 @@ class Span(NamedTuple):
     run: Run
 
 
+class Part(NamedTuple):
+    """A box of a rank's tensor, with what makes a view of it where it can be one."""
+
+    box: Box
+    cuts: Cuts | None
+
+
 class Put(NamedTuple):
     """Parts that end up, added up if they are several, at a box of the result."""
 
-    box: Box
+    into: Part
     shape: tuple[int, ...]
     in_place: bool  # the first part is there already
-    parts: tuple[Run | Box, ...]  # runs of what was received, or a box of this rank's own tensor
-    view: bool  # whether the box is one interval a dim
+    parts: tuple[Run | Part, ...]  # runs of what was received, or a part of this rank's own tensor
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Round:
 
     counts: list[int]  # to each peer
     sizes: list[int]  # from each peer
-    packs: tuple[tuple[Run, tuple[int, ...], Box], ...]  # what is copied to where of the buffer that is sent
+    packs: tuple[tuple[Run, tuple[int, ...], Part], ...]  # what is copied to where of the buffer that is sent
     packed: int
     received: int
     sends: tuple[Span, ...]
@@ -103,7 +108,7 @@ class _Sides:
                 sends.append(Span(self.number[peer], False, (start, start + n)))
                 continue
             if box not in packs:
-                packs[box] = ((at, at + n), shape, box)
+                packs[box] = ((at, at + n), shape, self._mine(box))
                 at += n
             sends.append(Span(self.number[peer], True, packs[box][0]))
         takes: list[Span] = []
@@ -153,7 +158,10 @@ class _Sides:
     def _packed(self, parts: list[tuple[Coords, Box]]) -> tuple[list[Span], tuple[Any, ...]]:
         spans = self._lined_up(parts)
         boxes = [box for _, box in self._in_order(parts)]
-        return spans, tuple((s.run, box_shape(b), b) for s, b in zip(spans, boxes, strict=True))
+        return spans, tuple((s.run, box_shape(b), self._mine(b)) for s, b in zip(spans, boxes, strict=True))
+
+    def _mine(self, box: Box) -> Part:
+        return Part(box, cuts_of(box, self.here))
 
     # -- put together ---------------------------------------------------------------------------------------
     def _round(self, sends: Sequence[Span], packs: tuple[Any, ...], takes: Sequence[Span]) -> Round:
@@ -187,12 +195,12 @@ class _Sides:
         for peer in sources:
             span = came.get(self.number[peer]) if self._travels(peer) else None
             if not self._travels(peer):
-                parts.append(own)
+                parts.append(self._mine(own))  # type: ignore[arg-type]
             elif span is not None and span.buffered:
                 parts.append(span.run)
             else:
                 in_place = True
-        return Put(box, box_shape(box), in_place, tuple(parts), all(map(is_contiguous, box)))
+        return Put(Part(box, cuts_of(box, self.there)), box_shape(box), in_place, tuple(parts))
 
 
 def run_start(box: Box, shape: Sequence[int]) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_TAG = 0x5DA7  # of our messages: a program's own, on the same group, are not mistaken for them
 Ends = Sequence[tuple[int, torch.Tensor]]  # global ranks and what goes to or comes from them
 
 
@@ -49,17 +50,22 @@ def start_all_to_all(
 
 def start_sends(out: Ends, into: Ends, group: Any = None) -> Any:
     """Begin to send and to receive from rank to rank; both sides name each other in the same order."""
-    requests = [dist.P2POp(dist.isend, x, rank, group) for rank, x in out if x.numel()]
-    requests += [dist.P2POp(dist.irecv, x, rank, group) for rank, x in into if x.numel()]
+    requests = [dist.P2POp(dist.isend, x, rank, group, _TAG) for rank, x in out if x.numel()]
+    requests += [dist.P2POp(dist.irecv, x, rank, group, _TAG) for rank, x in into if x.numel()]
     return _All(dist.batch_isend_irecv(requests) if requests else [])
 
 
 class _All:
-    """Several works as one."""
+    """Several works as one. They are waited for even where nobody asks for what they bring: a message that is not taken
+    would be the next one's."""
 
     def __init__(self, works: list[Any]) -> None:
         self.works = works
 
     def wait(self) -> None:
-        for work in self.works:
+        works, self.works = self.works, []
+        for work in works:
             work.wait()
+
+    def __del__(self) -> None:
+        self.wait()

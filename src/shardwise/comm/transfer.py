@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.base import Coords
-from shardwise.comm.boxes import pick, place
-from shardwise.comm.schedule import Put, Round, round_of
+from shardwise.comm.boxes import cut, pick, place
+from shardwise.comm.schedule import Part, Put, Round, round_of
 from shardwise.comm.simulation import REDUCTIONS, reduce_parts
 from shardwise.comm.swap import start_all_to_all, start_sends
 from shardwise.comm.wire import WIRE, as_wire, width
@@ -32,6 +32,16 @@ class Along(NamedTuple):
     in_order: bool  # whether ranks ascend with coordinates
 
 
+class Course(NamedTuple):
+    """What one rank does in a step, whatever the values."""
+
+    shape: tuple[int, ...]  # of the result
+    rounds: tuple[Round, ...]
+    native: Any  # how the backend does it all, or None
+    apart: bool  # whether peers are sent to one by one
+    most: tuple[int, int]  # elements of the largest buffers, out and in
+
+
 class Transfer:
     """One run of a routed step. The first round is under way once this is made; `finish` waits, runs the others and
     returns the new local tensor."""
@@ -40,18 +50,17 @@ class Transfer:
         if local.is_conj() or local.is_neg():
             local = local.resolve_conj().resolve_neg()
         self.step, self.local, self.along = step, local, along
-        self.rounds, self.native, self.apart = _course(step, me, along)
-        self.out = step.new_result(local, me)
+        self.course = course = _course(step, me, along)
+        self.out = local.new_empty(course.shape) if step.inside is None else local.new_zeros(course.shape)
         # one pair of buffers for all rounds: a backend may let go of what it was given a little late
-        most = [max(getattr(round, side) for round in self.rounds) for side in ("packed", "received")]
-        self.buffers: Any = [local.new_empty(n) if n else None for n in most]
+        self.buffers: Any = [local.new_empty(n) if n else None for n in course.most]
         self.kept: Any = None
-        self.work = self._begin(0)
+        self.work = self._begin(course.rounds[0])
 
     def finish(self) -> torch.Tensor:
-        for i, round in enumerate(self.rounds):
+        for i, round in enumerate(self.course.rounds):
             if i:
-                self.work = self._begin(i)
+                self.work = self._begin(round)
             if self.work is not None:
                 self.work.wait()
             for put in round.puts:
@@ -59,21 +68,20 @@ class Transfer:
         self.kept = self.work = self.buffers = None
         return self.out
 
-    def _begin(self, i: int) -> Any:
-        if self.native is not None:
-            return self.native(self)
-        round = self.rounds[i]
+    def _begin(self, round: Round) -> Any:
+        if self.course.native is not None:
+            return self.course.native(self)
         local, packed, received = self.local, self.local, self.out
         if round.packs:
-            packed = self.buffers[0][: round.packed]
-            for (a, b), shape, box in round.packs:
-                packed[a:b].view(shape).copy_(pick(local, box))
+            packed = self.buffers[0]
+            for (a, b), shape, part in round.packs:
+                packed[a:b].view(shape).copy_(self._own(part))
         elif not local.is_contiguous():
             local = self.local = packed = local.contiguous()
         if round.received:
-            received = self.buffers[1][: round.received]
+            received = self.buffers[1]
         self.kept = (packed, received)
-        start = self._send_apart if self.apart else self._send_at_once
+        start = self._send_apart if self.course.apart else self._send_at_once
         work = start(round, packed, received)
         for put in round.meanwhile:
             self._put(put)
@@ -96,19 +104,19 @@ class Transfer:
             ends.append([(ranks[p], wires[buffered][a * wide : b * wide]) for p, buffered, (a, b) in spans])
         return start_sends(ends[0], ends[1], self.along.group)
 
+    def _own(self, part: Part) -> torch.Tensor:
+        return pick(self.local, part.box) if part.cuts is None else cut(self.local, part.cuts)
+
     def _put(self, put: Put) -> None:
         """Parts to where they belong; sums are added up in the order of coordinates, so that all who need one get
         the same."""
-        parts = [
-            self.kept[1][x[0] : x[1]].view(put.shape) if _is_run(x) else pick(self.local, x)  # type: ignore[arg-type]
-            for x in put.parts
-        ]
-        if not put.view:
-            there = [pick(self.out, put.box)] if put.in_place else []
-            parts = [*there, *parts]
-            place(self.out, put.box, parts[0] if len(parts) == 1 else reduce_parts(parts, self.step.reduce_op))
+        parts = [self._own(p) if isinstance(p, Part) else self.kept[1][p[0] : p[1]].view(put.shape) for p in put.parts]
+        if put.into.cuts is None:
+            box = put.into.box
+            parts = [pick(self.out, box), *parts] if put.in_place else parts
+            place(self.out, box, parts[0] if len(parts) == 1 else reduce_parts(parts, self.step.reduce_op))
             return
-        into = pick(self.out, put.box)
+        into = cut(self.out, put.into.cuts)
         if not put.in_place:
             into.copy_(parts[0])
             del parts[0]
@@ -132,15 +140,15 @@ class Transfer:
         return getattr(dist, REDUCE_SCATTER)(self.out.view(-1), self.kept, group=group, async_op=True)
 
 
-def _course(step: Any, me: Coords, along: Along) -> tuple[tuple[Round, ...], Any, bool]:
-    """The rounds of a step for one rank, or how the backend does it all; and whether peers are sent to one by one."""
+def _course(step: Any, me: Coords, along: Along) -> Course:
     key = ("course", me, along.backend, along.group is None)
     found = step.kept.get(key)
     if found is None:
         native = _native(step, along)
         apart = along.group is None or (step.apart and along.backend in _POINT_TO_POINT)
         rounds = () if native else tuple(round_of(step, me, along.peers, i, apart) for i in range(step.rounds))
-        found = step.kept[key] = (rounds or (_NO_ROUND,), native, apart)
+        most = (max((r.packed for r in rounds), default=0), max((r.received for r in rounds), default=0))
+        found = step.kept[key] = Course(step.result_shape(me), rounds or (_NO_ROUND,), native, apart, most)
     return found
 
 
@@ -157,12 +165,9 @@ def _native(step: Any, along: Along) -> Any:
 _NO_ROUND = Round([], [], (), 0, 0, (), (), (), ())
 
 
-def _is_run(part: Any) -> bool:
-    return len(part) == 2 and isinstance(part[0], int)
-
-
 def _run(wire: torch.Tensor, spans: Sequence[Any], wide: int) -> torch.Tensor:
     """The part of a flat tensor that the spans cover together."""
     if not spans:
         return wire[:0]
-    return wire[spans[0].run[0] * wide : spans[-1].run[1] * wide]
+    start, stop = spans[0].run[0] * wide, spans[-1].run[1] * wide
+    return wire if stop - start == wire.numel() else wire[start:stop]

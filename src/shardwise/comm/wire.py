@@ -18,9 +18,11 @@ def width(dtype: torch.dtype) -> int:
 def as_wire(x: torch.Tensor) -> torch.Tensor:
     """A flat tensor of a dtype every backend carries; of a contiguous one, the same memory."""
     flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
+    if x.dtype in WIRE:
+        return flat
     if flat.numel() <= 1:  # contiguous whatever its stride says, but a view of another dtype asks for 1
         flat = flat.as_strided(flat.shape, (1,))
-    return flat if x.dtype in WIRE else flat.view(torch.uint8)
+    return flat.view(torch.uint8)
 
 
 def from_wire(wire: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

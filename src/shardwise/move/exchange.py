@@ -138,6 +138,11 @@ class Exchange:
             for peer in itertools.product(*ranges):
                 yield peer, box
 
+    @cached_property
+    def crossed(self) -> tuple[int, ...]:
+        """The axes along which anything travels: where the source is Replicate, everyone has it from its own kind."""
+        return tuple(a for a in self.axes if not self.src.placements[a].is_replicate())
+
     def shared_by(self, coords: Coords) -> Coords:
         """Ranks along the axes for which this is equal end up with the same value."""
         return tuple(
@@ -235,15 +240,15 @@ class Exchange:
         return found
 
     def peers(self, coords: Coords) -> list[Coords]:
-        """Everyone along the axes."""
-        ranges = [range(k) if a in self.axes else (coords[a],) for a, k in enumerate(self.src.mesh.shape)]
+        """Everyone along the axes that are crossed."""
+        ranges = [range(k) if a in self.crossed else (coords[a],) for a, k in enumerate(self.src.mesh.shape)]
         return list(itertools.product(*ranges))
 
     @cached_property
     def apart(self) -> bool:
         """Whether everyone sends to each of the others by itself: what many need need not be packed for each of them.
         (Small parts are packed: one collective takes less time to start.)"""
-        many = math.prod(self.src.mesh.shape[a] for a in self.axes) > 2
+        many = math.prod(self.src.mesh.shape[a] for a in self.crossed) > 2
         return self.kind == "all_gather" and many and largest_bytes(self.src) >= _APART
 
     def __str__(self) -> str:

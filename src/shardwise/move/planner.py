@@ -165,8 +165,6 @@ class _Planner:
         if direct[0].kind == "local" or _has_pieces(now) or _has_pieces(to):
             return direct
         ways = [direct]
-        if not direct[0].reduces:
-            ways += self._fewer_ranks(now, to, axes)
         if len(axes) > 1 and not self.cost.uniform:
             ways += self._one_by_one(now, to)
         return self._best(ways, now)
@@ -174,22 +172,6 @@ class _Planner:
     def _one(self, now: Layout, to: Layout, axes: tuple[int, ...]) -> Exchange:
         gathers = (a for a in axes if now.placements[a].is_shard() and to.placements[a].is_replicate())
         return Exchange(now, to, axes, tuple(sorted(self.spread.intersection(gathers))))
-
-    def _fewer_ranks(self, now: Layout, to: Layout, axes: tuple[int, ...]) -> Iterable[list[Step]]:
-        """Axes that are only cut need not take part. They are cut before anything travels, where nothing else changes
-        with them; or after all that is cut elsewhere has been gathered, which is more bytes but sooner begun."""
-        free = {a: to.placements[a] for a in axes if now.placements[a].is_replicate()}
-        if not 0 < len(free) < len(axes):
-            return
-        sliced = _with(now, free)
-        rest = self._differ(sliced, to)
-        if self._differ(now, sliced) == tuple(free) and not set(rest) & free.keys():
-            yield [self._one(now, sliced, tuple(free)), *self._exchange(sliced, to)]
-        gathered = tuple(a for a in axes if a not in free)
-        if all(now.placements[a].is_shard() for a in gathered):
-            whole = _with(now, dict.fromkeys(gathered, REPLICATE))
-            if self._differ(now, whole) == gathered:
-                yield [self._one(now, whole, gathered), self._one(whole, to, self._differ(whole, to))]
 
     def _one_by_one(self, now: Layout, to: Layout) -> Iterable[list[Step]]:
         """The same axis by axis, slow ones first and fast ones first: an axis that is slow may then carry less."""
@@ -232,7 +214,7 @@ class _Planner:
             sliced = _with(now, free)
             cut = self._differ(now, sliced)
             if not set(self._differ(sliced, to)) & set(cut):
-                ways.append([self._one(now, sliced, cut), *self._cheapest(sliced, to)])
+                ways.insert(0, [self._one(now, sliced, cut), *self._cheapest(sliced, to)])
         return self._best(ways, now)
 
     def _all_reduced(self, now: Layout, axes: tuple[int, ...]) -> Iterable[list[Step]]:
@@ -269,9 +251,10 @@ class _Planner:
             shape = self.src.mesh.shape
             received = [step.bytes_in(coords) for coords in sample_coords(shape)]
             bytes_in = (max(received) + sum(received) / len(received)) / 2
-            ranks = math.prod(shape[a] for a in step.axes)
+            axes = step.crossed
+            ranks = math.prod(shape[a] for a in axes)
             twice = step.kind == "all_reduce" and ranks > 2  # it gathers what it has reduced
-            self.prices[step] = self.cost.over(step.axes, shape, bytes_in) + twice * self.cost.over(step.axes, shape, 0)
+            self.prices[step] = self.cost.over(axes, shape, bytes_in) + twice * self.cost.over(axes, shape, 0)
         return self.prices[step]
 
     def _fits(self, steps: list[Step], now: Layout) -> bool:

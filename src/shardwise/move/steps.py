@@ -55,6 +55,11 @@ class MoveStep:
     def bytes_out(self, coords: Coords) -> int:
         return self.bytes_in(coords)
 
+    @property
+    def crossed(self) -> tuple[int, ...]:
+        """The axes along which anything travels."""
+        return self.axes
+
     # -- sizes ----------------------------------------------------------------------------------------------
     @property
     def ranks(self) -> int:
