@@ -70,12 +70,15 @@ COLUMN, ROW = ("qkv.0", "qkv.1", "qkv.2", "up"), ("project", "down")
 
 def by_styles(styles, options, mesh):
     """The plan with the parallel styles of a library: activations between the linears are plain local tensors."""
-    model = build_model(options)
+    return stepper(styled(build_model(options), styles, mesh), *batch(options))
+
+
+def styled(model, styles, mesh):
     plan = dict.fromkeys(COLUMN, styles.ColwiseParallel()) | dict.fromkeys(ROW, styles.RowwiseParallel())
     for block in model.blocks:
         block.heads //= mesh.size()
         styles.parallelize_module(block, mesh, plan)
-    return stepper(model, *batch(options))
+    return model
 
 
 def torch_tensor_parallel(options, rank, parts):
@@ -365,8 +368,10 @@ def table(title, times, memory, losses, busy=None):
 def one_gpu(options, console):
     """A mesh of one rank: plain torch, torch's DTensor and shardwise, each as a user would write it."""
     import torch.distributed.tensor as peer
+    import torch.distributed.tensor.parallel as peer_styles
 
     import shardwise
+    import shardwise.parallel as our_styles
     from shardwise.parallel import data_parallel
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -380,11 +385,20 @@ def one_gpu(options, console):
             return stepper(model, inputs, targets)
         if library == "data":
             return stepper(data_parallel(model, mesh, "parameters"), inputs, targets)
+        if library in (peer_styles, our_styles):
+            return stepper(styled(model, library, mesh), inputs, targets)
         model = library.distribute_module(model, mesh)
         laid = (library.distribute_tensor(t, mesh, [library.Shard(0)]) for t in (inputs, targets))
         return stepper(model, *laid)
 
-    makers = {"torch": None, "DTensor": peer, "shardwise": shardwise, "shardwise data_parallel": "data"}
+    makers = {
+        "torch": None,
+        "DTensor": peer,
+        "DTensor styles": peer_styles,
+        "shardwise": shardwise,
+        "shardwise styles": our_styles,
+        "shardwise data_parallel": "data",
+    }
     steps, best = {}, {}
     for name, library in makers.items():
         try:
@@ -392,9 +406,9 @@ def one_gpu(options, console):
             for _ in range(3):
                 step()
         except Exception as error:  # a peer may lack an op: its row says so
-            if name != "DTensor":
+            if library not in (peer, peer_styles):
                 raise
-            console.print(f"DTensor: {type(error).__name__}: {error}")
+            console.print(f"{name}: {type(error).__name__}: {error}")
             continue
         steps[name], best[name] = step, float("inf")
     sync = torch.cuda.synchronize if device == "cuda" else lambda: None

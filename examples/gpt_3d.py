@@ -134,7 +134,7 @@ def main():
         mesh = make_mesh(layout, ranks)
         shape = " x ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         results.append((f"{layout:40} {shape:20}", compare(layout, mesh, steps=5)))
-    report(results, within=1e-10)
+    report(results)
 
 
 if __name__ == "__main__":

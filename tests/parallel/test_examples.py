@@ -40,35 +40,14 @@ def test_hugging_face_simulated(name, layout):
     pytest.importorskip("transformers")
     module = example("huggingface")
     losses, difference, _ = module.compare(name, layout, module.make_mesh())
-    assert len(losses) == 3 and difference < (1e-10 if name == "gpt2" else 1e-8)  # Llama's norms compute in float32
-    in_double(module)
-    losses, difference, _ = module.compare(name, layout, module.make_mesh())
     assert len(losses) == 3 and difference < 1e-10
-
-
-def in_double(module):
-    """Give Llama torch's norm, which computes in the dtype that it is given."""
-
-    def llama():
-        model = module.llama()
-        for owner in list(model.modules()):
-            for name, child in owner.named_children():
-                if type(child).__name__ == "LlamaRMSNorm":
-                    setattr(owner, name, torch.nn.RMSNorm(module.WIDTH, child.variance_epsilon))
-        return model
-
-    module.MODELS["llama"] = (llama, module.LLAMA_PLAN)
 
 
 def on_ranks(rank, world_size, cases):
     worst = {}
     for name, *layout in cases:
         module = example(name)
-        if name == "huggingface":
-            in_double(module)
-            mesh = device_mesh((2, 2), ("dp", "tp"))
-        else:
-            mesh = real_mesh(module, *layout)
+        mesh = device_mesh((2, 2), ("dp", "tp")) if name == "huggingface" else real_mesh(module, *layout)
         worst[name, *layout] = module.compare(*layout, mesh)[1]
     return worst
 
