@@ -383,7 +383,10 @@ def entered(local: Any, layout: Layout) -> DTensor:
 def left(x: DTensor) -> Any:
     """The local value of a Replicate tensor, one tensor for all simulated ranks that hold it alike."""
     comm = x._layout.mesh.comm
-    return _across(comm, share(comm, x._local, range(len(x.placements))))
+    local = _across(comm, share(comm, x._local, range(len(x.placements))))
+    if type(local) is RankTensor:
+        local.copies = True
+    return local
 
 
 def _across(comm: Any, local: Any) -> Any:

@@ -33,6 +33,7 @@ from shardwise.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    data_parallel,
     input_reshard,
     parallelize_module,
 )
@@ -524,3 +525,32 @@ def test_messages_of_calls():
         layer()
     with pytest.raises(MeshError, match=r"a tensor on mesh\(0=4\) meets a module parallelized over mesh\(0=2\)"):
         layer(distribute_tensor(x, simulate(4)))
+
+
+# -- under data parallelism --------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+@pytest.mark.parametrize("frozen", [(), ("head.weight", "head.bias")])
+def test_local_outputs_meet_data_parallel_layers(shape, shard, frozen):
+    """In a simulation the ranks along "tp" share what left the plan; each rank's own layer takes its copy of it."""
+    x, one = torch.randn(4, 6, dtype=torch.float64), Residual().double()
+    for name in frozen:
+        one.get_parameter(name).requires_grad_(False)
+    mesh, many = simulate(shape, axis_names=("dp", "tp")), copy.deepcopy(one)
+    parallelize_module(many, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    data_parallel(many, mesh["dp"], shard)
+    for model in (one, many):
+        model(x).square().mean().backward()
+    for (name, got), want in zip(many.named_parameters(), one.parameters(), strict=True):
+        if name not in frozen:
+            torch.testing.assert_close(got.grad.full_tensor(), want.grad, rtol=1e-12, atol=1e-14)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 7), nn.Linear(7, 6), nn.Linear(6, 5)
+
+    def forward(self, x):
+        hidden = self.down(self.up(x).tanh())
+        return self.head(hidden.tanh()) * hidden.sum(-1, keepdim=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm.base import Comm, Coords, Step
 from shardwise.errors import LayoutError, MeshError
@@ -31,6 +31,7 @@ class RankTensor(torch.Tensor):
 
     ranks: tuple[torch.Tensor, ...]
     used = False  # whether autograd has recorded a use of it
+    copies = False  # whether those who share a tensor hold copies of it: each gets the gradient, nobody the sum
 
     @staticmethod
     def __new__(cls, ranks: Sequence[torch.Tensor]) -> RankTensor:
@@ -105,12 +106,14 @@ def map_ranks(
     """`func` on each rank's values. Ranks whose inputs are the same objects (and keys equal) share one call."""
     many = [*_many_in(args), *_many_in(kwargs)]
     tensors = [x for x in many if isinstance(x, RankTensor)]
+    copies = any(x.copies for x in tensors)
     target: Any = args or tuple(kwargs.values())
     while isinstance(target, (list, tuple)) and target and not isinstance(target, PerRank):
         target = target[0]
     written = isinstance(target, RankTensor) and (func in _IN_PLACE or writes_first(func))
     done: dict[Any, Any] = {}
     results = []
+    lent: dict[int, Any] = {}
     for rank in range(len(tensors[0].ranks) if tensors else len(many[0])):
         if written:
             key: Any = id(target.ranks[rank])  # one write a value: ranks that share it agree on what is written
@@ -120,10 +123,39 @@ def map_ranks(
                 *(id(x.ranks[rank]) if isinstance(x, RankTensor) else x[rank] for x in many),
             )
         if key not in done:
-            done[key] = func(*_at(args, rank), **_at(kwargs, rank))
+            mine = _at((args, kwargs), rank)
+            if copies:
+                taken = (id(x.ranks[rank]) for x in tensors if x.copies)
+                mine = _as_copies(mine, {v for v in taken if lent.setdefault(v, key) != key})
+            done[key] = func(*mine[0], **mine[1])
         results.append(done[key])
     _note_use(results, tensors)
-    return joined(results)
+    made = joined(results)
+    if copies:
+        tree_map_only(RankTensor, _note_copies, made)
+    return made
+
+
+def _as_copies(call: Any, taken: set[int]) -> Any:
+    """A call's arguments, with copies of what other calls have taken."""
+    return tree_map_only(torch.Tensor, lambda v: _Copy.apply(v) if id(v) in taken else v, call) if taken else call
+
+
+class _Copy(torch.autograd.Function):
+    """What another call has taken already: of gradients that are equal one is passed on."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+def _note_copies(made: RankTensor) -> RankTensor:
+    made.copies = True
+    return made
 
 
 def _note_use(results: Any, tensors: Sequence[RankTensor]) -> None:

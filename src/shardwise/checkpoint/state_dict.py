@@ -1,0 +1,200 @@
+"""torch.distributed.checkpoint.state_dict for models and optimizers of DTensors: the same functions and options.
+
+torch's own functions know which entry belongs to which parameter, and do so here. What they do with the tensors (make
+them whole, bring them to the CPU, cut whole ones up, hand round what rank 0 has) they do for torch's class of
+distributed tensors only, so that is done here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torchs
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from shardwise.api import distribute_tensor
+from shardwise.errors import LayoutError
+from shardwise.tensor import DTensor
+
+__all__ = [
+    "StateDictOptions",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+_STATE = "state"
+
+
+# -- out ---------------------------------------------------------------------------------------------------
+def get_model_state_dict(model: nn.Module, *, submodules: Any = None, options: Any = None) -> dict[str, Any]:
+    """The state dict of a model. With `full_state_dict` its tensors are whole and plain; with `cpu_offload` too, only
+    rank 0 gets them."""
+    return _given(torchs.get_model_state_dict(model, submodules=submodules, options=_names_only(options)), options)
+
+
+def get_optimizer_state_dict(
+    model: nn.Module, optimizers: Optimizers, *, submodules: Any = None, options: Any = None
+) -> dict[str, Any]:
+    """The state dict of one optimizer or several, by names of parameters."""
+    found = torchs.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=_names_only(options))
+    return _given(found, options)
+
+
+def get_state_dict(
+    model: nn.Module, optimizers: Optimizers, *, submodules: Any = None, options: Any = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of a model and of its optimizers."""
+    named = _names_only(options)
+    of_model, of_optimizers = torchs.get_state_dict(model, optimizers, submodules=submodules, options=named)
+    return _given(of_model, options), _given(of_optimizers, options)
+
+
+def _names_only(options: StateDictOptions | None) -> StateDictOptions:
+    """What torch's functions are asked to do: everything but what concerns tensors."""
+    asked = StateDictOptions() if options is None else options
+    if asked.broadcast_from_rank0 and not asked.full_state_dict:
+        raise LayoutError(
+            "options: broadcast_from_rank0=True is for a state dict of whole tensors that rank 0 has; set "
+            "full_state_dict=True too"
+        )
+    return replace(asked, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
+
+
+def _given(found: Any, options: StateDictOptions | None) -> Any:
+    if options is None:
+        return found
+    if options.full_state_dict:
+        found = tree_map(_whole, found)  # every rank takes part
+        if options.cpu_offload and _rank() != 0:
+            return {}
+    return tree_map(_on_cpu, found) if options.cpu_offload else found
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+# -- in ----------------------------------------------------------------------------------------------------
+def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Any:
+    """Load a state dict into a model. With `full_state_dict` its tensors are whole, and every rank takes its part; with
+    `broadcast_from_rank0` only rank 0 need have them."""
+    named = _names_only(options)
+    return torchs.set_model_state_dict(model, _taken(model, model_state_dict, options), options=named)
+
+
+def set_optimizer_state_dict(
+    model: nn.Module, optimizers: Optimizers, optim_state_dict: dict[str, Any], *, options: Any = None
+) -> None:
+    """The same for the state of one optimizer or several."""
+    named = _names_only(options)
+    torchs.set_optimizer_state_dict(model, optimizers, _taken(model, optim_state_dict, options), options=named)
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: dict[str, Any],
+    optim_state_dict: dict[str, Any],
+    options: Any = None,
+) -> Any:
+    """Those of a model and of its optimizers."""
+    missing = set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return missing
+
+
+def _taken(model: nn.Module, given: dict[str, Any], options: StateDictOptions | None) -> dict[str, Any]:
+    """A state dict of whole tensors, laid out as the model's parameters are."""
+    if options is None or not options.full_state_dict:
+        return given
+    if options.broadcast_from_rank0 and dist.is_initialized():
+        given = _from_rank0(given, _device_of(model))
+    laid = {name: tensor for name, tensor in torchs.get_model_state_dict(model).items() if isinstance(tensor, DTensor)}
+    return _laid_out(given, laid)
+
+
+def _laid_out(given: Mapping[str, Any], laid: Mapping[str, DTensor]) -> dict[str, Any]:
+    """Tensors under the name of a DTensor, and its states (in "state", or flat as "state.NAME.KEY"), cut as it is."""
+    out: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in laid:
+            out[name] = _cut(value, laid[name])
+        elif name == _STATE and isinstance(value, Mapping):
+            out[name] = {of: _states(states, laid.get(of)) for of, states in value.items()}
+        elif name.startswith(f"{_STATE}."):
+            out[name] = _states(value, laid.get(name.removeprefix(f"{_STATE}.").rpartition(".")[0]))
+        else:
+            out[name] = value
+    return out
+
+
+def _states(states: Any, like: DTensor | None) -> Any:
+    """The states of one parameter; those that are numbers (of steps) are no part of it."""
+    return tree_map(lambda x: _cut(x, like) if isinstance(x, torch.Tensor) and x.dim() else x, states)
+
+
+def _cut(value: Any, like: DTensor | None) -> Any:
+    """This rank's part of a whole tensor that is laid out as `like` is."""
+    if like is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != like.shape:
+        return value
+    on_mesh = value.detach().to(like.device)
+    return distribute_tensor(on_mesh, like.device_mesh, like.placements, src_data_rank=None)
+
+
+# -- from rank 0 -------------------------------------------------------------------------------------------
+class _Coming(NamedTuple):
+    """A tensor that rank 0 will send."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _from_rank0(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """What rank 0 was given, everywhere: first what it is like, then tensor by tensor."""
+    leaves, shape = tree_flatten(given)
+    said: list[Any] = [[_announced(leaf) for leaf in leaves], shape]
+    dist.broadcast_object_list(said, src=0)
+    announced, shape = said
+    if _rank() != 0:
+        leaves = announced
+    return tree_unflatten([_sent(leaf, says, device) for leaf, says in zip(leaves, announced, strict=True)], shape)
+
+
+def _announced(leaf: Any) -> Any:
+    return _Coming(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _sent(leaf: Any, says: Any, device: torch.device) -> Any:
+    if not isinstance(says, _Coming):
+        return says
+    mine = leaf.detach().to(device).contiguous() if isinstance(leaf, torch.Tensor) else None
+    tensor = torch.empty(says.shape, dtype=says.dtype, device=device) if mine is None else mine
+    dist.broadcast(tensor, src=0)
+    return tensor
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the ranks can send to each other: where the model is."""
+    some = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if some is None else some.device
