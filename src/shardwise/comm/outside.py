@@ -8,15 +8,14 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.base import Comm, Coords, Step
+from shardwise.comm.base import Coords, PlainComm, Step
 from shardwise.errors import MeshError
 
 
-class OutsideComm(Comm):
+class OutsideComm(PlainComm):
     """Local values are empty tensors that carry the autograd graph, so that this rank takes part in moves to and from
     the mesh, and in their gradients. Anything else is refused."""
 
-    simulated = False
     outside = True
 
     def __init__(self, device_mesh: Any) -> None:
@@ -43,29 +42,11 @@ class OutsideComm(Comm):
     def run(self, step: Step, local: Any) -> Any:
         self._refuse()
 
-    def values(self, local: Any) -> tuple[torch.Tensor, ...]:
-        return (local,)
-
-    def structure(self, local: Any) -> None:
-        return None
-
-    def assemble(self, structure: Any, values: Sequence[torch.Tensor | None]) -> Any:
-        return values[0]
-
-    def pick(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
-        return (local,)
-
-    def first(self, local: Any) -> torch.Tensor:
-        return local
-
     def shared(self, value: torch.Tensor) -> Any:
         return value.new_empty(0)
 
     def at(self, local: Any, coords: Coords) -> torch.Tensor:
         self._refuse()
-
-    def adopt(self, local: torch.Tensor, axes: Sequence[int]) -> Any:
-        return local
 
     def all_kinds(self, local: Any) -> dict[Coords, tuple[str, tuple[int, ...]]]:
         self._refuse()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.base import Comm, Coords, Step
+from shardwise.comm.base import Coords, PlainComm, Step
 from shardwise.comm.bridge import replaced
 from shardwise.comm.peers import sign_in, who_is_lost
 from shardwise.comm.record import Note, record
@@ -30,10 +30,8 @@ _PAIR_PIECE = 1 << 22  # bytes
 _DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
 
 
-class ProcessGroupComm(Comm):
+class ProcessGroupComm(PlainComm):
     """One rank of a torch DeviceMesh."""
-
-    simulated = False
 
     def __init__(self, device_mesh: Any) -> None:
         coords = device_mesh.get_coordinate()
@@ -56,28 +54,10 @@ class ProcessGroupComm(Comm):
     def bind(self, func: Callable[..., Any], axes: Sequence[int] = ()) -> Callable[..., Any]:
         return func
 
-    def values(self, local: Any) -> tuple[torch.Tensor, ...]:
-        return (local,)
-
-    def structure(self, local: Any) -> None:
-        return None
-
-    def assemble(self, structure: Any, values: Sequence[torch.Tensor | None]) -> Any:
-        return values[0]
-
-    def pick(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
-        return (local,)
-
-    def first(self, local: Any) -> torch.Tensor:
-        return local
-
     def shared(self, value: torch.Tensor) -> torch.Tensor:
         return value
 
     def at(self, local: Any, coords: Coords) -> torch.Tensor:
-        return local
-
-    def adopt(self, local: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         return local
 
     def all_kinds(self, local: torch.Tensor) -> dict[Coords, tuple[str, tuple[int, ...]]]:
