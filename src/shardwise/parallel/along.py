@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -68,10 +68,11 @@ class Along:
             found[self.mesh.axis(name)] = place
         return tuple(found)
 
-    def enter(self, x: Any, layout: Layout, whole: Mapping[int, int] | None = None) -> DTensor:
+    def enter(self, x: Any, layout: Layout, whole: Mapping[int, int] | None = None, watched: bool = True) -> DTensor:
         """A tensor on the mesh: one that is there as it is, a plain one as what each rank holds under `layout`.
 
-        `whole` gives the global size of cut dims where it is known, so that the ranks need not tell each other."""
+        `whole` gives the global size of cut dims where it is known, so that the ranks need not tell each other. What
+        nobody will have `watched` by hooks needs no node of its own in the graph."""
         if isinstance(x, DTensor):
             if x._layout.mesh is not self.mesh:
                 axis = self.mesh.axis_names[self.axis]
@@ -81,8 +82,9 @@ class Along:
                 )
             return x
         key = None if self.mesh.comm.simulated else (x.shape, x.stride(), x.dtype, x.device, _key(layout))
-        if key in self._known:
-            return entered(x, self._known[key])
+        known = self._known.get(key)
+        if known is not None:
+            return entered(x, known) if watched or x.grad_fn is None else wrap(x, known)
         places = self.places(layout)
         mine = getattr(x, "ranks", (x,))[0].shape  # simulated ranks may differ where a dim is cut
         cut = {p.dim % len(mine) for p in places if isinstance(p, Shard) and -len(mine) <= p.dim < len(mine)}
@@ -99,7 +101,7 @@ class Along:
         if isinstance(x, DTensor):
             return self.enter(x, layout)
         key = (self.mesh, self.axis, _key(layout), tuple(whole.items()))
-        return entered_once(x, key, lambda x: self.enter(x, layout, whole))
+        return entered_once(x, key, lambda x: self.enter(x, layout, whole, watched=False))
 
     def move(self, x: DTensor, layout: Layout, given: Any = None) -> DTensor:
         """The tensor laid out so; axes that the layout does not speak of stay as they are. What they cut of the leading
@@ -132,7 +134,9 @@ class Along:
         """The local tensor. What simulated ranks hold alike is one tensor, and a plain one if all do: a plain parameter
         that meets it gets its gradient once, as on every process."""
         comm = self.mesh.comm
-        if not comm.simulated or not all(p.is_replicate() for p in x.placements):
+        if not comm.simulated:
+            return x._local if type(x._local) is torch.Tensor and x._local.grad_fn is not None else x.to_local()
+        if not all(p.is_replicate() for p in x.placements):
             return x.to_local()
         return x.full_tensor() if len(set(comm.spectators)) == 1 else left(x)  # type: ignore[attr-defined]
 
@@ -183,7 +187,7 @@ def _gathered_once(x: DTensor, target: TensorLayout, axis: int) -> DTensor:
 
 
 def _key(layout: Layout) -> Any:
-    return tuple(layout.items()) if isinstance(layout, Mapping) else layout
+    return layout if isinstance(layout, Placement) else tuple(layout.items())
 
 
 def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
@@ -203,8 +207,6 @@ def _unless_cut(want: Placement, have: Placement, ndim: int) -> Placement:
     return want
 
 
-def check_tensor(x: Any, what: str) -> Any:
-    """`x`, if a style can lay it out."""
-    if not isinstance(x, torch.Tensor):
-        raise LayoutError(f"{what} is a {type(x).__name__}, not a tensor; give it the layout None")
-    return x
+def refuse(x: Any, what: str) -> NoReturn:
+    """Only tensors can be laid out."""
+    raise LayoutError(f"{what} is a {type(x).__name__}, not a tensor; give it the layout None")

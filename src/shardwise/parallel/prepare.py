@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.errors import LayoutError
-from shardwise.parallel.along import Along, Layout, as_layout, check_tensor
+from shardwise.parallel.along import Along, Layout, as_layout, refuse
 from shardwise.parallel.styles import Hook, ParallelStyle, leaves
 
 Layouts = tuple[Layout | None, ...]
@@ -75,7 +76,9 @@ def _prepared(
 ) -> Any:
     if layout is None or x is None:
         return x
-    laid = along.enter(check_tensor(x, what), layout)
+    if not isinstance(x, torch.Tensor):
+        refuse(x, what)
+    laid = along.enter(x, layout)
     if desired is not None:
         laid = along.move(laid, desired)
     return leaves(local, laid, along)

@@ -13,7 +13,7 @@ from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Replicate, Shard
 from shardwise.layout.placement import REPLICATE, Placement
 from shardwise.layout.split import chunk_bounds
-from shardwise.parallel.along import Along, Layout, as_layout, check_tensor
+from shardwise.parallel.along import Along, Layout, as_layout, refuse
 from shardwise.tensor import DTensor
 
 
@@ -90,11 +90,15 @@ class _LayerParallel(ParallelStyle):
         return args, kwargs | {name: self._prepared(module, kwargs[name], along)}
 
     def _prepared(self, module: nn.Module, x: Any, along: Along) -> DTensor:
-        x = check_tensor(x, f"{type(self).__name__}: the first input of {type(module).__name__}")
+        if not isinstance(x, torch.Tensor):
+            refuse(x, f"{type(self).__name__}: the first input of {type(module).__name__}")
         desired = self._desired(module)
         only_reads = type(module).forward is nn.Linear.forward  # of other modules one cannot know
-        enter = along.enter_once if only_reads and desired is REPLICATE else along.enter
-        return along.move(enter(x, self.input_layouts, self._known(module)), desired)
+        if only_reads and desired is REPLICATE:
+            entered = along.enter_once(x, self.input_layouts, self._known(module))
+        else:
+            entered = along.enter(x, self.input_layouts, self._known(module), watched=not only_reads)
+        return along.move(entered, desired)
 
     def _known(self, module: nn.Module) -> dict[int, int]:
         """Global sizes of the input that the layer knows."""
@@ -104,7 +108,8 @@ class _LayerParallel(ParallelStyle):
         return self.desired_input
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any, along: Along) -> Any:
-        output = check_tensor(output, f"{type(self).__name__}: the output of {type(module).__name__}")
+        if not isinstance(output, torch.Tensor):
+            refuse(output, f"{type(self).__name__}: the output of {type(module).__name__}")
         output, given = along.enter(output, REPLICATE), next(iter((*args, *kwargs.values())))
         output = along.move(output, self.output_layouts, given)
         return leaves(self.use_local_output, output, along)
@@ -218,7 +223,9 @@ class SequenceParallel(ParallelStyle):
         return module
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], along: Along) -> Any:
-        x = check_tensor(args[0], f"SequenceParallel: the first input of {type(module).__name__}")
+        x = args[0]
+        if not isinstance(x, torch.Tensor):
+            refuse(x, f"SequenceParallel: the first input of {type(module).__name__}")
         return along.move(along.enter(x, self.sequence), self.sequence), *args[1:]
 
     def _leave(self, module: nn.Module, args: Any, output: Any, along: Along) -> Any:
