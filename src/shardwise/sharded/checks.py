@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded.owners import check_remote_device, shards_of
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec
@@ -91,6 +91,7 @@ def checked_metadata(local_shards: list[Shard], metadata: ShardedTensorMetadata,
             )
         if shard.metadata != known and shard.metadata not in mine:
             raise ValueError(f"rank {me} holds {shard.metadata}, but by the global metadata it holds {mine}")
+        check_contiguous(shard.tensor, me)
         for name in ("dtype", "layout", "requires_grad", "pin_memory"):
             want = getattr(properties, name)
             have = shard.tensor.is_pinned() if name == "pin_memory" else getattr(shard.tensor, name)
@@ -104,6 +105,26 @@ def checked_metadata(local_shards: list[Shard], metadata: ShardedTensorMetadata,
     properties = copy.copy(properties)
     properties.memory_format = torch.contiguous_format
     return ShardedTensorMetadata(list(metadata.shards_metadata), torch.Size(metadata.size), properties)
+
+
+def check_contiguous(tensor: torch.Tensor, rank: int) -> None:
+    if tensor.layout == torch.strided and not tensor.is_contiguous():
+        raise ValueError(
+            f"Only torch.contiguous_format memory_format is currently supported! Found strides {tensor.stride()} for "
+            f"sizes {tuple(tensor.size())} on rank:{rank}; call contiguous() first"
+        )
+
+
+def in_order(local_shards: Sequence[Shard], shards_metadata: Sequence[ShardMetadata]) -> list[Shard]:
+    """The shards of a rank in the order of the metadata: the others know what it holds by its place there."""
+    left: dict[ShardMetadata, list[Shard]] = {}
+    for shard in local_shards:
+        left.setdefault(shard.metadata, []).append(shard)
+    ordered = [left[known].pop(0) for known in shards_metadata if left.get(known)]
+    if len(ordered) != len(local_shards):
+        twice = next(known for known, shards in left.items() if shards)
+        raise ValueError(f"local_shards: {twice} is there more often than in the metadata")
+    return ordered
 
 
 def check_spec(spec: Any, metadata: ShardedTensorMetadata) -> None:

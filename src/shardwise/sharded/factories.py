@@ -46,6 +46,8 @@ def ones(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) ->
 
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Unpack[Options]) -> ShardedTensor:
     """Like torch.full, in the tiles of the spec. Options are those of ShardedTensor."""
+    if fill_value is None:
+        raise ValueError("param: fill_value shouldn't be None!")
     return _filled(sharding_spec, as_size((size,) if isinstance(size, int) else size), fill_value, options)
 
 
