@@ -32,7 +32,7 @@ def init_from_local_shards(
     metadata = _agreed(local_shards, global_size, group)
     spec = spec_of(metadata.shards_metadata)
     metadata.shards_metadata = in_order_of(spec, metadata.shards_metadata)
-    mine = in_order(local_shards, metadata.shards_metadata)
+    mine = in_order(local_shards, in_order_of(spec, [shard.metadata for shard in local_shards]))
     return ShardedTensor._made(mine, metadata, spec, group, init_rrefs=init_rrefs)
 
 

@@ -63,6 +63,8 @@ class ChunkShardingSpec(ShardingSpec):
 
     def __post_init__(self) -> None:
         self._verify_dim(self.dim)
+        if isinstance(self.placements, str):
+            raise TypeError(f"placements: expected a list, got {self.placements!r}; write [{self.placements!r}]")
         self.placements = [_remote(p) for p in self.placements]
 
     @staticmethod

@@ -129,14 +129,14 @@ class ShardedTensor(Savable):
         group = as_group(process_group)
         if init_rrefs:
             remote.check_ready(group)
-        metadata = checked_metadata(local_shards, sharded_tensor_metadata, group)
+        metadata, mine = checked_metadata(local_shards, sharded_tensor_metadata, group)
         spec = sharding_spec
         if spec is None:
             spec = spec_of(metadata.shards_metadata)
-            metadata.shards_metadata = in_order_of(spec, metadata.shards_metadata)
+            metadata.shards_metadata, mine = (in_order_of(spec, s) for s in (metadata.shards_metadata, mine))
         else:
             check_spec(spec, metadata)
-        return cls._made(in_order(local_shards, metadata.shards_metadata), metadata, spec, group, init_rrefs=init_rrefs)
+        return cls._made(in_order(local_shards, mine), metadata, spec, group, init_rrefs=init_rrefs)
 
     @classmethod
     def _init_from_local_tensor(
