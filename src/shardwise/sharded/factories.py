@@ -29,6 +29,7 @@ def _filled(spec: ShardingSpec, size: Sequence[Any], value: Any, options: Option
 
 def _drawn(spec: ShardingSpec, size: Sequence[Any], what: draws.Distribution, options: Options) -> ShardedTensor:
     made = empty(spec, *size, **options)
+    what.check(made.dtype)
     tiles = [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in made.local_shards()]
     fill_tiles(tiles, made.size(), what, made._parts[0])
     return made

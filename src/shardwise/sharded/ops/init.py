@@ -19,6 +19,11 @@ from shardwise.sharded.tensor import ShardedTensor
 def _fill(tensor: Any, what: draws.Distribution, generator: Any = None) -> ShardedTensor:
     if not isinstance(tensor, ShardedTensor):
         raise TypeError(f"tensor: expected a ShardedTensor, got {type(tensor).__name__}")
+    what.check(tensor.dtype)
+    return _draw(tensor, what, generator)
+
+
+def _draw(tensor: ShardedTensor, what: draws.Distribution, generator: Any = None) -> ShardedTensor:
     tiles = [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in tensor.local_shards()]
     fill_tiles(tiles, tensor.size(), what, tensor._parts[0], generator)
     return tensor
@@ -75,7 +80,7 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
         return input
     if p == 1.0:
         return input.mul_(0) if inplace else input * 0
-    noise = _fill(input._with_parts([torch.empty_like(x) for x in input._parts]), draws.dropout(p))
+    noise = _draw(input._with_parts([torch.empty_like(x) for x in input._parts]), draws.dropout(p))
     return input.mul_(noise) if inplace else input * noise
 
 
