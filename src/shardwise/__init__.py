@@ -9,6 +9,7 @@ from shardwise.engine.cache import cache_info, clear_caches
 from shardwise.errors import (
     AutogradError,
     CommError,
+    DimError,
     LayoutError,
     MeshError,
     MoveError,
@@ -34,6 +35,7 @@ custom_function.take_functions()
 __all__ = [
     "AutogradError",
     "CommError",
+    "DimError",
     "DTensor",
     "DeviceMesh",
     "Layout",

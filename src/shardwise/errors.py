@@ -13,6 +13,10 @@ class MeshError(ShardwiseError, ValueError):
     """A mesh that is missing, of the wrong shape, or that this rank is not in."""
 
 
+class DimError(ShardwiseError, ValueError, IndexError):
+    """A dim, an index or a row that a tensor does not have."""
+
+
 class RuleError(ShardwiseError, NotImplementedError):
     """No plan can be made for an op on these layouts."""
 

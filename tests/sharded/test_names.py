@@ -41,6 +41,13 @@ NAMES = {
     ".sharded_tensor.shard": "Shard",
     ".sharded_tensor.utils": "_flatten_tensor_size _parse_and_validate_remote_device _raise_if_mismatch _validate_output_tensor_for_gather build_global_metadata build_metadata_from_local_shards check_tensor recalc_global_sharded_tensor_metadata validate_non_overlapping_shards_metadata",
     ".sharded_tensor.reshard": "build_reshard_metadata get_chunked_dim_size get_idx_from_placements get_split_size reshard_local_shard reshuffle_local_shard",
+    ".sharded_tensor._ops": "sharded_embedding sharded_embedding_bag equal allclose uniform_ normal_ kaiming_uniform_ constant_",
+    ".sharded_tensor._ops._common": "_basic_validation _sharded_op_common _register_sharded_op_on_local_shards",
+    ".sharded_tensor._ops.binary_cmp": "_communicate_result allclose binary_cmp equal",
+    ".sharded_tensor._ops.init": "constant_ kaiming_uniform_ normal_ register_tensor_creation_op uniform_ validate_param",
+    ".sharded_tensor._ops.misc_ops": "tensor_has_compatible_shallow_copy_type",
+    ".sharded_tensor._ops.tensor_ops": "same_dtype sharded_clone sharded_deepcopy sharded_detach sharded_inplace_copy sharded_type_as sharded_type_as_check st_is_meta tensor_device tensor_requires_grad_set",
+    ".checkpoint": "FileSystemReader FileSystemWriter load load_state_dict save save_state_dict",
     ".sharded_tensor.logger": "_get_logging_handler _get_or_create_logger",
     ".common_op_utils": "_basic_validation _register_default_op",
     ".op_registry_utils": "_basic_validation _decorator_func _register_op",
@@ -146,6 +153,16 @@ def test_tables_of_ops():
         common_op_utils._basic_validation(torch.add, (torch.ones(1),))
 
 
+def test_modules_are_attributes():
+    for path in ("api", "checkpoint", "metadata", "sharder", "sharding_spec.chunk_sharding_spec", "sharding_plan.api"):
+        found = S
+        for name in path.split("."):
+            found = getattr(found, name)
+        assert inspect.ismodule(found)
+    assert S.sharded_tensor._ops.init.validate_param(1, "a") is None and S.sharded_optim.api and S.sharding_spec.api
+    assert not hasattr(S.checkpoint, "nowhere")
+
+
 def less_known(rank, world):
     value = values(7, 6)
     specs = specs_for((7, 6), range(world))
@@ -166,7 +183,43 @@ def less_known(rank, world):
     ids, st = torch.tensor([[1, 2 + rank]]), sharded(value, spec)
     assert torch.allclose(sharded_embedding((), (ids, st), {}, None), F.embedding(ids, value))
     assert torch.allclose(sharded_embedding_bag((), (ids, st), {"mode": "sum"}, None), value[ids[0]].sum(0))
-    return default_ops(st, value)
+    return default_ops(st, value) and ops_on_shards(st, value)
+
+
+def ops_on_shards(st, value):
+    """Ops as they are registered: shard by shard, with a check and an early end, or by a function of one's own."""
+    from shardwise.sharded.sharded_tensor._ops import _common, binary_cmp, init, tensor_ops
+
+    def positive(*args, **kwargs):
+        if args[1] < 0:
+            raise ValueError("negative")
+
+    _common._register_sharded_op_on_local_shards(torch.pow, lambda x, n: n == 1, positive)
+    _common._register_sharded_op_on_local_shards(torch.asinh, customized_func=tensor_ops.sharded_clone)
+    init.register_tensor_creation_op(torch.full_like)
+    try:
+        assert torch.pow(st, 1) is st and torch.allclose(whole(torch.pow(st, 2)), value**2)
+        with pytest.raises(ValueError, match="negative"):
+            torch.pow(st, -1)
+        assert torch.equal(whole(torch.asinh(st)), value)
+        made = torch.full_like(st, 2)
+        assert made.dtype == st.dtype and torch.equal(whole(made), torch.full_like(value, 2))
+    finally:
+        for op in (torch.pow, torch.asinh, torch.full_like):
+            del registry.custom_ops[op]
+    assert binary_cmp.equal((), (st, st.clone()), {}, None) and not binary_cmp.allclose((), (st, st + 1), {}, None)
+    assert binary_cmp._communicate_result(True, st._process_group)
+    assert not binary_cmp._communicate_result(dist.get_rank() == 0, st._process_group)
+    with pytest.raises(ValueError, match="Expected two arguments"):
+        binary_cmp.equal((), (st,), {}, None)
+    assert torch.equal(whole(init.constant_((), (st.clone(), 3))), torch.full_like(value, 3))
+    for make in (tensor_ops.sharded_deepcopy, tensor_ops.sharded_detach):
+        shards, metadata = make((st,), {}, None)
+        assert metadata == st.metadata() and torch.equal(shards[0].tensor, st.local_tensor())
+    assert tensor_ops.sharded_type_as((st, torch.ones(1)), {}, None)[1].tensor_properties.dtype == torch.float32
+    with pytest.raises(ValueError, match="tensor to cast type as"):
+        tensor_ops.sharded_type_as_check(st)
+    return True
 
 
 def default_ops(st, value):

@@ -1,6 +1,19 @@
 """Tile tensors: tiles of any shape on any rank of a process group, with the names of torch.distributed._shard."""
 
-from shardwise.sharded import checkpoint, convert, ops, scatter  # noqa: F401  (importing them gives the classes their methods)
+from shardwise.sharded import (  # noqa: F401  (importing them gives the classes their methods)  # noqa: F401  (the modules by the names of torch's)
+    api,
+    checkpoint,
+    convert,
+    metadata,
+    ops,
+    scatter,
+    sharded_optim,
+    sharded_tensor,
+    sharder,
+    sharding_plan,
+    sharding_spec,
+    tile_items,
+)
 from shardwise.sharded.factories import empty, full, ones, rand, randn, zeros
 from shardwise.sharded.loading import load_with_process_group
 from shardwise.sharded.local_shards import init_from_local_shards

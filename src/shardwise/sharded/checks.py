@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded.owners import check_remote_device, shards_of
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec
@@ -23,6 +23,13 @@ def checked_properties(
     pin_memory: bool,
     memory_format: torch.memory_format,
 ) -> TensorProperties:
+    for name, value, kind in (
+        ("layout", layout, torch.layout),
+        ("requires_grad", requires_grad, bool),
+        ("pin_memory", pin_memory, bool),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}: expected a {kind.__name__}, got {value!r}")
     if layout != torch.strided:
         raise ValueError(f"Only torch.strided layout is currently supported, got layout={layout}")
     if memory_format != torch.contiguous_format:
@@ -70,8 +77,10 @@ def raise_if_mismatch(
     )
 
 
-def checked_metadata(local_shards: list[Shard], metadata: ShardedTensorMetadata, group: Any) -> ShardedTensorMetadata:
-    """The global metadata, once it fits itself and what this rank holds."""
+def checked_metadata(
+    local_shards: list[Shard], metadata: ShardedTensorMetadata, group: Any
+) -> tuple[ShardedTensorMetadata, list[ShardMetadata]]:
+    """The global metadata, once it fits itself and what this rank holds, and the part of it that is this rank's."""
     if not isinstance(metadata, ShardedTensorMetadata):
         raise TypeError(f"sharded_tensor_metadata: expected ShardedTensorMetadata, got {type(metadata).__name__}")
     properties, me = metadata.tensor_properties, dist.get_rank()
@@ -91,6 +100,7 @@ def checked_metadata(local_shards: list[Shard], metadata: ShardedTensorMetadata,
             )
         if shard.metadata != known and shard.metadata not in mine:
             raise ValueError(f"rank {me} holds {shard.metadata}, but by the global metadata it holds {mine}")
+        check_contiguous(shard.tensor, me)
         for name in ("dtype", "layout", "requires_grad", "pin_memory"):
             want = getattr(properties, name)
             have = shard.tensor.is_pinned() if name == "pin_memory" else getattr(shard.tensor, name)
@@ -103,7 +113,29 @@ def checked_metadata(local_shards: list[Shard], metadata: ShardedTensorMetadata,
     check_cover(metadata.shards_metadata, metadata.size)
     properties = copy.copy(properties)
     properties.memory_format = torch.contiguous_format
-    return ShardedTensorMetadata(list(metadata.shards_metadata), torch.Size(metadata.size), properties)
+    return ShardedTensorMetadata(list(metadata.shards_metadata), torch.Size(metadata.size), properties), mine
+
+
+def check_contiguous(tensor: torch.Tensor, rank: int) -> None:
+    if tensor.layout == torch.strided and not tensor.is_contiguous():
+        raise ValueError(
+            f"Only torch.contiguous_format memory_format is currently supported! Found strides {tensor.stride()} for "
+            f"sizes {tuple(tensor.size())} on rank:{rank}; call contiguous() first"
+        )
+
+
+def in_order(local_shards: Sequence[Shard], mine: Sequence[ShardMetadata]) -> list[Shard]:
+    """The shards of a rank in the order of its metadata: the others know what it holds by its place there."""
+    if all(shard.metadata is known or shard.metadata == known for shard, known in zip(local_shards, mine)):
+        return list(local_shards)
+    left: dict[ShardMetadata, list[Shard]] = {}
+    for shard in local_shards:
+        left.setdefault(shard.metadata, []).append(shard)
+    ordered = [left[known].pop(0) for known in mine if left.get(known)]
+    if len(ordered) != len(local_shards):
+        twice = next(known for known, shards in left.items() if shards)
+        raise ValueError(f"local_shards: {twice} is there more often than in the metadata")
+    return ordered
 
 
 def check_spec(spec: Any, metadata: ShardedTensorMetadata) -> None:

@@ -29,6 +29,7 @@ def _filled(spec: ShardingSpec, size: Sequence[Any], value: Any, options: Option
 
 def _drawn(spec: ShardingSpec, size: Sequence[Any], what: draws.Distribution, options: Options) -> ShardedTensor:
     made = empty(spec, *size, **options)
+    what.check(made.dtype)
     tiles = [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in made.local_shards()]
     fill_tiles(tiles, made.size(), what, made._parts[0])
     return made
@@ -46,6 +47,8 @@ def ones(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) ->
 
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Unpack[Options]) -> ShardedTensor:
     """Like torch.full, in the tiles of the spec. Options are those of ShardedTensor."""
+    if fill_value is None:
+        raise ValueError("param: fill_value shouldn't be None!")
     return _filled(sharding_spec, as_size((size,) if isinstance(size, int) else size), fill_value, options)
 
 

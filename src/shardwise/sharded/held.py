@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import DimError
 from shardwise.move.tiles import TileSet
 from shardwise.sharded.base import ShardedTensorBase, device_of, new_tile
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata
@@ -53,7 +54,9 @@ class HeldTiles(ShardedTensorBase):
         if self._empty is None:
             properties = self._metadata.tensor_properties
             home = device_of(self._metadata)
-            if home.type == "cuda":
+            if home.type == "cuda" and not torch.cuda.is_available():
+                home = torch.device("cpu")  # tiles of others: nothing is computed here
+            elif home.type == "cuda":
                 home = torch.device("cuda", torch.cuda.current_device())
             self._empty = self._as_empty(new_tile([0], home, properties).detach())
             self._empty.requires_grad_(properties.requires_grad)
@@ -108,7 +111,7 @@ class HeldTiles(ShardedTensorBase):
         if dim is None:
             return size
         if not -len(size) <= dim < len(size):
-            raise ValueError(
+            raise DimError(
                 f"Argument ``dim`` must be within the range of tensor dimensions [{-len(size)}, {len(size)})"
             )
         return size[dim]

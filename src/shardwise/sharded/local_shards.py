@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise.sharded import remote
-from shardwise.sharded.checks import raise_if_mismatch
+from shardwise.sharded.checks import check_contiguous, in_order, raise_if_mismatch
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_size
 from shardwise.sharded.owners import as_group, check_remote_device, is_member, ranks_of
 from shardwise.sharded.shard import Shard
-from shardwise.sharded.spec import spec_of
+from shardwise.sharded.spec import in_order_of, spec_of
 from shardwise.sharded.telling import tell_all
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.sharded.tiling import check_cover, check_disjoint
@@ -31,7 +31,9 @@ def init_from_local_shards(
         remote.check_ready(group)
     metadata = _agreed(local_shards, global_size, group)
     spec = spec_of(metadata.shards_metadata)
-    return ShardedTensor._made(list(local_shards), metadata, spec, group, init_rrefs=init_rrefs)
+    metadata.shards_metadata = in_order_of(spec, metadata.shards_metadata)
+    mine = in_order(local_shards, in_order_of(spec, [shard.metadata for shard in local_shards]))
+    return ShardedTensor._made(mine, metadata, spec, group, init_rrefs=init_rrefs)
 
 
 def _agreed(local_shards: Any, global_size: Sequence[Any], group: Any) -> ShardedTensorMetadata:
@@ -81,11 +83,7 @@ def local_metadata(local_shards: Any, size: torch.Size, group: Any) -> ShardedTe
 def _check_strided(tensor: torch.Tensor, rank: int) -> None:
     if tensor.layout != torch.strided:
         raise ValueError(f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{rank}!")
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"Only torch.contiguous_format memory_format is currently supported! Found strides {tensor.stride()} for "
-            f"sizes {tuple(tensor.size())} on rank:{rank}; call contiguous() first"
-        )
+    check_contiguous(tensor, rank)
 
 
 def global_metadata(

@@ -128,13 +128,32 @@ def _check_plan(module: nn.Module, plan: ShardingPlan) -> None:
             )
         if isinstance(spec, Sharder) and not path:
             raise KeyError("Module path must not be empty for custom sharder!")
-        _check_kind(path, _find(module, path), torch.Tensor if isinstance(spec, ShardingSpec) else nn.Module)
+        if isinstance(spec, ShardingSpec) and not path:
+            raise AttributeError(f"{type(module).__name__} has no attribute ``: '' is the module itself, not a tensor")
+        found = _find(module, path)
+        if isinstance(spec, ShardingSpec):
+            _check_kind(path, found, torch.Tensor)
+        elif not isinstance(found, nn.Module):
+            raise AttributeError(f"`{path}` is not an nn.Module, but a {type(found).__name__}; a Sharder takes modules")
+    _check_apart(plan.plan)
     for path, spec in (plan.output_plan or {}).items():
         if not isinstance(spec, ShardingSpec):
             raise TypeError(f"Only `ShardingSpec` is supported as output_plan for '{path}', got {type(spec).__name__}")
         _check_kind(path, _find(module, path), nn.Module)
     for path in plan.return_local_tensor or []:
         _check_kind(path, _find(module, path), nn.Module)
+
+
+def _check_apart(plan: dict[str, Any]) -> None:
+    """A Sharder makes what is below its module: nothing else of the plan may be there."""
+    taken = [path for path, spec in plan.items() if isinstance(spec, Sharder)]
+    for path in plan:
+        for above in taken:
+            if path.startswith(above + "."):
+                raise RuntimeError(
+                    f"ShardingPlan is in-valid, trying to shard '{path}', but there's already a Sharder entry for "
+                    f"module '{above}', which makes all that is below it; leave one of them out"
+                )
 
 
 def _check_kind(path: str, found: Any, kind: type) -> None:

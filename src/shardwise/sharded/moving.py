@@ -149,21 +149,15 @@ class Movable(HeldTiles):
     def to(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Tensor.to: another dtype, device, or that of another tensor; itself where nothing changes."""
         group = kwargs.pop("process_group", None)
-        like = next((a for a in (*args, kwargs.get("other")) if isinstance(a, torch.Tensor)), None)
-        if like is not None:
-            args = (like.device, like.dtype, *(a for a in args if a is not like))
-            kwargs.pop("other", None)
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(
-            *args, **{k: v for k, v in kwargs.items() if k not in ("copy", "memory_format")}
-        )
-        copy = kwargs.get("copy", False)
+        device, dtype, non_blocking, copy = _where_to(*args, **kwargs)
         result: Any = self
         if device is not None and device.type != self.device.type:
-            result = (
-                result.cpu(process_group=group)
-                if device.type == "cpu"
-                else result.cuda(device, non_blocking, process_group=group)
-            )
+            if device.type == "cpu":
+                result = result.cpu(process_group=group)
+            elif device.type == "cuda":
+                result = result.cuda(device, non_blocking, process_group=group)
+            else:
+                result = result._on_devices(lambda rank: torch.device(device.type), group, non_blocking)
         elif device is not None and device.type == "cuda":
             result = result.cuda(device, non_blocking, process_group=group) if device.index is not None else result
         if dtype is not None and dtype != result.dtype:
@@ -178,6 +172,22 @@ class Movable(HeldTiles):
         metadata = other._metadata
         own = ShardedTensorMetadata(metadata.shards_metadata, self.size(), self._metadata.tensor_properties)
         return moved._move_to(other._tiles, own, other._sharding_spec, note)
+
+
+def _where_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, bool, bool]:
+    """Device, dtype, non_blocking and copy of any form of Tensor.to."""
+    _check_format(kwargs.pop("memory_format", torch.preserve_format))
+    if "other" in kwargs:
+        args = (kwargs.pop("other"), *args)
+    if args and isinstance(args[0], (bool, float, complex)):
+        raise TypeError(f"to: expected a device, a dtype or a tensor, got {args[0]!r}")
+    before = 1 if args and isinstance(args[0], (torch.dtype, torch.Tensor)) else 2  # of non_blocking and copy
+    copy = kwargs.pop("copy", args[before + 1] if len(args) > before + 1 else False)
+    args = args[: before + 1]
+    if args and isinstance(args[0], torch.Tensor):
+        args = (args[0].device, args[0].dtype, *args[1:])
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype, non_blocking, bool(copy)
 
 
 def _check_format(memory_format: torch.memory_format) -> None:

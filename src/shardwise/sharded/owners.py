@@ -16,8 +16,10 @@ from shardwise.sharded.metadata import ShardMetadata
 
 def as_group(process_group: Any) -> Any:
     """The group given, or the default one."""
-    if process_group is not None:
+    if isinstance(process_group, dist.ProcessGroup) or process_group is dist.GroupMember.NON_GROUP_MEMBER:
         return process_group
+    if process_group is not None:
+        raise TypeError(f"process_group: expected a ProcessGroup or None, got {process_group!r}")
     if not dist.is_initialized():
         raise RuntimeError(
             "process_group: None given and there is no default process group; call torch.distributed.init_process_group"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.record import Note
+from shardwise.errors import MeshError
 from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.sharded.owners import as_group, is_member, ranks_of
 from shardwise.sharded.shard import Shard
@@ -23,7 +24,7 @@ def scatter(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int = 0, process
         raise ValueError(f"process_group: rank {dist.get_rank()} is not in it; call this on its ranks only")
     ranks = ranks_of(group)
     if not isinstance(src_rank, int) or not 0 <= src_rank < len(ranks):
-        raise ValueError(f"src_rank={src_rank} is not a rank of the process group of {len(ranks)} ranks {ranks}")
+        raise MeshError(f"src_rank={src_rank} is not a rank of the process group of {len(ranks)} ranks {ranks}")
     properties = TensorProperties.create_from_tensor(tensor)
     metadata = spec.build_metadata(tensor.size(), properties)
     tiles = tiles_of(metadata.shards_metadata, group)

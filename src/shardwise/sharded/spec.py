@@ -23,6 +23,8 @@ def _remote(placement: Any) -> Any:
 
 
 def _text(placement: Any) -> str:
+    if isinstance(placement, torch.device):
+        return str(placement)
     if not isinstance(placement, str):
         raise TypeError(f"Invalid type for remote_device: {type(placement)}; write a string such as 'rank:0/cpu'")
     return placement
@@ -61,6 +63,8 @@ class ChunkShardingSpec(ShardingSpec):
 
     def __post_init__(self) -> None:
         self._verify_dim(self.dim)
+        if isinstance(self.placements, str):
+            raise TypeError(f"placements: expected a list, got {self.placements!r}; write [{self.placements!r}]")
         self.placements = [_remote(p) for p in self.placements]
 
     @staticmethod
@@ -112,8 +116,21 @@ def chunk_size(dim_size: int, chunks: int) -> int:
 
 def spec_of(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
     """The spec behind tiles: chunks of one dim where they are that, else the list of them."""
+    if not shards_metadata:
+        raise ValueError(f"Empty shard list provided: {list(shards_metadata)}")
     found = _as_chunks(shards_metadata)
     return found if found is not None else EnumerableShardingSpec(list(shards_metadata))
+
+
+def in_order_of(spec: ShardingSpec, shards_metadata: Sequence[ShardMetadata]) -> list[ShardMetadata]:
+    """Tiles as the spec that was found for them lists them: chunks one after the other."""
+    if isinstance(spec, ChunkShardingSpec):
+        return _along(int(spec.dim), shards_metadata)
+    return list(shards_metadata)
+
+
+def _along(dim: int, shards: Sequence[ShardMetadata]) -> list[ShardMetadata]:
+    return sorted(shards, key=lambda s: (s.shard_offsets[dim], -s.shard_sizes[dim]))
 
 
 def _as_chunks(shards: Sequence[ShardMetadata]) -> ChunkShardingSpec | None:
@@ -127,7 +144,7 @@ def _as_chunks(shards: Sequence[ShardMetadata]) -> ChunkShardingSpec | None:
     if len(cut) != 1:
         return None
     (dim,) = cut
-    order = sorted(shards, key=lambda s: (s.shard_offsets[dim], -s.shard_sizes[dim]))
+    order = _along(dim, shards)
     n = max(s.shard_offsets[dim] + s.shard_sizes[dim] for s in shards)
     step = chunk_size(n, len(shards))
     for i, shard in enumerate(order):

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from shardwise.move.tiles import TileSet
 from shardwise.sharded import registry, remote
 from shardwise.sharded.base import ShardedTensorBase, blank, new_tile
-from shardwise.sharded.checks import check_spec, checked_metadata
+from shardwise.sharded.checks import check_spec, checked_metadata, in_order
 from shardwise.sharded.held import home_of, same_tiles
 from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties, as_size
 from shardwise.sharded.owners import as_group, shards_of
 from shardwise.sharded.saving import Savable
 from shardwise.sharded.shard import Shard
-from shardwise.sharded.spec import ShardingSpec, spec_of
+from shardwise.sharded.spec import ShardingSpec, in_order_of, spec_of
 
 __all__ = ["Options", "ShardedTensor", "ShardedTensorBase", "first_sharded", "new_tile", "same_tiles"]
 
@@ -129,11 +129,14 @@ class ShardedTensor(Savable):
         group = as_group(process_group)
         if init_rrefs:
             remote.check_ready(group)
-        metadata = checked_metadata(local_shards, sharded_tensor_metadata, group)
-        if sharding_spec is not None:
-            check_spec(sharding_spec, metadata)
-        spec = spec_of(metadata.shards_metadata) if sharding_spec is None else sharding_spec
-        return cls._made(local_shards, metadata, spec, group, init_rrefs=init_rrefs)
+        metadata, mine = checked_metadata(local_shards, sharded_tensor_metadata, group)
+        spec = sharding_spec
+        if spec is None:
+            spec = spec_of(metadata.shards_metadata)
+            metadata.shards_metadata, mine = (in_order_of(spec, s) for s in (metadata.shards_metadata, mine))
+        else:
+            check_spec(spec, metadata)
+        return cls._made(in_order(local_shards, mine), metadata, spec, group, init_rrefs=init_rrefs)
 
     @classmethod
     def _init_from_local_tensor(

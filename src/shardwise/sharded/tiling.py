@@ -67,8 +67,6 @@ def tiles_of(shards: Sequence[ShardMetadata], group: Any) -> TileSet:
 
 def check_disjoint(shards: Sequence[ShardMetadata], boxes: Boxes | None = None) -> None:
     """Raise ValueError where two tiles overlap, and say which."""
-    if not shards:
-        raise ValueError("Empty shard list provided: []")
     clash = overlapping(shards, boxes)
     if clash is not None:
         raise ValueError(f"Shards {shards[clash[0]]} and {shards[clash[1]]} overlap")

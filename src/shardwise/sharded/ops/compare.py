@@ -18,7 +18,7 @@ def _both(name: str, one: Any, other: Any) -> None:
         raise TypeError(f"Both arguments to torch.{name} need to be of type ShardedTensor")
 
 
-def _everywhere(answer: bool, group: Any) -> bool:
+def everywhere(answer: bool, group: Any) -> bool:
     flag = torch.tensor([int(answer)], device=communication_device(group))
     dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
     return bool(flag.item())
@@ -37,7 +37,7 @@ def equal(input: Any, other: Any) -> bool:
     with torch.no_grad():
         theirs = other._like(input, Note("equal", "operands in different tiles"))._parts
         answer = all(torch.equal(a, b) for a, b in zip(input._parts, theirs))
-    return _everywhere(answer, input._process_group)
+    return everywhere(answer, input._process_group)
 
 
 @own(torch.allclose, torch.Tensor.allclose)
@@ -49,4 +49,4 @@ def allclose(input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, e
     with torch.no_grad():
         theirs = other._like(input, Note("allclose", "operands in different tiles"))._parts
         answer = all(torch.allclose(a, b, rtol, atol, equal_nan) for a, b in zip(input._parts, theirs))
-    return _everywhere(answer, input._process_group)
+    return everywhere(answer, input._process_group)

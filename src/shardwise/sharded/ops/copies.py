@@ -102,5 +102,46 @@ def _whole(tensor: Any) -> torch.Tensor:
         return tensor.full_tensor()
 
 
+# -- memory --------------------------------------------------------------------------------------------------------
+@own(_T.share_memory_)
+def share_memory_(tensor: ShardedTensor) -> ShardedTensor:
+    """The tiles of this rank are put into shared memory."""
+    for part in tensor._parts:
+        part.share_memory_()
+    return tensor
+
+
+@own(_T.is_shared)
+def is_shared(tensor: ShardedTensor) -> bool:
+    return all(part.is_shared() for part in tensor._parts)
+
+
+@own(_T.apply_)
+def apply_(tensor: ShardedTensor, callable: Any) -> ShardedTensor:
+    """Every element by a Python function, each rank its own."""
+    for part in tensor._parts:
+        part.apply_(callable)
+    return tensor
+
+
+@own(_T.untyped_storage, _T.storage, _T._typed_storage)
+def storage(tensor: ShardedTensor) -> Any:
+    raise RuntimeError(
+        f"a ShardedTensor of size {list(tensor.size())} has no memory of its own: ask the tensors of local_shards(), "
+        f"or gather it"
+    )
+
+
+@own(_T.__dlpack__)
+def dlpack(tensor: ShardedTensor, **options: Any) -> Any:
+    """The whole value, as `numpy()` gives it."""
+    return _whole(tensor).__dlpack__(**options)
+
+
+@own(_T.__dlpack_device__)
+def dlpack_device(tensor: ShardedTensor) -> Any:
+    return torch.empty(0, device=tensor.device).__dlpack_device__()
+
+
 for _name in ("__bool__", "__int__", "__float__", "__index__", "__complex__"):
     own(getattr(_T, _name))(lambda self, _name=_name: getattr(_whole(self), _name)())

@@ -85,6 +85,8 @@ def _own_ids(given: dict[str, Any]) -> bool:
         return False
     if table.dim() != 2:
         raise ValueError(f"Weight needs to have exactly 2 dims, got size {list(table.size())}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise RuntimeError(f"Expected tensor for argument 'indices' to be of int64 or int32, got {ids.dtype}")
     return True
 
 

@@ -19,18 +19,31 @@ from shardwise.sharded.tensor import ShardedTensor
 def _fill(tensor: Any, what: draws.Distribution, generator: Any = None) -> ShardedTensor:
     if not isinstance(tensor, ShardedTensor):
         raise TypeError(f"tensor: expected a ShardedTensor, got {type(tensor).__name__}")
+    what.check(tensor.dtype)
+    return _draw(tensor, what, generator)
+
+
+def _draw(tensor: ShardedTensor, what: draws.Distribution, generator: Any = None) -> ShardedTensor:
     tiles = [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in tensor.local_shards()]
     fill_tiles(tiles, tensor.size(), what, tensor._parts[0], generator)
     return tensor
 
 
+def check_given(**params: Any) -> None:
+    for name, value in params.items():
+        if value is None:
+            raise ValueError(f"param: {name} shouldn't be None!")
+
+
 @own(nn.init.uniform_)
 def uniform_(tensor: Any, a: float = 0.0, b: float = 1.0, generator: Any = None) -> ShardedTensor:
+    check_given(a=a, b=b)
     return _fill(tensor, draws.uniform(a, b), generator)
 
 
 @own(nn.init.normal_)
 def normal_(tensor: Any, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> ShardedTensor:
+    check_given(mean=mean, std=std)
     return _fill(tensor, draws.normal(mean, std), generator)
 
 
@@ -39,6 +52,7 @@ def kaiming_uniform_(
     tensor: Any, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
 ) -> ShardedTensor:
     """As torch's, with the fan of the whole tensor."""
+    check_given(a=a, mode=mode, nonlinearity=nonlinearity)
     fan = nn.init._calculate_correct_fan(torch.empty(tensor.size(), device="meta"), mode)  # type: ignore[arg-type]
     bound = math.sqrt(3.0) * nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
     return _fill(tensor, draws.uniform(-bound, bound), generator)
@@ -46,6 +60,7 @@ def kaiming_uniform_(
 
 @own(nn.init.constant_)
 def constant_(tensor: Any, val: float) -> ShardedTensor:
+    check_given(val=val)
     return _every_tile(tensor, lambda x: x.fill_(val))
 
 
@@ -65,7 +80,7 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
         return input
     if p == 1.0:
         return input.mul_(0) if inplace else input * 0
-    noise = _fill(input._with_parts([torch.empty_like(x) for x in input._parts]), draws.dropout(p))
+    noise = _draw(input._with_parts([torch.empty_like(x) for x in input._parts]), draws.dropout(p))
     return input.mul_(noise) if inplace else input * noise
 
 
@@ -92,5 +107,4 @@ for _method, _make in _METHODS.items():
     ) -> ShardedTensor:
         named = {{"from": "low", "to": "high"}.get(k, k) if _make is not _integers else k: v for k, v in named.items()}
         what = _make(tensor.dtype, *args, **named)
-        what.check(tensor.dtype)
         return _fill(tensor, what, generator)

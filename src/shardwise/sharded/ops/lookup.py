@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.record import Note
+from shardwise.errors import DimError
 from shardwise.sharded.ops.exchange import exchange
 from shardwise.sharded.ops.pool import Bags, rows_of
 from shardwise.sharded.owners import ranks_of
@@ -101,7 +102,7 @@ class Lookup:
         for rank, (low, high, *_) in zip(self.ranks, told):
             if (low < 0 or high >= n) and (low, high) != (0, 0):
                 row = low if low < 0 else high
-                raise IndexError(
+                raise DimError(
                     f"{self.note.op}: index out of range in self: rank {rank} looks up row {row} of a table of {n} rows"
                 )
 

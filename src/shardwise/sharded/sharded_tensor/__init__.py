@@ -3,13 +3,14 @@
 from shardwise.sharded.factories import empty, full, ones, rand, randn, zeros
 from shardwise.sharded.local_shards import init_from_local_shards
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded.op_registry_utils import _decorator_func
 from shardwise.sharded.ops.compare import allclose, equal
 from shardwise.sharded.ops.init import constant_, kaiming_uniform_, normal_, uniform_
 from shardwise.sharded.registry import custom_ops as _CUSTOM_SHARDED_OPS
 from shardwise.sharded.registry import custom_sharded_op_impl
 from shardwise.sharded.registry import custom_sharded_op_impl as _sharded_op_impl
 from shardwise.sharded.shard import Shard
-from shardwise.sharded.sharded_tensor import api, metadata, reshard, shard, utils
+from shardwise.sharded.sharded_tensor import _ops, api, metadata, reshard, shard, utils
 from shardwise.sharded.sharding_spec.chunk_sharding_spec_ops.embedding import sharded_embedding
 from shardwise.sharded.sharding_spec.chunk_sharding_spec_ops.embedding_bag import sharded_embedding_bag
 from shardwise.sharded.spec import ShardingSpec
@@ -25,6 +26,8 @@ __all__ = [
     "ShardingSpec",
     "TensorProperties",
     "_CUSTOM_SHARDED_OPS",
+    "_decorator_func",
+    "_ops",
     "_sharded_op_impl",
     "allclose",
     "api",

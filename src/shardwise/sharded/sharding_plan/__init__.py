@@ -1,5 +1,6 @@
 """The names of torch.distributed._shard.sharding_plan."""
 
 from shardwise.sharded.plan import ShardingPlan, ShardingPlanner
+from shardwise.sharded.sharding_plan import api
 
-__all__ = ["ShardingPlan", "ShardingPlanner"]
+__all__ = ["api", "ShardingPlan", "ShardingPlanner"]

@@ -2,6 +2,7 @@
 
 from shardwise.sharded.metadata import ShardMetadata
 from shardwise.sharded.registry import custom_sharding_spec_op
+from shardwise.sharded.sharding_spec import api, chunk_sharding_spec
 from shardwise.sharded.spec import (
     ChunkShardingSpec,
     DevicePlacementSpec,
@@ -19,5 +20,7 @@ __all__ = [
     "ShardMetadata",
     "ShardingSpec",
     "_infer_sharding_spec_from_shards_metadata",
+    "api",
+    "chunk_sharding_spec",
     "custom_sharding_spec_op",
 ]
