@@ -134,7 +134,7 @@ def compare(layout, mesh, steps=3):
 
 def main():
     join()
-    report(((f"{layout:14}", compare(layout, make_mesh(), steps=8)) for layout in LAYOUTS))
+    report((f"{layout:14}", compare(layout, make_mesh(), steps=8)) for layout in LAYOUTS)
 
 
 if __name__ == "__main__":
