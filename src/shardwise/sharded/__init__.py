@@ -1,6 +1,6 @@
 """Tile tensors: tiles of any shape on any rank of a process group, with the names of torch.distributed._shard."""
 
-from shardwise.sharded import (  # noqa: F401  (importing them gives the classes their methods)  # noqa: F401  (the modules by the names of torch's)
+from shardwise.sharded import (  # noqa: F401  (modules by torch's names; some give the classes their methods)
     api,
     checkpoint,
     convert,
