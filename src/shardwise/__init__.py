@@ -9,6 +9,7 @@ from shardwise.engine.cache import cache_info, clear_caches
 from shardwise.errors import (
     AutogradError,
     CommError,
+    DimError,
     LayoutError,
     MeshError,
     MoveError,
@@ -36,6 +37,7 @@ __all__ = [
     "CommError",
     "DTensor",
     "DeviceMesh",
+    "DimError",
     "Layout",
     "LayoutError",
     "MeshError",

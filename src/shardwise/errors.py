@@ -9,6 +9,10 @@ class LayoutError(ShardwiseError, ValueError):
     """A placement, split or layout that does not fit its tensor or mesh."""
 
 
+class DimError(LayoutError, IndexError):
+    """A placement on a dim that its tensor does not have."""
+
+
 class MeshError(ShardwiseError, ValueError):
     """A mesh that is missing, of the wrong shape, or that this rank is not in."""
 

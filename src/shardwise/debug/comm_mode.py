@@ -25,7 +25,7 @@ _OPS: dict[str, Any] = {
     "all_reduce": _functional.all_reduce,
     "reduce_scatter": _functional.reduce_scatter_tensor,
     "all_to_all": _functional.all_to_all_single,
-    "broadcast": _functional.broadcast,
+    "broadcast": torch.ops.c10d.broadcast_,
     "scatter": torch.ops.c10d.scatter_,
     "send_recv": torch.ops.c10d.send,
 }
@@ -35,7 +35,8 @@ _NO_OPERATIONS = ("__get__", "__set__", "__repr__", "__format__", "backward")
 class CommDebugMode:
     """Counts the collectives inside, by kind and by module; entering it starts from zero.
 
-    What distributed tensors communicate counts, and the functional collectives of torch that the program itself calls.
+    What distributed tensors communicate counts, and the functional collectives of torch that the program itself calls;
+    not the few integers by which ranks tell each other their sizes, which torch takes on trust (the ledger has them).
 
         with CommDebugMode() as mode:
             model(x).sum().backward()
@@ -90,7 +91,8 @@ class CommDebugMode:
             self._path.pop().spans.append(span)
 
     def _hear(self, entry: Entry) -> None:
-        self._count(_OPS.get(entry.kind, entry.kind), entry.backward)
+        if (entry.op, entry.reason) != ("from_local", "sizes"):
+            self._count(_OPS.get(entry.kind, entry.kind), entry.backward)
 
     def _count(self, op: Any, backward: bool) -> None:
         """A backward collective belongs to the module whose forward made its autograd node."""
