@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm.base import Comm, Coords
@@ -83,16 +84,21 @@ def as_mesh(mesh: Any, *, outside: bool = False) -> Mesh:
     if isinstance(mesh, SimulatedMesh):
         made = Mesh(mesh, mesh.shape, mesh.axis_names, torch.device(mesh.device_type), mesh.comm)
     elif isinstance(mesh, DeviceMesh):
-        names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
-        here = mesh.get_coordinate() is not None
-        comm: Comm = ProcessGroupComm(mesh) if here else OutsideComm(mesh) if outside else _refuse(mesh)
-        made = Mesh(mesh, tuple(mesh.shape), names, _device_of(mesh.device_type), comm)
+        with unset_fake_temporarily():  # a mesh is made of tensors, and may be met first in a fake mode
+            made = _of_device_mesh(mesh, outside)
     else:
         raise MeshError(f"device_mesh: expected a DeviceMesh or simulate(...), got {mesh!r} ({type(mesh).__name__})")
     with _lock:
         if found is not None:
             _meshes[mesh] = made
         return _meshes.setdefault(mesh, made)
+
+
+def _of_device_mesh(mesh: DeviceMesh, outside: bool) -> Mesh:
+    names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
+    here = mesh.get_coordinate() is not None
+    comm: Comm = ProcessGroupComm(mesh) if here else OutsideComm(mesh) if outside else _refuse(mesh)
+    return Mesh(mesh, tuple(mesh.shape), names, _device_of(mesh.device_type), comm)
 
 
 def _refuse(mesh: Any) -> NoReturn:
