@@ -8,6 +8,7 @@ from shardwise.context import strict
 from shardwise.engine.cache import cache_info, clear_caches
 from shardwise.errors import (
     AutogradError,
+    AxisError,
     CommError,
     DimError,
     LayoutError,
@@ -34,6 +35,7 @@ custom_function.take_functions()
 
 __all__ = [
     "AutogradError",
+    "AxisError",
     "CommError",
     "DTensor",
     "DeviceMesh",

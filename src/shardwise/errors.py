@@ -17,6 +17,12 @@ class MeshError(ShardwiseError, ValueError):
     """A mesh that is missing, of the wrong shape, or that this rank is not in."""
 
 
+class AxisError(MeshError, KeyError):
+    """A mesh axis of a name that there is not."""
+
+    __str__ = Exception.__str__  # a KeyError would quote the sentence
+
+
 class RuleError(ShardwiseError, NotImplementedError):
     """No plan can be made for an op on these layouts."""
 

@@ -21,7 +21,7 @@ from shardwise.comm.base import Comm, Coords
 from shardwise.comm.outside import OutsideComm
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.simulation import SimulatedComm
-from shardwise.errors import MeshError
+from shardwise.errors import AxisError, MeshError
 
 __all__ = ["DeviceMesh", "Mesh", "SimulatedMesh", "as_mesh", "init_device_mesh", "simulate"]
 
@@ -51,7 +51,7 @@ class Mesh:
         """The number of an axis, by number or name."""
         if isinstance(axis, str):
             if axis not in self.axis_names:
-                raise MeshError(f"axis {axis!r} is not one of {self.axis_names}")
+                raise AxisError(f"axis {axis!r} is not one of {self.axis_names}")
             return self.axis_names.index(axis)
         if not -len(self.shape) <= axis < len(self.shape):
             raise MeshError(f"axis {axis} is out of range for a mesh of {len(self.shape)} axes {self.shape}")
@@ -176,12 +176,12 @@ class SimulatedMesh:
         return self.size()
 
     def __getitem__(self, names: str | tuple[str, ...]) -> SimulatedMesh:
-        names = (names,) if isinstance(names, str) else tuple(names)
+        names = tuple(names) if isinstance(names, (tuple, list)) else (names,)
         if len(names) == 1 and names[0] in self._merged:
             return self._merged[names[0]]
         for name in names:
             if name not in self.axis_names:
-                raise MeshError(f"mesh axis {name!r} is not one of {(*self.axis_names, *self._merged)}")
+                raise AxisError(f"mesh axis {name!r} is not one of {(*self.axis_names, *self._merged)}")
         axes = tuple(self.world_names.index(name) for name in names)
         if axes not in self._family:
             made = self._family[axes] = SimulatedMesh(
