@@ -6,6 +6,8 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -324,6 +326,11 @@ def who_counts_what(n):
         (lambda: n.distribute_tensor(value, line(), [n.Shard(0)]), c10d.scatter_),
         (lambda: n.distribute_tensor(value, line(), [n.Replicate()]), c10d.broadcast_),
         (lambda: n.distribute_tensor(value, line(), [n.Shard(0)], src_data_rank=None), c10d.scatter_),
+        (lambda: dist.all_reduce(value.clone()), c10d.allreduce_),
+        (lambda: dist.all_gather([value.clone() for _ in range(dist.get_world_size())], value), c10d.allgather_),
+        (lambda: dist.broadcast(value.clone(), 0), c10d.broadcast_),
+        (lambda: dist.barrier(), c10d.barrier),
+        (lambda: collectives.all_reduce(value, "sum", (line(), 0)).wait(), functional.all_reduce),
     ):
         with mode:
             call()
