@@ -8,6 +8,7 @@ from shardwise.context import strict
 from shardwise.engine.cache import cache_info, clear_caches
 from shardwise.errors import (
     AutogradError,
+    AxisError,
     CommError,
     DimError,
     LayoutError,
@@ -34,10 +35,12 @@ custom_function.take_functions()
 
 __all__ = [
     "AutogradError",
+    "AxisError",
     "CommError",
     "DimError",
     "DTensor",
     "DeviceMesh",
+    "DimError",
     "Layout",
     "LayoutError",
     "MeshError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -145,10 +146,13 @@ def distribute_module(
     """Turn a module's parameters and buffers into DTensors, in place.
 
     `partition_fn(name, submodule, mesh)` lays out what it wants to; what it leaves is replicated.
-    `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run around the module's forward.
+    `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run around the module's forward; the older
+    form of both, without the module, works too.
     """
     if not isinstance(module, torch.nn.Module):
         raise LayoutError(f"distribute_module: module must be a torch.nn.Module, got {type(module).__name__}")
+    prepare_inputs = _of_module("input_fn", input_fn)
+    prepare_outputs = _of_module("output_fn", output_fn)
     mesh = as_mesh(device_mesh)
     made: dict[int, Any] = {}  # tied parameters stay tied
 
@@ -166,8 +170,21 @@ def distribute_module(
         if partition_fn is not None:
             partition_fn(name, submodule, mesh.source)
         replicate(submodule)
-    if input_fn is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh.source))
-    if output_fn is not None:
-        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh.source))
+    if prepare_inputs is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: prepare_inputs(mod, inputs, mesh.source))
+    if prepare_outputs is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: prepare_outputs(mod, outputs, mesh.source))
     return module
+
+
+def _of_module(name: str, given: Callable[..., Any] | None) -> Callable[[Any, Any, Any], Any] | None:
+    """A hook function as one of (module, values, mesh); the older form is one of (values, mesh)."""
+    if given is None:
+        return None
+    for arguments in (3, 2):
+        try:
+            inspect.signature(given).bind(*range(arguments))
+        except TypeError:
+            continue
+        return given if arguments == 3 else lambda module, values, mesh: given(values, mesh)
+    raise LayoutError(f"distribute_module: {name} must take (module, {name[:-3]}s, device_mesh), got {given!r}")

@@ -9,12 +9,18 @@ class LayoutError(ShardwiseError, ValueError):
     """A placement, split or layout that does not fit its tensor or mesh."""
 
 
+class DimError(LayoutError, IndexError):
+    """A dim, an index or a row that a tensor does not have."""
+
+
 class MeshError(ShardwiseError, ValueError):
     """A mesh that is missing, of the wrong shape, or that this rank is not in."""
 
 
-class DimError(ShardwiseError, ValueError, IndexError):
-    """A dim, an index or a row that a tensor does not have."""
+class AxisError(MeshError, KeyError):
+    """A mesh axis of a name that there is not."""
+
+    __str__ = Exception.__str__  # a KeyError would quote the sentence
 
 
 class RuleError(ShardwiseError, NotImplementedError):

@@ -18,3 +18,10 @@ def writes_first(func: Any) -> bool:
     if name.startswith("__"):
         return (name.startswith("__i") and name not in _NOT_IN_PLACE) or name in ("__setitem__", "__set__")
     return name.endswith("_")
+
+
+def without_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a `new_...` method less the size, which comes by name, as one sequence or as ints."""
+    if "size" in kwargs:
+        return args, {name: value for name, value in kwargs.items() if name != "size"}
+    return (args[1:] if args and not isinstance(args[0], int) else ()), kwargs

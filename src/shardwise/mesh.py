@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm.base import Comm, Coords
 from shardwise.comm.outside import OutsideComm
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.simulation import SimulatedComm
-from shardwise.errors import MeshError
+from shardwise.errors import AxisError, MeshError
 
 __all__ = ["DeviceMesh", "Mesh", "SimulatedMesh", "as_mesh", "init_device_mesh", "simulate"]
 
@@ -50,7 +51,7 @@ class Mesh:
         """The number of an axis, by number or name."""
         if isinstance(axis, str):
             if axis not in self.axis_names:
-                raise MeshError(f"axis {axis!r} is not one of {self.axis_names}")
+                raise AxisError(f"axis {axis!r} is not one of {self.axis_names}")
             return self.axis_names.index(axis)
         if not -len(self.shape) <= axis < len(self.shape):
             raise MeshError(f"axis {axis} is out of range for a mesh of {len(self.shape)} axes {self.shape}")
@@ -83,16 +84,21 @@ def as_mesh(mesh: Any, *, outside: bool = False) -> Mesh:
     if isinstance(mesh, SimulatedMesh):
         made = Mesh(mesh, mesh.shape, mesh.axis_names, torch.device(mesh.device_type), mesh.comm)
     elif isinstance(mesh, DeviceMesh):
-        names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
-        here = mesh.get_coordinate() is not None
-        comm: Comm = ProcessGroupComm(mesh) if here else OutsideComm(mesh) if outside else _refuse(mesh)
-        made = Mesh(mesh, tuple(mesh.shape), names, _device_of(mesh.device_type), comm)
+        with unset_fake_temporarily():  # a mesh is made of tensors, and may be met first in a fake mode
+            made = _of_device_mesh(mesh, outside)
     else:
         raise MeshError(f"device_mesh: expected a DeviceMesh or simulate(...), got {mesh!r} ({type(mesh).__name__})")
     with _lock:
         if found is not None:
             _meshes[mesh] = made
         return _meshes.setdefault(mesh, made)
+
+
+def _of_device_mesh(mesh: DeviceMesh, outside: bool) -> Mesh:
+    names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
+    here = mesh.get_coordinate() is not None
+    comm: Comm = ProcessGroupComm(mesh) if here else OutsideComm(mesh) if outside else _refuse(mesh)
+    return Mesh(mesh, tuple(mesh.shape), names, _device_of(mesh.device_type), comm)
 
 
 def _refuse(mesh: Any) -> NoReturn:
@@ -170,12 +176,12 @@ class SimulatedMesh:
         return self.size()
 
     def __getitem__(self, names: str | tuple[str, ...]) -> SimulatedMesh:
-        names = (names,) if isinstance(names, str) else tuple(names)
+        names = tuple(names) if isinstance(names, (tuple, list)) else (names,)
         if len(names) == 1 and names[0] in self._merged:
             return self._merged[names[0]]
         for name in names:
             if name not in self.axis_names:
-                raise MeshError(f"mesh axis {name!r} is not one of {(*self.axis_names, *self._merged)}")
+                raise AxisError(f"mesh axis {name!r} is not one of {(*self.axis_names, *self._merged)}")
         axes = tuple(self.world_names.index(name) for name in names)
         if axes not in self._family:
             made = self._family[axes] = SimulatedMesh(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import LayoutError
+from shardwise.errors import DimError, LayoutError
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import check_reductions
@@ -70,7 +70,7 @@ def _from_the_front(placements: tuple[Placement, ...], local: torch.Tensor) -> t
     placements = tuple(p.at(p.dim + local.ndim) if isinstance(p, Shard) and p.dim < 0 else p for p in placements)
     for axis, p in enumerate(placements):
         if isinstance(p, Shard) and not 0 <= p.dim < local.ndim:
-            raise LayoutError(
+            raise DimError(
                 f"placements[{axis}] = {p!r}: dim {p.dim} is out of range for a local tensor of {local.ndim} dims "
                 f"{tuple(local.shape)}"
             )

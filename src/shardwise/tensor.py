@@ -22,6 +22,7 @@ from shardwise.layout.placement import REPLICATE, _rebuild_shard
 from shardwise.mesh import DeviceMesh, _submesh, as_mesh
 from shardwise.move import move, move_across, plan_steps, start_move
 from shardwise.sizes import layout_of_locals
+from shardwise.spec import Spec
 from shardwise.wrapper import Wrapper, wrap
 
 
@@ -70,10 +71,19 @@ class DTensor(Wrapper):
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
         return self.shape if dim is None else self.shape[dim]
 
+    @property
+    def _spec(self) -> Spec:
+        return Spec.of(self._layout)
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        """The memory of `to_local()` without its graph, for programs that know torch's private name for it."""
+        return self.detach().to_local()  # type: ignore[attr-defined]
+
     # -- in and out -----------------------------------------------------------------------------------------
     @staticmethod
     def from_local(
-        local: torch.Tensor,
+        local_tensor: torch.Tensor | None = None,
         device_mesh: Any = None,
         placements: Sequence[Any] | None = None,
         *,
@@ -82,13 +92,18 @@ class DTensor(Wrapper):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Any] | None = None,
         assume_even: bool = False,
+        local: torch.Tensor | None = None,
     ) -> DTensor:
         """What each rank holds, as one tensor; differentiable. Uneven locals give their true global shape.
 
         Without `shape`, sizes are exchanged (one small collective) unless `assume_even` says that every rank holds as
         much as this one. `run_check` also compares dtypes and dims across ranks, and takes Replicate values from the
-        first coordinate. `grad_placements` says how the gradient of `local` is laid out (default: as the tensor's).
+        first coordinate. `grad_placements` says how the gradient of the local tensor is laid out (default: as the
+        tensor's). `local` is a shorter name of `local_tensor`.
         """
+        if local is not None and local_tensor is not None:
+            raise LayoutError("from_local: local_tensor and local are two names of one argument; give one of them")
+        local = local_tensor if local is None else local
         if isinstance(local, DTensor) or not isinstance(local, torch.Tensor):
             raise LayoutError(f"from_local: local must be a plain tensor, got {type(local).__name__}")
         mesh = as_mesh(device_mesh)

@@ -6,6 +6,8 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -315,6 +317,60 @@ def collectives_are_counted(n):
     return seen
 
 
+def who_counts_what(n):
+    """Sizes that ranks tell each other are no collectives of the program; laying a tensor out is."""
+    functional, c10d, mode = torch.ops.c10d_functional, torch.ops.c10d, n.debug.CommDebugMode()
+    value, seen = seeded(8, 4), []
+    for call, op in (
+        (lambda: n.DTensor.from_local(value, line(), [n.Shard(0)]), functional.all_gather_into_tensor),
+        (lambda: n.distribute_tensor(value, line(), [n.Shard(0)]), c10d.scatter_),
+        (lambda: n.distribute_tensor(value, line(), [n.Replicate()]), c10d.broadcast_),
+        (lambda: n.distribute_tensor(value, line(), [n.Shard(0)], src_data_rank=None), c10d.scatter_),
+        (lambda: dist.all_reduce(value.clone()), c10d.allreduce_),
+        (lambda: dist.all_gather([value.clone() for _ in range(dist.get_world_size())], value), c10d.allgather_),
+        (lambda: dist.broadcast(value.clone(), 0), c10d.broadcast_),
+        (lambda: dist.barrier(), c10d.barrier),
+        (lambda: collectives.all_reduce(value, "sum", (line(), 0)).wait(), functional.all_reduce),
+    ):
+        with mode:
+            call()
+        seen += [mode.get_total_counts(), mode.get_comm_counts()[op]]
+    return seen
+
+
+def names_people_use(n):
+    value = seeded(8, 6)
+    d = n.DTensor.from_local(local_tensor=value, device_mesh=line(), placements=[n.Shard(0)])
+    weight = torch.nn.Parameter(n.distribute_tensor(value, line(), [n.Shard(0)]))
+    weight._local_tensor.mul_(2)
+    spec, meta = weight._spec, weight._spec.tensor_meta
+    new = [weight.new_zeros(8, 6), weight.new_ones((8, 6)), weight.new_full(weight.shape, 3.0), weight.new_zeros(3)]
+    return [
+        d.full_tensor(), weight.full_tensor().detach(), weight._local_tensor, weight._local_tensor.requires_grad,
+        spec.mesh == line(), spec.placements[0].is_shard(0), tuple(spec.shape), tuple(spec.stride), spec.ndim,
+        spec.num_shards, spec.dim_map, spec.is_replicated(), tuple(meta.shape), meta.dtype,
+        [t.full_tensor() for t in new], [t.placements[0].is_shard(0) for t in new], [tuple(t.to_local().shape) for t in new],
+    ]  # fmt: skip
+
+
+def module_hooks_old_and_new(n):
+    def take(inputs, mesh):
+        return (n.DTensor.from_local(inputs[0], mesh, [n.Shard(0)]),)
+
+    seen = []
+    for input_fn, output_fn in (
+        (take, lambda out, mesh: out.redistribute(mesh, [n.Replicate()]).to_local()),
+        (lambda module, inputs, mesh: take(inputs, mesh), lambda module, out, mesh: out.full_tensor()),
+    ):
+        torch.manual_seed(3)
+        module = n.distribute_module(torch.nn.Linear(6, 4), line(), input_fn=input_fn, output_fn=output_fn)
+        seen.append(module(seeded(2, 6)).detach())
+    bad = [{"input_fn": lambda inputs: inputs}, {"output_fn": lambda module, out, mesh, more: out}]
+    return seen + [
+        raises(lambda fn=fn: n.distribute_module(torch.nn.Linear(6, 4), line(), **fn), ValueError) for fn in bad
+    ]
+
+
 def what_people_catch(n):
     value = seeded(8, 6)
     d = n.distribute_tensor(value, line(), [n.Shard(0)])
@@ -324,6 +380,7 @@ def what_people_catch(n):
         (lambda: n.distribute_tensor(value, grid(), [n.Shard(0)]), ValueError),
         (lambda: n.distribute_tensor(d, line(), [n.Replicate()]), ValueError),
         (lambda: n.DTensor.from_local(value, line(), [n.Shard(3)]), RuntimeError),
+        (lambda: n.distribute_tensor(value, line(), [n.Shard(2)]), IndexError),
         (lambda: n.zeros(8, -4, device_mesh=line(), placements=[n.Shard(0)]), RuntimeError),
         (lambda: d + other, RuntimeError),
         (lambda: d @ other, RuntimeError),
@@ -358,7 +415,8 @@ PROGRAMS = [
     placements_are_values, distribute_on_a_line_and_a_grid, the_active_mesh, from_local_takes_parts,
     both_sides_have_their_own_autograd_identity, grad_placements, redistribute_on_a_grid, factories, sub_meshes,
     tensor_parallel_over_a_sub_mesh, attention_by_hand, sequence_parallel_block, training, copies_and_files,
-    gradients_and_hooks, collectives_are_counted, what_people_catch, local_maps,
+    gradients_and_hooks, collectives_are_counted, who_counts_what, names_people_use, module_hooks_old_and_new,
+    what_people_catch, local_maps,
 ]  # fmt: skip
 
 

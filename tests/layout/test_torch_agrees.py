@@ -72,6 +72,13 @@ def test_redistributed_locals_are_those_of_torch():
     assert run_ranks(redistribute, 4) == [True] * 4
 
 
+def test_sizes_and_offsets_of_chunks():
+    for n, parts in itertools.product(range(10), range(1, 5)):
+        for i in range(parts):
+            expected = theirs.Shard.local_shard_size_and_offset(n, parts, i)
+            assert shardwise.Shard.local_shard_size_and_offset(n, parts, i) == expected, (n, parts, i)
+
+
 def test_torch_placements_are_accepted():
     mesh = shardwise.simulate((2, 2))
     x = shardwise.distribute_tensor(torch.ones(4, 4), mesh, [theirs.Shard(-1), theirs.Replicate()])

@@ -347,6 +347,47 @@ def factory_arguments(mesh):
     assert shardwise.full((2,), 1.0, requires_grad=True, device_mesh=mesh).requires_grad
 
 
+def new_ones_of_its_own_size(mesh):
+    """A new tensor as large as this one is cut as it is; where parts were pending it is whole, as one of another size."""
+    for value in (x(5, 7), x(1, 2), x(0, 3), x()):
+        size = tuple(value.shape)
+        for places in layouts(mesh, value):
+            mine = laid_out(value, mesh, places)
+            kept = tuple(R if p.is_partial() else p for p in mine.placements)
+            for make in (
+                lambda t, size=size: t.new_zeros(size),
+                lambda t, size=size: t.new_ones(*size, dtype=torch.int32) if size else t.new_ones(()),
+                lambda t, size=size: t.new_full(size=size, fill_value=3.0, requires_grad=True),
+                lambda t, size=size: t.new_full(t.shape, 2.5),
+            ):
+                made = make(mine)
+                assert made.placements == kept and made.is_leaf, places
+                same(made, make(value), str(places))
+                assert made.requires_grad == make(value).requires_grad
+            other = mine.new_zeros(4, 2)
+            assert other.placements == (R,) * mesh.ndim and other.shape == (4, 2)
+            same(mine.new_tensor([1.0, 2.0]), value.new_tensor([1.0, 2.0]))
+            assert mine.new_empty_strided((2, 3), (1, 2)).stride() == (1, 2)
+
+
+def what_torch_calls_it(mesh):
+    value = x(5, 7)
+    places = on_one_axis(mesh, Shard(1))
+    mine = laid_out(value, mesh, places, requires_grad=True)
+    assert mine._spec.placements == mine.placements and mine._spec.mesh is mine.device_mesh
+    assert mine._spec.shape == (5, 7) and mine._spec.stride == (7, 1) and mine._spec.dim_map == [-1, 0]
+    assert mine._spec.num_shards == mesh.shape[0] and mine._spec.is_sharded() and not mine._spec.is_replicated()
+    assert mine._spec.tensor_meta.dtype == torch.float64
+    assert not mine._local_tensor.requires_grad
+    mine._local_tensor.mul_(2)
+    same(mine, value * 2)
+    again = DTensor.from_local(local_tensor=mine._local_tensor, device_mesh=mesh, placements=places)
+    same(again, value * 2)
+    same(DTensor.from_local(local=mine._local_tensor, device_mesh=mesh, placements=places), value * 2)
+    with pytest.raises(LayoutError, match="two names of one argument"):
+        DTensor.from_local(mine._local_tensor, mesh, places, local=mine._local_tensor)
+
+
 @as_torch_draws
 def random_factories_advance_the_stream(mesh):
     """Two draws in a row are the plain program's two draws."""
@@ -364,6 +405,6 @@ CHECKS = [
     from_local_default_is_replicate, from_local_assume_even, from_local_is_differentiable, from_local_grad_placements,
     to_local_is_the_local_tensor, to_local_is_differentiable, from_local_meets_others, to_local_grad_placements, redistribute_everywhere,
     redistribute_to_the_same_is_self, redistribute_with_dtypes, full_tensor_is_differentiable, full_tensor_grad_placements,
-    factories, factory_arguments, random_factories_advance_the_stream,
+    factories, factory_arguments, new_ones_of_its_own_size, what_torch_calls_it, random_factories_advance_the_stream,
 ]  # fmt: skip
 test_simulated, test_processes = checked_on(__name__, CHECKS)

@@ -45,6 +45,8 @@ def test_sub_mesh():
     same(laid @ other, value @ x(4, 5))
     with pytest.raises(MeshError, match="different meshes"):
         laid + distribute_tensor(value, mesh)
+    with pytest.raises(KeyError, match="^mesh axis 0 is not one of"):
+        mesh[0]
     with pytest.raises(MeshError, match="mesh axis 'pp' is not one of"):
         mesh["pp"]
     flipped = mesh["tp", "dp"]

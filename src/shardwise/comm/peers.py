@@ -83,4 +83,7 @@ def _key(rank: int, what: str) -> str:
 
 
 def _store() -> Any:
-    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    """Where ranks leave word for each other; a fake group, which plays ranks that there are not, has none."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return None
+    return dist.distributed_c10d._get_default_store()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shardwise.comm.base import Coords, PlainComm, Step
 from shardwise.comm.bridge import replaced
@@ -62,7 +64,16 @@ class ProcessGroupComm(PlainComm):
 
     def all_kinds(self, local: torch.Tensor) -> dict[Coords, tuple[str, tuple[int, ...]]]:
         row = [_DTYPES.index(str(local.dtype)), local.ndim, *local.shape]
-        table = torch.tensor(row + [0] * (_MOST_DIMS + 2 - len(row)), device=local.device)
+        with unset_fake_temporarily():  # sizes are real where values are not
+            rows = self._all_rows(row + [0] * (_MOST_DIMS + 2 - len(row)), local.device)
+        grid = itertools.product(*(range(k) for k in self.shape))
+        return {c: (_DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for c, row in zip(grid, rows, strict=True)}
+
+    def _all_rows(self, row: list[int], device: torch.device) -> list[list[int]]:
+        """Everyone's row of ints. Ranks that a fake group plays have this one's."""
+        if dist.get_backend(self.group(0)) == "fake":
+            return [row] * math.prod(self.shape)
+        table = torch.tensor(row, device=self._device_mesh.device_type if device.type == "meta" else device)
         for axis in reversed(range(len(self.shape))):
             if self.shape[axis] > 1:
                 record(self, "all_gather", axis, (self.shape[axis] - 1) * table.nbytes, Note("from_local", "sizes"))
@@ -70,9 +81,7 @@ class ProcessGroupComm(PlainComm):
                     table = torch.stack(self._gather((axis,), table, [tuple(table.shape)] * self.shape[axis]))
             else:
                 table = table.unsqueeze(0)
-        rows = table.view(-1, _MOST_DIMS + 2).tolist()
-        grid = itertools.product(*(range(k) for k in self.shape))
-        return {c: (_DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for c, row in zip(grid, rows, strict=True)}
+        return table.view(-1, len(row)).tolist()
 
     def first_of_replicas(self, local: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         for axis in axes:
@@ -128,7 +137,8 @@ class ProcessGroupComm(PlainComm):
     def _rank(self, coords: Coords) -> int:
         found = self._ranks.get(coords)
         if found is None:  # a DeviceMesh works its ranks out anew each time
-            found = self._ranks[coords] = int(self._device_mesh.mesh[coords])
+            with unset_fake_temporarily():
+                found = self._ranks[coords] = int(self._device_mesh.mesh[coords])
         return found
 
     def _place(self, axis: int, coord: int) -> int:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardwise.comm.base import Comm, Coords, Step
 from shardwise.errors import LayoutError, MeshError
 from shardwise.functions import writes_first
+from shardwise.reentrant import reentrant
 
 
 class PerRank(tuple):
@@ -56,7 +57,7 @@ class RankTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch.overrides.enable_reentrant_dispatch():
+        with reentrant():
             return map_ranks(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed._functional_collectives  # registers torch.ops.c10d_functional
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from shardwise.comm.record import Entry, listeners
@@ -25,17 +27,20 @@ _OPS: dict[str, Any] = {
     "all_reduce": _functional.all_reduce,
     "reduce_scatter": _functional.reduce_scatter_tensor,
     "all_to_all": _functional.all_to_all_single,
-    "broadcast": _functional.broadcast,
+    "broadcast": torch.ops.c10d.broadcast_,
     "scatter": torch.ops.c10d.scatter_,
     "send_recv": torch.ops.c10d.send,
 }
+_NO_COLLECTIVES = (torch.ops.c10d.barrier, torch.ops.c10d.monitored_barrier_)
 _NO_OPERATIONS = ("__get__", "__set__", "__repr__", "__format__", "backward")
 
 
 class CommDebugMode:
     """Counts the collectives inside, by kind and by module; entering it starts from zero.
 
-    What distributed tensors communicate counts, and the functional collectives of torch that the program itself calls.
+    What distributed tensors communicate counts, and the collectives of torch that the program itself calls, functional
+    ones and those of torch.distributed (under their names in torch.ops.c10d); not the few integers by which ranks tell
+    each other their sizes, which torch takes on trust (the ledger has them).
 
         with CommDebugMode() as mode:
             model(x).sum().backward()
@@ -61,8 +66,12 @@ class CommDebugMode:
         self._reset()
         self._heard = listeners()
         self._heard.append(self._hear)
-        self._functions = _Functions(self)
-        self._functions.__enter__()
+        self._modes: list[Any] = [
+            _Functions(self),
+            *([_Collectives(self)] if torch.distributed.is_initialized() else []),
+        ]
+        for mode in self._modes:
+            mode.__enter__()
         self._hooks = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -72,7 +81,8 @@ class CommDebugMode:
     def __exit__(self, *exc: Any) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._functions.__exit__(*exc)
+        for mode in reversed(self._modes):
+            mode.__exit__(*exc)
         self._heard.remove(self._hear)
 
     # -- what happens ---------------------------------------------------------------------------------------
@@ -90,7 +100,8 @@ class CommDebugMode:
             self._path.pop().spans.append(span)
 
     def _hear(self, entry: Entry) -> None:
-        self._count(_OPS.get(entry.kind, entry.kind), entry.backward)
+        if (entry.op, entry.reason) != ("from_local", "sizes"):
+            self._count(_OPS.get(entry.kind, entry.kind), entry.backward)
 
     def _count(self, op: Any, backward: bool) -> None:
         """A backward collective belongs to the module whose forward made its autograd node."""
@@ -115,6 +126,11 @@ class CommDebugMode:
         mesh = repr(ours[0].mesh) if ours else ""
         shardings = [str(layout.placements) for layout in ours]
         self._path[-1].operations.append(Operation(op_name(func), shapes, shardings, mesh))
+
+    def _saw_collective(self, func: Any) -> None:
+        """One of torch.distributed: what a distributed tensor communicates was heard of already."""
+        if func.overloadpacket not in _NO_COLLECTIVES and not _called_by_us():
+            self._count(func.overloadpacket, False)
 
     # -- answers --------------------------------------------------------------------------------------------
     def get_comm_counts(self) -> dict[Any, int]:
@@ -157,6 +173,17 @@ class CommDebugMode:
         return f"CommDebugMode(total={self.get_total_counts()}{', ' + counts if counts else ''})"
 
 
+def _called_by_us() -> bool:
+    """Whether the nearest caller outside of torch and of this file is the library."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != __name__ and name.partition(".")[0] != "torch":
+            return name.partition(".")[0] == "shardwise"
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def _shape(tensor: Any) -> Any:
     if isinstance(tensor, Wrapper):
         return tensor._layout.shape
@@ -174,4 +201,17 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.mode._saw(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class _Collectives(TorchDispatchMode):
+    """Shows the collectives of torch.distributed, which no function mode sees."""
+
+    def __init__(self, mode: CommDebugMode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.mode._saw_collective(func)
         return func(*args, **(kwargs or {}))

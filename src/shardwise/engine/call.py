@@ -21,6 +21,7 @@ from shardwise.errors import AutogradError, LayoutError, MeshError, StrictError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps
+from shardwise.reentrant import reentrant
 from shardwise.strategy import registry
 from shardwise.strategy.relayout import Relayout
 from shardwise.strategy.spec import Gathered, Operand
@@ -111,7 +112,7 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
 
 def call_overload(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """`__torch_dispatch__`: an aten op on distributed tensors, recorded by autograd on the local tensors."""
-    with torch.overrides.enable_reentrant_dispatch(), torch._C._EnableTorchFunction():
+    with reentrant(), torch._C._EnableTorchFunction():
         result = call_function(cls, func, types, args, kwargs)
     return tree_map_only(Wrapper, _not_inference, result) if torch.is_inference_mode_enabled() else result
 

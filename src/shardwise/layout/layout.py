@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from shardwise.errors import LayoutError
+from shardwise.errors import DimError, LayoutError
 from shardwise.layout.placement import Partial, Placement, Shard, as_placements
 from shardwise.layout.split import Intervals, chunk_pieces, compose, count, normalize, positions
 
@@ -218,7 +218,7 @@ def check_placements(mesh: Any, placements: tuple[Placement, ...], shape: tuple[
         if isinstance(placement, Shard):
             dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
             if not 0 <= dim < len(shape):
-                raise LayoutError(
+                raise DimError(
                     f"placements[{axis}] = {placement!r}: dim {placement.dim} is out of range for a tensor of shape "
                     f"{shape}; " + (f"use {-len(shape)} to {len(shape) - 1}" if shape else "it has no dim to shard")
                 )

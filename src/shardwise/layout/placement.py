@@ -110,6 +110,12 @@ class Shard(Placement):
             return ((start, stop),) if start < stop else ()
         return self.row(n, parts, outer)[i]
 
+    @staticmethod
+    def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        """How many of so many indices a coordinate gets where they are cut like ``torch.chunk``, and from which on."""
+        start, stop = chunk_bounds(curr_local_size, num_chunks, rank)
+        return stop - start, start
+
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
 

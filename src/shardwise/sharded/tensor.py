@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.move.tiles import TileSet
+from shardwise.reentrant import reentrant
 from shardwise.sharded import registry, remote
 from shardwise.sharded.base import ShardedTensorBase, blank, new_tile
 from shardwise.sharded.checks import check_spec, checked_metadata, in_order
@@ -112,7 +113,7 @@ class ShardedTensor(Savable):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch.overrides.enable_reentrant_dispatch(), torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
+        with reentrant(), torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
             return registry.fallback[0](func, args, kwargs or {})
 
     # -- from parts -----------------------------------------------------------------------------------------
