@@ -40,7 +40,6 @@ __all__ = [
     "DimError",
     "DTensor",
     "DeviceMesh",
-    "DimError",
     "Layout",
     "LayoutError",
     "MeshError",
