@@ -339,3 +339,21 @@ def on_gloo(rank, world_size, shape):
 
 def test_processes():
     run_ranks(on_gloo, 2, (2,))
+
+
+def test_lists_must_be_of_one_length():
+    xs = [spread_out(t, simulate((3,)), [Replicate()]) for t in some(3)]
+    calls = (
+        lambda: torch._foreach_add(xs, xs[:1]),
+        lambda: torch._foreach_mul_(xs[:1], xs),
+        lambda: torch._foreach_div(xs, [2.0]),
+    )
+    for wrong in calls:
+        with pytest.raises(RuntimeError, match="one length"):
+            wrong()
+
+
+def test_overloads_that_return_nothing():
+    xs = [spread_out(t, simulate((3,)), [Replicate()]) for t in some(2)]
+    assert torch.ops.aten._foreach_neg_.default(xs) is None
+    torch.testing.assert_close(xs[0].full_tensor(), -some(2)[0])

@@ -90,8 +90,10 @@ def at_each_position(name: str, *args: Any, **kwargs: Any) -> Columns | Algorith
     """`_foreach_<name>`: what <name> does, at every position. A tensor outside of the lists is taken whole."""
     shared = any(isinstance(value, Operand) for value in (*args, *kwargs.values()))
     if shared and name.startswith("addc"):  # a number for each position, as a tensor
-        func = getattr(torch, f"_foreach_{name}")
-        return Algorithm(lambda xs, ys, zs, scalars: func(xs, ys, zs, scalars.tolist()))
+        return Algorithm(lambda xs, ys, zs, scalars: getattr(torch, f"_foreach_{name}")(xs, ys, zs, scalars.tolist()))
+    counts = {len(value) for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))}
+    if len(counts) > 1:
+        raise RuntimeError(f"_foreach_{name}: lists of one length are needed, not of {sorted(counts)}")
 
     def plan(*here: Any, **options: Any) -> Any:
         others = [value for key, value in options.items() if key not in _SAME_NAMES]
@@ -175,8 +177,6 @@ def _filled(values: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
 
 def one_each(tensors: Sequence[Operand], alone: Any, op: Any, *more: Any, **options: Any) -> Algorithm:
     """The numbers of a list: where gradients are needed, of each tensor alone."""
-    if any(0 in t.shape for t in tensors):
-        op([torch.empty(0, dtype=tensors[0].dtype)])  # raises where torch knows none of nothing
     every = together(tensors, op, *more, **options)
     return Algorithm(lambda ts, *args, **kwargs: tuple(map(alone, ts)) if needs_grad(*ts) else every(ts))
 

@@ -73,7 +73,7 @@ def addmv(addend: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     if not addend.dtype.to_real().is_floating_point:
         alpha, beta = int(alpha), int(beta)
     product = alpha * (x @ y)
-    return product if beta == 0 else beta * addend + product
+    return product if beta == 0 else beta * addend.expand(x.shape[:1]) + product
 
 
 @rule("einsum")
