@@ -1,4 +1,4 @@
-"""foreach and fused ops. Every position is planned like the plain op, and one local call, or exchange, does them all."""
+"""foreach and fused ops. Every position is planned like the plain op, one local call or exchange does them all."""
 
 from __future__ import annotations
 
