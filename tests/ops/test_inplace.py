@@ -205,3 +205,34 @@ def test_inference_mode():
         with torch.inference_mode():
             compare(a.diagonal() * 2, A.diagonal() * 2, str(placements), 1e-10)
             compare(a.unfold(0, 2, 1).sum(-1), A.unfold(0, 2, 1).sum(-1), str(placements), 1e-10)
+
+
+@pytest.mark.parametrize("places", [[Replicate()], [Shard(0)], [Shard(1)], [Partial()]], ids=str)
+@pytest.mark.parametrize("name", ["addmm", "addbmm", "baddbmm", "addr"])
+def test_whole_numbers_are_written_too(name, places):
+    mesh, count = simulate((3,)), {"addmm": (2, 2, 2), "addbmm": (2, 3, 3), "baddbmm": (3, 3, 3), "addr": (2, 1, 1)}
+    tensors = [torch.arange(4**n).view((4,) * n) % 5 for n in count[name]]
+    want = getattr(tensors[0].clone(), name + "_")(*tensors[1:], beta=2, alpha=-1)
+    target, *others = [spread_out(t, mesh, places if t.dim() > 1 else [Replicate()]) for t in tensors]
+    assert getattr(target, name + "_")(*others, beta=2, alpha=-1) is target
+    assert torch.equal(target.full_tensor(), want)
+
+
+@pytest.mark.parametrize("reduce_op", ["max", "min", "product", "avg"])
+def test_rows_are_set_where_a_reduction_is_pending(reduce_op):
+    rows = torch.tensor([3, 0])
+    want, got = A.clone(), spread_out(A, simulate((3,)), [Partial(reduce_op)])
+    for target in (want, got):
+        target[rows] = target[rows.flip(0)] * 2
+        target[:, 1] = 0.5
+    torch.testing.assert_close(got.full_tensor(), want)
+
+
+@pytest.mark.parametrize("places", [[Shard(0)], [Partial("bor")], [Partial("max")]], ids=str)
+def test_a_result_that_does_not_fit_is_not_written(places):
+    whole = torch.tensor([1, 2, 3])
+    target = spread_out(whole, simulate((2,)), places)
+    for write in (lambda: target.exp_(), lambda: target.div_(2), lambda: torch._foreach_sqrt_([target])):
+        with pytest.raises(RuntimeError, match="cast"):
+            write()
+    assert torch.equal(target.full_tensor(), whole)

@@ -339,3 +339,34 @@ def on_gloo(rank, world_size, shape):
 
 def test_processes():
     run_ranks(on_gloo, 2, (2,))
+
+
+def test_lists_must_be_of_one_length():
+    xs = [spread_out(t, simulate((3,)), [Replicate()]) for t in some(3)]
+    calls = (
+        lambda: torch._foreach_add(xs, xs[:1]),
+        lambda: torch._foreach_mul_(xs[:1], xs),
+        lambda: torch._foreach_div(xs, [2.0]),
+    )
+    for wrong in calls:
+        with pytest.raises(RuntimeError, match="same number of"):
+            wrong()
+
+
+def test_overloads_that_return_nothing():
+    xs = [spread_out(t, simulate((3,)), [Replicate()]) for t in some(2)]
+    assert torch.ops.aten._foreach_neg_.default(xs) is None
+    torch.testing.assert_close(xs[0].full_tensor(), -some(2)[0])
+
+
+@pytest.mark.parametrize("scalars", [0.5, [0.5, 2.0]], ids=str)
+def test_gradients_of_quotients_where_ranks_hold_nothing(scalars):
+    values = [[t.abs() + 1 for t in seeded((3,), (2, 2), seed=seed)] for seed in range(3)]
+    mesh, grads = simulate((4,)), []
+    for place in (lambda t: t.clone(), lambda t: spread_out(t, mesh, [Shard(0)])):
+        lists = [[place(t).requires_grad_() for t in some] for some in values]
+        given = {"value": scalars} if isinstance(scalars, float) else {"scalars": scalars}
+        sum(t.sin().sum() for t in torch._foreach_addcdiv(*lists, **given)).backward()
+        grads.append([t.grad for some in lists for t in some])
+    for want, got in zip(*grads, strict=True):
+        torch.testing.assert_close(got.full_tensor(), want)

@@ -263,3 +263,48 @@ def test_operands_on_different_meshes():
             op(a, b)
     same(a, VALUE)
     same(b, VALUE)
+
+
+def test_a_slice_follows_its_tensor_bound():
+    whole = torch.arange(12.0).view(4, 3)
+    rows = distribute_tensor(whole, simulate((3,)), [Shard(0)])
+    for end in (distribute_tensor(torch.tensor(1), simulate((3,)), [R]), torch.tensor(1)):
+        assert rows[:end].shape == (1, 3)
+        end += 2
+        torch.testing.assert_close(rows[:end].full_tensor(), whole[:3])
+        torch.testing.assert_close(rows[0:2, :end].full_tensor(), whole[:2])
+
+
+def test_tensors_of_no_dim_stand_for_numbers():
+    """Where torch takes a number, a 0-d tensor is one, and its value of the moment counts."""
+    whole, mesh = torch.arange(12.0).view(4, 3), simulate((3,))
+    x, n = distribute_tensor(whole, mesh, [Shard(0)]), distribute_tensor(torch.tensor(0), mesh, [R])
+    for i in (0, 1):
+        for call in (
+            lambda x, n: x.cumsum(n),
+            lambda x, n: x.roll(n, 0),
+            lambda x, n: x.new_zeros((n, 2)),
+            lambda x, n: x.view(n + 1, -1),
+            lambda x, n: torch.stack([x, x], n),
+            lambda x, n: torch.baddbmm(x[None, :3], x[None, :3], x[None, :3], alpha=n),
+            lambda x, n: torch.polygamma(n, x + 1),
+        ):
+            torch.testing.assert_close(call(x, n).full_tensor(), call(whole, torch.tensor(i)))
+        n += 1
+    with pytest.raises(TypeError, match="a number is needed"):
+        x.new_zeros((3,)).add(x[0], alpha=n.double().requires_grad_())
+
+
+def test_a_wrong_call_raises_what_torch_raises():
+    vector = distribute_tensor(torch.arange(6.0), simulate((3,)), [Shard(0)])
+    for call in (
+        lambda x: torch.linalg.det(x),
+        lambda x: torch.linalg.eigh(x),
+        lambda x: torch.nn.functional.rms_norm(x, [3], x),
+        lambda x: torch.native_group_norm(x.view(1, 6, 1), None, None, 1, 6, 1, 0, 1e-5),
+        lambda x: torch.addmv(x, x[:3].view(1, 3), x[:3]),
+    ):
+        with pytest.raises(Exception) as wanted:
+            call(torch.arange(6.0))
+        with pytest.raises(wanted.type):
+            call(vector)

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +16,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 import shardwise.rules  # noqa: F401  (importing them registers them)
 from shardwise.context import functions, refuses_plain
 from shardwise.engine.cache import PlanCache, register_cache
-from shardwise.engine.call_shape import CallShape, op_name, tensors_in
+from shardwise.engine.call_shape import CallShape, asks_for_a_value, numbers_in, op_name, tensors_in
 from shardwise.engine.fallback import rebound, replicated, written_back
 from shardwise.engine.plan import Plan, build_plan
-from shardwise.errors import AutogradError, LayoutError, MeshError, StrictError
+from shardwise.errors import AutogradError, LayoutError, MeshError, ShardwiseError, StrictError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps
@@ -67,6 +69,7 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
                 key.append(float if func in ANY_FLOAT else (float, arg))
                 locals.append(arg)
             elif kind is slice:
+                arg = in_numbers(arg)
                 key.append((slice, arg.start, arg.stop, arg.step))
                 locals.append(arg)
             else:
@@ -144,6 +147,7 @@ def freeze(arg: Any, any_float: bool = False) -> tuple[Any, Any]:
     if isinstance(arg, torch.Tensor):
         raise _PlainTensor
     if kind is slice:
+        arg = in_numbers(arg)
         return (slice, arg.start, arg.stop, arg.step), arg
     if isinstance(arg, (list, tuple)):
         if set(map(type, arg)) == {Wrapper.concrete}:  # thousands of parameters may stand here
@@ -170,7 +174,20 @@ _OTHER = object()
 
 
 def _slice_key(item: Any) -> Any:
-    return (slice, item.start, item.stop, item.step) if type(item) is slice else _OTHER
+    if type(item) is not slice or item is not in_numbers(item):
+        return _OTHER
+    return (slice, item.start, item.stop, item.step)
+
+
+_BOUNDS = frozenset({int, type(None)})
+
+
+def in_numbers(bounds: slice) -> slice:
+    """The slice with numbers for the tensors among its bounds, whose values may change."""
+    given = (bounds.start, bounds.stop, bounds.step)
+    if {type(bounds.start), type(bounds.stop), type(bounds.step)} <= _BOUNDS:
+        return bounds
+    return slice(*(None if bound is None else operator.index(bound) for bound in given))
 
 
 def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
@@ -180,25 +197,62 @@ def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     if found is not None:
         if found.any_float:
             ANY_FLOAT.add(func)
-        given = [name for name in found.numbers if isinstance(kwargs.get(name), Wrapper)]
-        if given:
-            return _with_numbers(func, given)
-        placed = placed_for(found.rule, *call.with_tensors(call.operands))
-        if placed is not None and out_of_order(call, *placed):
-            return _reordered(func, found.rule)
-        spec = found.rule(*placed[0], **placed[1]) if placed is not None else None
-        if spec is not None:
-            if found.in_place and isinstance(spec, Relayout):
-                return rebound(func)
-            if isinstance(spec, Gathered):
-                return replicated(func, call, spec.reason, spec.check)
-            plan = build_plan(func, spec, call, found.in_place or registry.in_place_flag(func, args, kwargs))
-            return plan if plan is not None else written_back(func, call)
+        named = {i for i, path in enumerate(call.paths) if path[0] in found.numbers}
+        if named:
+            return _with_numbers(func, named)
+        try:
+            plan = _ruled(func, call, found)
+        except RuntimeError as error:
+            numbers = numbers_in(call) if asks_for_a_value(error) else None
+            if not numbers:
+                raise
+            return _with_numbers(func, numbers)
+        if plan is not None:
+            return plan
     if _is_out(kwargs.get("out")):
         return _into_out(func)
     if isinstance(func, torch._ops.OpOverload):
         return replicated(func, call)
     return lambda args, kwargs, locals, local_kwargs: _lower(func, args, kwargs)
+
+
+def _ruled(func: Any, call: CallShape, found: registry.Found) -> Plan | None:
+    """The plan the rule leads to; None where the rule has none for this form of the call."""
+    placed = placed_for(found.rule, *call.with_tensors(call.operands))
+    if placed is not None and out_of_order(call, *placed):
+        return _reordered(func, found.rule)
+    spec = spec_of(found.rule, call, *placed) if placed is not None else None
+    if spec is None:
+        return None
+    if found.in_place and isinstance(spec, Relayout):
+        return rebound(func)
+    if isinstance(spec, Gathered):
+        return replicated(func, call, spec.reason, spec.check)
+    in_place = found.in_place or registry.in_place_flag(func, call.args, call.kwargs)
+    try:
+        plan = build_plan(func, spec, call, in_place) or written_back(func, call)
+    except NotImplementedError:  # torch cannot tell the result's shape; if it cannot compute it either, it says so then
+        return replicated(func, call)
+    schema = getattr(func, "_schema", None)
+    return plan if schema is None or schema.returns or not in_place else _returning_nothing(plan)
+
+
+def spec_of(rule: Callable[..., Any], call: CallShape, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What the rule says. Where a call is wrong in a way the rule did not foresee, the error is torch's own."""
+    try:
+        return rule(*args, **kwargs)
+    except ShardwiseError:
+        raise
+    except Exception:
+        call.check()
+        raise
+
+
+def _returning_nothing(plan: Plan) -> Plan:
+    def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> None:
+        plan(args, kwargs, locals, local_kwargs)
+
+    return run
 
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x2": "other"}  # which torch takes too
@@ -238,11 +292,18 @@ def _reordered(func: Any, rule: Callable[..., Any]) -> Plan:
     return run
 
 
-def _with_numbers(func: Any, names: list[str]) -> Plan:
-    """A call that gives 0-d tensors where torch takes numbers."""
+def _with_numbers(func: Any, which: set[int]) -> Plan:
+    """A call that gives 0-d tensors where torch takes numbers: those of the call's tensors."""
+
+    def number(tensor: Any) -> Any:
+        if tensor.requires_grad:
+            raise TypeError(f"{op_name(func)}: a number is needed, not a tensor that requires grad")
+        return tensor.item()
 
     def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
-        return func(*args, **{k: v.item() if k in names else v for k, v in kwargs.items()})
+        count = itertools.count()
+        given = tree_map_only(Wrapper, lambda t: number(t) if next(count) in which else t, (tuple(args), dict(kwargs)))
+        return func(*given[0], **given[1])
 
     return run
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -87,7 +89,7 @@ class CallShape:
         self.tensors = [tensor for _, tensor in found]
         self.layouts: list[Layout] = [t._layout for t in self.tensors]
         self.mesh = common_mesh(self.name, self.layouts)
-        self.metas: list[torch.Tensor] = []
+        self.metas: list[Any] = []
         self._index_of: dict[int, int] = {}  # by a meta tensor's id
         self.operands = [Operand(layout, i) for i, layout in enumerate(self.layouts)]
 
@@ -96,9 +98,32 @@ class CallShape:
         spare = iter(values)
         return tree_map_only(Wrapper, lambda _: next(spare), (tuple(self.args), dict(self.kwargs)))
 
-    def run_meta(self) -> Any:
-        """The call on meta tensors: global shape, stride and dtype of the result; torch's own errors for bad input."""
-        self.metas = [meta_like(layout) for layout in self.layouts]
+    def check(self) -> None:
+        """torch's own error for a call that it refuses, as far as shapes and dtypes tell."""
+        if not {"device", "generator"}.isdisjoint(self.kwargs):
+            return  # those would make, or draw, more than a meta tensor
+        try:
+            self.run_meta()
+        except NotImplementedError:
+            return
+        except Exception as error:
+            if "meta" not in str(error):
+                self.refuse(error)
+            elif numbers_in(self):
+                raise
+
+    def refuse(self, error: Exception) -> None:
+        """What torch says to zeros, if anything: meta kernels refuse some calls for other reasons than others do."""
+        if sum(math.prod(layout.shape) for layout in self.layouts) > 2**20:
+            raise error
+        args, kwargs = self.with_tensors([torch.zeros(layout.shape, dtype=layout.dtype) for layout in self.layouts])
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            self.func(*args, **kwargs)
+
+    def run_meta(self, numbers: Collection[int] = ()) -> Any:
+        """The call on meta tensors: global shape, stride and dtype of the result; torch's own errors for bad input.
+        The tensors in `numbers` are given as numbers."""
+        self.metas = [t.item() if i in numbers else meta_like(t._layout) for i, t in enumerate(self.tensors)]
         self._index_of = {id(meta): i for i, meta in enumerate(self.metas)}
         args, kwargs = self.with_tensors(self.metas)
         with torch.no_grad():
@@ -108,3 +133,23 @@ class CallShape:
         """The operand that `out`, a result of `run_meta`, is a view of."""
         base = self._index_of.get(id(getattr(out, "_base", None)))
         return base if base is not None else self._index_of.get(id(out))
+
+
+def asks_for_a_value(error: Exception) -> bool:
+    """Whether a call on meta tensors failed since it needs the value of one."""
+    return "item() cannot be called on meta" in str(error)
+
+
+def numbers_in(call: CallShape) -> set[int]:
+    """The fewest of the call's 0-d tensors that torch must take as numbers, if that is what the call lacks."""
+    scalars = [i for i, tensor in enumerate(call.tensors) if not tensor.shape and len(call.tensors) > 1]
+    for some in (some for n in range(len(scalars)) for some in combinations(scalars, n + 1)):
+        try:
+            call.run_meta(some)
+        except TypeError:
+            continue
+        except Exception as error:
+            if asks_for_a_value(error):
+                continue
+        return set(some)
+    return set()

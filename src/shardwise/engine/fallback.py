@@ -123,6 +123,7 @@ def _written_paths(func: Any, call: CallShape) -> list[int]:
 
 def written_back(func: Any, call: CallShape) -> Plan:
     """An in-place op whose result is not laid out like its target: compute it aside, move it, copy it in."""
+    call_name = call.name
     functional = not_in_place(func) if in_place_flag(func, call.args, call.kwargs) else functional_form(func)
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
@@ -130,9 +131,14 @@ def written_back(func: Any, call: CallShape) -> Plan:
         if isinstance(target, (list, tuple)):
             values = functional([_to_outlive(one) for one in target], *args[1:], **kwargs)
             for one, value in zip(target, values, strict=True):
-                one.copy_(value)
+                write(one, value)
             return target
-        return target.copy_(functional(_to_outlive(target), *args[1:], **kwargs))
+        return write(target, functional(_to_outlive(target), *args[1:], **kwargs))
+
+    def write(target: Any, value: Any) -> Any:
+        if not torch.can_cast(value.dtype, target.dtype):
+            raise RuntimeError(f"{call_name}: result type {value.dtype} can't be cast to the target's {target.dtype}")
+        return target.copy_(value)
 
     if functional is not None:
         return run
@@ -169,4 +175,6 @@ def functional_form(func: Any) -> Any:
     if name.startswith("__i") and name.endswith("__"):
         return getattr(torch.Tensor, "__" + name[3:], None)
     base = name.removesuffix("_")
+    if schema is not None and hasattr(torch.ops.aten, base):
+        return getattr(torch.ops.aten, base)  # it takes what the in-place one takes: Tensor.index_put refuses None
     return getattr(torch.Tensor, base, None) or getattr(torch, base, None)

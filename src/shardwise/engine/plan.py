@@ -31,10 +31,8 @@ Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
 def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | None:
     """The plan a spec leads to; None where the result cannot be written into the first operand as it is laid out."""
     if isinstance(spec, Algorithm):
-        program = spec.run
-        if in_place and not spec.writes:
-            return None
-        return _run_program(program, func, call.name)
+        call.check()
+        return None if in_place and not spec.writes else _run_program(spec.run, func, call.name)
     results = Results(spec, call, in_place)
     assignment = spec.assign(call.operands, results.metas, in_place)
     if assignment is None:

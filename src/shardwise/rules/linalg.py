@@ -83,9 +83,7 @@ def check_errors(info: Any, api_name: str, *, is_matrix: bool) -> None:
     torch.ops.aten._linalg_check_errors(info.full_tensor(), api_name, is_matrix=is_matrix)
 
 
-@program("cholesky")
-def cholesky(x: Any, upper: bool = False) -> Any:
-    return torch.linalg.cholesky(x, upper=upper)
+program("cholesky")(lambda x, upper=False: torch.linalg.cholesky(x, upper=upper))
 
 
 @program("geqrf")

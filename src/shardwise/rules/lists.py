@@ -1,5 +1,4 @@
-"""foreach and fused ops: lists of tensors. Every position is a call of its own, planned by the rule of the plain op,
-and one local call does them all. Norms and maxima of a list take one exchange for the whole list."""
+"""foreach and fused ops. Every position is planned like the plain op, one local call or exchange does them all."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.layout.placement import REPLICATE, Partial
+from shardwise.rules.halo import leaves_empty
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.reduce import names_of
 from shardwise.strategy.notation import operands_in
@@ -34,7 +34,7 @@ class Columns:
         self.members: list[tuple[Operand, ...]] = []
         self.kinds: list[Any] = []
         self.specs: dict[Any, tuple[int, Any]] = {}  # a position of each kind, and its plan
-        for j in range(len(next(filter(_is_list, args)))):
+        for j in range(max(map(len, filter(_is_list, (*args, *kwargs.values()))))):
             here, options = [_at(a, j) for a in args], {name: _at(value, j) for name, value in kwargs.items()}
             values = (*here, *options.values())
             kind = tuple(value.layout if isinstance(value, Operand) else type(value) for value in values)
@@ -86,12 +86,19 @@ def _at(value: Any, j: int) -> Any:
     return value[j] if _is_list(value) else value
 
 
+def addcdiv_each(xs: Any, ys: Any, zs: Any, *scalars: Any, **named: Any) -> list[Any]:
+    """One by one: torch's list op has no gradient where there is nothing."""
+    each = enumerate(zip(xs, ys, zs, strict=True))
+    return [torch.addcdiv(*three, value=_at([*scalars, *named.values(), 1][0], i)) for i, three in each]
+
+
 def at_each_position(name: str, *args: Any, **kwargs: Any) -> Columns | Algorithm | None:
     """`_foreach_<name>`: what <name> does, at every position. A tensor outside of the lists is taken whole."""
     shared = any(isinstance(value, Operand) for value in (*args, *kwargs.values()))
     if shared and name.startswith("addc"):  # a number for each position, as a tensor
-        func = getattr(torch, f"_foreach_{name}")
-        return Algorithm(lambda xs, ys, zs, scalars: func(xs, ys, zs, scalars.tolist()))
+        return Algorithm(lambda xs, ys, zs, scalars: getattr(torch, f"_foreach_{name}")(xs, ys, zs, scalars.tolist()))
+    if name == "addcdiv" and any(leaves_empty(op.layout) for op in operands_in(args)):
+        return Algorithm(addcdiv_each)
 
     def plan(*here: Any, **options: Any) -> Any:
         others = [value for key, value in options.items() if key not in _SAME_NAMES]
@@ -175,8 +182,6 @@ def _filled(values: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
 
 def one_each(tensors: Sequence[Operand], alone: Any, op: Any, *more: Any, **options: Any) -> Algorithm:
     """The numbers of a list: where gradients are needed, of each tensor alone."""
-    if any(0 in t.shape for t in tensors):
-        op([torch.empty(0, dtype=tensors[0].dtype)])  # raises where torch knows none of nothing
     every = together(tensors, op, *more, **options)
     return Algorithm(lambda ts, *args, **kwargs: tuple(map(alone, ts)) if needs_grad(*ts) else every(ts))
 

@@ -41,9 +41,7 @@ def matmul(x: Operand, other: Operand, **kwargs: Any) -> Factors:
     return factors(parse(f"{left}, {right} -> {out}"), [x, other], linear="each")
 
 
-@program("rmatmul")
-def rmatmul(y: Any, x: Any) -> Any:
-    return x @ y
+program("rmatmul")(lambda y, x: x @ y)
 
 
 def plus_product(name: str, text: str) -> None:
@@ -56,8 +54,7 @@ def plus_product(name: str, text: str) -> None:
         line = lines[min(addend.ndim, len(out))]
         spec = factors(line, [addend, x, y], "each", joint=frozenset({1, 2}), addends=frozenset({0}))
         if not addend.dtype.to_real().is_floating_point:  # torch's kernels for empty parts do not cast
-            whole = {"beta": int(beta), "alpha": int(alpha)}
-            spec.local = lambda inputs, outputs: lambda *tensors: getattr(torch, name)(*tensors, **whole)
+            spec.local = lambda *_: lambda *xs: getattr(torch, name)(*xs, beta=int(beta), alpha=int(alpha))
         return spec
 
 
@@ -73,7 +70,7 @@ def addmv(addend: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     if not addend.dtype.to_real().is_floating_point:
         alpha, beta = int(alpha), int(beta)
     product = alpha * (x @ y)
-    return product if beta == 0 else beta * addend + product
+    return product if beta == 0 else beta * addend.expand(x.shape[:1]) + product
 
 
 @rule("einsum")

@@ -112,13 +112,8 @@ def dropout(x: Operand, p: float = 0.5, training: bool = True, inplace: bool = F
 
 
 def run_dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **aten: Any) -> Any:
-    training = aten.get("train", training)
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not training or p == 0.0:
+    if not aten.get("train", training) or p == 0.0:
         return x
-    if not x.dtype.is_floating_point:
-        raise RuntimeError(f"dropout: result type Float can't be cast to the desired output type {x.dtype}")
     noise = drawn(x._layout, draws.dropout(p)) if p < 1 else 0.0
     return x.mul_(noise) if inplace else x * noise
 
@@ -127,8 +122,7 @@ def run_dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = F
 def native_dropout(x: Any, p: float, train: bool | None = None) -> Any:
     if stream() == TORCH:
         return values.drawn_whole(torch.native_dropout, x, p, train)
-    layout = x._layout.replace(dtype=torch.bool)
-    kept = drawn(layout, draws.bernoulli(1 - p if train is not False else 1.0))
+    kept = drawn(x._layout.replace(dtype=torch.bool), draws.bernoulli(1 - p if train is not False else 1.0))
     return x * kept * (1 / (1 - p) if train is not False and p < 1 else 1.0), kept
 
 

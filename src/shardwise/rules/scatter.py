@@ -166,8 +166,6 @@ def masked_index_put(x: Any, mask: Any, indices: Sequence[Any], values: Any) -> 
 @program("masked_scatter")
 def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
     """The k-th place where the mask is true takes element k of the source."""
-    if x.dtype != source.dtype:
-        raise RuntimeError(f"masked_scatter: expected self and source of one dtype, got {x.dtype} and {source.dtype}")
     shape = broadcast_shape(x.shape, mask.shape)
     x, mask = x.expand(shape), mask.expand(shape)
     if not source.numel() and not mask.any():

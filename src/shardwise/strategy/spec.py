@@ -144,6 +144,8 @@ class Factors:
     addends: frozenset[int] = frozenset()  # operands added to the result: where it is a sum of parts, one part has them
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
+        if pinned and self.local is not None:
+            return None  # what it makes is new
         ins: list[list[Placement]] = [[] for _ in operands]
         outs: list[list[Placement]] = [[] for _ in self.outputs]
         reasons = []
