@@ -130,15 +130,14 @@ def get_grad(tensor: Any) -> Any:
     return wrapped
 
 
-def _drop_grad(own: dict[str, Any]) -> None:
+def _keep_for_the_next(own: dict[str, Any]) -> None:
     """Forget the gradient. The tensor that showed it is kept for the next one, if nobody else has it: zero_grad() asks
     every parameter of every step for one, only to see that it is there."""
-    kept = own.pop("_grad", None)
-    if kept is not None:
-        wrapped = kept[1]
-        if sys.getrefcount(wrapped) == 3 and len(wrapped.__dict__) == 2:  # here, in `kept`, in the call; nothing noted
-            wrapped._local = None
-            own["_spare_grad"] = wrapped
+    kept = own.pop("_grad")
+    wrapped = kept[1]
+    if sys.getrefcount(wrapped) == 3 and len(wrapped.__dict__) == 2:  # here, in `kept`, in the call; nothing noted
+        wrapped._local = None
+        own["_spare_grad"] = wrapped
 
 
 @functools.lru_cache(maxsize=4096)
@@ -150,12 +149,21 @@ def _same(grads: Sequence[Any], held: Sequence[torch.Tensor]) -> bool:
     return all(value.grad is grad for value, grad in zip(held, grads, strict=True))
 
 
+def drop_grad(tensor: Any) -> None:
+    own = tensor.__dict__
+    local = leaf_local(tensor)
+    if type(local) is torch.Tensor:
+        local.grad = None
+    else:
+        for value in values(tensor):
+            value.grad = None
+    if "_grad" in own:
+        _keep_for_the_next(own)
+
+
 def set_grad(tensor: Any, grad: Any) -> None:
     if grad is None:
-        local = leaf_local(tensor)
-        for value in (local,) if type(local) is torch.Tensor else values(tensor):
-            value.grad = None
-        _drop_grad(tensor.__dict__)
+        drop_grad(tensor)
         return
     if not isinstance(grad, Wrapper):
         raise LayoutError(f"grad: expected a DTensor or None, got {type(grad).__name__}; distribute_tensor it first")

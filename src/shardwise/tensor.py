@@ -207,17 +207,7 @@ class DTensor(Wrapper):
     def requires_grad(self, flag: bool) -> None:
         surface.set_requires_grad(self, flag)
 
-    @property
-    def grad(self) -> DTensor | None:  # type: ignore[override]
-        return surface.get_grad(self)
-
-    @grad.setter
-    def grad(self, value: DTensor | None) -> None:
-        surface.set_grad(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        surface.set_grad(self, None)
+    grad = property(surface.get_grad, surface.set_grad, surface.drop_grad)  # type: ignore[assignment]
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]

@@ -231,6 +231,8 @@ def _ruled(func: Any, call: CallShape, found: registry.Found) -> Plan | None:
     in_place = found.in_place or registry.in_place_flag(func, call.args, call.kwargs)
     try:
         plan = build_plan(func, spec, call, in_place) or written_back(func, call)
+    except ShardwiseError:
+        raise
     except NotImplementedError:  # torch cannot tell the result's shape; if it cannot compute it either, it says so then
         return replicated(func, call)
     schema = getattr(func, "_schema", None)

@@ -68,7 +68,8 @@ def data_parallel(
     if "_data_parallel" in module.__dict__:
         raise LayoutError("data_parallel: the module is data parallel already")
     state = DataParallel(DataAxis(mesh), shard, compute_dtype, reduce_dtype)
-    state.build(module, _units(module, units, unit_bytes), master_dtype)
+    chosen = _units(module, units, unit_bytes)
+    state.build(module, chosen if state.data.size > 1 else [], master_dtype)  # one rank has nothing to gather or free
     module._data_parallel = state  # type: ignore[assignment]
     module.no_sync = state.no_sync  # type: ignore[assignment]
     return module
