@@ -184,10 +184,10 @@ _BOUNDS = frozenset({int, type(None)})
 
 def in_numbers(bounds: slice) -> slice:
     """The slice with numbers for the tensors among its bounds, whose values may change."""
-    given = (bounds.start, bounds.stop, bounds.step)
-    if {type(bounds.start), type(bounds.stop), type(bounds.step)} <= _BOUNDS:
+    start, stop, step = bounds.start, bounds.stop, bounds.step
+    if type(start) in _BOUNDS and type(stop) in _BOUNDS and type(step) in _BOUNDS:
         return bounds
-    return slice(*(None if bound is None else operator.index(bound) for bound in given))
+    return slice(*(None if bound is None else operator.index(bound) for bound in (start, stop, step)))
 
 
 def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
