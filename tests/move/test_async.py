@@ -98,14 +98,14 @@ def test_two_overlap():
 
 def never_used(rank, world_size):
     mesh = device_mesh((world_size,))
-    x = distribute_tensor(torch.arange(3.0 * 2**15).view(-1, 4), mesh, [Shard(0)])  # large parts go one by one
+    x = distribute_tensor(torch.arange(4.0 * 2**15).view(-1, 4), mesh, [Shard(0)])  # large parts go one by one
     x.redistribute(placements=[Replicate()], async_op=True)
     return (x + 1).full_tensor().sum().item()
 
 
 def test_what_nobody_waits_for_does_not_come_as_something_else():
-    n = torch.arange(3.0 * 2**15)
-    assert run_ranks(never_used, 3) == [(n + 1).sum().item()] * 3
+    n = torch.arange(4.0 * 2**15)
+    assert run_ranks(never_used, 4) == [(n + 1).sum().item()] * 4
 
 
 @pytest.mark.parametrize("async_op", [False, True])
