@@ -1,6 +1,6 @@
 """Changes of layout: bytes against the lower bound on large meshes, and wall time on real processes next to DTensor.
 
-    python benchmarks/moves.py [--ranks 4] [--sizes 64 2048] [--repeats 12] [--again 4] [--quick] [--json FILE]
+    python benchmarks/moves.py [--ranks 4] [--sizes 64 2048] [--repeats 12] [--again 16] [--quick] [--json FILE]
 
 The first table needs no processes: it asks the planner for every ordered pair of layouts. The second starts `--ranks`
 gloo processes on this machine and moves a square float32 matrix between all pairs of layouts on a 2-D mesh. The peers
@@ -248,7 +248,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 2048])
     parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--again", type=int, default=4)
+    parser.add_argument("--again", type=int, default=16)
     parser.add_argument("--quick", action="store_true", help="S and R only, smaller meshes")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
