@@ -94,6 +94,15 @@ def test_memory_and_bytes_of_all_pairs(mesh_shape):
         assert not bound or sum(map(plan.bytes_in, ranks)) <= 2 * bound, plan
 
 
+def test_what_many_need_is_packed_once():
+    """Also where another axis is cut on the way: a middle rank, whose own part lies between the others', holds no more."""
+    mesh = simulate((2, 2, 4), device="meta")
+    plan = plan_of(mesh, "S0 R S0", "P S1 R", 8192)
+    local = math.prod(plan.src.local_shape(0)) + math.prod(plan.dst.local_shape(0))
+    assert kinds(plan)[0] == ("all_to_all", (1, 2)) and plan.steps[0].apart
+    assert max(map(plan.peak_bytes, range(16))) <= 1.1 * 4 * local, plan
+
+
 # -- what really happens -----------------------------------------------------------------------------------
 class Allocated(TorchDispatchMode):
     """The most bytes of new memory that were alive at once."""

@@ -249,7 +249,8 @@ class Exchange:
         """Whether everyone sends to each of the others by itself: what many need need not be packed for each of them.
         (Small parts are packed: one collective takes less time to start.)"""
         many = math.prod(self.src.mesh.shape[a] for a in self.crossed) > 2
-        return self.kind == "all_gather" and many and largest_bytes(self.src) >= _APART
+        gathers = not self.reduces and all(self.dst.placements[a].is_replicate() for a in self.crossed)
+        return gathers and many and largest_bytes(self.src) >= _APART
 
     def __str__(self) -> str:
         names = "+".join(self.src.mesh.axis_names[a] for a in self.axes)

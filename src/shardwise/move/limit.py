@@ -82,6 +82,8 @@ def _most_buffers(step: Exchange) -> int:
 
 
 def corners(shape: tuple[int, ...], axes: Iterable[int]) -> list[tuple[int, ...]]:
-    """The first and last coordinates along some axes, in all combinations (of more than three axes, some)."""
+    """The first and last coordinates along some axes, in all combinations (of more than three axes, some), and one in
+    the middle, whose own part stands between what comes from others."""
     ends = [(0, k - 1) if k > 1 and a in axes else (0,) for a, k in enumerate(shape)]
-    return list(itertools.islice(itertools.product(*ends), 8))
+    middle = tuple(k // 2 if a in axes else 0 for a, k in enumerate(shape))
+    return list(dict.fromkeys([*itertools.islice(itertools.product(*ends), 8), middle]))
