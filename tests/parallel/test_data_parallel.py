@@ -3,7 +3,6 @@
 import copy
 import functools
 import itertools
-import pickle
 import re
 from pathlib import Path
 
@@ -18,103 +17,9 @@ from shardwise import DTensor, RankTensor, Replicate, Shard, distribute_module, 
 from shardwise.errors import AutogradError, LayoutError, MeshError
 from shardwise.mesh import as_mesh
 from shardwise.parallel.data import SHARDS, data_parallel
+from tests.parallel.data_net import BATCH, batch, build, equal, feed, loss_of, one_device, own_part, run_checks, train
 from tests.tensor.common import same
 from tests.workers import device_mesh, run_ranks
-
-BATCH = 12
-
-
-class Block(nn.Module):
-    def __init__(self, width, again=False):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 7), nn.Linear(7, width)
-        self.again = again
-
-    def forward(self, x):
-        return x + (checkpoint(self.inside, x, use_reentrant=False) if self.again else self.inside(x))
-
-    def inside(self, x):
-        return self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Uneven sizes, fewer rows than ranks, a 0-d parameter, one frozen, one that is tied and one that is never used."""
-
-    def __init__(self, width=5, again=False):
-        super().__init__()
-        self.first = nn.Embedding(9, width)
-        self.blocks = nn.Sequential(*(Block(width, again) for _ in range(3)))
-        self.blocks[1].up.weight.requires_grad_(False)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.last = nn.Linear(width, 9, bias=False)
-        self.last.weight = self.first.weight
-        self.narrow = nn.Linear(width, 1)
-        self.unused = nn.Linear(2, 2)
-
-    def forward(self, tokens):
-        x = self.blocks(self.first(tokens)) * self.scale * (1 + self.narrow.weight.square().mean())
-        return self.last(x) * self.narrow(x).cos()
-
-
-def build(**options):
-    torch.manual_seed(3)
-    return Net(**options).double()
-
-
-def batch(step=0):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randint(9, (BATCH, 4), generator=generator), torch.randint(9, (BATCH, 4), generator=generator)
-
-
-def loss_of(model, tokens, targets):
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-
-@functools.cache
-def one_device(steps=3, accumulate=1):
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for part in range(accumulate):
-            loss_of(model, *batch(step * accumulate + part)).backward()
-        optimizer.step()
-    return model
-
-
-def own_part(value, data):
-    """Each rank's rows of a batch, as plain tensors (of all ranks, where they are simulated)."""
-    comm = as_mesh(data).comm
-    parts = value.chunk(data.size())
-    if comm.simulated:
-        return RankTensor([parts[c[0]] for c in comm.played()])
-    return parts[comm.coords[0]]
-
-
-def feed(value, data, typed):
-    return distribute_tensor(value, data, [Shard(0)]) if typed else own_part(value, data)
-
-
-def equal(model, want, where=""):
-    for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
-        assert isinstance(p, DTensor), f"{name} {where}"
-        same(p.grad, q.grad, f"gradient of {name} {where}")
-        same(p, q, f"{name} {where}")
-
-
-def train(model, data, typed=False, steps=3, accumulate=1, **options):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for part in range(accumulate):
-            inputs = [feed(v, data, typed) for v in batch(step * accumulate + part)]
-            if part < accumulate - 1:
-                with model.no_sync():
-                    loss_of(model, *inputs).backward()
-            else:
-                loss_of(model, *inputs).backward()
-        optimizer.step()
-    return model
 
 
 def every_kind(mesh):
@@ -297,245 +202,13 @@ def recurrent(mesh):
         same(p.grad, q.grad)
 
 
-# -- parameters looked at and written in odd ways --------------------------------------------------------------
-
-
-def tanh_net(kind=nn.Linear):
-    torch.manual_seed(0)
-    return nn.Sequential(kind(4, 7), nn.Tanh(), kind(7, 3)).double()
-
-
-def rows_of(step=0):
-    return torch.randn(BATCH, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-
-
-def each(value):
-    return list(value.ranks) if isinstance(value, RankTensor) else [value]
-
-
-def both(mesh, shard, program):
-    """Gradients after `program(model, inputs)` on one device and data parallel."""
-    want, model = tanh_net(), data_parallel(tanh_net(), mesh["dp"], shard, unit_bytes=0)
-    program(want, rows_of())
-    program(model, own_part(rows_of(), mesh["dp"]))
-    for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
-        assert isinstance(p, DTensor), f"{name} {shard}"
-        same(p.grad, q.grad, f"gradient of {name} {shard}")
-
-
-def freed_leaves(mesh):
-    """What stood in for a parameter says so once its memory is gone; the parameter itself works on what is kept."""
-    for typed in (False, True):
-        model = data_parallel(tanh_net(), mesh["dp"], "parameters", unit_bytes=0)
-        taken = []
-        model[0].register_forward_pre_hook(lambda module, args, taken=taken: taken.append(module.weight))
-        model(feed(rows_of(), mesh["dp"], typed)).square().mean().backward()
-        leaf = taken[0]
-        assert "memory is given back" in str(leaf) and leaf.shape == (7, 4) and leaf.numel() == 28
-        for use in (
-            torch.sum, copy.deepcopy, pickle.dumps, torch.clone, lambda t: t[0], lambda t: t + 1, lambda t: 1 + t,
-            lambda t: t.data.sum(), lambda t: t.detach().sum(), lambda t: torch.stack([t]), lambda t: t.tolist(),
-            lambda t: F.linear(input=torch.zeros(1, 4, dtype=t.dtype), weight=t),
-        ):  # fmt: skip
-            with pytest.raises(AutogradError, match="read the module's own parameter"):
-                use(leaf)
-        model(feed(rows_of(), mesh["dp"], typed))
-        for name, p in model.named_parameters():
-            assert "DTensor" in repr(p) and "DTensor" in repr(p.grad) and name
-            same(copy.deepcopy(p), p.full_tensor().detach())
-            same(p.sum(), p.full_tensor().detach().sum())
-            assert pickle.loads(pickle.dumps(p.grad)).numel() == p.data.numel()
-
-
-def lent_parameters(mesh):
-    """A unit whose output is a view of its parameter."""
-
-    class Lender(nn.Linear):
-        def forward(self, x):
-            return F.linear(x, self.weight, self.bias), self.weight.t()
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([Lender(4, 3)])
-
-        def forward(self, x):
-            y, weight = self.layers[0](x)
-            return y.square().mean() + weight.square().sum()
-
-    for shard in SHARDS:
-        torch.manual_seed(0)
-        want = Both().double()
-        model = data_parallel(copy.deepcopy(want), mesh["dp"], shard, unit_bytes=0)
-        want(rows_of()).backward()
-        model(own_part(rows_of(), mesh["dp"])).backward()
-        for p, q in zip(model.parameters(), want.parameters(), strict=True):
-            same(p.grad, q.grad, shard)
-
-
-def written_through_data(mesh):
-    """What is written through .data has no version, and is used all the same."""
-
-    def adds(model, x):
-        model(x)
-        for p in model.parameters():
-            p.data.add_(0.5)
-        model(x).square().mean().backward()
-
-    def replaces(model, x):
-        model(x)
-        for p in model.parameters():
-            p.data = p.data * 2
-        model(x).square().mean().backward()
-
-    for shard in SHARDS:
-        both(mesh, shard, adds)
-        both(mesh, shard, replaces)
-        if mesh["dp"].size() > 1:
-            model = data_parallel(tanh_net(), mesh["dp"], shard, unit_bytes=0)
-            model(own_part(rows_of(), mesh["dp"]))
-            model.float()
-            with pytest.raises(LayoutError, match="became .*float32.* before data_parallel"):
-                model(own_part(rows_of().float(), mesh["dp"]))
-            model = data_parallel(tanh_net(), mesh["dp"], shard, unit_bytes=0)
-            model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
-            with pytest.raises(LayoutError, match="'weight' of shape .* was replaced"):
-                model(own_part(rows_of(), mesh["dp"]))
-
-
-def fused_steps(mesh):
-    """torch's fused kernels write without a new version; gathered copies are made anew all the same."""
-    for shard in SHARDS:
-        want, model = tanh_net(), data_parallel(tanh_net(), mesh["dp"], shard, unit_bytes=0)
-        for m, x in ((want, rows_of()), (model, own_part(rows_of(), mesh["dp"]))):
-            optimizer = torch.optim.AdamW(m.parameters(), lr=0.1, fused=True)
-            for _ in range(3):
-                optimizer.zero_grad()
-                m(x).square().mean().backward()
-                optimizer.step()
-        equal(model, want, shard)
-
-
-def odd_passes(mesh):
-    """Several passes over one graph, passes that fail, and forwards that are given up."""
-
-    def twice(model, x):
-        out = model(x)
-        out.square().mean().backward(retain_graph=True)
-        out.sin().mean().backward()
-
-    def two_forwards(model, x):
-        one, other = model(x), model(x * 2)
-        other.sin().mean().backward()
-        one.square().mean().backward()
-
-    def after_inference(model, x):
-        with torch.inference_mode():
-            model(x)
-        model(x).square().mean().backward()
-
-    def after_a_failure(model, x):
-        def fail(grad):
-            raise ValueError("in the backward pass")
-
-        out = model[0](x)
-        out.register_hook(fail)
-        with pytest.raises(ValueError, match="in the backward pass"):
-            model[2](torch.tanh(out)).square().mean().backward()
-        model.zero_grad()
-        model(x).square().mean().backward()
-
-    def after_an_interrupt(model, x):
-        def interrupt(*_):
-            raise KeyboardInterrupt
-
-        handle = model[1].register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model(x)
-        handle.remove()
-        model(x).square().mean().backward()
-
-    for shard in SHARDS:
-        for program in (twice, two_forwards, after_inference, after_a_failure, after_an_interrupt):
-            both(mesh, shard, program)
-
-
-def second_order(mesh):
-    """The gradient of a gradient with respect to the inputs, taken outside and inside of the forward."""
-
-    def penalty(model, x):
-        parts = [part.clone().requires_grad_() for part in each(x)]
-        outs = each(model(RankTensor(parts) if isinstance(x, RankTensor) else parts[0]))
-        slopes = torch.autograd.grad([out.square().sum() for out in outs], parts, create_graph=True)
-        losses = [out.square().mean() + slope.square().mean() for out, slope in zip(outs, slopes, strict=True)]
-        torch.autograd.backward(losses)
-
-    for shard in SHARDS:
-        both(mesh, shard, penalty)
-
-
-def slopes_inside(mesh):
-    class Force(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers, self.scale = tanh_net(), nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-
-        def forward(self, x):
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                (slope,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
-            return slope * self.scale
-
-    for shard in SHARDS:
-        want, model = Force(), data_parallel(Force(), mesh["dp"], shard, unit_bytes=0)
-        want(rows_of()).square().mean().backward()
-        model(own_part(rows_of(), mesh["dp"])).square().mean().backward()
-        for p, q in zip(model.parameters(), want.parameters(), strict=True):
-            same(p.grad, q.grad, shard)
-
-
-def shared_by_reentrant_checkpoints(mesh):
-    """Such a parameter gets its gradient in several parts: they add up, or an error says what to do."""
-
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.one, self.other = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-
-        def forward(self, x):
-            again = functools.partial(checkpoint, self.one, use_reentrant=True)
-            return again(torch.tanh(again(torch.tanh(self.other(x)))))
-
-    for shard in SHARDS:
-        want, model = Shared(), data_parallel(Shared(), mesh["dp"], shard)
-        want(rows_of()).square().mean().backward()
-        model(own_part(rows_of(), mesh["dp"])).square().mean().backward()
-        for p, q in zip(model.parameters(), want.parameters(), strict=True):
-            same(p.grad, q.grad, shard)
-    model = data_parallel(Shared(), mesh["dp"], "parameters", units=lambda name, module: name == "one")
-    with pytest.raises(AutogradError, match="use_reentrant=False"):
-        model(own_part(rows_of(), mesh["dp"])).square().mean().backward()
-
-
-def sparse_gradients(mesh):
-    for shard in SHARDS:
-        torch.manual_seed(0)
-        want = nn.Embedding(9, 3, sparse=True).double()
-        model = data_parallel(copy.deepcopy(want), mesh["dp"], shard)
-        want(batch()[0]).square().mean().backward()
-        model(own_part(batch()[0], mesh["dp"])).square().mean().backward()
-        same(model.weight.grad, want.weight.grad.to_dense(), shard)
-
-
 CHECKS = [
     every_kind, any_batch, accumulation, recomputed, memory_is_freed, in_order_and_ahead, states_and_copies, mixed_precision,
     unfrozen_later, clipped, recurrent,
 ]  # fmt: skip
-ODD = [freed_leaves, lent_parameters, written_through_data, fused_steps, odd_passes, second_order, sparse_gradients]
 
 
-@pytest.mark.parametrize("check", CHECKS + ODD, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_simulated(check):
     check(simulate((4, 1), axis_names=("dp", "tp")))
 
@@ -550,23 +223,14 @@ def test_one_rank(check):
     check(simulate((1, 1), axis_names=("dp", "tp")))
 
 
-def _on_ranks(rank, world_size, odd=False):
-    mesh = device_mesh((world_size, 1), ("dp", "tp"))
+def _on_ranks(rank, world_size):
     checks = CHECKS if world_size == 2 else [every_kind, memory_is_freed, recomputed]
-    for check in [*ODD, slopes_inside, shared_by_reentrant_checkpoints] if odd else checks:
-        try:
-            check(mesh)
-        except Exception as error:
-            raise AssertionError(f"{check.__name__}: {type(error).__name__}: {error}") from error
+    run_checks(device_mesh((world_size, 1), ("dp", "tp")), checks)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_processes(world_size):
     run_ranks(_on_ranks, world_size, timeout=110)
-
-
-def test_odd_ways_on_processes():
-    run_ranks(_on_ranks, 2, True, timeout=110)
 
 
 # -- on top of tensor parallelism --------------------------------------------------------------------------

@@ -304,6 +304,7 @@ def test_a_wrong_call_raises_what_torch_raises():
         lambda x: torch.nn.functional.rms_norm(x, [3], x),
         lambda x: torch.native_group_norm(x.view(1, 6, 1), None, None, 1, 6, 1, 0, 1e-5),
         lambda x: torch.addmv(x, x[:3].view(1, 3), x[:3]),
+        lambda x: torch.native_dropout(x, 1.5, True),
     ):
         with pytest.raises(Exception) as wanted:
             call(torch.arange(6.0))

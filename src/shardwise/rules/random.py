@@ -122,6 +122,8 @@ def run_dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = F
 def native_dropout(x: Any, p: float, train: bool | None = None) -> Any:
     if stream() == TORCH:
         return values.drawn_whole(torch.native_dropout, x, p, train)
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"native_dropout: p must be between 0 and 1, got {p}")
     kept = drawn(x._layout.replace(dtype=torch.bool), draws.bernoulli(1 - p if train is not False else 1.0))
     return x * kept * (1 / (1 - p) if train is not False and p < 1 else 1.0), kept
 
