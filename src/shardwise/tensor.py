@@ -20,10 +20,13 @@ from shardwise.errors import LayoutError, MeshError, MoveError, RuleError
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
 from shardwise.layout.placement import REPLICATE, _rebuild_shard
 from shardwise.mesh import DeviceMesh, _submesh, as_mesh
-from shardwise.move import move, move_across, plan_steps, start_move
+from shardwise.move import move, move_across, plan_steps, run_move, start_move
+from shardwise.move.limit import current_cap
 from shardwise.sizes import layout_of_locals
 from shardwise.spec import Spec
 from shardwise.wrapper import Wrapper, wrap
+
+_REDISTRIBUTE = Note("redistribute")
 
 
 class DTensor(Wrapper):
@@ -164,16 +167,17 @@ class DTensor(Wrapper):
             return _redistribute_as(self, placements, forward_dtype, backward_dtype, async_op)
         if placements is None:
             return self
-        target, moves = _target_of(self._layout, as_placements(placements))
-        if not moves:
+        target, steps = _target_of(self._layout, as_placements(placements), current_cap())
+        if not steps:
             return self if target is self._layout else wrap(self._local, target)
-        op = running_op()
-        if op is not None and is_strict() and any(step.kind != "local" for step in plan_steps(self._layout, target)):
-            refuse_in_program(op, self._layout, f"[{', '.join(map(str, target.placements))}]")
-        note = Note(op or "redistribute")
+        op, note = running_op(), _REDISTRIBUTE
+        if op is not None:
+            note = Note(op)
+            if is_strict() and any(step.kind != "local" for step in steps):
+                refuse_in_program(op, self._layout, f"[{', '.join(map(str, target.placements))}]")
         if async_op:
             return _arriving(*start_move(self._local, self._layout, target, note), target)
-        return wrap(move(self._local, self._layout, target, note), target)
+        return wrap(run_move(self._local, target.mesh.comm, steps, note), target)
 
     def wait(self) -> DTensor:
         """This tensor, once an asynchronous move to it is done."""
@@ -406,12 +410,14 @@ def _seen(value: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _target_of(layout: Layout, placements: tuple[Any, ...]) -> tuple[Layout, bool]:
-    """The layout that a redistribute comes to, and whether anything must be done: where axes of one rank change, it is
-    another name for the same."""
+def _target_of(layout: Layout, placements: tuple[Any, ...], cap: int | None) -> tuple[Layout, tuple[Any, ...]]:
+    """The layout that a redistribute comes to, and its steps: none where axes of one rank change, so that it is another
+    name for the same."""
     target = layout.replace(placements=placements)
-    moves = target is not layout and bool(plan_steps(layout, target))
-    return (target.replace(stride=None) if moves else target), moves
+    if target is layout or not plan_steps(layout, target):
+        return target, ()
+    target = target.replace(stride=None)
+    return target, plan_steps(layout, target, memory=cap)
 
 
 register_cache("targets", _target_of.cache_info, _target_of.cache_clear)

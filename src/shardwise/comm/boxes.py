@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy
 import torch
 
+from shardwise.layout.layout import contiguous_stride
 from shardwise.layout.split import Intervals, compose, count, is_contiguous
 
 Box = tuple[Intervals, ...]  # positions in a tensor, dim by dim
@@ -101,21 +104,24 @@ def pick(x: torch.Tensor, box: Box) -> torch.Tensor:
     return x
 
 
-Cuts = tuple[tuple[int, int, int], ...]  # dim, start, length
+class View(NamedTuple):
+    """Elements of a contiguous tensor, as torch.as_strided takes them."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The view of `x`, which begins where its memory does."""
+        return x.as_strided(self.shape, self.stride, self.start)
 
 
-def cuts_of(box: Box, shape: Sequence[int]) -> Cuts | None:
-    """What makes a view of this box of any tensor of this shape; None where a side is not one interval."""
+def view_of(box: Box, shape: Sequence[int]) -> View | None:
+    """How to see this box of a contiguous tensor of this shape; None where a side is not one interval."""
     if not all(map(is_contiguous, box)):
         return None
-    sides = ((dim, *(side[0] if side else (0, 0))) for dim, side in enumerate(box))
-    return tuple((dim, a, b - a) for dim, a, b in sides if b - a != shape[dim])
-
-
-def cut(x: torch.Tensor, cuts: Cuts) -> torch.Tensor:
-    for dim, start, length in cuts:
-        x = x.narrow(dim, start, length)
-    return x
+    stride, starts = contiguous_stride(shape), [side[0][0] if side else 0 for side in box]
+    return View(box_shape(box), stride, sum(map(operator.mul, starts, stride)))
 
 
 def place(x: torch.Tensor, box: Box, part: torch.Tensor) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardwise.comm.base import Coords
-from shardwise.comm.boxes import Box, Cuts, box_shape, cuts_of
+from shardwise.comm.boxes import Box, View, box_shape, view_of
+from shardwise.layout.layout import contiguous_stride
 
 Run = tuple[int, int]  # from element, to element of a flat tensor
 
@@ -26,19 +27,18 @@ class Span(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A box of a rank's tensor, with what makes a view of it where it can be one."""
+    """A box of a rank's tensor, and how to see it there where it can be seen."""
 
     box: Box
-    cuts: Cuts | None
+    view: View | None
 
 
 class Put(NamedTuple):
     """Parts that end up, added up if they are several, at a box of the result."""
 
     into: Part
-    shape: tuple[int, ...]
     in_place: bool  # the first part is there already
-    parts: tuple[Run | Part, ...]  # runs of what was received, or a part of this rank's own tensor
+    parts: tuple[View | Part, ...]  # of what was received, or of this rank's own tensor
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Round:
 
     counts: list[int]  # to each peer
     sizes: list[int]  # from each peer
-    packs: tuple[tuple[Run, tuple[int, ...], Part], ...]  # what is copied to where of the buffer that is sent
+    packs: tuple[tuple[View, Part], ...]  # where in the buffer that is sent what is copied
     packed: int
     received: int
     sends: tuple[Span, ...]
@@ -108,9 +108,10 @@ class _Sides:
                 sends.append(Span(self.number[peer], False, (start, start + n)))
                 continue
             if box not in packs:
-                packs[box] = ((at, at + n), shape, self._mine(box))
+                packs[box] = (_in_buffer(at, shape), self._mine(box))
                 at += n
-            sends.append(Span(self.number[peer], True, packs[box][0]))
+            first = packs[box][0].start
+            sends.append(Span(self.number[peer], True, (first, first + n)))
         takes: list[Span] = []
         at = 0
         in_place = self._may_start_in_place()
@@ -158,10 +159,11 @@ class _Sides:
     def _packed(self, parts: list[tuple[Coords, Box]]) -> tuple[list[Span], tuple[Any, ...]]:
         spans = self._lined_up(parts)
         boxes = [box for _, box in self._in_order(parts)]
-        return spans, tuple((s.run, box_shape(b), self._mine(b)) for s, b in zip(spans, boxes, strict=True))
+        packs = zip(spans, boxes, strict=True)
+        return spans, tuple((_in_buffer(span.run[0], box_shape(b)), self._mine(b)) for span, b in packs)
 
     def _mine(self, box: Box) -> Part:
-        return Part(box, cuts_of(box, self.here))
+        return Part(box, view_of(box, self.here))
 
     # -- put together ---------------------------------------------------------------------------------------
     def _round(self, sends: Sequence[Span], packs: tuple[Any, ...], takes: Sequence[Span]) -> Round:
@@ -170,23 +172,24 @@ class _Sides:
             for peer, _, (a, b) in spans:
                 numbers[peer] = b - a
         came = {span.peer: span for span in takes}
-        meanwhile, puts = [], []
+        meanwhile: list[Put] = []
+        puts: list[Put] = []
         for sources, box, uncut in self.routes:
             if sources == (self.me,) and not self.own:  # nothing comes: all at once, while the others' travels
-                if self.first:
+                if self.first and all(uncut):
                     meanwhile.append(self._put(sources, uncut, came, self.whole_own))
-            else:
+            elif all(box):
                 puts.append(self._put(sources, box, came, self.sent.get(self.me)))
         return Round(
             counts,
             sizes,
             packs,
-            packed=max((run[1] for run, _, _ in packs), default=0),
+            packed=max((span.run[1] for span in sends if span.buffered), default=0),
             received=max((span.run[1] for span in takes if span.buffered), default=0),
             sends=tuple(sends),
             takes=tuple(takes),
-            meanwhile=tuple(p for p in meanwhile if math.prod(p.shape)),
-            puts=tuple(p for p in puts if math.prod(p.shape) and p.parts),
+            meanwhile=tuple(meanwhile),
+            puts=tuple(put for put in puts if put.parts),
         )
 
     def _put(self, sources: tuple[Coords, ...], box: Box, came: dict[int, Span], own: Box | None) -> Put:
@@ -197,10 +200,14 @@ class _Sides:
             if not self._travels(peer):
                 parts.append(self._mine(own))  # type: ignore[arg-type]
             elif span is not None and span.buffered:
-                parts.append(span.run)
+                parts.append(_in_buffer(span.run[0], box_shape(box)))
             else:
                 in_place = True
-        return Put(Part(box, cuts_of(box, self.there)), box_shape(box), in_place, tuple(parts))
+        return Put(Part(box, view_of(box, self.there)), in_place, tuple(parts))
+
+
+def _in_buffer(start: int, shape: tuple[int, ...]) -> View:
+    return View(shape, contiguous_stride(shape), start)
 
 
 def run_start(box: Box, shape: Sequence[int]) -> int | None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.base import Coords
-from shardwise.comm.boxes import cut, pick, place
+from shardwise.comm.boxes import pick, place
 from shardwise.comm.schedule import Part, Put, Round, round_of
 from shardwise.comm.simulation import REDUCTIONS, reduce_parts
 from shardwise.comm.swap import start_all_to_all, start_sends
@@ -50,6 +50,7 @@ class Transfer:
         if local.is_conj() or local.is_neg():
             local = local.resolve_conj().resolve_neg()
         self.step, self.local, self.along = step, local, along
+        self.plain = local.is_contiguous() and not local.storage_offset()  # so that a view of it is known beforehand
         self.course = course = _course(step, me, along)
         self.out = local.new_empty(course.shape) if step.inside is None else local.new_zeros(course.shape)
         # one pair of buffers for all rounds: a backend may let go of what it was given a little late
@@ -74,8 +75,8 @@ class Transfer:
         local, packed, received = self.local, self.local, self.out
         if round.packs:
             packed = self.buffers[0]
-            for (a, b), shape, part in round.packs:
-                packed[a:b].view(shape).copy_(self._own(part))
+            for room, part in round.packs:
+                room.of(packed).copy_(self._own(part))
         elif not local.is_contiguous():
             local = self.local = packed = local.contiguous()
         if round.received:
@@ -91,8 +92,8 @@ class Transfer:
         wide, sizes, counts = width(packed.dtype), round.sizes, round.counts
         if wide > 1:
             sizes, counts = [n * wide for n in sizes], [n * wide for n in counts]
-        into = _run(as_wire(received), round.takes, wide)
-        return start_all_to_all(into, sizes, _run(as_wire(packed), round.sends, wide), counts, self.along.group)
+        into, out = _run(received, round.takes, wide), _run(packed, round.sends, wide)
+        return start_all_to_all(into, sizes, out, counts, self.along.group)
 
     def _send_apart(self, round: Round, packed: torch.Tensor, received: torch.Tensor) -> Any:
         wide, ranks = width(packed.dtype), self.along.ranks
@@ -105,18 +106,18 @@ class Transfer:
         return start_sends(ends[0], ends[1], self.along.group)
 
     def _own(self, part: Part) -> torch.Tensor:
-        return pick(self.local, part.box) if part.cuts is None else cut(self.local, part.cuts)
+        return part.view.of(self.local) if part.view is not None and self.plain else pick(self.local, part.box)
 
     def _put(self, put: Put) -> None:
         """Parts to where they belong; sums are added up in the order of coordinates, so that all who need one get
         the same."""
-        parts = [self._own(p) if isinstance(p, Part) else self.kept[1][p[0] : p[1]].view(put.shape) for p in put.parts]
-        if put.into.cuts is None:
+        parts = [self._own(p) if isinstance(p, Part) else p.of(self.kept[1]) for p in put.parts]
+        if put.into.view is None:
             box = put.into.box
             parts = [pick(self.out, box), *parts] if put.in_place else parts
             place(self.out, box, parts[0] if len(parts) == 1 else reduce_parts(parts, self.step.reduce_op))
             return
-        into = cut(self.out, put.into.cuts)
+        into = put.into.view.of(self.out)
         if not put.in_place:
             into.copy_(parts[0])
             del parts[0]
@@ -165,9 +166,9 @@ def _native(step: Any, along: Along) -> Any:
 _NO_ROUND = Round([], [], (), 0, 0, (), (), (), ())
 
 
-def _run(wire: torch.Tensor, spans: Sequence[Any], wide: int) -> torch.Tensor:
-    """The part of a flat tensor that the spans cover together."""
-    if not spans:
-        return wire[:0]
-    start, stop = spans[0].run[0] * wide, spans[-1].run[1] * wide
-    return wire if stop - start == wire.numel() else wire[start:stop]
+def _run(x: torch.Tensor, spans: Sequence[Any], wide: int) -> torch.Tensor:
+    """The part of a contiguous tensor that the spans cover together, as it travels."""
+    start, stop = (spans[0].run[0], spans[-1].run[1]) if spans else (0, 0)
+    if wide == 1:
+        return x.as_strided((stop - start,), (1,), x.storage_offset() + start)
+    return as_wire(x)[start * wide : stop * wide]

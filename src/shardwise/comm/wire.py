@@ -17,6 +17,8 @@ def width(dtype: torch.dtype) -> int:
 
 def as_wire(x: torch.Tensor) -> torch.Tensor:
     """A flat tensor of a dtype every backend carries; of a contiguous one, the same memory."""
+    if x.dtype in WIRE and x.is_contiguous() and not x.is_neg():
+        return x if x.dim() == 1 else x.view(-1)
     flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
     if x.dtype in WIRE:
         return flat

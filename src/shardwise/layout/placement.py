@@ -227,6 +227,12 @@ def as_placement(value: Any, name: str = "placement") -> Placement:
 
 def as_placements(values: Iterable[Any] | Any) -> tuple[Placement, ...]:
     """A tuple of our placements; a single placement counts as a sequence of one."""
+    if type(values) in (list, tuple):
+        for value in values:
+            if not isinstance(value, Placement):
+                break
+        else:
+            return tuple(values)
     if isinstance(values, Placement) or hasattr(values, "is_replicate"):
         values = (values,)
     if isinstance(values, str) or not isinstance(values, Iterable):
