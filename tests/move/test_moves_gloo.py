@@ -80,6 +80,31 @@ def small_pairs(rank, world_size):
     return True
 
 
+def within(local, how):
+    """The same values as a part of a larger memory: with an offset, with gaps, in another order."""
+    if how == "offset":
+        return torch.cat([local.new_zeros(3), local.flatten()])[3:].view(local.shape)
+    if how == "gaps":
+        return torch.stack([local, torch.zeros_like(local)], -1)[..., 0]
+    return local.T.contiguous().T
+
+
+def odd_memory(rank, world_size):
+    for before, after in itertools.product(itertools.product((*PLAIN, "P sum"), repeat=2), repeat=2):
+        src, dst = (placed((2, 2), (5, 6), spot) for spot in (before, after))
+        for how, dtype in (("offset", torch.float32), ("gaps", torch.float64), ("turned", torch.complex64)):
+            parts = all_parts(src, dtype)
+            local = within(parts.at(grid((2, 2))[rank]), how)
+            x = DTensor.from_local(local, device_mesh((2, 2)), src.placements, shape=src.shape)
+            moved = x.redistribute(placements=dst.placements).to_local()
+            torch.testing.assert_close(moved, simulated(parts, dst)[rank])
+    return True
+
+
+def test_locals_of_odd_memory():
+    assert run_ranks(odd_memory, 4) == [True] * 4
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_fewer_rows_than_ranks_and_empty(world_size):
     assert run_ranks(small_pairs, world_size) == [True] * world_size
