@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -12,48 +10,23 @@ from shardwise.comm.base import Coords
 from shardwise.comm.boxes import Box, pick, place
 from shardwise.layout import Layout
 from shardwise.layout.split import positions
+from shardwise.move.steps import MoveStep
 
 
 @dataclass(frozen=True, eq=False)
-class Pad:
-    """`src` is cut where `dst` is a pending sum."""
+class Pad(MoveStep):
+    """`tile` is cut where `layout` is a pending sum."""
 
-    src: Layout
-    dst: Layout
-    axes: tuple[int, ...]
-
-    kind = "local"
-    routed = False
-    reduce_op = "sum"
-    uniform = False
-    fresh = False
-
-    def bytes_in(self, coords: Coords) -> int:
-        return 0
-
-    bytes_out = bytes_in
+    tile: Layout
 
     def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
-        out = local.new_zeros(self.dst.local_shape_at(coords))
-        place(out, self._mine(coords), local)
+        out = local.new_zeros(self.layout.local_shape_at(coords))
+        place(out, _within(self.layout, self.tile, coords), local)
         return out
 
-    def unpack(self, received: Any, coords: Coords) -> torch.Tensor:
-        return received
-
-    def part_shapes(self, packed: Any, coords: Coords) -> Sequence[tuple[int, ...]]:
-        raise NotImplementedError("nothing is exchanged")
-
-    def _mine(self, coords: Coords) -> Box:
-        dims = range(self.src.ndim)
-        return tuple(positions(self.dst.held(d, coords), self.src.held(d, coords)) for d in dims)
-
     @property
-    def partner(self) -> Pad:
-        return Unpad(self.src, self.dst, self.axes)
-
-    def __str__(self) -> str:
-        return f"pad on {'+'.join(self.src.mesh.axis_names[a] for a in self.axes)}"
+    def partner(self) -> MoveStep:
+        return Unpad(self.tile, self.axes, self.layout)
 
 
 class Padded(Pad):
@@ -63,12 +36,19 @@ class Padded(Pad):
         return local
 
 
-class Unpad(Pad):
+@dataclass(frozen=True, eq=False)
+class Unpad(MoveStep):
     """The gradient of Pad: all parts of a sum have the gradient of the sum; mine is what stands at my tile."""
 
+    padded: Layout
+
     def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
-        return pick(local, self._mine(coords)).clone(memory_format=torch.contiguous_format)
+        return pick(local, _within(self.padded, self.layout, coords)).clone(memory_format=torch.contiguous_format)
 
     @property
-    def partner(self) -> Pad:
-        return Pad(self.src, self.dst, self.axes)
+    def partner(self) -> MoveStep:
+        return Pad(self.padded, self.axes, self.layout)
+
+
+def _within(padded: Layout, tile: Layout, coords: Coords) -> Box:
+    return tuple(positions(padded.held(d, coords), tile.held(d, coords)) for d in range(tile.ndim))

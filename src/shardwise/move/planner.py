@@ -26,7 +26,7 @@ from shardwise.move.limit import budget, rounds_for
 from shardwise.move.pad import Pad, Padded
 from shardwise.move.steps import AllReduce, Mean, Spread, ToPartial
 
-Step = Any  # MoveStep | Exchange | Pad
+Step = Any  # MoveStep | Exchange
 Steps = tuple[Step, ...]
 _MOST_STRIDES = 64
 
@@ -84,8 +84,8 @@ class _Planner:
         rest = self._to_partial(middle, fresh=bool(steps) and not others)
         together = not others  # autograd sees all steps as one
         if together and steps and rest and isinstance(rest[0], Pad) and isinstance(steps[-1], Exchange):
-            steps[-1] = steps[-1].but(inside=rest[0].dst)
-            rest[0] = Padded(rest[0].src, rest[0].dst, rest[0].axes)
+            steps[-1] = steps[-1].but(inside=rest[0].layout)
+            rest[0] = Padded(rest[0].layout, rest[0].axes, rest[0].tile)
         steps += rest
         done = {a for step in steps if isinstance(step, Exchange) for a in step.spread}
         left = tuple(sorted(self.spread - done))
@@ -143,7 +143,7 @@ class _Planner:
         padded = tuple(a for a in become if middle.placements[a].is_shard())
         if padded:
             after = _with(middle, {a: self.dst.placements[a] for a in padded})
-            steps.append(Pad(middle, after, padded))
+            steps.append(Pad(after, padded, middle))
             middle, fresh = after, True
         for axis in become:
             goal = self.dst.placements[axis]
@@ -385,7 +385,7 @@ def _largest_result(step: Step) -> int:
 
 
 def _result(step: Step) -> Layout:
-    return step.result if isinstance(step, Exchange) else step.dst if isinstance(step, Pad) else step.layout
+    return step.result if isinstance(step, Exchange) else step.layout
 
 
 def buffer_bytes(step: Step, coords: tuple[int, ...]) -> int:
