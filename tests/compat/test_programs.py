@@ -371,6 +371,46 @@ def module_hooks_old_and_new(n):
     ]
 
 
+def styles_are_read_and_extended(n):
+    parallel = n.parallel
+    s, r = n.Shard(0), n.Replicate()
+
+    class Mine(parallel.ColwiseParallel):
+        """A style of its own that lays out what the style it extends was told."""
+
+        def _enter(self, module, inputs, mesh):
+            x = n.DTensor.from_local(inputs[0], mesh, self.input_layouts)
+            return x.redistribute(placements=self.desired_input_layouts)
+
+        def _leave(self, module, output, mesh):
+            output = output.redistribute(placements=self.output_layouts)
+            return output.to_local() if self.use_local_output else output
+
+        def _cut(self, name, module, mesh):
+            for key, param in [*module.named_parameters()]:
+                module.register_parameter(key, nn.Parameter(n.distribute_tensor(param, mesh, [s])))
+
+        def _apply(self, module, device_mesh):
+            return n.distribute_module(module, device_mesh, self._cut, self._enter, self._leave)
+
+    torch.manual_seed(2)
+    made = parallel.parallelize_module(nn.Linear(4, 8), line(), Mine(output_layouts=r))
+    whole = {"input_layouts": (s, None), "desired_input_layouts": (r, None)}
+    named = {"input_kwarg_layouts": {"z": s}, "desired_input_kwarg_layouts": {"z": r}}
+    out = {"output_layouts": s, "desired_output_layouts": r}
+    styles = [
+        parallel.ColwiseParallel(),
+        parallel.RowwiseParallel(output_layouts=s, use_local_output=False),
+        parallel.SequenceParallel(),
+        parallel.PrepareModuleInput(),
+        parallel.PrepareModuleInput(**whole, **named),
+        parallel.PrepareModuleOutput(**out),
+        parallel.PrepareModuleInputOutput(**whole, **out, use_local_input=True),
+    ]
+    told = [str(getattr(styles[-2], name)) for name in ("desired_output_layouts", "output_layouts", "use_local_output")]
+    return made(seeded(3, 4)).detach() + 0, [*map(repr, styles)], told, str(styles[2].sequence_sharding)
+
+
 def what_people_catch(n):
     value = seeded(8, 6)
     d = n.distribute_tensor(value, line(), [n.Shard(0)])
@@ -416,7 +456,7 @@ PROGRAMS = [
     both_sides_have_their_own_autograd_identity, grad_placements, redistribute_on_a_grid, factories, sub_meshes,
     tensor_parallel_over_a_sub_mesh, attention_by_hand, sequence_parallel_block, training, copies_and_files,
     gradients_and_hooks, collectives_are_counted, who_counts_what, names_people_use, module_hooks_old_and_new,
-    what_people_catch, local_maps,
+    what_people_catch, local_maps, styles_are_read_and_extended,
 ]  # fmt: skip
 
 
