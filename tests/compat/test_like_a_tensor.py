@@ -1,9 +1,13 @@
-"""Operands that are no tensors, and calls that are wrong: what a plain tensor answers."""
+"""Operands that are no tensors, calls that are wrong, attributes of its own: as a plain tensor has it."""
+
+import copy
+import pickle
 
 import pytest
 import torch
 
 from shardwise import Replicate, Shard, distribute_tensor, simulate
+from shardwise.wrapper import notes_of
 
 ANSWERS = {
     "== None": lambda x: x == None,  # noqa: E711
@@ -43,3 +47,19 @@ def test_errors(name, tensor):
         ERRORS[name](torch.ones(5, 4))
     with pytest.raises(plain.type):
         ERRORS[name](tensor)
+
+
+def test_a_copy_has_what_the_program_noted(tensor):
+    tensor = torch.nn.Parameter(tensor)
+    tensor.tag, tensor._mine, tensor.tied = "t", [1], [tensor]
+    tensor.register_hook(lambda grad: grad * 2)
+    optimizer = torch.optim.AdamW([tensor])
+    for _ in range(2):
+        (tensor @ tensor.detach().t()).sum().backward()
+        optimizer.step()
+    assert notes_of(tensor).keys() == {"tag", "_mine", "tied"}
+    made = copy.deepcopy(tensor)
+    assert made.tag == "t" and made._mine == [1] and made._mine is not tensor._mine and made.tied[0] is made
+    del tensor.tied
+    read = pickle.loads(pickle.dumps(tensor))
+    assert read.tag == "t" and read._mine == [1] and notes_of(read.detach()) == {}
