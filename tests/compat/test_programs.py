@@ -278,6 +278,19 @@ def copies_and_files(n):
     return [x.full_tensor() for x in made], [x.device_mesh == line() for x in made], flags, result, alike
 
 
+def notes_on_tensors(n):
+    """What a program notes on a tensor: copies and pickles have it."""
+    d = n.distribute_tensor(seeded(5, 4), line(), [n.Shard(0)])
+    d.note = {"tags": [1, 2]}
+    param = nn.Parameter(n.distribute_tensor(seeded(5, 4), line(), [n.Shard(0)]))
+    param.is_tp = True
+    one, other, shallow = copy.deepcopy(d), copy.deepcopy(param), copy.copy(d)
+    seen = [one.note, one.note is d.note, other.is_tp, isinstance(other, nn.Parameter)]
+    seen += [shallow.note, hasattr(d.clone(), "note"), hasattr(d.detach(), "note")]
+    read = [pickle.loads(pickle.dumps(t)) for t in (d, param)]
+    return [*seen, read[0].note, read[1].is_tp, isinstance(read[1], nn.Parameter), read[0].full_tensor()]
+
+
 def gradients_and_hooks(n):
     d = n.distribute_tensor(torch.arange(8.0).requires_grad_(), line(), [n.Shard(0)])
     y, calls = d * 2, []
@@ -334,8 +347,14 @@ def who_counts_what(n):
     ):
         with mode:
             call()
-        seen += [mode.get_total_counts(), mode.get_comm_counts()[op]]
-    return seen
+        seen += [mode.get_total_counts(), mode.get_comm_counts()[op], mode.comm_counts[op]]
+    parallel, model = n.parallel, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    plan = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
+    parallel.parallelize_module(model, line(), plan)
+    with mode:
+        model(value)
+    by_module = {name: {when: dict(ops) for when, ops in by.items()} for name, by in mode.comm_module_counts.items()}
+    return seen, {name: str(by) for name, by in sorted(by_module.items())}
 
 
 def names_people_use(n):
@@ -456,7 +475,7 @@ PROGRAMS = [
     both_sides_have_their_own_autograd_identity, grad_placements, redistribute_on_a_grid, factories, sub_meshes,
     tensor_parallel_over_a_sub_mesh, attention_by_hand, sequence_parallel_block, training, copies_and_files,
     gradients_and_hooks, collectives_are_counted, who_counts_what, names_people_use, module_hooks_old_and_new,
-    what_people_catch, local_maps, styles_are_read_and_extended,
+    what_people_catch, local_maps, styles_are_read_and_extended, notes_on_tensors,
 ]  # fmt: skip
 
 
