@@ -37,6 +37,16 @@ class DTensor(Wrapper):
     on it; autograd runs in the local tensors.
     """
 
+    def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
+        """What each rank holds, as `spec` (the `_spec` of a DTensor) says: a leaf. `from_local` asks for less, and is
+        differentiable."""
+        if not isinstance(spec, Spec) or spec.tensor_meta is None:
+            raise LayoutError(f"DTensor: spec must be the _spec of a DTensor, got {spec!r}; or use DTensor.from_local")
+        local = local_tensor.detach() if isinstance(local_tensor, torch.Tensor) else local_tensor
+        shape, stride, _ = spec.tensor_meta
+        made = cls.from_local(local, spec.mesh, spec.placements, shape=shape, stride=stride)
+        return made.requires_grad_(requires_grad)
+
     # -- where it lives -------------------------------------------------------------------------------------
     @property
     def device_mesh(self) -> Any:
@@ -382,7 +392,7 @@ class DTensor(Wrapper):
 
 
 # clip_grad_norm_ uses list ops for the types it finds here: one exchange for all gradients, not one for each
-torch.utils._foreach_utils._foreach_supported_types.append(DTensor)
+torch.utils._foreach_utils._foreach_supported_types.append(DTensor)  # type: ignore[arg-type]
 
 
 def entered(local: Any, layout: Layout) -> DTensor:

@@ -25,6 +25,7 @@ def namespaces():
         debug=theirs.debug,
         experimental=theirs.experimental,
         parallel=theirs.parallel,
+        name=theirs.__name__,
         placement_types=theirs.placement_types,
     )
     ours = SimpleNamespace(
@@ -32,6 +33,7 @@ def namespaces():
         debug=shardwise.debug,
         experimental=shardwise.experimental,
         parallel=shardwise.parallel,
+        name=shardwise.__name__,
         placement_types=shardwise.placement_types,
     )
     return torchs, ours

@@ -1,7 +1,9 @@
 """Moving a program over by changing its imports: what it prints and catches must not change."""
 
 import copy
+import importlib
 import io
+import itertools
 import pickle
 
 import pytest
@@ -390,6 +392,34 @@ def module_hooks_old_and_new(n):
     ]
 
 
+def modules_people_import(n):
+    """Names by the modules that programs take them from, private ones among them."""
+    module = lambda path: importlib.import_module(n.name + path)
+    style, api, placed = module(".parallel.style"), module(".parallel.api"), module(".placement_types")
+    same = [module(".device_mesh").DeviceMesh is dist.DeviceMesh, placed.Shard is n.Shard]
+    same += [getattr(style, name) is getattr(n.parallel, name) for name in style.__all__]
+    same.append(api.parallelize_module is n.parallel.parallelize_module)
+    where = module("._utils").compute_local_shape_and_global_offset
+    kinds, held = (n.Shard(0), n.Shard(1), n.Replicate()), []
+    for shape in ((8, 4), (5, 7), (1, 6), (0, 4)):
+        for mesh in (line(), grid()):
+            held += [where(torch.Size(shape), mesh, p) for p in itertools.product(kinds, repeat=mesh.ndim)]
+    return same, len(style.__all__), [tuple(map(tuple, one)) for one in held]
+
+
+def tensors_made_by_their_spec(n):
+    specs = importlib.import_module(n.name + "._dtensor_spec")
+    d = n.distribute_tensor(seeded(8, 4), grid(), [n.Shard(0), n.Shard(1)])
+    twice = n.DTensor(d._local_tensor * 2, d._spec, requires_grad=False)
+    local = torch.ones(2, 3, requires_grad=True)
+    meta = specs.TensorMeta(torch.Size((2 * dist.get_world_size(), 3)), (3, 1), torch.float32)
+    made = n.DTensor(local, specs.DTensorSpec(line(), (n.Shard(0),), tensor_meta=meta), requires_grad=True)
+    (made * 3).sum().backward()
+    seen = [twice.full_tensor(), twice.requires_grad, made.requires_grad, made.is_leaf, local.grad is None]
+    parts = n.DTensor.from_local(seeded(4, 2), grid(), [n.Shard(1), n.Partial()])
+    return [*seen, made.grad.full_tensor(), parts._spec.sums, parts._spec.num_shards_map, d._spec.num_shards_map]
+
+
 def styles_are_read_and_extended(n):
     parallel = n.parallel
     s, r = n.Shard(0), n.Replicate()
@@ -476,6 +506,7 @@ PROGRAMS = [
     tensor_parallel_over_a_sub_mesh, attention_by_hand, sequence_parallel_block, training, copies_and_files,
     gradients_and_hooks, collectives_are_counted, who_counts_what, names_people_use, module_hooks_old_and_new,
     what_people_catch, local_maps, styles_are_read_and_extended, notes_on_tensors,
+    modules_people_import, tensors_made_by_their_spec,
 ]  # fmt: skip
 
 
