@@ -1,6 +1,17 @@
 """shardwise: tensors that live on many devices and behave as if they lived on one."""
 
-from shardwise import custom_function, debug, dynamo, experimental, optim, parallel, random, sharded
+from shardwise import (
+    custom_function,
+    debug,
+    device_mesh,
+    dynamo,
+    experimental,
+    optim,
+    parallel,
+    placement_types,
+    random,
+    sharded,
+)
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.calibration import calibrate
 from shardwise.comm.simulation import RankTensor
@@ -57,6 +68,7 @@ __all__ = [
     "clear_caches",
     "context_parallel",
     "debug",
+    "device_mesh",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -72,6 +84,7 @@ __all__ = [
     "ones",
     "optim",
     "parallel",
+    "placement_types",
     "plan_move",
     "rand",
     "randint",

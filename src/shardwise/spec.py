@@ -23,7 +23,7 @@ class Spec(NamedTuple):
 
     mesh: Any
     placements: tuple[Placement, ...]
-    tensor_meta: TensorMeta
+    tensor_meta: TensorMeta = None  # type: ignore[assignment]
 
     @classmethod
     def of(cls, layout: Layout) -> Spec:
@@ -50,6 +50,17 @@ class Spec(NamedTuple):
     def num_shards(self) -> int:
         """Into how many parts the axes cut the tensor."""
         return math.prod(k for k, p in zip(self.mesh.shape, self.placements, strict=True) if p.is_shard())
+
+    @property
+    def num_shards_map(self) -> list[int]:
+        """For each tensor dim into how many parts the axes cut it."""
+        cuts = [(p.dim, k) for k, p in zip(self.mesh.shape, self.placements, strict=True) if p.is_shard()]  # type: ignore[attr-defined]
+        return [math.prod(k for cut, k in cuts if cut == dim) for dim in range(self.ndim)]
+
+    @property
+    def sums(self) -> list[int]:
+        """The axes along which parts are pending."""
+        return [axis for axis, p in enumerate(self.placements) if p.is_partial()]
 
     @property
     def dim_map(self) -> list[int]:

@@ -15,12 +15,13 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.bridge import joined, regrade, share
 from shardwise.comm.record import Note
-from shardwise.context import relaxed
+from shardwise.context import is_strict, refuse_in_program, relaxed
+from shardwise.engine.call import plain_wrapped
 from shardwise.engine.gathered import before_watching
-from shardwise.errors import AutogradError, LayoutError
+from shardwise.errors import AutogradError, LayoutError, MeshError
 from shardwise.layout import Layout, Partial, Placement
 from shardwise.layout.placement import REPLICATE
-from shardwise.move import move
+from shardwise.move import move, plan_steps, run_move
 from shardwise.wrapper import Wrapper, wrap, wrapper_of
 
 
@@ -52,12 +53,22 @@ def as_gradient(layout: Layout, local: Any) -> Any:
 
 def from_gradient(layout: Layout, grad: Any, what: str) -> Any:
     """The other way: a gradient someone gives, as autograd takes it for the local value of a tensor laid out so."""
-    if not isinstance(grad, Wrapper):
-        raise LayoutError(f"{what}: the gradient must be a DTensor, got {type(grad).__name__}; distribute_tensor it")
-    if grad._layout.shape != layout.shape:
-        raise RuntimeError(f"{what}: gradient of shape {grad._layout.shape} for a tensor of shape {layout.shape}")
+    grad = _distributed(layout, grad, what)
     wanted = grad_layout(layout).replace(dtype=grad._layout.dtype, stride=grad._layout.stride)
     return move(grad._local, grad._layout, wanted, Note(what, backward=what == "hook"), summed_axes(layout))
+
+
+def _distributed(layout: Layout, grad: Any, what: str) -> Any:
+    """A gradient someone gives to a tensor laid out so; a plain tensor counts as replicated, as everywhere."""
+    if not isinstance(grad, torch.Tensor):
+        raise LayoutError(f"{what}: the gradient must be a DTensor or a plain tensor, got {type(grad).__name__}")
+    if not isinstance(grad, Wrapper):
+        grad = plain_wrapped(what, grad, layout.mesh)
+    if grad._layout.mesh is not layout.mesh:
+        raise MeshError(f"{what}: the gradient is on {grad._layout.mesh!r}, the tensor on {layout.mesh!r}")
+    if grad._layout.shape != layout.shape:
+        raise LayoutError(f"{what}: gradient of shape {grad._layout.shape} for a tensor of shape {layout.shape}")
+    return grad
 
 
 @functools.lru_cache(maxsize=4096)
@@ -165,16 +176,7 @@ def set_grad(tensor: Any, grad: Any) -> None:
     if grad is None:
         drop_grad(tensor)
         return
-    if not isinstance(grad, Wrapper):
-        raise LayoutError(f"grad: expected a DTensor or None, got {type(grad).__name__}; distribute_tensor it first")
-    if grad._layout.shape != tensor._layout.shape:
-        raise LayoutError(f"grad: shape {grad._layout.shape} given for a tensor of shape {tensor._layout.shape}")
-    wanted = grad_layout(tensor._layout).replace(dtype=grad._layout.dtype)
-    if grad._layout.placements != wanted.placements:
-        raise LayoutError(
-            f"grad: laid out {list(grad._layout.placements)}, but the gradient of this tensor is laid out "
-            f"{list(wanted.placements)}; use grad.redistribute(placements={list(wanted.placements)})"
-        )
+    grad = _laid_out_as_gradient(tensor._layout, _distributed(tensor._layout, grad, "grad"))
     comm = tensor._layout.mesh.comm
     parts = comm.pick(comm.structure(leaf_local(tensor)), grad._local)
     if len(set(map(id, parts))) < len(parts):  # the parts of a sum share its gradient, but each accumulates its own
@@ -185,6 +187,18 @@ def set_grad(tensor: Any, grad: Any) -> None:
     tensor.__dict__.pop("_grad", None)
     if grad is not None:
         tensor.__dict__["_grad"] = (list(parts), grad)
+
+
+def _laid_out_as_gradient(layout: Layout, grad: Any) -> Any:
+    """The gradient as one of a tensor laid out so: moved, if it is laid out in another way."""
+    here = grad._layout
+    wanted = grad_layout(layout).replace(dtype=here.dtype, stride=here.stride, device=here.device)
+    if here.placements == wanted.placements:
+        return grad
+    steps = plan_steps(here, wanted)
+    if is_strict() and any(step.kind != "local" for step in steps):
+        refuse_in_program("grad", here, f"[{', '.join(map(str, wanted.placements))}]")
+    return wrap(run_move(grad._local, here.mesh.comm, steps, Note("grad")), wanted)
 
 
 # -- backward ----------------------------------------------------------------------------------------------

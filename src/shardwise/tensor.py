@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from shardwise.move import move, move_across, plan_steps, run_move, start_move
 from shardwise.move.limit import current_cap
 from shardwise.sizes import layout_of_locals
 from shardwise.spec import Spec
-from shardwise.wrapper import Wrapper, wrap
+from shardwise.wrapper import Wrapper, notes_of, wrap
 
 _REDISTRIBUTE = Note("redistribute")
 
@@ -35,6 +36,16 @@ class DTensor(Wrapper):
     Make one with `distribute_tensor`, `DTensor.from_local` or the factories. Everything torch does with a tensor works
     on it; autograd runs in the local tensors.
     """
+
+    def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
+        """What each rank holds, as `spec` (the `_spec` of a DTensor) says: a leaf. `from_local` asks for less, and is
+        differentiable."""
+        if not isinstance(spec, Spec) or spec.tensor_meta is None:
+            raise LayoutError(f"DTensor: spec must be the _spec of a DTensor, got {spec!r}; or use DTensor.from_local")
+        local = local_tensor.detach() if isinstance(local_tensor, torch.Tensor) else local_tensor
+        shape, stride, _ = spec.tensor_meta
+        made = cls.from_local(local, spec.mesh, spec.placements, shape=shape, stride=stride)
+        return made.requires_grad_(requires_grad)
 
     # -- where it lives -------------------------------------------------------------------------------------
     @property
@@ -341,6 +352,7 @@ class DTensor(Wrapper):
         memo[id(self)] = result
         if getattr(self, "_is_param", False):
             result._is_param = True  # type: ignore[attr-defined]
+        result.__dict__.update(copy.deepcopy(notes_of(self), memo))
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # type: ignore[override]
@@ -350,7 +362,8 @@ class DTensor(Wrapper):
         local = surface.leaf_local(self)
         parts = [v.detach() for v in comm.values(local)]
         flags = (self.requires_grad, bool(getattr(self, "_is_param", False)))
-        return _rebuild, (parts, comm.structure(local), layout.mesh.source, state, flags)
+        notes = notes_of(self)
+        return _rebuild, (parts, comm.structure(local), layout.mesh.source, state, flags, *((notes,) if notes else ()))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._layout
@@ -379,7 +392,7 @@ class DTensor(Wrapper):
 
 
 # clip_grad_norm_ uses list ops for the types it finds here: one exchange for all gradients, not one for each
-torch.utils._foreach_utils._foreach_supported_types.append(DTensor)
+torch.utils._foreach_utils._foreach_supported_types.append(DTensor)  # type: ignore[arg-type]
 
 
 def entered(local: Any, layout: Layout) -> DTensor:
@@ -532,7 +545,7 @@ def _set_data(tensor: DTensor, value: Any) -> None:
     tensor._spreads = None
 
 
-def _rebuild(parts: Any, structure: Any, source: Any, state: Any, flags: Any) -> DTensor:
+def _rebuild(parts: Any, structure: Any, source: Any, state: Any, flags: Any, notes: Any = ()) -> DTensor:
     placements, shape, stride, dtype, device = state
     mesh = as_mesh(source)
     requires_grad, is_param = flags
@@ -541,6 +554,7 @@ def _rebuild(parts: Any, structure: Any, source: Any, state: Any, flags: Any) ->
     surface.set_requires_grad(result, requires_grad)
     if is_param:
         result._is_param = True
+    result.__dict__.update(notes)
     return result
 
 

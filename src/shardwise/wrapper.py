@@ -50,6 +50,18 @@ def wrap(local: Any, layout: Layout) -> Any:
     return self
 
 
+# What the library itself notes on a tensor; anything else was noted by the program.
+_OURS = frozenset(
+    "_local _layout _spreads _leaf _hooks _grad _spare_grad _loose_writes _gathered _unreduced _reports _is_param "
+    "_coming _finish".split()
+)
+
+
+def notes_of(tensor: Any) -> dict[str, Any]:
+    """The attributes that the program has set on a tensor."""
+    return {name: value for name, value in tensor.__dict__.items() if name not in _OURS}
+
+
 def storage_of(tensor: Any) -> torch.UntypedStorage:
     """The memory of its values (of the first rank played here)."""
     return tensor._layout.mesh.comm.first(tensor._local).untyped_storage()

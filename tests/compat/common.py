@@ -9,6 +9,7 @@ import torch
 import torch.distributed.tensor
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.experimental
+import torch.distributed.tensor.parallel
 from torch.utils._pytree import tree_flatten
 
 import shardwise
@@ -23,12 +24,16 @@ def namespaces():
         **{name: getattr(theirs, name) for name in names},
         debug=theirs.debug,
         experimental=theirs.experimental,
+        parallel=theirs.parallel,
+        name=theirs.__name__,
         placement_types=theirs.placement_types,
     )
     ours = SimpleNamespace(
         **{name: getattr(shardwise, name) for name in names},
         debug=shardwise.debug,
         experimental=shardwise.experimental,
+        parallel=shardwise.parallel,
+        name=shardwise.__name__,
         placement_types=shardwise.placement_types,
     )
     return torchs, ours

@@ -1,7 +1,9 @@
 """Moving a program over by changing its imports: what it prints and catches must not change."""
 
 import copy
+import importlib
 import io
+import itertools
 import pickle
 
 import pytest
@@ -278,6 +280,19 @@ def copies_and_files(n):
     return [x.full_tensor() for x in made], [x.device_mesh == line() for x in made], flags, result, alike
 
 
+def notes_on_tensors(n):
+    """What a program notes on a tensor: copies and pickles have it."""
+    d = n.distribute_tensor(seeded(5, 4), line(), [n.Shard(0)])
+    d.note = {"tags": [1, 2]}
+    param = nn.Parameter(n.distribute_tensor(seeded(5, 4), line(), [n.Shard(0)]))
+    param.is_tp = True
+    one, other, shallow = copy.deepcopy(d), copy.deepcopy(param), copy.copy(d)
+    seen = [one.note, one.note is d.note, other.is_tp, isinstance(other, nn.Parameter)]
+    seen += [shallow.note, hasattr(d.clone(), "note"), hasattr(d.detach(), "note")]
+    read = [pickle.loads(pickle.dumps(t)) for t in (d, param)]
+    return [*seen, read[0].note, read[1].is_tp, isinstance(read[1], nn.Parameter), read[0].full_tensor()]
+
+
 def gradients_and_hooks(n):
     d = n.distribute_tensor(torch.arange(8.0).requires_grad_(), line(), [n.Shard(0)])
     y, calls = d * 2, []
@@ -334,8 +349,14 @@ def who_counts_what(n):
     ):
         with mode:
             call()
-        seen += [mode.get_total_counts(), mode.get_comm_counts()[op]]
-    return seen
+        seen += [mode.get_total_counts(), mode.get_comm_counts()[op], mode.comm_counts[op]]
+    parallel, model = n.parallel, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    plan = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
+    parallel.parallelize_module(model, line(), plan)
+    with mode:
+        model(value)
+    by_module = {name: {when: dict(ops) for when, ops in by.items()} for name, by in mode.comm_module_counts.items()}
+    return seen, {name: str(by) for name, by in sorted(by_module.items())}
 
 
 def names_people_use(n):
@@ -369,6 +390,74 @@ def module_hooks_old_and_new(n):
     return seen + [
         raises(lambda fn=fn: n.distribute_module(torch.nn.Linear(6, 4), line(), **fn), ValueError) for fn in bad
     ]
+
+
+def modules_people_import(n):
+    """Names by the modules that programs take them from, private ones among them."""
+    module = lambda path: importlib.import_module(n.name + path)
+    style, api, placed = module(".parallel.style"), module(".parallel.api"), module(".placement_types")
+    same = [module(".device_mesh").DeviceMesh is dist.DeviceMesh, placed.Shard is n.Shard]
+    same += [getattr(style, name) is getattr(n.parallel, name) for name in style.__all__]
+    same.append(api.parallelize_module is n.parallel.parallelize_module)
+    where = module("._utils").compute_local_shape_and_global_offset
+    kinds, held = (n.Shard(0), n.Shard(1), n.Replicate()), []
+    for shape in ((8, 4), (5, 7), (1, 6), (0, 4)):
+        for mesh in (line(), grid()):
+            held += [where(torch.Size(shape), mesh, p) for p in itertools.product(kinds, repeat=mesh.ndim)]
+    return same, len(style.__all__), [tuple(map(tuple, one)) for one in held]
+
+
+def tensors_made_by_their_spec(n):
+    specs = importlib.import_module(n.name + "._dtensor_spec")
+    d = n.distribute_tensor(seeded(8, 4), grid(), [n.Shard(0), n.Shard(1)])
+    twice = n.DTensor(d._local_tensor * 2, d._spec, requires_grad=False)
+    local = torch.ones(2, 3, requires_grad=True)
+    meta = specs.TensorMeta(torch.Size((2 * dist.get_world_size(), 3)), (3, 1), torch.float32)
+    made = n.DTensor(local, specs.DTensorSpec(line(), (n.Shard(0),), tensor_meta=meta), requires_grad=True)
+    (made * 3).sum().backward()
+    seen = [twice.full_tensor(), twice.requires_grad, made.requires_grad, made.is_leaf, local.grad is None]
+    parts = n.DTensor.from_local(seeded(4, 2), grid(), [n.Shard(1), n.Partial()])
+    return [*seen, made.grad.full_tensor(), parts._spec.sums, parts._spec.num_shards_map, d._spec.num_shards_map]
+
+
+def styles_are_read_and_extended(n):
+    parallel = n.parallel
+    s, r = n.Shard(0), n.Replicate()
+
+    class Mine(parallel.ColwiseParallel):
+        """A style of its own that lays out what the style it extends was told."""
+
+        def _enter(self, module, inputs, mesh):
+            x = n.DTensor.from_local(inputs[0], mesh, self.input_layouts)
+            return x.redistribute(placements=self.desired_input_layouts)
+
+        def _leave(self, module, output, mesh):
+            output = output.redistribute(placements=self.output_layouts)
+            return output.to_local() if self.use_local_output else output
+
+        def _cut(self, name, module, mesh):
+            for key, param in [*module.named_parameters()]:
+                module.register_parameter(key, nn.Parameter(n.distribute_tensor(param, mesh, [s])))
+
+        def _apply(self, module, device_mesh):
+            return n.distribute_module(module, device_mesh, self._cut, self._enter, self._leave)
+
+    torch.manual_seed(2)
+    made = parallel.parallelize_module(nn.Linear(4, 8), line(), Mine(output_layouts=r))
+    whole = {"input_layouts": (s, None), "desired_input_layouts": (r, None)}
+    named = {"input_kwarg_layouts": {"z": s}, "desired_input_kwarg_layouts": {"z": r}}
+    out = {"output_layouts": s, "desired_output_layouts": r}
+    styles = [
+        parallel.ColwiseParallel(),
+        parallel.RowwiseParallel(output_layouts=s, use_local_output=False),
+        parallel.SequenceParallel(),
+        parallel.PrepareModuleInput(),
+        parallel.PrepareModuleInput(**whole, **named),
+        parallel.PrepareModuleOutput(**out),
+        parallel.PrepareModuleInputOutput(**whole, **out, use_local_input=True),
+    ]
+    told = [str(getattr(styles[-2], name)) for name in ("desired_output_layouts", "output_layouts", "use_local_output")]
+    return made(seeded(3, 4)).detach() + 0, [*map(repr, styles)], told, str(styles[2].sequence_sharding)
 
 
 def what_people_catch(n):
@@ -416,7 +505,8 @@ PROGRAMS = [
     both_sides_have_their_own_autograd_identity, grad_placements, redistribute_on_a_grid, factories, sub_meshes,
     tensor_parallel_over_a_sub_mesh, attention_by_hand, sequence_parallel_block, training, copies_and_files,
     gradients_and_hooks, collectives_are_counted, who_counts_what, names_people_use, module_hooks_old_and_new,
-    what_people_catch, local_maps,
+    what_people_catch, local_maps, styles_are_read_and_extended, notes_on_tensors,
+    modules_people_import, tensors_made_by_their_spec,
 ]  # fmt: skip
 
 

@@ -84,6 +84,9 @@ register_sharding(row_dots, "*b k, *b k -> *b", linear="each")
 @register_sharding(torch.ops.shardwise_test.ranked.default)
 def ranked_sharding(x, dim):
     assert isinstance(x.shape, torch.Size) and x.ndim == x.dim() == len(x.stride()) and x.tensor_meta.dtype == x.dtype
+    assert (
+        x.tensor_meta.stride == x.stride() and x.tensor_meta.shape == x.shape and x.mesh.size() == x.mesh.mesh.numel()
+    )
     others = [d for d in range(x.ndim) if d != dim % x.ndim]
     return [([Replicate()], [Replicate(), None]), *(([Shard(d)], [Shard(d), None]) for d in others)]
 

@@ -234,11 +234,13 @@ def test_parts_of_a_sum():
     same(mine, plain)
 
 
-def test_a_partial_gradient_is_not_taken():
+def test_a_partial_gradient_is_summed():
     mesh = simulate(2)
     mine = nn.Parameter(distribute_tensor(x(4, 3), mesh, [Replicate()]))
-    with pytest.raises(LayoutError, match="redistribute"):
-        mine.grad = spread_out(x(4, 3), mesh, [shardwise.Partial()])
+    mine.grad = spread_out(x(4, 3), mesh, [shardwise.Partial()])
+    torch.optim.SGD([mine], lr=0.5).step()
+    assert mine.grad.placements == (Replicate(),)
+    same(mine, x(4, 3) / 2)
 
 
 def test_copies_and_clean_up():

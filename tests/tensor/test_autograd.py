@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import DTensor, LayoutError, Partial, Shard, debug, distribute_tensor
+from shardwise import DTensor, LayoutError, Partial, Shard, StrictError, debug, distribute_tensor, strict
+from shardwise.surface import grad_placements
 from tests.harness import check
 from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, on_one_axis, same, whole, x
 
@@ -74,15 +75,34 @@ def grad_is_assigned(mesh):
         assert leaf.grad is None
 
 
+def grad_is_assigned_in_any_layout(mesh):
+    for _, leaf, where in leaves(mesh):
+        for places in layouts(mesh, WEIGHT):
+            leaf.grad = None
+            leaf.grad = laid_out(WEIGHT, mesh, places)
+            assert leaf.grad.placements == grad_placements(leaf.placements)
+            (leaf * 1).sum().backward()
+            same(leaf.grad, WEIGHT + 1, f"{where}, gradient given as {places}")
+        given = WEIGHT.clone()
+        leaf.grad = given  # a plain tensor counts as replicated
+        (leaf * 1).sum().backward()
+        same(leaf.grad, WEIGHT + 1, where)
+
+
 def wrong_grad_is_refused(mesh):
     leaf = distribute_tensor(VALUE, mesh, on_one_axis(mesh, Shard(0))).requires_grad_()
     before = leaf.grad
-    with pytest.raises(LayoutError, match=r"grad: laid out .*redistribute\(placements="):
-        leaf.grad = distribute_tensor(VALUE, mesh, on_one_axis(mesh, Shard(1)))
-    with pytest.raises(LayoutError, match=r"grad: shape \(5,\) given for a tensor of shape \(5, 4\)"):
+    with pytest.raises(LayoutError, match=r"grad: gradient of shape \(5,\) for a tensor of shape \(5, 4\)"):
         leaf.grad = distribute_tensor(x(5), mesh)
-    with pytest.raises(LayoutError, match="grad: expected a DTensor or None, got Tensor; distribute_tensor it first"):
-        leaf.grad = VALUE
+    with pytest.raises(LayoutError, match=r"grad: gradient of shape \(5,\) for a tensor of shape \(5, 4\)"):
+        leaf.grad = x(5)
+    with pytest.raises(LayoutError, match="grad: the gradient must be a DTensor or a plain tensor, got list"):
+        leaf.grad = [VALUE]
+    with strict():
+        with pytest.raises(StrictError, match="grad: a plain tensor meets a distributed one"):
+            leaf.grad = VALUE
+        with pytest.raises(StrictError, match=r"grad would communicate .* to \[.*S\(0\)"):
+            leaf.grad = distribute_tensor(VALUE, mesh, on_one_axis(mesh, Shard(1)))
     assert leaf.grad is before is None
 
 
@@ -97,6 +117,11 @@ def backward_needs_a_gradient(mesh):
             (leaf * 2).backward(laid_out(WEIGHT, mesh, places))
             (plain * 2).backward(WEIGHT)
             same(leaf.grad, plain.grad, f"{where}, gradient given as {places}")
+        leaf.grad = None
+        (leaf * 2).backward(WEIGHT)
+        same(leaf.grad, plain.grad, f"{where}, a plain gradient")
+        (same_grad,) = torch.autograd.grad(leaf * 2, leaf, WEIGHT)
+        same(same_grad, plain.grad, f"{where}, a plain gradient")
     with pytest.raises(RuntimeError, match="does not require grad"):
         distribute_tensor(x(), mesh).backward()
 
@@ -518,7 +543,7 @@ def gradients_of_mixed_plain_and_distributed(mesh):
 
 
 CHECKS = [
-    flags, grad_is_one_object, grad_accumulates, grad_is_assigned, wrong_grad_is_refused, backward_needs_a_gradient,
+    flags, grad_is_one_object, grad_accumulates, grad_is_assigned, grad_is_assigned_in_any_layout, wrong_grad_is_refused, backward_needs_a_gradient,
     backward_frees_the_graph, autograd_backward, autograd_grad, double_backward, backward_with_create_graph,
     retain_grad_on_a_non_leaf, no_grad_and_friends, detach_shares_memory,
     data_is_the_value, leaf_in_place_is_refused, in_place_without_grad, in_place_recorded, views_alias, in_place_on_partial,

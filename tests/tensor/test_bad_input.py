@@ -79,6 +79,7 @@ CASES = {
     "redistribute across": (lambda: distribute_tensor(VALUE, LINE).redistribute(MESH, [R]), LayoutError, "placements: 1 given"),
     "redistribute ints to avg": (lambda: distribute_tensor(torch.arange(4), LINE).redistribute(placements=[Partial("avg")]), ShardwiseError, "Partial(avg)"),
     # factories
+    "made of no spec": (lambda: shardwise.DTensor(torch.ones(2), None), LayoutError, "DTensor: spec must be the _spec of a DTensor, got None; or use DTensor.from_local"),
     "factory partial": (lambda: shardwise.zeros(3, device_mesh=LINE, placements=[Partial()]), LayoutError, "placements: a factory makes whole values, not parts; got [Partial(sum)]"),
     "factory size": (lambda: shardwise.ones(3, -1, device_mesh=LINE), LayoutError, "size: must be ints >= 0, got (3, -1)"),
     "factory size type": (lambda: shardwise.rand(2.5, device_mesh=LINE), LayoutError, "size: must be ints >= 0, got (2.5,)"),
@@ -113,7 +114,7 @@ def test_a_failed_call_changes_nothing():
     other = distribute_tensor(x(3, 2), MESH)
     for attempt in (
         lambda: leaf.redistribute(placements=[Shard(7)]),
-        lambda: leaf.__setattr__("grad", distribute_tensor(VALUE, LINE)),
+        lambda: leaf.__setattr__("grad", distribute_tensor(x(3, 2), LINE)),
         lambda: leaf.__setattr__("data", other),
         lambda: leaf.__setattr__("data", VALUE),
         lambda: leaf.copy_(x(7, 7)),

@@ -28,6 +28,7 @@ _REDUCE = {
     "min": dist.ReduceOp.MIN,
 }
 _MOST_DIMS = 16
+_get_dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 _PAIR_PIECE = 1 << 22  # bytes
 _DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
 
@@ -314,7 +315,12 @@ class _Naming:
         self.comm, self.kind, self.axes = comm, kind, axes
 
     def __enter__(self) -> None:
-        pass
+        if _get_dispatch_mode(_PROXY) is not None:  # what comes in would be a constant of the graph
+            names = "+".join(self.comm.axis_names[a] for a in self.axes)
+            raise CommError(
+                f"{self.kind} on mesh axis {names!r} while torch.fx traces (make_fx): what other ranks send would be "
+                f"lost from the graph; trace what runs between the moves"
+            )
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if not isinstance(error, (RuntimeError, ValueError)):

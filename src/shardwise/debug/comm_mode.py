@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops.c10d_functional
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -72,10 +72,8 @@ class CommDebugMode:
         ]
         for mode in self._modes:
             mode.__enter__()
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        self._hooks = [register_module_forward_pre_hook(self._enter_module)]
+        self._watched: set[torch.nn.Module] = set()
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -87,6 +85,9 @@ class CommDebugMode:
 
     # -- what happens ---------------------------------------------------------------------------------------
     def _enter_module(self, module: torch.nn.Module, inputs: Any) -> None:
+        if module not in self._watched:  # a hook of its own runs after those it has: what styles communicate is its
+            self._watched.add(module)
+            self._hooks.append(module.register_forward_hook(self._leave_module, always_call=True))
         if len(self._path) == 1:  # the outermost module names those inside
             top = type(module).__name__
             self._names = {id(m): f"{top}.{name}" if name else top for name, m in module.named_modules()}
@@ -140,6 +141,20 @@ class CommDebugMode:
             for op, n in passed.items():
                 counts[op] += n
         return counts
+
+    @property
+    def comm_counts(self) -> dict[Any, int]:
+        return self.get_comm_counts()
+
+    @property
+    def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
+        """The same by module and pass, of modules that communicate: {module: {"forward": {op: n}, "backward": ...}}."""
+        passes = {"forward": False, "backward": True}
+        return {
+            m.fqn: {name: defaultdict(int, m.collectives[backward]) for name, backward in passes.items()}
+            for m in self.root.walk()
+            if any(m.collectives.values())
+        }
 
     def get_total_counts(self) -> int:
         return sum(self.get_comm_counts().values())

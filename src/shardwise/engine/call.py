@@ -359,16 +359,26 @@ def _into_out(func: Any) -> Plan:
 # -- plain tensors count as replicated ---------------------------------------------------------------------
 def with_plain_wrapped(name: str, args: Sequence[Any], kwargs: Any) -> tuple[Any, Any]:
     """The arguments with every plain tensor wrapped as Replicate on the mesh of the others."""
-    if refuses_plain():
-        raise StrictError(
-            f"{name}: a plain tensor meets a distributed one under strict(); "
-            f"make it a DTensor with distribute_tensor(x, mesh, [Replicate(), ...])"
-        )
+    _refuse_if_strict(name)
     kwargs = kwargs or {}
     mesh = _mesh_in((*args, *kwargs.values()))
     if mesh is None:
         raise MeshError(f"{name}: no distributed tensor among the arguments")
     return tuple(_wrapped(a, mesh) for a in args), {k: _wrapped(v, mesh) for k, v in kwargs.items()}
+
+
+def plain_wrapped(name: str, value: torch.Tensor, mesh: Any) -> Any:
+    """A plain tensor that `name` is given, as a Replicate one on `mesh`."""
+    _refuse_if_strict(name)
+    return replicated_plain(value, mesh)
+
+
+def _refuse_if_strict(name: str) -> None:
+    if refuses_plain():
+        raise StrictError(
+            f"{name}: a plain tensor meets a distributed one under strict(); "
+            f"make it a DTensor with distribute_tensor(x, mesh, [Replicate(), ...])"
+        )
 
 
 def _has_transformed(args: Sequence[Any], kwargs: Any) -> bool:

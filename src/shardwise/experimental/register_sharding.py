@@ -15,9 +15,10 @@ from shardwise.engine.call import ANY_FLOAT
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, Placement, Shard, as_placements
 from shardwise.layout.placement import REPLICATE
+from shardwise.spec import TensorMeta
 from shardwise.strategy import registry
 from shardwise.strategy.notation import line_rule, operands_in, parse
-from shardwise.strategy.spec import Assignment, Choice, Factors, Operand, Result, fitting
+from shardwise.strategy.spec import Assignment, Choice, Factors, Operand, fitting
 
 Pair = tuple[tuple[Placement, ...], tuple[Placement, ...]]  # outputs, inputs
 
@@ -154,12 +155,12 @@ class TensorInfo:
 
     def __init__(self, layout: Layout) -> None:
         self.shape, self.ndim, self.dtype = torch.Size(layout.shape), layout.ndim, layout.dtype
-        self.mesh = self.device_mesh = layout.mesh
+        self.mesh = self.device_mesh = layout.mesh.source
         self.placements = layout.placements
-        self.tensor_meta = Result(self.shape, layout.dtype, layout.stride)
+        self.tensor_meta = TensorMeta(self.shape, layout.stride, layout.dtype)
 
     def stride(self) -> tuple[int, ...]:
-        return self.tensor_meta.strides
+        return self.tensor_meta.stride
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]

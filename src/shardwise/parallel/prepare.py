@@ -106,6 +106,14 @@ class _Outputs:
         return made[0]
 
 
+_INPUT_NAMES = ("input_layouts", "desired_input_layouts", "input_kwarg_layouts", "desired_input_kwarg_layouts")
+_OUTPUT_NAMES = ("output_layouts", "desired_output_layouts")
+
+
+def _shown(style: ParallelStyle, *names: str) -> str:
+    return ", ".join(f"{name}={getattr(style, name)!r}" for name in names)
+
+
 class PrepareModuleInput(ParallelStyle):
     """Before the module runs, its inputs come as `input_layouts` and are moved to `desired_input_layouts`.
 
@@ -124,6 +132,8 @@ class PrepareModuleInput(ParallelStyle):
     ) -> None:
         self.inputs = _Inputs(input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts)
         self.use_local_output = use_local_output
+        self.input_layouts, self.desired_input_layouts = self.inputs.layouts, self.inputs.desired or None
+        self.input_kwarg_layouts, self.desired_input_kwarg_layouts = self.inputs.named, self.inputs.desired_named
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         module.register_forward_pre_hook(Hook(self._enter, Along.of(device_mesh, self.axis)), with_kwargs=True)
@@ -131,6 +141,9 @@ class PrepareModuleInput(ParallelStyle):
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any, along: Along) -> Any:
         return self.inputs.prepare(module, args, kwargs, self.use_local_output, along)
+
+    def __repr__(self) -> str:
+        return f"PrepareModuleInput({_shown(self, *_INPUT_NAMES, 'use_local_output')})"
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -141,14 +154,18 @@ class PrepareModuleOutput(ParallelStyle):
         self, *, output_layouts: Any, desired_output_layouts: Any, use_local_output: bool | None = None
     ) -> None:
         self.outputs = _Outputs(output_layouts, desired_output_layouts)
-        self.use_local_output = use_local_output
+        self.output_layouts, self.desired_output_layouts = self.outputs.layouts, self.outputs.desired
+        self._local_output, self.use_local_output = use_local_output, use_local_output is not False
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         module.register_forward_hook(Hook(self._leave, Along.of(device_mesh, self.axis)))
         return module
 
     def _leave(self, module: nn.Module, args: Any, output: Any, along: Along) -> Any:
-        return self.outputs.prepare(module, output, self.use_local_output, along)
+        return self.outputs.prepare(module, output, self._local_output, along)
+
+    def __repr__(self) -> str:
+        return f"PrepareModuleOutput({_shown(self, *_OUTPUT_NAMES, 'use_local_output')})"
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -178,6 +195,10 @@ class PrepareModuleInputOutput(ParallelStyle):
             desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
         )
+
+    def __repr__(self) -> str:
+        inputs = f"{_shown(self.before, *_INPUT_NAMES)}, use_local_input={self.before.use_local_output}"
+        return f"PrepareModuleInputOutput({inputs}, {_shown(self.after, *_OUTPUT_NAMES, 'use_local_output')})"
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         for style in (self.before, self.after):

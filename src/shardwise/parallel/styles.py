@@ -65,9 +65,13 @@ class _LayerParallel(ParallelStyle):
     weight_dim: int | None
 
     def __init__(self, input_layouts: Any, output_layouts: Any, use_local_output: bool | None) -> None:
-        self.input_layouts: Layout = as_layout(input_layouts, "input_layouts")
-        self.output_layouts: Layout = as_layout(output_layouts, "output_layouts")
-        self.use_local_output = use_local_output
+        self._input: Layout = as_layout(input_layouts, "input_layouts")
+        self._output: Layout = as_layout(output_layouts, "output_layouts")
+        self._local_output = use_local_output
+        # as programs that extend a style read them
+        self.input_layouts, self.output_layouts = (self._input,), (self._output,)
+        self.desired_input_layouts = (self.desired_input,)
+        self.use_local_output = use_local_output is not False
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         along = Along.of(device_mesh, self.axis)
@@ -95,9 +99,9 @@ class _LayerParallel(ParallelStyle):
         desired = self._desired(module)
         only_reads = type(module).forward is nn.Linear.forward  # of other modules one cannot know
         if only_reads and desired is REPLICATE:
-            entered = along.enter_once(x, self.input_layouts, self._known(module))
+            entered = along.enter_once(x, self._input, self._known(module))
         else:
-            entered = along.enter(x, self.input_layouts, self._known(module), watched=not only_reads)
+            entered = along.enter(x, self._input, self._known(module), watched=not only_reads)
         return along.move(entered, desired)
 
     def _known(self, module: nn.Module) -> dict[int, int]:
@@ -111,8 +115,8 @@ class _LayerParallel(ParallelStyle):
         if not isinstance(output, torch.Tensor):
             refuse(output, f"{type(self).__name__}: the output of {type(module).__name__}")
         output, given = along.enter(output, REPLICATE), next(iter((*args, *kwargs.values())))
-        output = along.move(output, self.output_layouts, given)
-        return leaves(self.use_local_output, output, along)
+        output = along.move(output, self._output, given)
+        return leaves(self._local_output, output, along)
 
     def _cut_dim(self, module: nn.Module) -> int:
         """The dim of the weight that is cut."""
@@ -213,6 +217,7 @@ class SequenceParallel(ParallelStyle):
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         self.sequence = Shard(sequence_dim)
+        self.sequence_sharding = (self.sequence,)
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:

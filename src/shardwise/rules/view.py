@@ -18,8 +18,8 @@ from shardwise.strategy.spec import Algorithm, Factors, Operand
 
 
 def dim_of(dim: int, ndim: int) -> int:
-    """A dim counted from the front; torch's own error for one out of range comes from the meta call."""
-    return dim % ndim if ndim else 0
+    """A dim counted from the front. For one out of range the engine asks torch for its own error."""
+    return range(ndim or 1)[dim]
 
 
 def dims_of(dims: int | Sequence[int], ndim: int) -> list[int]:
