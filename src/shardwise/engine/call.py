@@ -8,6 +8,7 @@ import inspect
 import itertools
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 import shardwise.rules  # noqa: F401  (importing them registers them)
 from shardwise.context import functions, refuses_plain
+from shardwise.engine import autocast
 from shardwise.engine.cache import PlanCache, register_cache
 from shardwise.engine.call_shape import CallShape, asks_for_a_value, numbers_in, op_name, tensors_in
 from shardwise.engine.fallback import rebound, replicated, written_back
@@ -37,8 +39,9 @@ SPECIAL: dict[Any, Callable[..., Any]] = {}  # functions the tensor class answer
 _NO_KWARGS: dict[str, Any] = {}
 ANY_FLOAT: set[Any] = set()  # functions whose plans do not depend on float arguments: a learning rate fills no cache
 _TRUE, _FALSE = object(), object()  # True == 1 and hashes alike: plans must tell them apart
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_any_autocast_enabled = autocast.is_on
 _is_grad_enabled = torch.is_grad_enabled
+_get_default_dtype = torch.get_default_dtype
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _is_forward_grad_enabled = torch._C._is_fwd_grad_enabled  # type: ignore[attr-defined]
 
@@ -93,7 +96,9 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
         else:
             kwargs = _NO_KWARGS
         if _is_any_autocast_enabled():
-            key.append(autocast_state())
+            key.append(autocast.state())
+        if _get_default_dtype() is not torch.float32:  # what integers become in a division
+            key.append(_get_default_dtype())
         whole_key = tuple(key)
         plan = PLANS.get(whole_key)
     except _PlainTensor:
@@ -106,7 +111,7 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
     if not _is_grad_enabled() and not _is_forward_grad_enabled():
         check_custom_function(func, args)
     if plan is None:
-        plan = make_plan(func, args, kwargs)
+        plan = _planned(func, args, kwargs)
         PLANS.add(whole_key, plan)
     else:
         PLANS.hits += 1
@@ -115,9 +120,14 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
 
 def call_overload(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """`__torch_dispatch__`: an aten op on distributed tensors, recorded by autograd on the local tensors."""
+    if _is_any_autocast_enabled():  # which has cast what it casts on the way here
+        with autocast.off():
+            return call_overload(cls, func, types, args, kwargs)
     with reentrant(), torch._C._EnableTorchFunction():
         result = call_function(cls, func, types, args, kwargs)
-    return tree_map_only(Wrapper, _not_inference, result) if torch.is_inference_mode_enabled() else result
+    if not torch.is_inference_mode_enabled() or all(t.is_inference() for _, t in tensors_in(args, kwargs or _NO_KWARGS)):
+        return result
+    return tree_map_only(Wrapper, _not_inference, result)
 
 
 def _not_inference(result: Any) -> Any:
@@ -126,11 +136,6 @@ def _not_inference(result: Any) -> Any:
         return result
     with torch.inference_mode(False):
         return wrap(result._local, result._layout)
-
-
-def autocast_state() -> tuple[Any, ...]:
-    """What autocast would do to a call, for the key of its plan."""
-    return tuple(torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
 
 
 def freeze(arg: Any, any_float: bool = False) -> tuple[Any, Any]:
@@ -190,6 +195,14 @@ def in_numbers(bounds: slice) -> slice:
     return slice(*(None if bound is None else operator.index(bound) for bound in (start, stop, step)))
 
 
+def _planned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+    """A plan outlives inference mode, whose tensors know no bases and may not meet those of autograd."""
+    if not torch.is_inference_mode_enabled():
+        return make_plan(func, args, kwargs)
+    with torch.inference_mode(False):
+        return make_plan(func, args, kwargs)
+
+
 def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     """The plan for a call never seen before."""
     found = registry.find(func) if "out" not in kwargs else None
@@ -213,6 +226,9 @@ def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         return _into_out(func)
     if isinstance(func, torch._ops.OpOverload):
         return replicated(func, call)
+    casts = autocast.casts_of(call) if _is_any_autocast_enabled() else None
+    if casts is not None and casts is not autocast.INSIDE:
+        return autocast.cast_first(func, call, casts)
     return lambda args, kwargs, locals, local_kwargs: _lower(func, args, kwargs)
 
 
@@ -226,6 +242,12 @@ def _ruled(func: Any, call: CallShape, found: registry.Found) -> Plan | None:
         return None
     if found.in_place and isinstance(spec, Relayout):
         return rebound(func)
+    if _is_any_autocast_enabled():
+        casts = autocast.casts_of(call)
+        if casts is autocast.INSIDE:
+            return None
+        if casts is not None and not autocast.done_by_ranks(spec, call, casts):
+            return autocast.cast_first(func, call, casts)
     if isinstance(spec, Gathered):
         return replicated(func, call, spec.reason, spec.check)
     in_place = found.in_place or registry.in_place_flag(func, call.args, call.kwargs)
@@ -345,7 +367,8 @@ def _into_out(func: Any) -> Plan:
 
     def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
         out = kwargs["out"]
-        result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+        with autocast.off() if _is_any_autocast_enabled() else nullcontext():  # torch casts for no `out`
+            result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
         if isinstance(out, Wrapper):
             return write(out, result)
         written = [write(o, r) for o, r in zip(out, result, strict=True)]
