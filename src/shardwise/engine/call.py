@@ -120,14 +120,16 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
 
 def call_overload(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """`__torch_dispatch__`: an aten op on distributed tensors, recorded by autograd on the local tensors."""
-    if _is_any_autocast_enabled():  # which has cast what it casts on the way here
-        with autocast.off():
-            return call_overload(cls, func, types, args, kwargs)
     with reentrant(), torch._C._EnableTorchFunction():
-        result = call_function(cls, func, types, args, kwargs)
-    if not torch.is_inference_mode_enabled() or all(t.is_inference() for _, t in tensors_in(args, kwargs or _NO_KWARGS)):
+        if not _is_any_autocast_enabled():
+            result = call_function(cls, func, types, args, kwargs)
+        else:  # it has cast what it casts on the way here
+            with autocast.off():
+                result = call_function(cls, func, types, args, kwargs)
+    if not torch.is_inference_mode_enabled():
         return result
-    return tree_map_only(Wrapper, _not_inference, result)
+    born_there = all(tensor.is_inference() for _, tensor in tensors_in(args, kwargs or _NO_KWARGS))
+    return result if born_there else tree_map_only(Wrapper, _not_inference, result)
 
 
 def _not_inference(result: Any) -> Any:
