@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.comm.bridge import joined, regrade, share
 from shardwise.comm.record import Note
 from shardwise.context import relaxed
+from shardwise.engine.call import plain_among
 from shardwise.engine.gathered import before_watching
 from shardwise.errors import AutogradError, LayoutError
 from shardwise.layout import Layout, Partial, Placement
@@ -52,8 +53,10 @@ def as_gradient(layout: Layout, local: Any) -> Any:
 
 def from_gradient(layout: Layout, grad: Any, what: str) -> Any:
     """The other way: a gradient someone gives, as autograd takes it for the local value of a tensor laid out so."""
+    if not isinstance(grad, torch.Tensor):
+        raise TypeError(f"{what}: the gradient must be a tensor, got {type(grad).__name__}")
     if not isinstance(grad, Wrapper):
-        raise LayoutError(f"{what}: the gradient must be a DTensor, got {type(grad).__name__}; distribute_tensor it")
+        grad = plain_among(what, grad, layout.mesh)
     if grad._layout.shape != layout.shape:
         raise RuntimeError(f"{what}: gradient of shape {grad._layout.shape} for a tensor of shape {layout.shape}")
     wanted = grad_layout(layout).replace(dtype=grad._layout.dtype, stride=grad._layout.stride)

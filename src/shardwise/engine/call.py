@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -48,6 +49,10 @@ _is_forward_grad_enabled = torch._C._is_fwd_grad_enabled  # type: ignore[attr-de
 
 class _PlainTensor(Exception):
     """A plain tensor among the arguments: it must be wrapped first."""
+
+
+class _NumpyNumber(Exception):
+    """An integer of numpy's among the arguments, which rules must take for Python's."""
 
 
 def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -103,6 +108,9 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
         plan = PLANS.get(whole_key)
     except _PlainTensor:
         whole_key = None
+    except _NumpyNumber:
+        args, kwargs = tree_map_only(numpy.integer, int, (tuple(args), kwargs or {}))
+        return call_function(cls, func, types, args, kwargs)
     if whole_key is None:
         if _are_transforms_active() and _has_transformed(args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():  # functorch first: what it unwraps comes back by dispatch
@@ -169,6 +177,8 @@ def freeze(arg: Any, any_float: bool = False) -> tuple[Any, Any]:
         return frozen, values if isinstance(arg, list) else tuple(values)
     if isinstance(arg, dict):
         return (dict, *((k, freeze(v)[0]) for k, v in arg.items())), {k: freeze(v)[1] for k, v in arg.items()}
+    if isinstance(arg, numpy.integer):
+        raise _NumpyNumber
     try:
         hash(arg)
     except TypeError:
@@ -328,7 +338,8 @@ def _with_numbers(func: Any, which: set[int]) -> Plan:
 
     def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
         count = itertools.count()
-        given = tree_map_only(Wrapper, lambda t: number(t) if next(count) in which else t, (tuple(args), dict(kwargs)))
+        args = tuple(tuple(a) if isinstance(a, list) else a for a in args)  # x[[i, j]] is x[i, j] for tensors only
+        given = tree_map_only(Wrapper, lambda t: number(t) if next(count) in which else t, (args, dict(kwargs)))
         return func(*given[0], **given[1])
 
     return run
@@ -384,16 +395,26 @@ def _into_out(func: Any) -> Plan:
 # -- plain tensors count as replicated ---------------------------------------------------------------------
 def with_plain_wrapped(name: str, args: Sequence[Any], kwargs: Any) -> tuple[Any, Any]:
     """The arguments with every plain tensor wrapped as Replicate on the mesh of the others."""
-    if refuses_plain():
-        raise StrictError(
-            f"{name}: a plain tensor meets a distributed one under strict(); "
-            f"make it a DTensor with distribute_tensor(x, mesh, [Replicate(), ...])"
-        )
+    _refuse_plain(name)
     kwargs = kwargs or {}
     mesh = _mesh_in((*args, *kwargs.values()))
     if mesh is None:
         raise MeshError(f"{name}: no distributed tensor among the arguments")
     return tuple(_wrapped(a, mesh) for a in args), {k: _wrapped(v, mesh) for k, v in kwargs.items()}
+
+
+def _refuse_plain(name: str) -> None:
+    if refuses_plain():
+        raise StrictError(
+            f"{name}: a plain tensor meets a distributed one under strict(); "
+            f"make it a DTensor with distribute_tensor(x, mesh, [Replicate(), ...])"
+        )
+
+
+def plain_among(name: str, value: torch.Tensor, mesh: Any) -> Any:
+    """A plain tensor that meets distributed ones on `mesh`."""
+    _refuse_plain(name)
+    return replicated_plain(value, mesh)
 
 
 def _has_transformed(args: Sequence[Any], kwargs: Any) -> bool:

@@ -34,6 +34,8 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
         call.check()
         return None if in_place and not spec.writes else _run_program(spec.run, func, call.name)
     results = Results(spec, call, in_place)
+    if results.refused:
+        return lambda args, kwargs, locals, local_kwargs: NotImplemented
     assignment = spec.assign(call.operands, results.metas, in_place)
     if assignment is None:
         return None
