@@ -1,9 +1,10 @@
 """Uses of a tensor that programs make in passing: numpy's numbers and arrays, None, lists as indices, gradients from
-outside, narrow floats."""
+outside, narrow floats, sequences of different lengths."""
 
 import numpy
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 from shardwise import DTensor, Shard, StrictError, distribute_tensor, simulate, strict
 from tests.tensor.common import R, checked_on, laid_out, layouts, on_one_axis, same, x
@@ -116,8 +117,49 @@ def numerical_gradients(mesh):
             assert torch.autograd.gradgradcheck(call, (mine,), check_undefined_grad=False)
 
 
+def padded_sequences(mesh):
+    """Sequences of different lengths made one tensor: torch's own function writes them into a plain one."""
+    values, weights = [x(5, 4), x(3, 4, seed=1), x(1, 4, seed=2)], x(3, 5, 4, seed=3)
+    for side, value in (("right", 0.0), ("left", 1.5)):
+        leaves = [v.clone().requires_grad_() for v in values]
+        want = pad_sequence(leaves, batch_first=True, padding_value=value, padding_side=side)
+        (want * weights).sum().backward()
+        for places in layouts(mesh, values[0]):
+            if any(p.is_shard() and p.pieces is not None for p in places):
+                continue  # sizes that fit the first only
+            mine = [laid_out(v, mesh, places, requires_grad=True) for v in values]
+            got = pad_sequence(mine, batch_first=True, padding_value=value, padding_side=side)
+            same(got, want, places)
+            (got * weights).sum().backward()
+            for m, leaf in zip(mine, leaves, strict=True):
+                same(m.grad, leaf.grad, places)
+            same(pad_sequence(mine), pad_sequence(leaves), places)
+
+
+def packed_sequences(mesh):
+    """Through recurrent modules and back."""
+    value, lengths = x(3, 5, 4), torch.tensor([3, 5, 2])
+    for kind in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN):
+        module = kind(4, 3, 2, batch_first=True, bidirectional=True, dtype=torch.float64)
+
+        def run(tensor, module=module):
+            packed = pack_padded_sequence(tensor, lengths, batch_first=True, enforce_sorted=False)
+            out, state = module(packed)
+            out, found = pad_packed_sequence(out, batch_first=True)
+            assert found.tolist() == lengths.tolist()
+            (grad,) = torch.autograd.grad(out.sin().sum(), tensor)
+            return out, state[0] if isinstance(state, tuple) else state, grad
+
+        want = run(value.clone().requires_grad_())
+        for places in layouts(mesh, value)[::3]:
+            got = run(laid_out(value, mesh, places, requires_grad=True))
+            for g, w in zip(got, want, strict=True):
+                same(g, w, f"{kind.__name__} {places}")
+
+
 CHECKS = [
     indexing, numbers_of_numpy, compared_with_what_is_no_tensor, narrow_floats, plain_gradients, numerical_gradients,
+    padded_sequences, packed_sequences,
 ]  # fmt: skip
 test_simulated, test_processes = checked_on(__name__, CHECKS, simulated=[(4,), (2, 3)], real=[(2,)])
 

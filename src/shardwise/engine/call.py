@@ -128,6 +128,11 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
 
 def call_overload(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """`__torch_dispatch__`: an aten op on distributed tensors, recorded by autograd on the local tensors."""
+    if args and type(args[0]) is torch.Tensor and args[0].requires_grad and func._schema.is_mutable:
+        raise AutogradError(
+            f"{op_name(func)}: a function of torch writes a distributed tensor into a plain one that it made and that "
+            f"requires grad by now: the gradient would be lost. Write the function's parts in Python"
+        )
     with reentrant(), torch._C._EnableTorchFunction():
         if not _is_any_autocast_enabled():
             result = call_function(cls, func, types, args, kwargs)
