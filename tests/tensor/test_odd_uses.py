@@ -157,9 +157,21 @@ def packed_sequences(mesh):
                 same(g, w, f"{kind.__name__} {places}")
 
 
+def conjugate_and_negative_bits(mesh):
+    """Told as on one device."""
+    value = x(5, 4, dtype=torch.complex128)
+    calls = [lambda t: t, torch.conj, lambda t: t.conj().clone(), lambda t: t.mH, lambda t: t.conj()[1:] * 2]
+    calls += [lambda t: t.conj().imag, lambda t: t.conj().resolve_conj(), lambda t: t.conj().imag.resolve_neg()]
+    for places in layouts(mesh, value):
+        for call in calls:
+            got, want = call(laid_out(value, mesh, places)), call(value)
+            assert (got.is_conj(), torch.is_neg(got)) == (want.is_conj(), torch.is_neg(want)), places
+            same(got, want.resolve_conj().resolve_neg(), places)
+
+
 CHECKS = [
     indexing, numbers_of_numpy, compared_with_what_is_no_tensor, narrow_floats, plain_gradients, numerical_gradients,
-    padded_sequences, packed_sequences,
+    padded_sequences, packed_sequences, conjugate_and_negative_bits,
 ]  # fmt: skip
 test_simulated, test_processes = checked_on(__name__, CHECKS, simulated=[(4,), (2, 3)], real=[(2,)])
 
