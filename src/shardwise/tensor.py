@@ -338,6 +338,13 @@ class DTensor(Wrapper):
     def is_shared(self) -> bool:
         return all(value.is_shared() for value in surface.values(self))
 
+    def is_conj(self) -> bool:
+        """Whether the ranks' tensors are lazily conjugated; the wrapper never is."""
+        return surface.first(self).is_conj()
+
+    def is_neg(self) -> bool:
+        return surface.first(self).is_neg()
+
     def __dlpack__(self, **_: Any) -> Any:  # type: ignore[override]
         raise RuleError("__dlpack__: the memory of a distributed tensor is on many ranks; give x.to_local() away")
 
@@ -569,9 +576,11 @@ SPECIAL[torch.autograd.grad] = surface.grad
 SPECIAL[torch._C._VariableFunctions._make_dual] = surface.make_dual
 for _name in (
     "__repr__ __deepcopy__ __reduce_ex__ __array__ __bool__ __int__ __float__ __index__ __complex__ __format__ "
-    "backward requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook detach_ item tolist numpy"
+    "backward requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook detach_ item tolist numpy "
+    "is_conj is_neg"
 ).split():
     SPECIAL[getattr(_T, _name)] = _method(_name)
+SPECIAL[torch.is_conj], SPECIAL[torch.is_neg] = _method("is_conj"), _method("is_neg")
 for _name in ("requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad", "data", "_version"):
     SPECIAL[getattr(_T, _name).__get__] = lambda self, _name=_name: getattr(self, _name)
 for _name in ("requires_grad", "grad", "data"):

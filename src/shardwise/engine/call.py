@@ -8,13 +8,16 @@ import inspect
 import itertools
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 import shardwise.rules  # noqa: F401  (importing them registers them)
 from shardwise.context import functions, refuses_plain
+from shardwise.engine import autocast
 from shardwise.engine.cache import PlanCache, register_cache
 from shardwise.engine.call_shape import CallShape, asks_for_a_value, numbers_in, op_name, tensors_in
 from shardwise.engine.fallback import rebound, replicated, written_back
@@ -37,14 +40,19 @@ SPECIAL: dict[Any, Callable[..., Any]] = {}  # functions the tensor class answer
 _NO_KWARGS: dict[str, Any] = {}
 ANY_FLOAT: set[Any] = set()  # functions whose plans do not depend on float arguments: a learning rate fills no cache
 _TRUE, _FALSE = object(), object()  # True == 1 and hashes alike: plans must tell them apart
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_any_autocast_enabled = autocast.is_on
 _is_grad_enabled = torch.is_grad_enabled
+_get_default_dtype = torch.get_default_dtype
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _is_forward_grad_enabled = torch._C._is_fwd_grad_enabled  # type: ignore[attr-defined]
 
 
 class _PlainTensor(Exception):
     """A plain tensor among the arguments: it must be wrapped first."""
+
+
+class _NumpyNumber(Exception):
+    """An integer of numpy's among the arguments, which rules must take for Python's."""
 
 
 def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -93,11 +101,16 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
         else:
             kwargs = _NO_KWARGS
         if _is_any_autocast_enabled():
-            key.append(autocast_state())
+            key.append(autocast.state())
+        if _get_default_dtype() is not torch.float32:  # what integers become in a division
+            key.append(_get_default_dtype())
         whole_key = tuple(key)
         plan = PLANS.get(whole_key)
     except _PlainTensor:
         whole_key = None
+    except _NumpyNumber:
+        args, kwargs = tree_map_only(numpy.integer, int, (tuple(args), kwargs or {}))
+        return call_function(cls, func, types, args, kwargs)
     if whole_key is None:
         if _are_transforms_active() and _has_transformed(args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():  # functorch first: what it unwraps comes back by dispatch
@@ -106,7 +119,7 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
     if not _is_grad_enabled() and not _is_forward_grad_enabled():
         check_custom_function(func, args)
     if plan is None:
-        plan = make_plan(func, args, kwargs)
+        plan = _planned(func, args, kwargs)
         PLANS.add(whole_key, plan)
     else:
         PLANS.hits += 1
@@ -115,9 +128,21 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
 
 def call_overload(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """`__torch_dispatch__`: an aten op on distributed tensors, recorded by autograd on the local tensors."""
+    if args and type(args[0]) is torch.Tensor and args[0].requires_grad and func._schema.is_mutable:
+        raise AutogradError(
+            f"{op_name(func)}: a function of torch writes a distributed tensor into a plain one that it made and that "
+            f"requires grad by now: the gradient would be lost. Write the function's parts in Python"
+        )
     with reentrant(), torch._C._EnableTorchFunction():
-        result = call_function(cls, func, types, args, kwargs)
-    return tree_map_only(Wrapper, _not_inference, result) if torch.is_inference_mode_enabled() else result
+        if not _is_any_autocast_enabled():
+            result = call_function(cls, func, types, args, kwargs)
+        else:  # it has cast what it casts on the way here
+            with autocast.off():
+                result = call_function(cls, func, types, args, kwargs)
+    if not torch.is_inference_mode_enabled():
+        return result
+    born_there = all(tensor.is_inference() for _, tensor in tensors_in(args, kwargs or _NO_KWARGS))
+    return result if born_there else tree_map_only(Wrapper, _not_inference, result)
 
 
 def _not_inference(result: Any) -> Any:
@@ -126,11 +151,6 @@ def _not_inference(result: Any) -> Any:
         return result
     with torch.inference_mode(False):
         return wrap(result._local, result._layout)
-
-
-def autocast_state() -> tuple[Any, ...]:
-    """What autocast would do to a call, for the key of its plan."""
-    return tuple(torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
 
 
 def freeze(arg: Any, any_float: bool = False) -> tuple[Any, Any]:
@@ -162,6 +182,8 @@ def freeze(arg: Any, any_float: bool = False) -> tuple[Any, Any]:
         return frozen, values if isinstance(arg, list) else tuple(values)
     if isinstance(arg, dict):
         return (dict, *((k, freeze(v)[0]) for k, v in arg.items())), {k: freeze(v)[1] for k, v in arg.items()}
+    if isinstance(arg, numpy.integer):
+        raise _NumpyNumber
     try:
         hash(arg)
     except TypeError:
@@ -190,6 +212,14 @@ def in_numbers(bounds: slice) -> slice:
     return slice(*(None if bound is None else operator.index(bound) for bound in (start, stop, step)))
 
 
+def _planned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+    """A plan outlives inference mode, whose tensors know no bases and may not meet those of autograd."""
+    if not torch.is_inference_mode_enabled():
+        return make_plan(func, args, kwargs)
+    with torch.inference_mode(False):
+        return make_plan(func, args, kwargs)
+
+
 def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     """The plan for a call never seen before."""
     found = registry.find(func) if "out" not in kwargs else None
@@ -213,6 +243,9 @@ def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
         return _into_out(func)
     if isinstance(func, torch._ops.OpOverload):
         return replicated(func, call)
+    casts = autocast.casts_of(call) if _is_any_autocast_enabled() else None
+    if casts is not None and casts is not autocast.INSIDE:
+        return autocast.cast_first(func, call, casts)
     return lambda args, kwargs, locals, local_kwargs: _lower(func, args, kwargs)
 
 
@@ -226,6 +259,12 @@ def _ruled(func: Any, call: CallShape, found: registry.Found) -> Plan | None:
         return None
     if found.in_place and isinstance(spec, Relayout):
         return rebound(func)
+    if _is_any_autocast_enabled():
+        casts = autocast.casts_of(call)
+        if casts is autocast.INSIDE:
+            return None
+        if casts is not None and not autocast.done_by_ranks(spec, call, casts):
+            return autocast.cast_first(func, call, casts)
     if isinstance(spec, Gathered):
         return replicated(func, call, spec.reason, spec.check)
     in_place = found.in_place or registry.in_place_flag(func, call.args, call.kwargs)
@@ -304,7 +343,8 @@ def _with_numbers(func: Any, which: set[int]) -> Plan:
 
     def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
         count = itertools.count()
-        given = tree_map_only(Wrapper, lambda t: number(t) if next(count) in which else t, (tuple(args), dict(kwargs)))
+        args = tuple(tuple(a) if isinstance(a, list) else a for a in args)  # x[[i, j]] is x[i, j] for tensors only
+        given = tree_map_only(Wrapper, lambda t: number(t) if next(count) in which else t, (args, dict(kwargs)))
         return func(*given[0], **given[1])
 
     return run
@@ -345,7 +385,8 @@ def _into_out(func: Any) -> Plan:
 
     def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
         out = kwargs["out"]
-        result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+        with autocast.off() if _is_any_autocast_enabled() else nullcontext():  # torch casts for no `out`
+            result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
         if isinstance(out, Wrapper):
             return write(out, result)
         written = [write(o, r) for o, r in zip(out, result, strict=True)]

@@ -43,7 +43,8 @@ def fill(x: Any, what: Distribution, generator: torch.Generator | None = None) -
     if recorded or layout.is_partial or stream() == TORCH:
         return x.copy_(drawn(layout, what, generator))
     fill_local(x._local, layout, what, generator)
-    torch.autograd.graph.increment_version(layout.mesh.comm.values(x._local))
+    if not layout.mesh.comm.first(x._local).is_inference():  # those have no version
+        torch.autograd.graph.increment_version(layout.mesh.comm.values(x._local))
     return x
 
 

@@ -20,13 +20,13 @@ def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
     given = (*args, *kwargs.values())
     if any(isinstance(a, (torch.device, str)) for a in given):
         return Algorithm(to_device)
-    others = list(operands_in(given))
-    names = broadcast([x])
+    others, names = list(operands_in(given)), broadcast([x])
     if others:  # type_as, to(other): the other gives its dtype only
         return Factors([names.inputs[0], *([None] * o.ndim for o in others)], names.outputs)
     wanted = [a for a in given if isinstance(a, torch.dtype)]
     same = all(d == x.dtype for d in wanted)
-    keeps = same or all(torch.promote_types(d, x.dtype) == d and (d.is_floating_point or d.is_complex) for d in wanted)
+    holds = lambda d: d.itemsize > 1 and (x.dtype.itemsize == 1 or torch.promote_types(d, x.dtype) == d)  # not float8
+    keeps = same or all(d.to_real().is_floating_point and holds(d) for d in wanted)
     return broadcast([x], linear="joint" if keeps else "none", any_partial=same, may_alias="memory_format" in kwargs)
 
 

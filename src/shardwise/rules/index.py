@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from shardwise.layout import Layout
@@ -28,11 +29,19 @@ def is_mask(index: Any) -> bool:
     return isinstance(index, (torch.Tensor, Operand)) and index.dtype in (torch.bool, torch.uint8)
 
 
+def as_index(entry: Any) -> Any:
+    """A sequence or an array as the tensor it stands for."""
+    if isinstance(entry, (list, tuple, range)):
+        entry = numpy.array(entry, dtype=None if len(entry) else int)
+    return torch.as_tensor(entry) if isinstance(entry, numpy.ndarray) else entry
+
+
 def spelled_out(index: Any, ndim: int) -> list[Any]:
-    """The index as a list with one entry a dim (besides None), the ellipsis written as full slices."""
-    entries = list(index) if isinstance(index, tuple) else [index]
-    new = [e is None or e is Ellipsis or type(e) is bool for e in entries]
-    used = sum(e.ndim if is_mask(e) else 1 for e, is_new in zip(entries, new) if not is_new)
+    """The index as a list with one entry a dim (besides None), the ellipsis written as full slices. As torch has it, a
+    short list of anything but numbers is a tuple."""
+    short = isinstance(index, list) and len(index) < 32 and not all(isinstance(e, (int, float)) for e in index)
+    entries = [as_index(e) for e in (index if short or isinstance(index, tuple) else (index,))]
+    used = sum(e.ndim if is_mask(e) else 1 for e in entries if e is not None and e is not ... and type(e) is not bool)
     where = next((i for i, e in enumerate(entries) if e is Ellipsis), len(entries))
     return [*entries[:where], *[slice(None)] * (ndim - used), *entries[where + 1 :]]
 
@@ -53,7 +62,7 @@ def basic_actions(entries: Sequence[Any], shape: Sequence[int], keep: bool = Fal
                 entry = slice(entry % n, entry % n + 1)
         if entry is None or type(entry) is bool or (is_mask(entry) and not entry.ndim):  # a new dim, masked or not
             actions.append((unsqueeze, torch.unsqueeze, (dim,)))
-            entry = [entry] if type(entry) is bool else entry
+            entry = torch.tensor(entry) if type(entry) is bool else entry
             left.append(entry.reshape(1) if isinstance(entry, torch.Tensor) else entry)
             dim += 1
         elif isinstance(entry, slice):
@@ -78,10 +87,6 @@ def viewed(x: Any, actions: Sequence[Action]) -> Any:
     return functools.reduce(lambda view, action: action[1](view, *action[2]), actions, x)
 
 
-def _as_tensors(entries: Sequence[Any], like: Any) -> list[Any]:
-    return [e if e is None or isinstance(e, torch.Tensor) else torch.as_tensor(e, device=like.device) for e in entries]
-
-
 @rule("__getitem__")
 def getitem(x: Any, index: Any) -> Any:
     if isinstance(x, Operand):  # else a plain tensor, at indices that are distributed
@@ -94,28 +99,24 @@ def getitem(x: Any, index: Any) -> Any:
 def take_item(x: Any, index: Any) -> Any:
     actions, left = basic_actions(spelled_out(index, x.dim()), x.shape)
     view = viewed(x, actions)
-    return view if all(e is None for e in left) else torch.ops.aten.index(view, _as_tensors(left, view))
+    at = [e if e is None else torch.as_tensor(e, device=x.device) for e in left]
+    return view if all(e is None for e in at) else torch.ops.aten.index(view, at)
 
 
 @program("__setitem__", writes=True)
-def put_item(x: Any, index: Any, value: Any) -> None:
+def put_item(x: Any, index: Any, value: Any) -> Any:
     """Write through a view where the index is basic, with index_put_ where it is not."""
     entries = spelled_out(index, x.dim())
-    if any(isinstance(entry, (torch.Tensor, list)) or type(entry) is bool for entry in entries):
+    if any(isinstance(entry, torch.Tensor) or type(entry) is bool for entry in entries):
         entries = [torch.tensor(e, device=x.device) if type(e) is int else e for e in entries]
         actions, left = basic_actions(entries, x.shape)
-        view = viewed(x, actions)
+        view, aten = viewed(x, actions), torch.ops.aten
         value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=x.dtype, device=x.device)
-        there = view, _as_tensors(left, view), value.to(x.dtype)
-        if any(map(is_mask, there[1])):
-            view.copy_(torch.ops.aten.index_put(*there))
-        else:
-            torch.ops.aten.index_put_(*there)
-        return
+        there = view, [e if e is None else torch.as_tensor(e, device=x.device) for e in left], value.to(x.dtype)
+        return view.copy_(aten.index_put(*there)) if any(map(is_mask, left)) else aten.index_put_(*there)
     view = viewed(x, basic_actions(entries, x.shape, keep=True)[0])
     if not isinstance(value, torch.Tensor):
-        view.fill_(value)
-        return
+        return view.fill_(value)
     for dim, entry in enumerate(entries):  # the value has no dim where an integer was
         at = value.dim() - (len(entries) - dim - 1)
         if isinstance(entry, int) and at >= 0:
@@ -123,7 +124,7 @@ def put_item(x: Any, index: Any, value: Any) -> None:
     if view.dim() < value.dim():
         value = value.reshape(value.shape[value.dim() - view.dim() :])
     same = isinstance(value, Wrapper) and shares_memory(value, x)  # x[0, 1] += 2 gives back what it took
-    view.copy_(value.to(view.dtype, copy=same))
+    return view.copy_(value.to(view.dtype, copy=same))
 
 
 # -- who holds what an index asks for ----------------------------------------------------------------------
@@ -232,8 +233,7 @@ def _index_by_masks(x: Any, indices: Sequence[Any]) -> Any:
 
 def without_masks(indices: Sequence[Any]) -> list[Any]:
     """Masks as the indices they are true at."""
-    spelled = [torch.nonzero(i, as_tuple=True) if is_mask(i) else (i,) for i in indices]
-    return [i for entry in spelled for i in entry]
+    return [i for entry in indices for i in (torch.nonzero(entry, as_tuple=True) if is_mask(entry) else (entry,))]
 
 
 def look_up_along(x: Operand, d: int, pick: Any, names: Sequence[Any], mask: Any, error: type[Exception]) -> Factors:

@@ -16,7 +16,7 @@ from shardwise.layout.layout import shards_from_table
 from shardwise.layout.split import Intervals, normalize, shift
 from shardwise.rules.view import dim_of, factors_of
 from shardwise.strategy.notation import operands_in
-from shardwise.strategy.registry import rule
+from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand
 
 
@@ -49,16 +49,14 @@ class Cat:
         def table(c: tuple[int, ...]) -> Intervals:
             at = dict(zip(axes, c, strict=True))
             coords = [at.get(axis, 0) for axis in range(len(mesh.shape))]
-            held = [layout.held(self.dim, coords) for layout in layouts]
-            return normalize(piece for h, start in zip(held, starts, strict=True) for piece in shift(h, start))
+            return normalize(p for x, start in zip(layouts, starts) for p in shift(x.held(self.dim, coords), start))
 
         return shards_from_table([mesh.shape[a] for a in axes], total, table, self.dim)
 
 
 @rule("cat concat concatenate")
 def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Any:
-    operands = list(operands_in(tensors))
-    dim = dim if axis is None else axis
+    operands, dim = list(operands_in(tensors)), dim if axis is None else axis
     if len({op.ndim for op in operands}) != 1:
         # torch lets an empty 1-D tensor join anything: it counts for the dtype of the result only
         kept = [i for i, op in enumerate(operands) if op.shape != (0,)]
@@ -66,17 +64,23 @@ def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Any:
             return None  # torch's own error
         dtype = functools.reduce(torch.promote_types, (op.dtype for op in operands))
         return Algorithm(lambda tensors, *args, **kwargs: torch.cat([tensors[i] for i in kept], dim).to(dtype))
-    d = dim_of(dim, operands[0].ndim)
-    names = factors_of(operands[0].ndim, d)
+    names = factors_of(operands[0].ndim, d := dim_of(dim, operands[0].ndim))
     return Cat(d, Factors([names] * len(operands), [names], linear="joint"))
 
 
 @rule("stack")
 def stack(tensors: Any, dim: int = 0) -> Factors:
     operands = list(operands_in(tensors))
-    names = factors_of(operands[0].ndim)
-    d = dim_of(dim, len(names) + 1)
+    names, d = factors_of(operands[0].ndim), dim_of(dim, operands[0].ndim + 1)
     return Factors([names] * len(operands), [(*names[:d], None, *names[d:])], linear="joint")
+
+
+@program("pad_sequence")
+def padded(sequences: Any, batch_first: bool = False, padding_value: Any = 0.0, padding_side: str = "right") -> Any:
+    most, left = max(map(len, sequences)), padding_side == "left"
+    sides = [(most - len(s), 0) if left else (0, most - len(s)) for s in sequences]
+    rows = [F.pad(s, (0, 0) * (s.dim() - 1) + side, value=padding_value) for s, side in zip(sequences, sides)]
+    return torch.stack(rows, 0 if batch_first else 1)
 
 
 @rule("_chunk_cat")

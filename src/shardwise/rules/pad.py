@@ -28,18 +28,18 @@ def copied(x: Operand, sources: Sources) -> Any:
         return Factors([names], [names], linear="joint", any_partial=True)
 
     @cache
+    @torch.inference_mode(False)  # for a later backward too
     def picks(dim: int, held: Intervals) -> torch.Tensor:
         """Where what my outputs read stands in what I hold."""
-        mine = indices(held)
-        return torch.searchsorted(mine, sources[dim][torch.isin(sources[dim], mine)]).to(x.layout.device)
+        mine, read = indices(held), sources[dim]
+        return torch.searchsorted(mine, read[torch.isin(read, mine)]).to(x.layout.device)
 
     def pick(v: torch.Tensor, held: tuple[Intervals, ...]) -> torch.Tensor:
         for dim, mine in zip(sources, held, strict=True):
             v = v.index_select(dim, picks(dim, mine))
         return v
 
-    local = call_with(pick, lambda layout, outputs, coords: tuple(layout.held(dim, coords) for dim in sources))
-    return kept_with(x, sources, local)
+    return kept_with(x, sources, call_with(pick, lambda layout, _, at: tuple(layout.held(dim, at) for dim in sources)))
 
 
 def kept_with(x: Operand, sources: Sources, local: Any) -> Relayout:

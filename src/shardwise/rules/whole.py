@@ -1,5 +1,4 @@
-"""Functions whose operands are gathered whole, with the reason: most because torch looks at memory, not at values. And
-those that cannot be done at all."""
+"""Functions whose operands are gathered whole, with the reason, and those that cannot be done at all."""
 
 from __future__ import annotations
 
@@ -24,6 +23,8 @@ _REASONS = {
 }
 for _names, _reason in _REASONS.items():
     gathered(_names, f"gather, since {_reason}, and compute it on every rank")
+gathered("_pad_packed_sequence", _PACKED := "gather, since its steps differ in size, and compute it on every rank")
+rule("lstm gru rnn_tanh rnn_relu")(lambda x, sizes, *_: Gathered(_PACKED) if getattr(sizes, "ndim", 3) == 1 else None)
 
 
 @rule("as_strided as_strided_copy as_strided_scatter")
@@ -57,8 +58,7 @@ program("as_strided_", writes=True)(lambda x, *args, **kwargs: rebind(x, x.as_st
 @program("resize resize_as", writes=True)
 def resize(x: Any, *size: Any, **kwargs: Any) -> Any:
     """The elements in the order of memory, as far as there is room; after them zeros, where torch leaves anything."""
-    given = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    wanted = tuple(getattr(given, "shape", given))
+    wanted = tuple(getattr(size[0], "shape", size[0]) if len(size) == 1 and not isinstance(size[0], int) else size)
     if wanted == tuple(x.shape):
         return x
     stride, room = x._layout.stride, math.prod(wanted)
