@@ -18,6 +18,7 @@ from shardwise.context import functions, refuses_plain
 from shardwise.engine.cache import PlanCache, register_cache
 from shardwise.engine.call_shape import CallShape, asks_for_a_value, numbers_in, op_name, tensors_in
 from shardwise.engine.fallback import rebound, replicated, written_back
+from shardwise.engine.into_out import check_not_resized, into_outs, out_names, takes_outs
 from shardwise.engine.plan import Plan, build_plan
 from shardwise.errors import AutogradError, LayoutError, MeshError, ShardwiseError, StrictError
 from shardwise.layout import Layout
@@ -102,7 +103,12 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
         if _are_transforms_active() and _has_transformed(args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():  # functorch first: what it unwraps comes back by dispatch
                 return func(*args, **(kwargs or _NO_KWARGS))
-        return call_function(cls, func, types, *with_plain_wrapped(op_name(func), args, kwargs))
+        args, wrapped = with_plain_wrapped(op_name(func), args, kwargs)
+        result = call_function(cls, func, types, args, wrapped)
+        for name in out_names(func) if kwargs else ():
+            if name in kwargs:
+                check_not_resized(op_name(func), kwargs[name], wrapped[name])
+        return result
     if not _is_grad_enabled() and not _is_forward_grad_enabled():
         check_custom_function(func, args)
     if plan is None:
@@ -209,8 +215,8 @@ def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
             return _with_numbers(func, numbers)
         if plan is not None:
             return plan
-    if _is_out(kwargs.get("out")):
-        return _into_out(func)
+    if takes_outs(func, kwargs):
+        return into_outs(func, call)
     if isinstance(func, torch._ops.OpOverload):
         return replicated(func, call)
     return lambda args, kwargs, locals, local_kwargs: _lower(func, args, kwargs)
@@ -295,7 +301,9 @@ def _reordered(func: Any, rule: Callable[..., Any]) -> Plan:
 
 
 def _with_numbers(func: Any, which: set[int]) -> Plan:
-    """A call that gives 0-d tensors where torch takes numbers: those of the call's tensors."""
+    """A call that gives 0-d tensors where torch takes numbers: those of the call's tensors. aten may have another
+    overload for numbers."""
+    called = getattr(func, "overloadpacket", func)
 
     def number(tensor: Any) -> Any:
         if tensor.requires_grad:
@@ -305,7 +313,7 @@ def _with_numbers(func: Any, which: set[int]) -> Plan:
     def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
         count = itertools.count()
         given = tree_map_only(Wrapper, lambda t: number(t) if next(count) in which else t, (tuple(args), dict(kwargs)))
-        return func(*given[0], **given[1])
+        return called(*given[0], **given[1])
 
     return run
 
@@ -318,42 +326,6 @@ def _lower(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         mesh = _mesh_in((*args, *kwargs.values()))
         return result if mesh is None else replicated_plain(result, mesh)
     return result
-
-
-def _is_out(out: Any) -> bool:
-    return isinstance(out, Wrapper) or (
-        isinstance(out, (tuple, list)) and bool(out) and all(isinstance(o, Wrapper) for o in out)
-    )
-
-
-def _into_out(func: Any) -> Plan:
-    """out=: compute aside, then write. Some ops return nothing then."""
-    name = op_name(func)
-    packet = getattr(torch.ops.aten, name, None)
-    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()] if packet is not None else []
-    silent = any(not s.returns and any(a.is_out for a in s.arguments) for s in schemas)
-
-    def write(out: Any, result: Any) -> Any:
-        if tuple(out.shape) != tuple(result.shape):
-            raise RuntimeError(
-                f"{name}: out has shape {tuple(out.shape)}, the result {tuple(result.shape)}; a distributed "
-                f"tensor cannot be resized, give an out of the result's shape"
-            )
-        if not torch.can_cast(result.dtype, out.dtype):
-            raise RuntimeError(f"{name}: result type {result.dtype} can't be cast to the out's type {out.dtype}")
-        return out.copy_(result)
-
-    def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
-        out = kwargs["out"]
-        result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
-        if isinstance(out, Wrapper):
-            return write(out, result)
-        written = [write(o, r) for o, r in zip(out, result, strict=True)]
-        if silent:
-            return None
-        return written if isinstance(result, list) else type(result)(written)
-
-    return run
 
 
 # -- plain tensors count as replicated ---------------------------------------------------------------------
