@@ -64,6 +64,8 @@ def like_rule(name: str, distribution: Callable[..., draws.Distribution]) -> Non
     @rule(name)
     def new(x: Operand, *args: Any, dtype: Any = None, **kwargs: Any) -> Algorithm:
         bounds = [*args, *(kwargs[key] for key in ("low", "high") if key in kwargs)]
+        if any(isinstance(bound, Operand) for bound in bounds):
+            return Algorithm(lambda x, high, **kwargs: getattr(torch, name)(x, int(high), **kwargs))
         dtype = dtype or x.dtype
         what = distribution(dtype, *bounds)
         what.check(dtype)

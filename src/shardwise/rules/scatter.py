@@ -88,7 +88,7 @@ def write_elements(op: str, x: Operand, dim: int, index: Operand, src: Any, *res
     passes = [e != d and all(t.shape[e] == n for t in (index, *sources)) for e, n in enumerate(shape)]
     dims = [e for e, ok in enumerate(passes) if not ok]
     names = tuple(f"x{e}" for e in range(x.ndim))
-    rows = "i" if adds and all(t.shape[d] == index.shape[d] for t in sources) else None
+    rows = "i" if adds and sources and src.shape[d] == index.shape[d] else None
     theirs = tuple(names[e] if ok else rows if e == d else None for e, ok in enumerate(passes))
 
     def write(suffix: str, x: torch.Tensor, index: torch.Tensor, *given: Any) -> torch.Tensor:

@@ -1,0 +1,94 @@
+"""aten's overloads, called as they are: what torch's functions hide of them."""
+
+import pytest
+import torch
+
+from shardwise import Partial, Replicate, Shard, simulate
+from shardwise.testing import check_rule
+from tests.harness import compare, seeded, spread_out
+
+ATEN = torch.ops.aten
+
+
+def x(*shape, seed=0):
+    return seeded(shape, seed=seed)[0]
+
+
+A, B = x(5, 7), x(7, 4, seed=1)
+PLACES = torch.randint(0, 5, (3, 7), generator=torch.Generator().manual_seed(0))
+
+
+def written(*, into):
+    """The call of a form that writes, with its outs among the operands."""
+
+    def call(form, args, outs):
+        with torch.no_grad():
+            result = form(*args, **dict(zip(into, outs, strict=True)))
+        assert all(a is b for a, b in zip(result if len(into) > 1 else [result], outs, strict=True))
+        return outs
+
+    return call
+
+
+OUTS = {
+    "mul": (ATEN.mul.out, (A, A), [A], "out"),
+    "mm": (ATEN.mm.out, (A, B), [A @ B], "out"),
+    "max": (ATEN.max.dim_max, (A, 1), A.max(1), "max max_values"),
+    "sort": (ATEN.sort.values, (A, 0), A.sort(0), "values indices"),
+    "silu_backward": (ATEN.silu_backward.grad_input, (A, A), [A], "grad_input"),
+    "flip": (ATEN.flip.out, (A, [1]), [A], "out"),
+    "full_like": (ATEN.full_like.out, (A.long(), 2), [A], "out"),
+    "native_layer_norm": (
+        ATEN.native_layer_norm.out,
+        (A, [7], None, None, 1e-5),
+        torch.native_layer_norm(A, [7], None, None, 1e-5),
+        "out0 out1 out2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_out(name):
+    """Every result has a name of its own to be given by, and is written where it lies."""
+    form, args, like, names = OUTS[name]
+    outs = [torch.zeros_like(t) for t in like]
+    check_rule(written(into=names.split()), [(form, args, outs)], limit=8, grad=False)
+
+
+def test_out_of_a_list():
+    """Those return nothing."""
+    a = spread_out(A, simulate(3), [Shard(0)])
+    outs = [spread_out(torch.zeros(5), simulate(3), [Shard(0)]).double() for _ in range(7)]
+    assert ATEN.unbind_copy.int_out(a, 1, out=outs) is None
+    for out, want in zip(outs, A.unbind(1), strict=True):
+        compare(out, want, "unbind_copy", 0)
+
+
+CALLS = {
+    # a number that is added wherever the index says: what each rank adds is no part of a sum with x in it
+    "scatter of a number": (lambda a, i: torch.scatter(a, 0, i, 2.0, reduce="add"), (A, PLACES)),
+    "scatter_ of a number": (lambda a, i: a.clone().scatter_(0, i, 2.0, reduce="multiply"), (A, PLACES)),
+    "polygamma_": (lambda a: ATEN.polygamma_.default(a.exp(), 1), (A,)),
+    "narrow.Tensor": (lambda a, start: ATEN.narrow.Tensor(a, 1, start, 3), (A, torch.tensor(2))),
+    "pinv": (lambda a, tol: ATEN.linalg_pinv.atol_rtol_float(a, rtol=tol.detach()), (A, torch.tensor(1e-3).double())),
+    "nll_loss_forward": (lambda a, i, w: ATEN.nll_loss_forward(a[0], i[0, 0], w[0], 0, -100), (A, PLACES, A.exp())),
+    "unique_consecutive": (lambda a: ATEN.unique_consecutive.default(a.round(), return_counts=True), (A,)),
+    "stft": (lambda a: ATEN.stft.default(a, 4, 2, return_complex=True), (A,)),
+    "stft.center": (lambda a: ATEN.stft.center(a, 4, 2, return_complex=True), (A,)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call(name):
+    call, args = CALLS[name]
+    check_rule(call, [args], limit=12)
+
+
+def test_bound_of_random_numbers():
+    """randint_like takes it as a tensor."""
+    a, high = spread_out(A, simulate(3), [Shard(0)]), spread_out(torch.tensor(3), simulate(3), [Partial("max")])
+    torch.manual_seed(0)
+    got = ATEN.randint_like.Tensor(a, high)
+    torch.manual_seed(0)
+    compare(got, torch.randint_like(a, 3).redistribute(placements=[Replicate()]).full_tensor(), "", 0)
+    assert 0 <= got.min() and got.max() == 2
