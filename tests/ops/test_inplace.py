@@ -144,6 +144,9 @@ def test_out_of_a_factory():
             out = spread_out(torch.ones(4, dtype=dtype), simulate(3), [Shard(0)])
             assert make(out=out) is out
             compare(out, want, str(dtype), 0)
+    out = spread_out(torch.zeros(2, dtype=torch.float32), simulate(3), [Shard(0)])
+    many = spread_out(torch.tensor([50.0, -50.0], dtype=torch.float64), simulate(3), [Shard(0)])
+    assert [value > 0 for value in torch.normal(many, 1.0, out=out).tolist()] == [True, False]
 
 
 def test_out_has_no_gradient():

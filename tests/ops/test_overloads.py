@@ -14,7 +14,7 @@ def x(*shape, seed=0):
     return seeded(shape, seed=seed)[0]
 
 
-A, B = x(5, 7), x(7, 4, seed=1)
+A, B, IMAGE = x(5, 7), x(7, 4, seed=1), x(2, 3, 4, 5, seed=2)
 PLACES = torch.randint(0, 5, (3, 7), generator=torch.Generator().manual_seed(0))
 
 
@@ -74,6 +74,13 @@ CALLS = {
     "nll_loss_forward": (lambda a, i, w: ATEN.nll_loss_forward(a[0], i[0, 0], w[0], 0, -100), (A, PLACES, A.exp())),
     "unique_consecutive": (lambda a: ATEN.unique_consecutive.default(a.round(), return_counts=True), (A,)),
     "stft": (lambda a: ATEN.stft.default(a, 4, 2, return_complex=True), (A,)),
+    "embedding_bag": (
+        lambda t, i, at: ATEN.embedding_bag.default(t, i, at),
+        (B, PLACES[0], torch.tensor([0, 2, 2, 5])),
+    ),
+    "upsample by factors": (lambda a: ATEN.upsample_nearest2d.vec(a, None, [2.0, 1.5]), (IMAGE,)),
+    "upsample to a size": (lambda a: ATEN.upsample_nearest2d.default(a, [5, 7], 2.5), (IMAGE,)),
+    "upsample smoothly": (lambda a: ATEN.upsample_bilinear2d.vec(a, None, False, [2.0, 1.5]), (IMAGE,)),
     "stft.center": (lambda a: ATEN.stft.center(a, 4, 2, return_complex=True), (A,)),
 }
 

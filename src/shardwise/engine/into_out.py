@@ -46,7 +46,9 @@ def into_outs(func: Any, call: CallShape) -> Plan:
     if without is None:
         return replicated(func, call)
     silent = any(not form._schema.returns for form in forms)
-    typed = any(_is_typed_by_out(form) for form in forms)
+    # normal(0, 1, (3,), out=out) is of its type, normal(x, out=out) of the type of x
+    of_numbers = all(path[0] in names for path in call.paths)
+    typed = bool(forms) and (any if of_numbers else all)(_is_typed_by_out(form) for form in forms)
 
     def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
         outs: Any = kwargs[names[0]] if len(names) == 1 else [kwargs[n] for n in names]

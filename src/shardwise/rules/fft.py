@@ -33,6 +33,3 @@ def stft(
     names = [(*batch, None), *((None,) for _ in operands_in((window,)))]
     local = or_empty(lambda v, w=None: torch.stft(v, n_fft, hop_length, win_length, w, *args, **more))
     return Factors(names, [(*batch, None, None)], linear="each", local=lambda inputs, outputs: local)
-
-
-rule("aten::stft")(lambda *args, **kwargs: None)  # of its overloads one pads the signal, and takes more for it

@@ -147,9 +147,6 @@ def unique(x: Any, sorted: Any = True, return_inverse: Any = False, return_count
     return distinct(func, reduced(x.detach()), dim, return_inverse, return_counts)
 
 
-rule("aten::unique_consecutive")(lambda *args, **kwargs: None)  # it gives all results whatever is asked for
-
-
 @program("unique_consecutive")
 def unique_consecutive(x: Any, return_inverse: bool = False, return_counts: bool = False, dim: Any = None) -> Any:
     x = in_order(reduced(x.detach()), range(x.dim()) if dim is None else [dim % x.dim()])[0]
