@@ -1,4 +1,6 @@
-"""aten's overloads, called as they are: what torch's functions hide of them."""
+"""Calls that the database of operators does not make: aten's overloads as they are, odd numbers and odd shapes."""
+
+import math
 
 import pytest
 import torch
@@ -99,3 +101,18 @@ def test_bound_of_random_numbers():
     torch.manual_seed(0)
     compare(got, torch.randint_like(a, 3).redistribute(placements=[Replicate()]).full_tensor(), "", 0)
     assert got.min() >= 0 and got.max() == 2
+
+
+@pytest.mark.parametrize("call", [lambda t: t * math.inf, lambda t: -math.inf * t, lambda t: t / 0.0, lambda t: t / 0])
+def test_parts_and_infinities(call):
+    """Parts of both signs have no sum any more: it is finished first, also if another number went before."""
+    parts = spread_out(A, simulate(3), [Partial()])
+    assert (parts * 2.0 / 4.0).placements == (Partial(),)
+    compare(call(parts), call(A), "", 0)
+
+
+def test_linear_with_another_bias():
+    """torch adds what can be broadcast."""
+    weight, row = x(4, 7, seed=3), x(1, 4, seed=4)
+    samples = [(A, weight, row), (A[0], weight, row), (A, weight, row[0, 0])]
+    check_rule(torch.nn.functional.linear, samples, limit=10)

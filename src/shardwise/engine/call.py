@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ register_cache("moves", plan_steps.cache_info, plan_steps.cache_clear)
 SPECIAL: dict[Any, Callable[..., Any]] = {}  # functions the tensor class answers itself: backward, item, repr, ...
 _NO_KWARGS: dict[str, Any] = {}
 ANY_FLOAT: set[Any] = set()  # functions whose plans do not depend on float arguments: a learning rate fills no cache
+ODD_FLOATS = frozenset({0.0, math.inf, -math.inf})  # except on these: parts of a sum over zero have no sum
 _TRUE, _FALSE = object(), object()  # True == 1 and hashes alike: plans must tell them apart
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_grad_enabled = torch.is_grad_enabled
@@ -67,7 +69,7 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
                 key.append(arg)
                 locals.append(arg)
             elif kind is float:
-                key.append(float if func in ANY_FLOAT else (float, arg))
+                key.append(float if func in ANY_FLOAT and arg not in ODD_FLOATS else (float, arg))
                 locals.append(arg)
             elif kind is slice:
                 arg = in_numbers(arg)
@@ -149,7 +151,7 @@ def freeze(arg: Any, any_float: bool = False) -> tuple[Any, Any]:
     if kind is bool:
         return (_TRUE if arg else _FALSE), arg
     if kind is float or kind is complex:
-        return (kind if any_float else (kind, arg)), arg
+        return (kind if any_float and arg not in ODD_FLOATS else (kind, arg)), arg
     if isinstance(arg, torch.Tensor):
         raise _PlainTensor
     if kind is slice:

@@ -70,8 +70,8 @@ class Found(NamedTuple):
 def rule(*names: str, any_float: bool = False, numbers: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
     """Register the function below as the rule of these ops (names separated by spaces).
 
-    `any_float` promises that nothing the rule answers depends on the value of a float argument; `numbers` names the
-    keyword arguments torch takes as numbers.
+    `any_float` promises that nothing the rule answers depends on the value of a float argument that is finite and not
+    zero; `numbers` names the keyword arguments torch takes as numbers.
     """
 
     def register(function: Rule) -> Rule:
