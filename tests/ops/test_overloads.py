@@ -116,3 +116,21 @@ def test_linear_with_another_bias():
     weight, row = x(4, 7, seed=3), x(1, 4, seed=4)
     samples = [(A, weight, row), (A[0], weight, row), (A, weight, row[0, 0])]
     check_rule(torch.nn.functional.linear, samples, limit=10)
+
+
+@pytest.mark.parametrize("placements", [[Replicate()], [Shard(0)], [Shard(1)], [Partial()]], ids=str)
+def test_where_nothing_is(placements):
+    """Indices and masks that do not fit raise, on every layout."""
+    a = spread_out(A, simulate(3), placements)
+    for dim in (0, 1):
+        with pytest.raises(RuntimeError, match="index 7 is out of bounds"):
+            a.scatter(dim, torch.tensor([[0, 7, 1]]), 1.0)
+    for mask in (torch.ones(4, dtype=torch.bool), torch.ones(1, 7, dtype=torch.bool)):
+        for value in (1.0, A[0]):
+            with pytest.raises(IndexError, match="mask"):
+                a.clone()[mask] = value
+
+
+def test_mask_of_another_type():
+    """torch casts a number that goes where a mask is true."""
+    check_rule(lambda i, a, v: i.index_put((a > 0,), v), [(PLACES, A[:3], torch.tensor(2.5))], limit=10)

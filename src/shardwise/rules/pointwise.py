@@ -99,8 +99,7 @@ def add(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
 
 @rule("mul multiply", any_float=True)
 def mul(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
-    """Linear in each. A number is one more factor that does not depend on the rank; but an infinite one makes
-    infinities of both signs of the parts, and they have no sum."""
+    """Linear in each, also by a number; but parts of both signs times infinity have no sum."""
     endless = any(isinstance(v, float) and math.isinf(v) for v in (x, other))
     return broadcast([x, other], linear="none" if endless else "each")
 
