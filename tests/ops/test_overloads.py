@@ -134,3 +134,22 @@ def test_where_nothing_is(placements):
 def test_mask_of_another_type():
     """torch casts a number that goes where a mask is true."""
     check_rule(lambda i, a, v: i.index_put((a > 0,), v), [(PLACES, A[:3], torch.tensor(2.5))], limit=10)
+
+
+@pytest.mark.parametrize("placements", [[Replicate()], [Shard(0)]], ids=str)
+def test_errors_are_those_of_values(placements):
+    """torch's meta kernels have others."""
+    a = spread_out(A, simulate(3), placements)
+    with pytest.raises(RuntimeError, match="Expected both inputs to be Half, Float or Double tensors"):
+        torch.polar(a, a > 0)
+    with pytest.raises(RuntimeError, match="'weight' must be 2-D"):
+        torch.embedding(a[None], a[0].long())
+    with pytest.raises(IndexError, match="indexing tensors could not be broadcast together"):
+        a[torch.tensor([0, 1]), torch.tensor([0, 1, 2])]
+    with pytest.raises(NotImplementedError, match="not implemented for 'Bool'"):
+        torch.frac(a > 0)
+
+
+def test_what_only_a_meta_kernel_refuses():
+    """One row of classes with its target in a list."""
+    check_rule(lambda a, i: torch.nn.functional.nll_loss(a[0], i[0, :1]), [(A, PLACES)], limit=10)
