@@ -76,6 +76,9 @@ CALLS = {
     "nll_loss_forward": (lambda a, i, w: ATEN.nll_loss_forward(a[0], i[0, 0], w[0], 0, -100), (A, PLACES, A.exp())),
     "unique_consecutive": (lambda a: ATEN.unique_consecutive.default(a.round(), return_counts=True), (A,)),
     "stft": (lambda a: ATEN.stft.default(a, 4, 2, return_complex=True), (A,)),
+    "embedding of complex": (lambda t, i: ATEN.embedding.default(t, i, 2), (B.to(torch.complex128), PLACES)),
+    "embedding of integers": (lambda t, i: ATEN.embedding.default(t, i[0]), (PLACES, PLACES % 3)),
+    "embedding of truths": (lambda t, i: torch.embedding(t, i), (B > 0, PLACES)),
     "embedding_bag": (
         lambda t, i, at: ATEN.embedding_bag.default(t, i, at),
         (B, PLACES[0], torch.tensor([0, 2, 2, 5])),
