@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import Partial, Replicate, RuleError, Shard, simulate
+from shardwise import LayoutError, Partial, Replicate, RuleError, Shard, simulate
 from tests.harness import compare, layouts_of, seeded, spread_out
 from tests.random.common import as_torch_draws
 
@@ -90,14 +90,74 @@ def test_out(name, placements):
         compare(out, w, name, 1e-9)
 
 
-def test_out_of_another_type_or_shape():
+def test_out_of_another_type():
     a = spread_out(A, simulate(3), [Shard(0)])
-    with pytest.raises(
-        RuntimeError, match=r"add: result type torch.float64 can't be cast to the out's type torch.int64"
-    ):
+    assert torch.add(a, 1.5, out=a.to(torch.complex128)).dtype is torch.complex128
+    with pytest.raises(RuntimeError, match=r"result type Double can't be cast to the desired output type Long"):
         torch.add(a, 1.5, out=a.long())
-    with pytest.raises(RuntimeError, match=r"add: out has shape \(5, 6\), the result \(5, 7\)"):
-        torch.add(a, 1.5, out=a[:, :6].clone())
+    with pytest.raises(RuntimeError, match="Expected out tensor to have dtype double, but got float instead"):
+        torch.bmm(a[None], a.t()[None], out=torch.zeros_like(a[None, :, :5]).float())
+
+
+@pytest.mark.parametrize("placements", LAYOUTS, ids=str)
+def test_out_is_resized(placements):
+    """As in torch, which warns where elements are lost; the out is laid out as the result is."""
+    a = spread_out(A, simulate(3), placements)
+    out = spread_out(torch.empty(0, dtype=torch.float64), simulate(3), [Replicate()])
+    assert torch.sum(a, 1, out=out) is out
+    compare(out, A.sum(1), str(placements), 1e-10)
+    out = spread_out(torch.zeros(2, 3, dtype=torch.complex128), simulate(3), [Shard(0)])
+    with pytest.warns(UserWarning, match=r"add: an out of shape \(2, 3\) was resized to \(5, 7\)"):
+        torch.add(a, 1, out=out)
+    compare(out, A.to(torch.complex128) + 1, str(placements), 1e-10)
+    values, places = (spread_out(torch.empty(0, dtype=t), simulate(3), [Shard(0)]) for t in (A.dtype, torch.int64))
+    torch.max(a, 1, out=(values, places))
+    compare(places, A.max(1).indices, str(placements), 0)
+    view = spread_out(A, simulate(3), [Shard(1)])[:, ::2]
+    with pytest.raises(
+        RuleError, match=r"add: out has shape \(5, 4\) and is part of another tensor, the result \(5, 7"
+    ):
+        torch.add(a, 1, out=view)
+
+
+def test_out_is_plain():
+    """It counts as Replicate, and shares its memory."""
+    a, out = spread_out(A, simulate(3), [Shard(0)]), torch.zeros_like(A)
+    torch.add(a, 1, out=out)
+    compare(out, A + 1, "", 1e-10)
+    with pytest.raises(
+        LayoutError, match=r"sum: out is a plain tensor of shape \(0,\), the result is distributed and of"
+    ):
+        torch.sum(a, 1, out=torch.empty(0, dtype=torch.float64))
+
+
+def test_out_of_a_factory():
+    """What is made has the type of `out`."""
+    for make in (
+        lambda **out: torch.zeros(4, **out),
+        lambda **out: torch.full((4,), 3, **out),
+        lambda **out: torch.arange(4, **out),
+        lambda **out: torch.linspace(0, 3, 4, **out),
+    ):
+        for dtype in (torch.int64, torch.float32):
+            want = make(out=torch.ones(4, dtype=dtype))
+            out = spread_out(torch.ones(4, dtype=dtype), simulate(3), [Shard(0)])
+            assert make(out=out) is out
+            compare(out, want, str(dtype), 0)
+    out = spread_out(torch.zeros(2, dtype=torch.float32), simulate(3), [Shard(0)])
+    many = spread_out(torch.tensor([50.0, -50.0], dtype=torch.float64), simulate(3), [Shard(0)])
+    assert [value > 0 for value in torch.normal(many, 1.0, out=out).tolist()] == [True, False]
+
+
+def test_out_has_no_gradient():
+    a = spread_out(A, simulate(3), [Shard(0)], requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"add\(\): functions with out=... arguments don't support automatic"):
+        torch.add(a, 1, out=a.detach().clone())
+    with pytest.raises(RuntimeError, match=r"add\(\): functions with out=... arguments don't support automatic"):
+        torch.add(a.detach(), 1, out=a * 1)
+    compare(torch.gt(a, 0, out=a.detach() > 5), A > 0, "what has none", 0)
+    with torch.no_grad():
+        compare(torch.add(a, 1, out=a.detach().clone()), A + 1, "without", 1e-10)
 
 
 # A chain of views, then a write to one of them: every tensor made on the way shows what torch's shows.
@@ -236,3 +296,23 @@ def test_a_result_that_does_not_fit_is_not_written(places):
         with pytest.raises(RuntimeError, match="cast"):
             write()
     assert torch.equal(target.full_tensor(), whole)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("placements", [[Shard(0)], [Shard(1)], [Partial("max")], [Shard(0, sizes=(0, 5, 0))]], ids=str)
+def test_several_views_at_once(placements, grad):
+    """Each can be written while the others live, and all see a write to their base."""
+    for take in (lambda t: t.unbind(0), lambda t: t.unbind(1), lambda t: t.split(2), lambda t: t[:, :1].unbind(1)):
+        shown = []
+        for leaf in (A.clone().requires_grad_(grad), spread_out(A, simulate(3), placements, requires_grad=grad)):
+            base = leaf * 1
+            views = take(base)
+            if not grad:  # torch forbids it where it is recorded
+                views[-1].add_(5)
+                views[0].mul_(3)
+            base.mul_(2)
+            shown.append((base, *([] if grad else views)))
+            if grad:
+                shown[-1] += torch.autograd.grad((base * base).sum(), leaf)
+        for got, want in zip(shown[1], shown[0], strict=True):
+            compare(got, want, str(placements), 1e-10)

@@ -64,6 +64,8 @@ def note_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any], path: Pa
     origin = _storage(source)
     first = next(((c.base, c.kept) for c in COPIES.get(origin, ())), (origin, StorageWeakRef(storage_of(source))))
     for i, copy in enumerate(tree_flatten(result)[0]):
+        if copy is not result:  # one of several: each in memory of its own, and autograd lets us write to it
+            copy._local = copy._layout.mesh.comm.bind(torch.clone)(copy._local)
         _note(copy, name, *first, source, functools.partial(again, i=i), None)
 
 

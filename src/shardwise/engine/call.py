@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy
@@ -21,6 +21,7 @@ from shardwise.engine import autocast
 from shardwise.engine.cache import PlanCache, register_cache
 from shardwise.engine.call_shape import CallShape, asks_for_a_value, numbers_in, op_name, tensors_in
 from shardwise.engine.fallback import rebound, replicated, written_back
+from shardwise.engine.into_out import check_not_resized, into_outs, out_names, takes_outs
 from shardwise.engine.plan import Plan, build_plan
 from shardwise.errors import AutogradError, LayoutError, MeshError, ShardwiseError, StrictError
 from shardwise.layout import Layout
@@ -39,6 +40,7 @@ register_cache("moves", plan_steps.cache_info, plan_steps.cache_clear)
 SPECIAL: dict[Any, Callable[..., Any]] = {}  # functions the tensor class answers itself: backward, item, repr, ...
 _NO_KWARGS: dict[str, Any] = {}
 ANY_FLOAT: set[Any] = set()  # functions whose plans do not depend on float arguments: a learning rate fills no cache
+ODD_FLOATS = frozenset({0.0, math.inf, -math.inf})  # except on these: parts of a sum over zero have no sum
 _TRUE, _FALSE = object(), object()  # True == 1 and hashes alike: plans must tell them apart
 _is_any_autocast_enabled = autocast.is_on
 _is_grad_enabled = torch.is_grad_enabled
@@ -74,7 +76,7 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
                 key.append(arg)
                 locals.append(arg)
             elif kind is float:
-                key.append(float if func in ANY_FLOAT else (float, arg))
+                key.append(float if func in ANY_FLOAT and arg not in ODD_FLOATS else (float, arg))
                 locals.append(arg)
             elif kind is slice:
                 arg = in_numbers(arg)
@@ -115,7 +117,12 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
         if _are_transforms_active() and _has_transformed(args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():  # functorch first: what it unwraps comes back by dispatch
                 return func(*args, **(kwargs or _NO_KWARGS))
-        return call_function(cls, func, types, *with_plain_wrapped(op_name(func), args, kwargs))
+        args, wrapped = with_plain_wrapped(op_name(func), args, kwargs)
+        result = call_function(cls, func, types, args, wrapped)
+        for name in out_names(func) if kwargs else ():
+            if name in kwargs:
+                check_not_resized(op_name(func), kwargs[name], wrapped[name])
+        return result
     if not _is_grad_enabled() and not _is_forward_grad_enabled():
         check_custom_function(func, args)
     if plan is None:
@@ -163,7 +170,7 @@ def freeze(arg: Any, any_float: bool = False) -> tuple[Any, Any]:
     if kind is bool:
         return (_TRUE if arg else _FALSE), arg
     if kind is float or kind is complex:
-        return (kind if any_float else (kind, arg)), arg
+        return (kind if any_float and arg not in ODD_FLOATS else (kind, arg)), arg
     if isinstance(arg, torch.Tensor):
         raise _PlainTensor
     if kind is slice:
@@ -239,8 +246,8 @@ def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
             return _with_numbers(func, numbers)
         if plan is not None:
             return plan
-    if _is_out(kwargs.get("out")):
-        return _into_out(func)
+    if takes_outs(func, kwargs):
+        return into_outs(func, call)
     if isinstance(func, torch._ops.OpOverload):
         return replicated(func, call)
     casts = autocast.casts_of(call) if _is_any_autocast_enabled() else None
@@ -334,7 +341,9 @@ def _reordered(func: Any, rule: Callable[..., Any]) -> Plan:
 
 
 def _with_numbers(func: Any, which: set[int]) -> Plan:
-    """A call that gives 0-d tensors where torch takes numbers: those of the call's tensors."""
+    """A call that gives 0-d tensors where torch takes numbers: those of the call's tensors. aten may have another
+    overload for numbers."""
+    called = getattr(func, "overloadpacket", func)
 
     def number(tensor: Any) -> Any:
         if tensor.requires_grad:
@@ -345,7 +354,7 @@ def _with_numbers(func: Any, which: set[int]) -> Plan:
         count = itertools.count()
         args = tuple(tuple(a) if isinstance(a, list) else a for a in args)  # x[[i, j]] is x[i, j] for tensors only
         given = tree_map_only(Wrapper, lambda t: number(t) if next(count) in which else t, (args, dict(kwargs)))
-        return func(*given[0], **given[1])
+        return called(*given[0], **given[1])
 
     return run
 
@@ -358,43 +367,6 @@ def _lower(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         mesh = _mesh_in((*args, *kwargs.values()))
         return result if mesh is None else replicated_plain(result, mesh)
     return result
-
-
-def _is_out(out: Any) -> bool:
-    return isinstance(out, Wrapper) or (
-        isinstance(out, (tuple, list)) and bool(out) and all(isinstance(o, Wrapper) for o in out)
-    )
-
-
-def _into_out(func: Any) -> Plan:
-    """out=: compute aside, then write. Some ops return nothing then."""
-    name = op_name(func)
-    packet = getattr(torch.ops.aten, name, None)
-    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()] if packet is not None else []
-    silent = any(not s.returns and any(a.is_out for a in s.arguments) for s in schemas)
-
-    def write(out: Any, result: Any) -> Any:
-        if tuple(out.shape) != tuple(result.shape):
-            raise RuntimeError(
-                f"{name}: out has shape {tuple(out.shape)}, the result {tuple(result.shape)}; a distributed "
-                f"tensor cannot be resized, give an out of the result's shape"
-            )
-        if not torch.can_cast(result.dtype, out.dtype):
-            raise RuntimeError(f"{name}: result type {result.dtype} can't be cast to the out's type {out.dtype}")
-        return out.copy_(result)
-
-    def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
-        out = kwargs["out"]
-        with autocast.off() if _is_any_autocast_enabled() else nullcontext():  # torch casts for no `out`
-            result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
-        if isinstance(out, Wrapper):
-            return write(out, result)
-        written = [write(o, r) for o, r in zip(out, result, strict=True)]
-        if silent:
-            return None
-        return written if isinstance(result, list) else type(result)(written)
-
-    return run
 
 
 # -- plain tensors count as replicated ---------------------------------------------------------------------

@@ -129,6 +129,19 @@ class CallShape:
         with torch.no_grad():
             return self.func(*args, **kwargs)
 
+    def described(self) -> Any:
+        """The same, but an error is what torch says to values: its meta kernels have errors of other kinds, and some
+        refuse what it computes. Of that nothing is known: NotImplementedError."""
+        try:
+            return self.run_meta()
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            if asks_for_a_value(error) or not {"device", "generator"}.isdisjoint(self.kwargs):
+                raise
+            self.refuse(error)
+            raise NotImplementedError(f"{self.name}: torch cannot tell the shape of what it computes") from error
+
     def base_of(self, out: Any) -> int | None:
         """The operand that `out`, a result of `run_meta`, is a view of."""
         base = self._index_of.get(id(getattr(out, "_base", None)))
@@ -137,7 +150,7 @@ class CallShape:
 
 def asks_for_a_value(error: Exception) -> bool:
     """Whether a call on meta tensors failed since it needs the value of one."""
-    return "item() cannot be called on meta" in str(error)
+    return any(text in str(error) for text in ("item() cannot be called on meta", "from tensor with meta storage"))
 
 
 def numbers_in(call: CallShape) -> set[int]:

@@ -175,6 +175,13 @@ def functional_form(func: Any) -> Any:
     if name.startswith("__i") and name.endswith("__"):
         return getattr(torch.Tensor, "__" + name[3:], None)
     base = name.removesuffix("_")
-    if schema is not None and hasattr(torch.ops.aten, base):
-        return getattr(torch.ops.aten, base)  # it takes what the in-place one takes: Tensor.index_put refuses None
+    packet = getattr(torch.ops.aten, base, None)
+    if schema is not None and packet is not None and _starts_with_tensor(packet):
+        return packet  # it takes what the in-place one takes: Tensor.index_put refuses None
     return getattr(torch.Tensor, base, None) or getattr(torch, base, None)
+
+
+def _starts_with_tensor(packet: Any) -> bool:
+    """Not so polygamma, which takes its number first."""
+    arguments = getattr(packet, packet.overloads()[0])._schema.arguments
+    return bool(arguments) and "Tensor" in str(arguments[0].type)

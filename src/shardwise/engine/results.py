@@ -33,7 +33,7 @@ class Results:
             with torch.no_grad():
                 flat, self.tree = tree_flatten(spec.run_meta(call.func))
         else:
-            flat, self.tree = tree_flatten(call.run_meta())
+            flat, self.tree = tree_flatten(call.described())
         self.refused = any(out is NotImplemented for out in flat)  # x == None: the other operand may know
         self.is_tensor = [isinstance(out, (torch.Tensor, Result)) for out in flat]
         self.metas = [out for out, yes in zip(flat, self.is_tensor, strict=True) if yes]

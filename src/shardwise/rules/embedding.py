@@ -26,7 +26,7 @@ def with_a_column(look_up: Callable[[Any], Any], table: torch.Tensor) -> torch.T
 @rule("embedding")
 def embedding(first: Operand, second: Operand, *args: Any, **kwargs: Any) -> Factors | None:
     """``i..., v d -> i... d``; aten gives the table first. With `sparse`, the gradient is dense all the same."""
-    aten = first.dtype.is_floating_point
+    aten = first.dtype not in (torch.int32, torch.int64) or second.ndim != 2  # a table of numbers has two dims
     ids, table = (second, first) if aten else (first, second)
     options = ("padding_idx", *(() if aten else ("max_norm", "norm_type")), "scale_grad_by_freq", "sparse")
     given = dict(zip(options, args)) | kwargs

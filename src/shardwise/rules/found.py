@@ -147,13 +147,8 @@ def unique(x: Any, sorted: Any = True, return_inverse: Any = False, return_count
     return distinct(func, reduced(x.detach()), dim, return_inverse, return_counts)
 
 
-@rule("unique_consecutive")
-def unique_consecutive(x: Operand, *args: Any, **kwargs: Any) -> Algorithm | None:
-    """The aten op comes without names and gives all results whatever is asked for: that one has no rule."""
-    return Algorithm(_unique_consecutive) if kwargs else None
-
-
-def _unique_consecutive(x: Any, return_inverse: bool = False, return_counts: bool = False, dim: Any = None) -> Any:
+@program("unique_consecutive")
+def unique_consecutive(x: Any, return_inverse: bool = False, return_counts: bool = False, dim: Any = None) -> Any:
     x = in_order(reduced(x.detach()), range(x.dim()) if dim is None else [dim % x.dim()])[0]
     return distinct(torch.unique_consecutive, x, dim, return_inverse, return_counts)
 

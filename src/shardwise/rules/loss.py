@@ -171,7 +171,8 @@ loss_rule("cross_entropy", per_class, over_count)
 @program("nll_loss_forward nll_loss2d_forward")
 def nll_loss_forward(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     loss = F.nll_loss(x, target, weight, ignore_index=ignore_index, reduction=REDUCTIONS[reduction])
-    return loss, counted_weight(target, weight, ignore_index, x.dtype) if reduction else x.new_zeros(())
+    counted = reduction or x.dim() == 1  # as torch's kernel does
+    return loss, counted_weight(target, weight, ignore_index, x.dtype) if counted else x.new_zeros(())
 
 
 @program("linear_cross_entropy")

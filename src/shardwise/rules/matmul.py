@@ -24,7 +24,7 @@ line("outer ger", "m, n -> m n", linear="each")
 def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Factors | None:
     """The bias joins the one part of a sum, if k is cut."""
     operands = [op for op in (x, weight, bias) if op is not None]
-    if weight.ndim != 2 or not all(isinstance(op, Operand) for op in operands):
+    if not all(isinstance(op, Operand) for op in operands) or [op.ndim for op in operands[1:]] not in ([2], [2, 1]):
         return None
     known = x.shape[-1:] == weight.shape[1:] and len({op.dtype for op in operands}) == 1
     shape = (*x.shape[:-1], weight.shape[0])

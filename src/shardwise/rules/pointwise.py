@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -98,14 +99,15 @@ def add(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
 
 @rule("mul multiply", any_float=True)
 def mul(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
-    """Linear in each. A number is one more factor that does not depend on the rank."""
-    return broadcast([x, other], linear="each")
+    """Linear in each, also by a number; but parts of both signs times infinity have no sum."""
+    endless = any(isinstance(v, float) and math.isinf(v) for v in (x, other))
+    return broadcast([x, other], linear="none" if endless else "each")
 
 
 @rule("div divide true_divide", any_float=True)
 def div(x: Any, other: Any, *, rounding_mode: Any = None, **kwargs: Any) -> Factors:
-    """Linear in what a number divides. A tensor may hold zeros, and parts of both signs over zero have no sum."""
-    over = rounding_mode is None and not isinstance(other, Operand) and x.dtype.is_floating_point
+    """Linear in what a number divides. Parts of both signs over zero have no sum, and a tensor may hold zeros."""
+    over = rounding_mode is None and not isinstance(other, Operand) and other != 0 and x.dtype.is_floating_point
     return broadcast([x, other], linear="joint" if over else "none")
 
 

@@ -61,7 +61,7 @@ def bernoulli_(x: Operand, p: Any = 0.5, generator: Any = None) -> Algorithm:
 def like_rule(name: str, distribution: Callable[..., draws.Distribution]) -> None:
     """rand_like and friends: a new tensor laid out as its model."""
 
-    @rule(name)
+    @rule(name, numbers=(1, "high"))
     def new(x: Operand, *args: Any, dtype: Any = None, **kwargs: Any) -> Algorithm:
         bounds = [*args, *(kwargs[key] for key in ("low", "high") if key in kwargs)]
         dtype = dtype or x.dtype

@@ -22,9 +22,11 @@ def nearest(name: str, dims: int) -> None:
 
     @rule(f"{name}{dims}d")
     def copy_pixels(x: Operand, output_size: Sequence[int], *scales: Any) -> Any:
+        if output_size is None:
+            return None  # factors instead, which torch makes sizes of
         dtype, read = torch.promote_types(x.dtype, torch.float32), getattr(ATEN, f"{name}1d")
         source = lambda n, m, scale: read(torch.arange(n, dtype=dtype).view(1, 1, n), [m], scale).flatten().long()
-        sizes = zip(x.shape[-dims:], output_size, scales or [None] * dims, strict=True)
+        sizes = zip(x.shape[-dims:], output_size, [*scales, None, None, None][:dims], strict=True)
         return copied(x, {x.ndim - dims + i: source(*along) for i, along in enumerate(sizes)})
 
 
@@ -33,6 +35,8 @@ def smooth(name: str, dims: int, radius: int, antialias: bool = False) -> None:
 
     @rule(name)
     def weigh_pixels(x: Operand, output_size: Sequence[int], align_corners: bool, *scales: Any) -> Any:
+        if output_size is None:
+            return None
         given = zip(x.shape[-dims:], output_size, scales, strict=False)
         if align_corners or any(scale is not None and n * scale != m for n, m, scale in given):
             call = lambda v: getattr(ATEN, name)(v, output_size, align_corners, *scales)  # no units: nothing repeats

@@ -88,7 +88,7 @@ def write_elements(op: str, x: Operand, dim: int, index: Operand, src: Any, *res
     passes = [e != d and all(t.shape[e] == n for t in (index, *sources)) for e, n in enumerate(shape)]
     dims = [e for e, ok in enumerate(passes) if not ok]
     names = tuple(f"x{e}" for e in range(x.ndim))
-    rows = "i" if adds and all(t.shape[d] == index.shape[d] for t in sources) else None
+    rows = "i" if adds and sources and src.shape[d] == index.shape[d] else None
     theirs = tuple(names[e] if ok else rows if e == d else None for e, ok in enumerate(passes))
 
     def write(suffix: str, x: torch.Tensor, index: torch.Tensor, *given: Any) -> torch.Tensor:
@@ -99,9 +99,9 @@ def write_elements(op: str, x: Operand, dim: int, index: Operand, src: Any, *res
         for e, step in enumerate(contiguous_stride(x.shape)):
             line = torch.arange(index.shape[e], device=index.device)
             at = index if e == d else line.reshape([-1 if i == e else 1 for i in range(index.ndim)])
-            part = held[dims.index(e)] if e in dims else None
-            if part is not None:
-                at, here = located(at, part, shape[e], RuntimeError)
+            if e in dims:
+                part = held[dims.index(e)]
+                at, here = located(at, ((0, shape[e]),) if part is None else part, shape[e], RuntimeError)
                 mine = mine & here
             flat = flat + at * step
         values = [s[tuple(map(slice, index.shape))][mine] for s in sources] or [src]
@@ -118,6 +118,9 @@ for _op in ("scatter", "scatter_add", "scatter_reduce"):
 # -- x[indices] = values -----------------------------------------------------------------------------------
 @rule("index_put _unsafe_index_put _index_put_impl")
 def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = False, unsafe: Any = False) -> Any:
+    starts = [sum(i.ndim if is_mask(i) else 1 for i in indices[:n]) for n in range(len(indices))]
+    if any(is_mask(i) and i.shape != x.shape[d : d + i.ndim] for d, i in zip(starts, indices, strict=True)):
+        raise IndexError(f"index_put: a mask among the indices has not the shape of its dims of x, {tuple(x.shape)}")
     if any(map(is_mask, indices)):
         return Algorithm(_put_by_masks)
     at = Indexed(x, indices)
@@ -148,7 +151,7 @@ def _put_by_masks(x: Any, indices: Sequence[Any], values: Any, accumulate: bool 
     if len(at) == 1 and values.numel() == 1 and not accumulate:
         mask = indices[at[0]].bool()
         mask = mask.reshape((*mask.shape, *(1,) * (x.dim() - at[0] - mask.dim())))
-        return torch.where(mask, values.reshape(()), x)
+        return torch.where(mask, values.reshape(()).to(x.dtype), x)
     return torch.ops.aten.index_put(x, without_masks(indices), values, accumulate)
 
 

@@ -13,16 +13,8 @@ from shardwise.strategy.spec import Factors, Operand
 rule("sort")(partial(along, 2))
 rule("argsort")(partial(along, 1))
 rule("msort")(partial(along, 1, dim=0))
-
-
-@rule("kthvalue")
-def kthvalue(x: Operand, k: int, dim: int = -1, keepdim: bool = False) -> Factors:
-    return whole_along(x, dims_of(dim, x.ndim), keepdim, outputs=2)
-
-
-@rule("mode")
-def mode(x: Operand, dim: int = -1, keepdim: bool = False) -> Factors:
-    return whole_along(x, dims_of(dim, x.ndim), keepdim, outputs=2)
+rule("kthvalue")(lambda x, k, dim=-1, keepdim=False: whole_along(x, dims_of(dim, x.ndim), keepdim, outputs=2))
+rule("mode")(lambda x, dim=-1, keepdim=False: whole_along(x, dims_of(dim, x.ndim), keepdim, outputs=2))
 
 
 @rule("median nanmedian")

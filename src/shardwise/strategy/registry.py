@@ -22,7 +22,7 @@ _C: Any = torch._C
 _NAMESPACES = (torch, torch.Tensor, F, torch.special, torch.linalg, _C._nn, _C._special, _C._linalg)
 _rules: dict[str, Rule] = {}
 _any_float: set[str] = set()
-_numbers: dict[str, tuple[str, ...]] = {}
+_numbers: dict[str, tuple[str | int, ...]] = {}
 _families: dict[str, str] = {}  # the file of the rule's line
 _given: dict[Any, Rule] = {}  # rules of the user's: by overload or function
 _hidden: set[str] = set()  # names of aten ops that have one: torch is to take their functions apart
@@ -64,14 +64,14 @@ class Found(NamedTuple):
     name: str
     in_place: bool
     any_float: bool  # a plan holds for every value of a float argument
-    numbers: tuple[str, ...]  # keyword arguments that are numbers, even if a 0-d tensor is given
+    numbers: tuple[str | int, ...]  # arguments that are numbers, even if a 0-d tensor is given
 
 
-def rule(*names: str, any_float: bool = False, numbers: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
+def rule(*names: str, any_float: bool = False, numbers: tuple[str | int, ...] = ()) -> Callable[[Rule], Rule]:
     """Register the function below as the rule of these ops (names separated by spaces).
 
-    `any_float` promises that nothing the rule answers depends on the value of a float argument; `numbers` names the
-    keyword arguments torch takes as numbers.
+    `any_float` promises that nothing the rule answers depends on the value of a float argument that is finite and not
+    zero; `numbers` are the names or positions of the arguments torch takes as numbers.
     """
 
     def register(function: Rule) -> Rule:
