@@ -54,12 +54,14 @@ def into_outs(func: Any, call: CallShape) -> Plan:
     def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
         outs: Any = kwargs[names[0]] if len(names) == 1 else [kwargs[n] for n in names]
         rest = {k: v for k, v in kwargs.items() if k not in names}
+        needs_grad = rest.pop("requires_grad", False)  # of a factory's `out`, not of what is made for it
         if typed:
             rest.setdefault("dtype", outs.dtype)
         with autocast.off():  # torch casts for no `out`
             result = without(*args, **rest)
         if isinstance(outs, Wrapper):
-            return _write(name, outs, result)
+            written = _write(name, outs, result)
+            return written.requires_grad_() if needs_grad else written
         for out, value in zip(outs, result, strict=True):
             _check(name, out, value)
         written = [_write(name, out, value) for out, value in zip(outs, result, strict=True)]
