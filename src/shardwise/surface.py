@@ -61,7 +61,7 @@ def from_gradient(layout: Layout, grad: Any, what: str) -> Any:
 def _distributed(layout: Layout, grad: Any, what: str) -> Any:
     """A gradient someone gives to a tensor laid out so; a plain tensor counts as replicated, as everywhere."""
     if not isinstance(grad, torch.Tensor):
-        raise LayoutError(f"{what}: the gradient must be a DTensor or a plain tensor, got {type(grad).__name__}")
+        raise TypeError(f"{what}: the gradient must be a tensor, got {type(grad).__name__}; a plain one is replicated")
     if not isinstance(grad, Wrapper):
         grad = plain_wrapped(what, grad, layout.mesh)
     if grad._layout.mesh is not layout.mesh:
