@@ -144,7 +144,17 @@ def dtypes(rank, world_size):
     for dtype, more in reducing.items():
         for before, after in itertools.product((*kinds, *more), repeat=2):
             check_move(rank, placed((2, 2), (5, 3), [before, "R"], 1), placed((2, 2), (5, 3), [after, "R"], 2), dtype)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64):
+        check_bits(torch.arange(30).view(5, 6).to(dtype), device_mesh((2, 2)))
     return True
+
+
+def check_bits(whole, mesh):
+    """Values that torch only copies arrive as they are."""
+    spots = [[Shard(0), Replicate()], [Shard(1), Shard(0)], [Replicate(), Replicate()], [Replicate(), Shard(1)]]
+    for before, after in itertools.permutations(spots, 2):
+        moved = distribute_tensor(whole, mesh, before).redistribute(placements=after).full_tensor()
+        assert torch.equal(moved.view(torch.uint8), whole.view(torch.uint8)), (whole.dtype, before, after)
 
 
 def test_dtypes():

@@ -169,6 +169,6 @@ _NO_ROUND = Round([], [], (), 0, 0, (), (), (), ())
 def _run(x: torch.Tensor, spans: Sequence[Any], wide: int) -> torch.Tensor:
     """The part of a contiguous tensor that the spans cover together, as it travels."""
     start, stop = (spans[0].run[0], spans[-1].run[1]) if spans else (0, 0)
-    if wide == 1:
+    if x.dtype in WIRE:
         return x.as_strided((stop - start,), (1,), x.storage_offset() + start)
     return as_wire(x)[start * wide : stop * wide]
