@@ -15,7 +15,7 @@ from tests.workers import device_mesh, run_ranks
 
 R = Replicate()
 SIMULATED = [(3,), (2, 2), (2, 1, 2)]
-REAL = [(2,), (2, 2)]
+REAL = [(2, 2)]
 
 
 def x(*shape, seed=0, dtype=torch.float64):

@@ -123,4 +123,4 @@ CHECKS = [
     hooks_observe, hooks_replace, hooks_replace_with_another_layout, hooks_after_use, hooks_after_a_move,
     hook_needs_requires_grad, post_accumulate_hooks,
 ]  # fmt: skip
-test_simulated, test_processes = checked_on(__name__, CHECKS, real=[(2, 2)])
+test_simulated, test_processes = checked_on(__name__, CHECKS)

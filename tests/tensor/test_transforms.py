@@ -46,4 +46,4 @@ def forward_mode_is_refused(mesh):
 
 
 CHECKS = [transforms, forward_mode_is_refused]
-test_simulated, test_processes = checked_on(__name__, CHECKS, real=[(2, 2)])
+test_simulated, test_processes = checked_on(__name__, CHECKS)

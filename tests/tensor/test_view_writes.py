@@ -150,4 +150,4 @@ def refusals(mesh):
 
 
 CHECKS = [all_tensors_show_all_writes, autograd_sees_all_writes, rows_in_place, padding_row_is_zeroed, refusals]
-test_simulated, test_processes = checked_on(__name__, CHECKS, real=[(2, 2)])
+test_simulated, test_processes = checked_on(__name__, CHECKS)
