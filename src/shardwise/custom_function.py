@@ -20,6 +20,7 @@ from shardwise.context import functions
 from shardwise.engine.call import replicated_plain
 from shardwise.errors import AutogradError
 from shardwise.surface import as_gradient, from_gradient
+from shardwise.torch_private import DelayedError, are_transforms_active, requires_grad_in_cpp, without_torch_function
 from shardwise.wrapper import Wrapper, wrap
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, list, tuple, dict, type(None)})
@@ -54,7 +55,7 @@ def _apply_distributed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         bound.apply_defaults()
         args, kwargs = bound.args, bound.kwargs
     needed = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-    if kwargs or not needed or torch._C._are_functorch_transforms_active():
+    if kwargs or not needed or are_transforms_active():
         return _torchs_apply(cls, *args, **kwargs)
     call = _Call(args)
     flat = iter(_torchs_apply(_on_locals(cls), call, *_flattened(args, call.forms)))
@@ -292,7 +293,7 @@ def _one_for_each(grads: tuple[Any, ...], forms: Sequence[_Form], name: str) -> 
 def _never_twice(grads: tuple[Any, ...]) -> tuple[Any, ...]:
     """These gradients with a node behind them that raises, as torch has it for @once_differentiable."""
     message = b"trying to differentiate twice a function that was marked with @once_differentiable"
-    raising: Any = torch._C._functions.DelayedError(message, len(grads))
+    raising: Any = DelayedError(message, len(grads))
     return _as_tuple(raising(*(g if g is None else g.detach().requires_grad_() for g in grads)))
 
 
@@ -330,8 +331,8 @@ def _with_local_graph(tensor: Any) -> Any:
     """A result that C++ recorded on the wrapper, where nothing looks, recorded on the local tensors instead."""
     if not isinstance(tensor, Wrapper):
         return tensor
-    with torch._C.DisableTorchFunctionSubclass():
-        if not torch._C.TensorBase.requires_grad.__get__(tensor):  # type: ignore[attr-defined]
+    with without_torch_function():
+        if not requires_grad_in_cpp.__get__(tensor):
             return tensor
     form = _Distributed(tensor)
     return form.value(_torchs_apply(_Unwrapped, tensor))

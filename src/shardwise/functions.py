@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from shardwise.torch_private import schema_of
+
 _NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__init__", "__iter__"}
 
 
 @functools.lru_cache(maxsize=4096)
 def writes_first(func: Any) -> bool:
     """Whether a function writes into its first argument: by its schema, or by torch's naming."""
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     if schema is not None:
         return bool(schema.is_mutable)
     name = getattr(func, "__name__", "")

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm.base import Comm, Coords
@@ -22,6 +21,7 @@ from shardwise.comm.outside import OutsideComm
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.simulation import SimulatedComm
 from shardwise.errors import AxisError, MeshError
+from shardwise.torch_private import without_fake_mode
 
 __all__ = ["DeviceMesh", "Mesh", "SimulatedMesh", "as_mesh", "init_device_mesh", "simulate"]
 
@@ -84,7 +84,7 @@ def as_mesh(mesh: Any, *, outside: bool = False) -> Mesh:
     if isinstance(mesh, SimulatedMesh):
         made = Mesh(mesh, mesh.shape, mesh.axis_names, torch.device(mesh.device_type), mesh.comm)
     elif isinstance(mesh, DeviceMesh):
-        with unset_fake_temporarily():  # a mesh is made of tensors, and may be met first in a fake mode
+        with without_fake_mode():  # a mesh is made of tensors, and may be met first in a fake mode
             made = _of_device_mesh(mesh, outside)
     else:
         raise MeshError(f"device_mesh: expected a DeviceMesh or simulate(...), got {mesh!r} ({type(mesh).__name__})")

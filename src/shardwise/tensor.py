@@ -25,6 +25,7 @@ from shardwise.move import move, move_across, plan_steps, run_move, start_move
 from shardwise.move.limit import current_cap
 from shardwise.sizes import layout_of_locals
 from shardwise.spec import Spec
+from shardwise.torch_private import foreach_types, make_dual, make_wrapper, without_torch_function
 from shardwise.wrapper import Wrapper, notes_of, wrap
 
 _REDISTRIBUTE = Note("redistribute")
@@ -399,7 +400,7 @@ class DTensor(Wrapper):
 
 
 # clip_grad_norm_ uses list ops for the types it finds here: one exchange for all gradients, not one for each
-torch.utils._foreach_utils._foreach_supported_types.append(DTensor)  # type: ignore[arg-type]
+foreach_types.append(DTensor)
 
 
 def entered(local: Any, layout: Layout) -> DTensor:
@@ -478,9 +479,7 @@ class _Arriving(DTensor):
 
 
 def _arriving(local: Any, finish: Callable[[], Any], layout: Layout) -> DTensor:
-    self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        _Arriving, layout.shape, strides=layout.stride, dtype=layout.dtype, device=layout.device
-    )
+    self = make_wrapper(_Arriving, layout.shape, strides=layout.stride, dtype=layout.dtype, device=layout.device)
     self._coming, self._finish, self._layout = local, finish, layout
     return self
 
@@ -533,7 +532,7 @@ def _set_data(tensor: DTensor, value: Any) -> None:
     """tensor.data = value: other values (of another dtype or layout, if need be) under the same autograd identity."""
     if not isinstance(value, DTensor):
         raise LayoutError(f"data: expected a DTensor, got {type(value).__name__}; distribute_tensor it first")
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
     surface.note_loose_write(tensor)
     comm = tensor._layout.mesh.comm
@@ -573,7 +572,7 @@ def _method(name: str) -> Callable[..., Any]:
 _T = torch.Tensor
 SPECIAL[torch.autograd.backward] = surface.backward
 SPECIAL[torch.autograd.grad] = surface.grad
-SPECIAL[torch._C._VariableFunctions._make_dual] = surface.make_dual
+SPECIAL[make_dual] = surface.make_dual
 for _name in (
     "__repr__ __deepcopy__ __reduce_ex__ __array__ __bool__ __int__ __float__ __index__ __complex__ __format__ "
     "backward requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook detach_ item tolist numpy "

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.layout import Layout
-
-_make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+from shardwise.torch_private import make_wrapper, storage_id, without_torch_function
 
 
 class Wrapper(torch.Tensor):
@@ -31,7 +30,7 @@ class Wrapper(torch.Tensor):
 def wrapper_of(layout: Layout) -> Callable[[Any], Any]:
     """`wrap` for one layout, with everything looked up beforehand: this runs once a call."""
     cls, shape, stride, dtype, device = Wrapper.concrete, layout.shape, layout.stride, layout.dtype, layout.device
-    make = _make
+    make = make_wrapper
 
     def wrap_local(local: Any) -> Any:
         self = make(cls, shape, strides=stride, dtype=dtype, device=device)
@@ -44,7 +43,7 @@ def wrapper_of(layout: Layout) -> Callable[[Any], Any]:
 
 def wrap(local: Any, layout: Layout) -> Any:
     """The tensor that holds `local` as `layout` says."""
-    self = _make(Wrapper.concrete, layout.shape, strides=layout.stride, dtype=layout.dtype, device=layout.device)
+    self = make_wrapper(Wrapper.concrete, layout.shape, strides=layout.stride, dtype=layout.dtype, device=layout.device)
     self._local = local
     self._layout = layout
     return self
@@ -67,13 +66,18 @@ def storage_of(tensor: Any) -> torch.UntypedStorage:
     return tensor._layout.mesh.comm.first(tensor._local).untyped_storage()
 
 
+def storage_id_of(tensor: Any) -> int:
+    """What it has in common with every tensor that shares its memory (that of the first rank played here)."""
+    return storage_id(tensor._layout.mesh.comm.first(tensor._local))
+
+
 def shares_memory(one: Any, other: Any) -> bool:
-    return storage_of(one)._cdata == storage_of(other)._cdata
+    return storage_id_of(one) == storage_id_of(other)
 
 
 def rebind(target: Any, value: Any) -> Any:
     """`target`, now holding what `value` holds: shape, dtype and layout included."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         torch.Tensor.data.__set__(target, value)  # type: ignore[attr-defined]
     target._local, target._layout, target._spreads = value._local, value._layout, None
     return target

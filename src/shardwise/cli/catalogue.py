@@ -11,6 +11,7 @@ import torch
 
 from shardwise.strategy import registry
 from shardwise.strategy.spec import Gathered
+from shardwise.torch_private import all_op_names, has_kernel, schema_of
 
 
 def rule_name(op: str) -> str | None:
@@ -66,7 +67,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def aten_ops() -> dict[str, list[Any]]:
     """The overloads of all aten ops that the dispatcher knows, by name."""
     found: dict[str, list[Any]] = {}
-    for full in sorted(torch._C._dispatch_get_all_op_names()):
+    for full in sorted(all_op_names()):
         namespace, _, name = full.partition("::")
         name, _, overload = name.partition(".")
         if namespace == "aten":
@@ -91,7 +92,7 @@ def without_any_rule() -> list[str]:
 
 
 def _is_gathered(overload: Any) -> bool:
-    schema = overload._schema
+    schema = schema_of(overload)
     takes_tensors = any("Tensor" in str(a.type) for a in schema.arguments)
-    taken_apart = torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
+    taken_apart = has_kernel(overload.name(), "CompositeImplicitAutograd")
     return takes_tensors and not schema.is_mutable and not taken_apart and registry.find(overload) is None

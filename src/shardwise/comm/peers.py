@@ -15,6 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.torch_private import default_store
+
 PATIENCE_SECONDS = 2.0  # for the others to notice as well: a process is gone a little after its connections are
 _OF_PEERS = re.compile(r"connection|timed? ?out|peer|network|socket|remote process", re.IGNORECASE)
 
@@ -86,4 +88,4 @@ def _store() -> Any:
     """Where ranks leave word for each other; a fake group, which plays ranks that there are not, has none."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
-    return dist.distributed_c10d._get_default_store()
+    return default_store()

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shardwise.comm.base import Coords, PlainComm, Step
 from shardwise.comm.bridge import replaced
@@ -20,6 +19,7 @@ from shardwise.comm.swap import start_all_to_all, start_swap, world_of
 from shardwise.comm.transfer import ALL_GATHER, Along, Transfer
 from shardwise.comm.wire import WIRE, as_wire, from_wire, numel, width
 from shardwise.errors import CommError
+from shardwise.torch_private import is_traced, without_fake_mode
 
 _REDUCE = {
     "sum": dist.ReduceOp.SUM,
@@ -28,7 +28,6 @@ _REDUCE = {
     "min": dist.ReduceOp.MIN,
 }
 _MOST_DIMS = 16
-_get_dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 _PAIR_PIECE = 1 << 22  # bytes
 _DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
 
@@ -65,7 +64,7 @@ class ProcessGroupComm(PlainComm):
 
     def all_kinds(self, local: torch.Tensor) -> dict[Coords, tuple[str, tuple[int, ...]]]:
         row = [_DTYPES.index(str(local.dtype)), local.ndim, *local.shape]
-        with unset_fake_temporarily():  # sizes are real where values are not
+        with without_fake_mode():  # sizes are real where values are not
             rows = self._all_rows(row + [0] * (_MOST_DIMS + 2 - len(row)), local.device)
         grid = itertools.product(*(range(k) for k in self.shape))
         return {c: (_DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for c, row in zip(grid, rows, strict=True)}
@@ -138,7 +137,7 @@ class ProcessGroupComm(PlainComm):
     def _rank(self, coords: Coords) -> int:
         found = self._ranks.get(coords)
         if found is None:  # a DeviceMesh works its ranks out anew each time
-            with unset_fake_temporarily():
+            with without_fake_mode():
                 found = self._ranks[coords] = int(self._device_mesh.mesh[coords])
         return found
 
@@ -315,7 +314,7 @@ class _Naming:
         self.comm, self.kind, self.axes = comm, kind, axes
 
     def __enter__(self) -> None:
-        if _get_dispatch_mode(_PROXY) is not None:  # what comes in would be a constant of the graph
+        if is_traced():  # what comes in would be a constant of the graph
             names = "+".join(self.comm.axis_names[a] for a in self.axes)
             raise CommError(
                 f"{self.kind} on mesh axis {names!r} while torch.fx traces (make_fx): what other ranks send would be "

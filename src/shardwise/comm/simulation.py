@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardwise.comm.base import Comm, Coords, Step
 from shardwise.errors import LayoutError, MeshError
 from shardwise.functions import writes_first
-from shardwise.reentrant import reentrant
+from shardwise.torch_private import make_wrapper, reentrant, storage_id
 
 
 class PerRank(tuple):
@@ -37,9 +37,7 @@ class RankTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, ranks: Sequence[torch.Tensor]) -> RankTensor:
         first = ranks[0]
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device
-        )
+        self = make_wrapper(cls, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device)
         self.ranks = tuple(ranks)
         return self
 
@@ -356,7 +354,7 @@ class SimulatedComm(Comm):
     def pick_gradients(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
         grads, seen = list(self.pick(structure, local)), set()
         for i, grad in enumerate(grads):
-            place = grad.untyped_storage()._cdata, grad.storage_offset()
+            place = storage_id(grad), grad.storage_offset()
             if place in seen:
                 grads[i] = grad.clone()
             seen.add(place)

@@ -12,13 +12,13 @@ import torch
 import torch.distributed._functional_collectives  # registers torch.ops.c10d_functional
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from shardwise.comm.record import Entry, listeners
 from shardwise.comm.simulation import RankTensor
 from shardwise.debug.trace import ModuleTrace, Operation
 from shardwise.engine.call_shape import op_name
+from shardwise.torch_private import DispatchMode, current_node, sequence_number
 from shardwise.wrapper import Wrapper
 
 _functional = torch.ops.c10d_functional
@@ -93,11 +93,11 @@ class CommDebugMode:
             self._names = {id(m): f"{top}.{name}" if name else top for name, m in module.named_modules()}
         name = self._names.get(id(module), type(module).__name__)
         self._path.append(self._path[-1].child(name, module))
-        self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._starts.append(sequence_number())
 
     def _leave_module(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if self._starts:  # a module entered before the mode was is not ours
-            span = self._starts.pop(), torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            span = self._starts.pop(), sequence_number()
             self._path.pop().spans.append(span)
 
     def _hear(self, entry: Entry) -> None:
@@ -106,7 +106,7 @@ class CommDebugMode:
 
     def _count(self, op: Any, backward: bool) -> None:
         """A backward collective belongs to the module whose forward made its autograd node."""
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node = current_node()
         backward = backward or node is not None
         path = self.root.path_to(node._sequence_nr()) if node is not None and len(self._path) == 1 else self._path
         for module in path:
@@ -219,7 +219,7 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Collectives(TorchDispatchMode):
+class _Collectives(DispatchMode):
     """Shows the collectives of torch.distributed, which no function mode sees."""
 
     def __init__(self, mode: CommDebugMode) -> None:

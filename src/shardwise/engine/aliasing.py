@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 from shardwise.context import is_strict
 from shardwise.engine.call_shape import Path, fetch, put
 from shardwise.errors import RuleError
-from shardwise.wrapper import storage_of
+from shardwise.wrapper import storage_id_of, storage_of
 
 
 class _Copy(NamedTuple):
@@ -48,10 +48,6 @@ class _UnderWay(threading.local):
 _under_way_here = _UnderWay()
 
 
-def _storage(tensor: Any) -> int:
-    return storage_of(tensor)._cdata
-
-
 def note_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any], path: Path, result: Any, name: str) -> None:
     """`result` is what func(*args, **kwargs) made of the tensor at `path`; torch would have made views of it."""
     source = fetch(args, kwargs, path)
@@ -61,7 +57,7 @@ def note_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any], path: Pa
         put(other_args, other_kwargs, path, base)
         return tree_flatten(func(*other_args, **other_kwargs))[0][i]
 
-    origin = _storage(source)
+    origin = storage_id_of(source)
     first = next(((c.base, c.kept) for c in COPIES.get(origin, ())), (origin, StorageWeakRef(storage_of(source))))
     for i, copy in enumerate(tree_flatten(result)[0]):
         if copy is not result:  # one of several: each in memory of its own, and autograd lets us write to it
@@ -71,12 +67,12 @@ def note_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any], path: Pa
 
 def note_view(base: Any, view: Any) -> None:
     """`view` shares memory with `base`: a view of a copy is one more copy."""
-    for copy in COPIES.get(_storage(base), ())[:1]:
+    for copy in COPIES.get(storage_id_of(base), ())[:1]:
         _note(view, *copy[1:-1], _root(copy))
 
 
 def _note(copy: Any, name: str, base: int, *rest: Any) -> None:
-    for table, key in ((_of_base, base), (COPIES, _storage(copy))):
+    for table, key in ((_of_base, base), (COPIES, storage_id_of(copy))):
         ref = weakref.ref(copy, functools.partial(_forget, table, key))
         table.setdefault(key, []).append(_Copy(ref, name, base, *rest))
 
@@ -97,7 +93,7 @@ def _forget(table: dict[int, list[_Copy]], key: int, _: Any) -> None:
 # -- writes ----------------------------------------------------------------------------------------------------------
 def before_write(target: Any, op: str) -> None:
     """Raise if `target` is such a copy and its base cannot be written too."""
-    for copy in COPIES.get(_storage(target), ())[:1] if COPIES else ():
+    for copy in COPIES.get(storage_id_of(target), ())[:1] if COPIES else ():
         if _is_under_way(_root(copy)):
             continue
         if is_strict():
@@ -117,7 +113,7 @@ def after_write(target: Any) -> None:
     """Repeat a write to a copy on its base; take copies of what was written again, or make their next use raise."""
     if not COPIES:
         return
-    storage = _storage(target)
+    storage = storage_id_of(target)
     for copy in COPIES.get(storage, ())[:1]:
         whole = _root(copy)
         if not _is_under_way(whole):

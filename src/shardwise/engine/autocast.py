@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_map_only
 from shardwise.engine.call_shape import CallShape, fetch, meta_like, put
 from shardwise.engine.plan import Plan
 from shardwise.strategy.spec import Factors
+from shardwise.torch_private import ignore_torch_function, is_any_autocast_enabled, make_wrapper
 
-is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+is_on: Callable[[], bool] = is_any_autocast_enabled
 Casts = dict[int, torch.dtype]  # by a tensor's number in the call
 INSIDE: Casts = {-1: torch.float32}  # those of an op that is made of others, some of which are cast
 _DEVICES = ("cpu", "cuda")
@@ -47,13 +48,11 @@ class _Probe(torch.Tensor):
 
     @staticmethod
     def make(meta: torch.Tensor, watch: _Watch) -> _Probe:
-        probe = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            _Probe, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=watch.device
-        )
+        probe = make_wrapper(_Probe, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=watch.device)
         probe._meta, probe._watch = meta, watch
         return probe
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = ignore_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

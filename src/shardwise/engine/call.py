@@ -27,10 +27,19 @@ from shardwise.errors import AutogradError, LayoutError, MeshError, ShardwiseErr
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps
-from shardwise.reentrant import reentrant
 from shardwise.strategy import registry
 from shardwise.strategy.relayout import Relayout
 from shardwise.strategy.spec import Gathered, Operand
+from shardwise.torch_private import (
+    OpOverload,
+    are_transforms_active,
+    is_forward_grad_enabled,
+    is_transformed,
+    reentrant,
+    schema_of,
+    with_torch_function,
+    without_torch_function,
+)
 from shardwise.wrapper import Wrapper, wrap
 
 PLANS = PlanCache(maxsize=8192)
@@ -45,8 +54,6 @@ _TRUE, _FALSE = object(), object()  # True == 1 and hashes alike: plans must tel
 _is_any_autocast_enabled = autocast.is_on
 _is_grad_enabled = torch.is_grad_enabled
 _get_default_dtype = torch.get_default_dtype
-_are_transforms_active = torch._C._are_functorch_transforms_active
-_is_forward_grad_enabled = torch._C._is_fwd_grad_enabled  # type: ignore[attr-defined]
 
 
 class _PlainTensor(Exception):
@@ -114,8 +121,8 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
         args, kwargs = tree_map_only(numpy.integer, int, (tuple(args), kwargs or {}))
         return call_function(cls, func, types, args, kwargs)
     if whole_key is None:
-        if _are_transforms_active() and _has_transformed(args, kwargs):
-            with torch._C.DisableTorchFunctionSubclass():  # functorch first: what it unwraps comes back by dispatch
+        if are_transforms_active() and _has_transformed(args, kwargs):
+            with without_torch_function():  # functorch first: what it unwraps comes back by dispatch
                 return func(*args, **(kwargs or _NO_KWARGS))
         args, wrapped = with_plain_wrapped(op_name(func), args, kwargs)
         result = call_function(cls, func, types, args, wrapped)
@@ -123,7 +130,7 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
             if name in kwargs:
                 check_not_resized(op_name(func), kwargs[name], wrapped[name])
         return result
-    if not _is_grad_enabled() and not _is_forward_grad_enabled():
+    if not _is_grad_enabled() and not is_forward_grad_enabled():
         check_custom_function(func, args)
     if plan is None:
         plan = _planned(func, args, kwargs)
@@ -135,12 +142,12 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
 
 def call_overload(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """`__torch_dispatch__`: an aten op on distributed tensors, recorded by autograd on the local tensors."""
-    if args and type(args[0]) is torch.Tensor and args[0].requires_grad and func._schema.is_mutable:
+    if args and type(args[0]) is torch.Tensor and args[0].requires_grad and schema_of(func).is_mutable:
         raise AutogradError(
             f"{op_name(func)}: a function of torch writes a distributed tensor into a plain one that it made and that "
             f"requires grad by now: the gradient would be lost. Write the function's parts in Python"
         )
-    with reentrant(), torch._C._EnableTorchFunction():
+    with reentrant(), with_torch_function():
         if not _is_any_autocast_enabled():
             result = call_function(cls, func, types, args, kwargs)
         else:  # it has cast what it casts on the way here
@@ -248,7 +255,7 @@ def make_plan(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
             return plan
     if takes_outs(func, kwargs):
         return into_outs(func, call)
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, OpOverload):
         return replicated(func, call)
     casts = autocast.casts_of(call) if _is_any_autocast_enabled() else None
     if casts is not None and casts is not autocast.INSIDE:
@@ -361,7 +368,7 @@ def _with_numbers(func: Any, which: set[int]) -> Plan:
 
 def _lower(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """No rule at this level: let torch go on to its overloads, which come back one by one."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         result = func(*args, **kwargs)
     if type(result) is torch.Tensor:  # made from shapes alone
         mesh = _mesh_in((*args, *kwargs.values()))
@@ -397,7 +404,7 @@ def _refuse_if_strict(name: str) -> None:
 def _has_transformed(args: Sequence[Any], kwargs: Any) -> bool:
     """Whether a tensor of torch.func's transforms is among the arguments: it may hold a distributed one."""
     tensors, _ = tree_flatten((args, kwargs))
-    return any(isinstance(t, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+    return any(isinstance(t, torch.Tensor) and is_transformed(t) for t in tensors)
 
 
 def _mesh_in(values: Any) -> Any:

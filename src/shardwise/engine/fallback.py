@@ -25,6 +25,7 @@ from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps, run_move
 from shardwise.strategy.registry import in_place_flag
+from shardwise.torch_private import schema_of
 from shardwise.wrapper import rebind, wrap
 
 NO_RULE = "gather, since there is no rule for it, and compute it on every rank"
@@ -183,5 +184,5 @@ def functional_form(func: Any) -> Any:
 
 def _starts_with_tensor(packet: Any) -> bool:
     """Not so polygamma, which takes its number first."""
-    arguments = getattr(packet, packet.overloads()[0])._schema.arguments
+    arguments = schema_of(getattr(packet, packet.overloads()[0])).arguments
     return bool(arguments) and "Tensor" in str(arguments[0].type)

@@ -15,6 +15,7 @@ from shardwise.engine.fallback import replicated
 from shardwise.engine.plan import Plan
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout.layout import dense_stride
+from shardwise.torch_private import OpOverload, schema_of
 from shardwise.wrapper import Wrapper, rebind
 
 _OF_FACTORIES = ("dtype", "layout", "device", "pin_memory")  # which the form with `out` may take from it
@@ -42,11 +43,11 @@ def into_outs(func: Any, call: CallShape) -> Plan:
     """The plan of such a call. Some ops return nothing then."""
     call.check()  # some ops write into an `out` of their result's type only
     name, names = op_name(func), out_names(func)
-    forms = [func] if isinstance(func, torch._ops.OpOverload) else _forms_with_out(name)
-    without = _without_out(func) if isinstance(func, torch._ops.OpOverload) else func
+    forms = [func] if isinstance(func, OpOverload) else _forms_with_out(name)
+    without = _without_out(func) if isinstance(func, OpOverload) else func
     if without is None:
         return replicated(func, call)
-    silent = any(not form._schema.returns for form in forms)
+    silent = any(not schema_of(form).returns for form in forms)
     # normal(0, 1, (3,), out=out) is of its type, normal(x, out=out) of the type of x
     of_numbers = all(path[0] in names for path in call.paths)
     typed = bool(forms) and (any if of_numbers else all)(_is_typed_by_out(form) for form in forms)
@@ -120,7 +121,7 @@ def _resized(name: str, out: Any, value: Any) -> Any:
 
 # -- an overload and the one that writes its result ------------------------------------------------------------------
 def _forms_with_out(name: str) -> list[Any]:
-    return [form for form in _overloads(name) if any(a.is_out for a in form._schema.arguments)]
+    return [form for form in _overloads(name) if any(a.is_out for a in schema_of(form).arguments)]
 
 
 def _overloads(name: str) -> list[Any]:
@@ -131,18 +132,18 @@ def _overloads(name: str) -> list[Any]:
 def _without_out(func: Any) -> Any:
     """The overload that takes the same arguments, and returns what `func` writes into the outs; None: there is none."""
     wanted = _taken(func, ())
-    found = [form for form in _overloads(op_name(func)) if not any(a.is_out for a in form._schema.arguments)]
+    found = [form for form in _overloads(op_name(func)) if not any(a.is_out for a in schema_of(form).arguments)]
     same = [form for form in found if _taken(form, ()) == wanted]
     alike = [form for form in found if _taken(form, _OF_FACTORIES) == _taken(func, _OF_FACTORIES)]
     return next(iter(same + alike), None)
 
 
 def _taken(func: Any, less: Sequence[str]) -> list[tuple[str, str]]:
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     return [(a.name, str(a.type)) for a in arguments if not a.is_out and a.name not in less]
 
 
 def _is_typed_by_out(form: Any) -> bool:
     """zeros(3, out=out): what is made has the type of `out`, unless told."""
-    names = [[a.name for a in f._schema.arguments] for f in (form, _without_out(form)) if f is not None]
+    names = [[a.name for a in schema_of(f).arguments] for f in (form, _without_out(form)) if f is not None]
     return len(names) == 2 and "dtype" not in names[0] and "dtype" in names[1]

@@ -23,6 +23,7 @@ from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
 from shardwise.move.steps import MoveStep, Spread
 from shardwise.strategy.spec import Algorithm, PerCoords
+from shardwise.torch_private import storage_id
 from shardwise.wrapper import shares_memory
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
@@ -159,7 +160,7 @@ def apart(func: Callable[..., Any]) -> Callable[..., Any]:
     """`func` where its global result is no view: nor may a rank's be one, which a shard is sometimes good for."""
 
     def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        own = lambda out: out.clone() if out.untyped_storage()._cdata == x.untyped_storage()._cdata else out  # noqa: E731
+        own = lambda out: out.clone() if storage_id(out) == storage_id(x) else out  # noqa: E731
         result = func(x, *args, **kwargs)
         return own(result) if isinstance(result, torch.Tensor) else type(result)(map(own, result))
 

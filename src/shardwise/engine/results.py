@@ -12,6 +12,7 @@ from shardwise.engine.aliasing import COPIES, note_copies, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch
 from shardwise.layout import Layout
 from shardwise.strategy.spec import Result
+from shardwise.torch_private import is_any_autocast_enabled
 from shardwise.wrapper import shares_memory, wrap, wrapper_of
 
 Finish = Callable[[Sequence[Any], dict[str, Any], Any], Any]  # (arguments, local result) -> the result
@@ -98,7 +99,7 @@ class Results:
 
 def one_wrapper(layout: Layout) -> Callable[[Any], Any]:
     """Wraps a single local result. Under autocast the local result knows the dtype, meta kernels do not."""
-    if not torch._C._is_any_autocast_enabled():
+    if not is_any_autocast_enabled():
         return wrapper_of(layout)
 
     def wrap_cast(local: Any) -> Any:

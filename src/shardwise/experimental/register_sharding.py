@@ -19,6 +19,7 @@ from shardwise.spec import TensorMeta
 from shardwise.strategy import registry
 from shardwise.strategy.notation import line_rule, operands_in, parse
 from shardwise.strategy.spec import Assignment, Choice, Factors, Operand, fitting
+from shardwise.torch_private import OpOverload, OpOverloadPacket, schema_of
 
 Pair = tuple[tuple[Placement, ...], tuple[Placement, ...]]  # outputs, inputs
 
@@ -69,9 +70,9 @@ def register_sharding(
 def overloads(op: Any) -> list[Any]:
     """The functions under which torch calls an op."""
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        return [one for one in (getattr(op, name) for name in op.overloads()) if not one._schema.is_mutable]
-    if isinstance(op, torch._ops.OpOverload) or inspect.isroutine(op):
+    if isinstance(op, OpOverloadPacket):
+        return [one for one in (getattr(op, name) for name in op.overloads()) if not schema_of(one).is_mutable]
+    if isinstance(op, OpOverload) or inspect.isroutine(op):
         return [op]
     raise RuleError(
         f"op = {op!r} ({type(op).__name__}): expected an op of torch.ops or torch.library, or a function that hands "

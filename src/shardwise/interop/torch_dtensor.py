@@ -16,6 +16,7 @@ from shardwise.layout.split import Intervals, chunk_pieces, compose, count, norm
 from shardwise.mesh import as_mesh
 from shardwise.surface import grad_placements
 from shardwise.tensor import DTensor
+from shardwise.torch_private import AsyncCollectiveTensor
 
 _StridedShard = theirs.placement_types._StridedShard  # type: ignore[attr-defined]
 
@@ -28,7 +29,7 @@ def from_torch(tensor: theirs.DTensor) -> DTensor:
     ours = _ours(mesh, tensor.placements, shape)
     grads = [_theirs(mesh, ours, axis, p, shape) for axis, p in enumerate(grad_placements(ours))]
     local = tensor.to_local(grad_placements=grads)
-    if isinstance(local, torch.distributed._functional_collectives.AsyncCollectiveTensor):
+    if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
     return DTensor.from_local(local, mesh, ours, shape=shape, stride=tensor.stride())
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from shardwise.torch_private import foreach_copy_
+
 if TYPE_CHECKING:
     from shardwise.move.tiles import TilePlan, TileSet
-
-_copy_all = torch._foreach_copy_  # one call for thousands of small pieces
 
 
 class Copy(NamedTuple):
@@ -52,7 +52,7 @@ class Message(NamedTuple):
         return wire
 
     def pack_into(self, wire: torch.Tensor, tiles: Sequence[torch.Tensor]) -> None:
-        _copy_all(self._views(wire), [piece.of(tiles) for piece in self.pieces])
+        foreach_copy_(self._views(wire), [piece.of(tiles) for piece in self.pieces])
 
     def landing(self, tiles: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The memory of the tiles that the message can be written to as it comes, if there is such."""
@@ -63,7 +63,7 @@ class Message(NamedTuple):
 
     def unpack(self, wire: torch.Tensor, tiles: Sequence[torch.Tensor]) -> None:
         """Put the pieces of a buffer into their places."""
-        _copy_all([piece.of(tiles) for piece in self.pieces], self._views(wire))
+        foreach_copy_([piece.of(tiles) for piece in self.pieces], self._views(wire))
 
     def _views(self, wire: torch.Tensor) -> list[torch.Tensor]:
         if len(self.pieces) == 1:
@@ -134,7 +134,7 @@ class Program:
         """Copy what this rank has already; tiles that stay need none."""
         moved = [(at, to) for at, to in self.keeps if not (stays and to.slot in self.stays)]
         if moved:
-            _copy_all([to.of(out) for _, to in moved], [at.of(parts) for at, _ in moved])
+            foreach_copy_([to.of(out) for _, to in moved], [at.of(parts) for at, _ in moved])
 
     @property
     def _arrives_whole(self) -> bool:

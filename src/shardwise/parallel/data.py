@@ -25,6 +25,7 @@ from shardwise.parallel.data_home import DataAxis, common_mesh, home_of
 from shardwise.parallel.data_rows import Rows
 from shardwise.parallel.data_unit import Unit
 from shardwise.tensor import DTensor
+from shardwise.torch_private import at_end_of_backward
 from shardwise.wrapper import wrap
 
 SHARDS = ("none", "optimizer", "gradients", "parameters")
@@ -241,7 +242,7 @@ class DataParallel:
             # that of an input is it (frozen parameters, reentrant checkpoints, autograd.grad of an activation)
             ending = functools.partial(self.end_backward)
             self.ending = weakref.ref(ending)
-            torch.autograd.Variable._execution_engine.queue_callback(ending)  # type: ignore[attr-defined]
+            at_end_of_backward(ending)
 
     def _reset_buckets(self) -> None:
         """All buckets are empty, and in the same order on all ranks: the last modules first."""

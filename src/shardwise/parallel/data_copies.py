@@ -23,6 +23,7 @@ from shardwise.move.steps import Spread
 from shardwise.parallel.data_freed import Freed
 from shardwise.parallel.data_home import DataAxis, Home
 from shardwise.parallel.data_rows import Rows
+from shardwise.torch_private import foreach_copy_
 from shardwise.wrapper import wrap
 
 
@@ -240,7 +241,7 @@ class Copies:
         for r, row in enumerate(self.rows):
             parts = [self._value(e, r) for e in self.entries]
             room = torch.zeros(self.length, dtype=self.dtype, device=self._device)
-            torch._foreach_copy_(row.kept(room, self.data.coords[r]), parts)
+            foreach_copy_(row.kept(room, self.data.coords[r]), parts)
             rows.append(room)
         return rows
 
@@ -267,7 +268,7 @@ class Copies:
             else:
                 sources = [self._value(entry, r) for entry in self.entries]
             if sources:
-                torch._foreach_copy_(self.sinks[r], sources)
+                foreach_copy_(self.sinks[r], sources)
         self.full = True
         self._call_leaves(torch.Tensor)
 

@@ -16,6 +16,7 @@ import torch
 
 from shardwise.comm.simulation import RankTensor, unique
 from shardwise.tensor import DTensor
+from shardwise.torch_private import is_transformed
 
 # How many tensors are remembered. It counts those that are gone, too: all ranks must agree on what is remembered, and
 # when a tensor goes may depend on a garbage collector.
@@ -60,7 +61,7 @@ def _forget(entry: Any) -> None:
 
 def _has_graph(value: torch.Tensor) -> bool:
     recorded = type(value) is torch.Tensor and value.requires_grad and not value.is_leaf
-    return recorded and not torch._C._functorch.is_functorch_wrapped_tensor(value)  # which has no memory of its own
+    return recorded and not is_transformed(value)  # which has no memory of its own
 
 
 def _apart(x: torch.Tensor) -> torch.Tensor:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.random.boxes import Box, Intervals, box_of, held_boxes
 from shardwise.random.distributions import Distribution
 from shardwise.random.philox import CHUNK, words
+from shardwise.torch_private import FakeTensor
 
 _WORTH_THREADS = 1 << 19  # elements: with fewer, starting threads costs more than they save
 

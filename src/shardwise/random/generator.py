@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.errors import ShardwiseError
 from shardwise.random.philox import words
+from shardwise.torch_private import count_dispatch_modes, without_modes
 
 PHILOX, TORCH = "philox", "torch"
 _LOWEST = -(1 << 63)
@@ -64,9 +64,9 @@ def next_key(generator: torch.Generator | None = None) -> int:
     """A key that has not been before: 64 bits drawn from a generator (default: torch's)."""
     generator = torch.default_generator if generator is None else generator
     if generator.device.type == "cpu":
-        if torch._C._len_torch_dispatch_stack() == 0:
+        if count_dispatch_modes() == 0:
             return _drawn(generator)
-        with _disable_current_modes():  # a fake tensor has no value
+        with without_modes():  # a fake tensor has no value
             return _drawn(generator)
     # a GPU's generator counts: take the next count, without waiting for the GPU
     offset = generator.get_offset()

@@ -16,6 +16,7 @@ from shardwise.strategy.notation import factors, operands_in, parse
 from shardwise.strategy.program import reduced
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
+from shardwise.torch_private import attention_math
 
 
 @rule("scaled_dot_product_attention")
@@ -87,4 +88,4 @@ def attention_by_definition(query: Any, key: Any, value: Any, attn_mask: Any = N
     """In torch's own parts, whose dropout draws what one device would draw."""
     if attn_mask is not None and attn_mask.dtype is torch.bool:  # of which the parts make nothing
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-    return torch._scaled_dot_product_attention_math(query, key, value, attn_mask, *args, **kwargs)[0]
+    return attention_math(query, key, value, attn_mask, *args, **kwargs)[0]

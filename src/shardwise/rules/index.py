@@ -20,6 +20,7 @@ from shardwise.rules.slicing import adds_up, clipped, select, slice_, sum_of
 from shardwise.rules.view import dim_of, unsqueeze
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
+from shardwise.torch_private import assert_async
 from shardwise.wrapper import Wrapper, shares_memory
 
 Action = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]  # rule, function, arguments
@@ -135,7 +136,7 @@ def located(
     With `from_end`, negative indices count from the end."""
     outside = (index < (-size if from_end else 0)) | (index >= size)
     if index.is_cuda:
-        torch._assert_async(~outside.any())  # as torch does there: without waiting for the answer
+        assert_async(~outside.any())  # as torch does there: without waiting for the answer
     elif outside.any():
         raise error(f"index {int(index[outside][0])} is out of bounds for a dimension with size {size}")
     if from_end:

@@ -18,6 +18,7 @@ from shardwise.strategy.notation import operands_in
 from shardwise.strategy.program import needs_grad, reduced
 from shardwise.strategy.registry import named, rule
 from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, Places
+from shardwise.torch_private import foreach_max, foreach_mul_, foreach_norm, fused_optimizer_steps
 from shardwise.wrapper import wrap, wrapper_of
 
 _SAME_NAMES = {"alpha", "value", "weight", "memory_format", "non_blocking"}  # list ops have own names for the others
@@ -134,7 +135,7 @@ def fused(func: Any, *args: Any, **kwargs: Any) -> Columns | Algorithm | None:
     return Columns(lists, {}, lambda *here: broadcast(here)) if alike and not pending else None
 
 
-for _func in (torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_):
+for _func in fused_optimizer_steps:
     rule(_func.__name__, any_float=True)(partial(fused, _func))
 
 
@@ -187,29 +188,29 @@ def one_each(tensors: Sequence[Operand], alone: Any, op: Any, *more: Any, **opti
 
 
 @rule("_foreach_norm")
-def foreach_norm(tensors: Sequence[Operand], ord: Any = 2, dtype: Any = None) -> Algorithm:
+def norms(tensors: Sequence[Operand], ord: Any = 2, dtype: Any = None) -> Algorithm:
     """Without gradients the p-th powers of the ranks' norms add up, in double precision so that nothing overflows."""
     power = ord if ord and math.isfinite(ord) else 1
 
     def part(values: Sequence[torch.Tensor]) -> torch.Tensor:
         half = dtype is None and values[0].dtype in (torch.float16, torch.bfloat16)
         values = _filled(values, 0 if ord >= 0 else math.inf)
-        return torch.stack(torch._foreach_norm(values, ord, torch.float32 if half else dtype)).double() ** power
+        return torch.stack(foreach_norm(values, ord, torch.float32 if half else dtype)).double() ** power
 
     alone = lambda t: torch.linalg.vector_norm(t, ord, dtype=dtype)  # noqa: E731
-    op = lambda values: torch._foreach_norm(values, ord, dtype)  # noqa: E731
+    op = lambda values: foreach_norm(values, ord, dtype)  # noqa: E731
     reduce_op = "sum" if math.isfinite(ord) else "max" if ord > 0 else "min"
     return one_each(tensors, alone, op, part, reduce_op, lambda sums: sums ** (1 / power), dtype)
 
 
 @rule("_foreach_max")
-def foreach_max(tensors: Sequence[Operand]) -> Algorithm:
+def maxima(tensors: Sequence[Operand]) -> Algorithm:
     def part(values: Sequence[torch.Tensor]) -> torch.Tensor:
         kind = values[0].dtype
         lowest = -math.inf if kind.is_floating_point else False if kind == torch.bool else torch.iinfo(kind).min
-        return torch.stack(torch._foreach_max(_filled(values, lowest)))
+        return torch.stack(foreach_max(_filled(values, lowest)))
 
-    return one_each(tensors, torch.max, lambda values: torch._foreach_max(list(values)), part, "max")
+    return one_each(tensors, torch.max, lambda values: foreach_max(list(values)), part, "max")
 
 
 @rule("_foreach_powsum")
@@ -228,6 +229,6 @@ def unscale(tensors: Sequence[Operand], found_inf: Operand, inv_scale: Operand) 
 
     def run(tensors: Any, found_inf: Any, inv_scale: Any) -> None:
         found_inf.copy_(torch.maximum(found_inf, torch.stack(flags(tensors)).amax()))
-        torch._foreach_mul_(tensors, inv_scale.to(tensors[0].dtype).reshape(()))
+        foreach_mul_(tensors, inv_scale.to(tensors[0].dtype).reshape(()))
 
     return Algorithm(run, writes=True)

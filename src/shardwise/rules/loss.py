@@ -17,6 +17,7 @@ from shardwise.rules.reduce import names_of, whole_along
 from shardwise.strategy.notation import operands_in
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand, PerCoords, Result
+from shardwise.torch_private import assert_async, schema_of
 
 REDUCTIONS = ("none", "mean", "sum")  # aten gives the number
 
@@ -43,7 +44,7 @@ def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | N
     def by_number(*args: Any, **kwargs: Any) -> Any:
         """aten's spelling, with a number for the reduction, as a call of torch.nn.functional's."""
         overloads = getattr(torch.ops.aten, name)
-        arguments = [a.name for a in getattr(overloads, overloads.overloads()[0])._schema.arguments]
+        arguments = [a.name for a in schema_of(getattr(overloads, overloads.overloads()[0])).arguments]
         given = dict(zip(arguments, args)) | kwargs
         reduction = REDUCTIONS[given.pop("reduction", 1)]
         return func(given.pop(arguments[0]), given.pop(arguments[1]), reduction=reduction, **given)
@@ -125,7 +126,7 @@ def among(held: Intervals, target: torch.Tensor, size: int, ignore_index: int) -
     """Where a rank has each target's class, -100 where it has not."""
     counted = target != ignore_index
     inside = ((target >= 0) & (target < size)) | ~counted
-    torch._assert_async(inside.all(), f"a target is out of bounds: there are {size} classes")
+    assert_async(inside.all(), f"a target is out of bounds: there are {size} classes")
     mine, offset = torch.full_like(target, -100), 0
     for start, stop in held:
         mine = torch.where(counted & (target >= start) & (target < stop), target - start + offset, mine)

@@ -11,8 +11,7 @@ from shardwise.sharded.checks import check_strided, checked_properties
 from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties, as_size
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec, spec_of
-
-make_wrapper = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+from shardwise.torch_private import ignore_torch_function, make_wrapper
 
 
 def new_tile(size: Sequence[int], device: torch.device, properties: TensorProperties) -> torch.Tensor:
@@ -71,7 +70,7 @@ class ShardedTensorBase(torch.Tensor):
             f"is no custom __torch_dispatch__ implementation for it; use a ShardedTensor"
         )
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = ignore_torch_function
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._metadata})"

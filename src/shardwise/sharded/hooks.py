@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from shardwise.torch_private import will_run
+
 _state = threading.local()
 
 
@@ -58,11 +60,7 @@ class LeafHooks:
         if getattr(_state, "later", False):
             return grad
         self.come[i] = grad
-        awaited = [
-            j
-            for j, node in enumerate(self.nodes)
-            if j not in self.come and torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
-        ]
+        awaited = [j for j, node in enumerate(self.nodes) if j not in self.come and will_run(node)]
         if awaited:
             return torch.zeros_like(grad)
         come, self.come = self.come, {}

@@ -9,15 +9,16 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.distributed import _remote_device  # type: ignore[attr-defined]
+
+from shardwise.torch_private import remote_device
 
 
 @functools.lru_cache(maxsize=65536)
-def _parsed(text: str) -> _remote_device:
-    return _remote_device(text)
+def _parsed(text: str) -> remote_device:
+    return remote_device(text)
 
 
-def as_remote_device(placement: Any) -> Any:
+def asremote_device(placement: Any) -> Any:
     """A placement such as "rank:1/cuda:0" as torch's object; equal texts give the same one."""
     return _parsed(placement) if type(placement) is str else placement
 
@@ -28,13 +29,13 @@ class ShardMetadata:
 
     shard_offsets: list[int]
     shard_sizes: list[int]
-    placement: _remote_device | None
+    placement: remote_device | None
 
     def __init__(
         self,
         shard_offsets: list[int],
         shard_sizes: list[int],
-        placement: str | _remote_device | None = None,
+        placement: str | remote_device | None = None,
     ) -> None:
         self.shard_offsets, self.shard_sizes = shard_offsets, shard_sizes
         self.placement = _parsed(placement) if type(placement) is str else placement  # type: ignore[assignment]

@@ -20,6 +20,7 @@ from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec, spec_of
 from shardwise.sharded.telling import tell_all
 from shardwise.sharded.tiling import plan_between, tiles_of, whole_on
+from shardwise.torch_private import parse_to
 
 
 class Movable(HeldTiles):
@@ -186,7 +187,7 @@ def _where_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dty
     args = args[: before + 1]
     if args and isinstance(args[0], torch.Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
-    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, non_blocking, _ = parse_to(*args, **kwargs)
     return device, dtype, non_blocking, bool(copy)
 
 

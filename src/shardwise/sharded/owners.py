@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import rpc
-from torch.distributed.distributed_c10d import _get_default_group
 
 from shardwise.sharded.metadata import ShardMetadata
+from shardwise.torch_private import default_group
 
 
 def as_group(process_group: Any) -> Any:
@@ -24,7 +24,7 @@ def as_group(process_group: Any) -> Any:
         raise RuntimeError(
             "process_group: None given and there is no default process group; call torch.distributed.init_process_group"
         )
-    return _get_default_group()
+    return default_group()
 
 
 def ranks_of(group: Any) -> list[int]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _remote_device  # type: ignore[attr-defined]
 
 from shardwise.sharded.base import make_wrapper
 from shardwise.sharded.loading import current_process_group
@@ -15,6 +14,7 @@ from shardwise.sharded.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadat
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ChunkShardingSpec, EnumerableShardingSpec
 from shardwise.sharded.surface import Differentiable
+from shardwise.torch_private import remote_device
 
 
 @dataclass
@@ -108,6 +108,6 @@ torch.serialization.add_safe_globals(
         MEM_FORMAT_ENCODING,
         ChunkShardingSpec,
         EnumerableShardingSpec,
-        _remote_device,
+        remote_device,
     ]
 )

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed import _remote_device  # type: ignore[attr-defined]
 
-from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_remote_device
+from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, asremote_device
 from shardwise.sharded.tiling import check_cover, check_disjoint
+from shardwise.torch_private import remote_device
 
 
 class PlacementSpec(ABC):  # noqa: B024
@@ -19,7 +19,7 @@ class PlacementSpec(ABC):  # noqa: B024
 
 
 def _remote(placement: Any) -> Any:
-    return placement if isinstance(placement, _remote_device) else as_remote_device(_text(placement))
+    return placement if isinstance(placement, remote_device) else asremote_device(_text(placement))
 
 
 def _text(placement: Any) -> str:
@@ -34,7 +34,7 @@ def _text(placement: Any) -> str:
 class DevicePlacementSpec(PlacementSpec):
     """One device of one rank."""
 
-    device: _remote_device
+    device: remote_device
 
     def __post_init__(self) -> None:
         self.device = _remote(self.device)
@@ -59,7 +59,7 @@ class ChunkShardingSpec(ShardingSpec):
     """Cut along one dim like torch.chunk: one chunk for each placement, in order."""
 
     dim: int | str
-    placements: list[_remote_device | str]
+    placements: list[remote_device | str]
 
     def __post_init__(self) -> None:
         self._verify_dim(self.dim)

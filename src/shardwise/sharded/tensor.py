@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from shardwise.move.tiles import TileSet
-from shardwise.reentrant import reentrant
 from shardwise.sharded import registry, remote
 from shardwise.sharded.base import ShardedTensorBase, blank, new_tile
 from shardwise.sharded.checks import check_spec, checked_metadata, in_order
@@ -23,6 +22,7 @@ from shardwise.sharded.owners import as_group, shards_of
 from shardwise.sharded.saving import Savable
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec, in_order_of, spec_of
+from shardwise.torch_private import reentrant, with_torch_function
 
 __all__ = ["Options", "ShardedTensor", "ShardedTensorBase", "first_sharded", "new_tile", "same_tiles"]
 
@@ -113,7 +113,7 @@ class ShardedTensor(Savable):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with reentrant(), torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
+        with reentrant(), with_torch_function():
             return registry.fallback[0](func, args, kwargs or {})
 
     # -- from parts -----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps
 from shardwise.move.window import Needs, Windows
+from shardwise.torch_private import is_any_autocast_enabled
 from shardwise.wrapper import Wrapper, wrap
 
 
@@ -58,7 +59,7 @@ def run_local(
 
 def _wrapped(local: Any, layout: Layout) -> Any:
     """Under autocast the local result knows the dtype."""
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         layout = layout.replace(dtype=layout.mesh.comm.first(local).dtype)
     return wrap(local, layout)
 

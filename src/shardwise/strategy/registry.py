@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from shardwise.errors import RuleError
 from shardwise.functions import writes_first
 from shardwise.strategy.spec import Algorithm, Gathered
+from shardwise.torch_private import function_namespaces, schema_of
 
 Rule = Callable[..., Any]  # (operands and static arguments as in the call) -> spec, or None: no rule for this form
 
-_C: Any = torch._C
-_NAMESPACES = (torch, torch.Tensor, F, torch.special, torch.linalg, _C._nn, _C._special, _C._linalg)
+_NAMESPACES = (torch, torch.Tensor, F, torch.special, torch.linalg, *function_namespaces)
 _rules: dict[str, Rule] = {}
 _any_float: set[str] = set()
 _numbers: dict[str, tuple[str | int, ...]] = {}
@@ -117,7 +117,7 @@ def give(op: Any, function: Rule, replace: bool) -> None:
     if op in _given and not replace:
         raise RuleError(f"{op} has a rule already, registered by you; pass replace=True to give it another")
     _given[op] = function
-    namespace, _, name = op._schema.name.partition("::") if hasattr(op, "_schema") else ("", "", "")
+    namespace, _, name = schema_of(op).name.partition("::") if schema_of(op) is not None else ("", "", "")
     if namespace == "aten":
         _hidden.update({name, name.lstrip("_")})  # softmax must arrive as _softmax
     _by_function.clear()

@@ -8,6 +8,7 @@ import torch
 
 from shardwise.sharded.registry import own
 from shardwise.sharded.tensor import ShardedTensor
+from shardwise.torch_private import has_same_memory_kind, typed_storage
 
 _T = torch.Tensor
 
@@ -38,7 +39,7 @@ def formatted(tensor: ShardedTensor, format_spec: str) -> str:
     )
 
 
-own(torch._has_compatible_shallow_copy_type)(lambda *args: False)
+own(has_same_memory_kind)(lambda *args: False)
 
 
 @own(_T.is_floating_point, torch.is_floating_point)
@@ -124,7 +125,7 @@ def apply_(tensor: ShardedTensor, callable: Any) -> ShardedTensor:
     return tensor
 
 
-@own(_T.untyped_storage, _T.storage, _T._typed_storage)
+@own(_T.untyped_storage, _T.storage, typed_storage)
 def storage(tensor: ShardedTensor) -> Any:
     raise RuntimeError(
         f"a ShardedTensor of size {list(tensor.size())} has no memory of its own: ask the tensors of local_shards(), "

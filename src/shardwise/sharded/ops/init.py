@@ -14,6 +14,7 @@ from shardwise.random import distributions as draws
 from shardwise.sharded.fill import fill_tiles
 from shardwise.sharded.registry import own
 from shardwise.sharded.tensor import ShardedTensor
+from shardwise.torch_private import correct_fan
 
 
 def _fill(tensor: Any, what: draws.Distribution, generator: Any = None) -> ShardedTensor:
@@ -53,7 +54,7 @@ def kaiming_uniform_(
 ) -> ShardedTensor:
     """As torch's, with the fan of the whole tensor."""
     check_given(a=a, mode=mode, nonlinearity=nonlinearity)
-    fan = nn.init._calculate_correct_fan(torch.empty(tensor.size(), device="meta"), mode)  # type: ignore[arg-type]
+    fan = correct_fan(torch.empty(tensor.size(), device="meta"), mode)  # type: ignore[arg-type]
     bound = math.sqrt(3.0) * nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
     return _fill(tensor, draws.uniform(-bound, bound), generator)
 

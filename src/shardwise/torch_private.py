@@ -1,0 +1,175 @@
+"""The only file that touches private names of torch, each with the feature that needs it.
+
+A name that a torch release has dropped does not stop the import: what stands in its place raises when it is used, and
+names the feature that is lost. `tests/test_torch_private.py` fails for each such name, and for a private name that is
+used anywhere else. Two kinds are not listed here: `torch.utils._pytree`, which torch's own documentation shows, and
+attributes that every tensor and module has had since torch 1.0 (`_version`, `_base`, `_parameters`, `_buffers`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+USED_FOR: dict[str, str] = {}
+"""Private name of torch -> the feature that needs it."""
+
+
+def _find(path: str) -> Any:
+    """What `path` names: an attribute, looked up in the longest part of the path that is a module."""
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        for name in parts[length:]:
+            found = getattr(found, name)
+        return found
+    raise AttributeError(path)
+
+
+def take(path: str, feature: str) -> Any:
+    """What torch has at `path`, or a class that raises when it is called and is nobody's type."""
+    USED_FOR[path] = feature
+    try:
+        return _find(path)
+    except AttributeError:
+
+        def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError(
+                f"{feature} needs {path}, which torch {torch.__version__} does not have. "
+                "Use a torch version in the supported range (see pyproject.toml)"
+            )
+
+        return type("Missing", (), {"__new__": refuse})
+
+
+# --- tensor classes -------------------------------------------------------------------------------------------------
+make_wrapper: Callable[..., Any] = take(
+    "torch.Tensor._make_wrapper_subclass", "tensors of a global shape without memory"
+)
+ignore_torch_function: Any = take("torch._C._disabled_torch_function_impl", "tensor classes that only dispatch sees")
+without_torch_function: Any = take(
+    "torch._C.DisableTorchFunctionSubclass", "torch's own attribute of a distributed tensor"
+)
+with_torch_function: Any = take(
+    "torch._C._EnableTorchFunction", "rules of whole functions inside of __torch_dispatch__"
+)
+requires_grad_in_cpp: Any = take("torch._C.TensorBase.requires_grad", "requires_grad as C++ sees it")
+has_same_memory_kind: Any = take("torch._has_compatible_shallow_copy_type", "module.to() of sharded parameters")
+typed_storage: Any = take("torch.Tensor._typed_storage", "the storage of a ShardedTensor raises clearly")
+
+# --- modes ----------------------------------------------------------------------------------------------------------
+is_any_autocast_enabled: Callable[[], bool] = take("torch._C._is_any_autocast_enabled", "autocast")
+is_forward_grad_enabled: Callable[[], bool] = take(
+    "torch._C._is_fwd_grad_enabled", "telling that a Function is applied"
+)
+are_transforms_active: Callable[[], bool] = take("torch._C._are_functorch_transforms_active", "torch.func")
+is_transformed: Callable[[Any], bool] = take("torch._C._functorch.is_functorch_wrapped_tensor", "torch.func")
+make_dual: Any = take("torch._C._VariableFunctions._make_dual", "a clear error of forward-mode differentiation")
+count_dispatch_modes: Callable[[], int] = take("torch._C._len_torch_dispatch_stack", "ops under a TorchDispatchMode")
+without_modes: Any = take(
+    "torch.utils._python_dispatch._disable_current_modes", "random keys under a TorchDispatchMode"
+)
+DispatchMode: Any = take("torch.utils._python_dispatch.TorchDispatchMode", "CommDebugMode")
+without_fake_mode: Any = take("torch._subclasses.fake_tensor.unset_fake_temporarily", "programs under FakeTensorMode")
+FakeTensor: Any = take("torch._subclasses.fake_tensor.FakeTensor", "random ops under FakeTensorMode")
+_get_dispatch_mode: Any = take("torch._C._get_dispatch_mode", "make_fx refuses a move between processes")
+_mode_keys: Any = take("torch._C._TorchDispatchModeKey", "make_fx refuses a move between processes")
+
+
+def is_traced() -> bool:
+    """Whether make_fx is writing a graph."""
+    return _get_dispatch_mode(_mode_keys.PROXY) is not None
+
+
+_DispatchKey: Any = take("torch._C.DispatchKey", "ops under a TorchDispatchMode")
+_DispatchKeySet: Any = take("torch._C.DispatchKeySet", "ops under a TorchDispatchMode")
+_included_keys: Any = take("torch._C._dispatch_tls_local_include_set", "ops under a TorchDispatchMode")
+_excluded_keys: Any = take("torch._C._dispatch_tls_local_exclude_set", "ops under a TorchDispatchMode")
+_force_keys: Any = take("torch._C._ForceDispatchKeyGuard", "ops under a TorchDispatchMode")
+
+
+@contextmanager
+def reentrant() -> Iterator[None]:
+    """Calls torch from inside of `__torch_dispatch__` as from outside: recorded by autograd, seen by tensor classes.
+
+    A dispatch mode that showed the op on its way here is off the stack while it does, but torch would look for it: it
+    is taken out of the keys too.
+    """
+    with torch.overrides.enable_reentrant_dispatch():
+        included = _included_keys()
+        if count_dispatch_modes() or not included.has(_DispatchKey.Python):
+            yield
+        else:
+            modes = _DispatchKeySet(_DispatchKey.Python) | _DispatchKeySet(_DispatchKey.PythonTLSSnapshot)
+            with _force_keys(included - modes, _excluded_keys()):
+                yield
+
+
+# --- autograd -------------------------------------------------------------------------------------------------------
+_engine: Any = take("torch.autograd.Variable._execution_engine", "what data_parallel does when a backward pass ends")
+sequence_number: Callable[[], int] = take(
+    "torch.autograd._get_sequence_nr", "CommDebugMode: which module's backward runs"
+)
+current_node: Callable[[], Any] = take("torch._C._current_autograd_node", "CommDebugMode: which module's backward runs")
+will_run: Callable[[Any], bool] = take(
+    "torch._C._will_engine_execute_node", "hooks of ShardedTensors with several shards"
+)
+DelayedError: Any = take("torch._C._functions.DelayedError", "double backward through a once_differentiable Function")
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have autograd call this when the backward pass that is running ends."""
+    _engine.queue_callback(callback)
+
+
+# --- functions and operators ----------------------------------------------------------------------------------------
+OpOverload: Any = take("torch._ops.OpOverload", "calls of aten overloads")
+OpOverloadPacket: Any = take("torch._ops.OpOverloadPacket", "register_sharding(torch.ops.aten.name)")
+all_op_names: Callable[[], list[str]] = take("torch._C._dispatch_get_all_op_names", "shardwise rules --fallback")
+has_kernel: Callable[[str, str], bool] = take(
+    "torch._C._dispatch_has_kernel_for_dispatch_key", "shardwise rules --fallback"
+)
+function_namespaces: tuple[Any, ...] = tuple(
+    take(f"torch._C.{name}", "rules found by the names of C++ functions") for name in ("_nn", "_special", "_linalg")
+)
+parse_to: Any = take("torch._C._nn._parse_to", "ShardedTensor.to(...)")
+assert_async: Any = take("torch._assert_async", "indices out of range raise without waiting for the GPU")
+attention_math: Any = take("torch._scaled_dot_product_attention_math", "attention written out, where no kernel fits")
+correct_fan: Any = take("torch.nn.init._calculate_correct_fan", "kaiming_uniform_ of ShardedTensors")
+foreach_copy_: Any = take("torch._foreach_copy_", "many copies in one call")
+foreach_norm: Any = take("torch._foreach_norm", "norms of lists of tensors")
+foreach_max: Any = take("torch._foreach_max", "maxima of lists of tensors")
+foreach_mul_: Any = take("torch._foreach_mul_", "clip_grad_norm_")
+fused_optimizer_steps: tuple[Any, ...] = tuple(
+    take(f"torch.{name}", "optimizers with fused=True")
+    for name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
+)
+foreach_types: list[type] = take("torch.utils._foreach_utils._foreach_supported_types", "optimizers choose foreach")
+
+
+def schema_of(func: Any) -> Any:
+    """The schema of an aten overload; None of anything else."""
+    return getattr(func, "_schema", None)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """What two tensors have in common if, and only if, they share memory: also where that is empty."""
+    return tensor.untyped_storage()._cdata
+
+
+# --- torch.distributed ----------------------------------------------------------------------------------------------
+remote_device: Any = take("torch.distributed._remote_device", "placements such as 'rank:1/cuda:0'")
+default_group: Any = take(
+    "torch.distributed.distributed_c10d._get_default_group", "ShardedTensor without a process_group"
+)
+default_store: Any = take("torch.distributed.distributed_c10d._get_default_store", "messages between two ranks")
+AsyncCollectiveTensor: Any = take(
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor", "tensors of torch's DTensor that still wait"
+)
