@@ -14,7 +14,7 @@ from shardwise import (
 )
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.calibration import calibrate
-from shardwise.comm.simulation import RankTensor
+from shardwise.comm.rank_tensor import RankTensor
 from shardwise.context import strict
 from shardwise.engine.cache import cache_info, clear_caches
 from shardwise.errors import (

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction, Function, once_differentiable
 
-from shardwise.comm.simulation import RankTensor, map_ranks
+from shardwise.comm.rank_tensor import RankTensor, map_ranks
 from shardwise.context import functions
 from shardwise.engine.call import replicated_plain
 from shardwise.errors import AutogradError

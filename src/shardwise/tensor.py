@@ -12,8 +12,8 @@ import torch
 
 from shardwise import checkpoint, surface
 from shardwise.comm.bridge import collapse, own_each, regrade, share
+from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note
-from shardwise.comm.simulation import RankTensor
 from shardwise.context import is_strict, refuse_in_program, relaxed, running_op
 from shardwise.engine.cache import register_cache
 from shardwise.engine.call import SPECIAL, call_function, call_overload

@@ -10,8 +10,8 @@ import torch
 from shardwise.errors import MoveError
 from shardwise.layout.tiles import Tiles, first_hole, first_overlap, meetings
 from shardwise.layout.tileset import TileSet
-from shardwise.move.tile_step import run_tiles_at_hand
 from shardwise.move.tiles import TilePlan
+from tests.move.postbox import transfer_all
 from tests.sharded.common import cut_up
 
 
@@ -22,6 +22,13 @@ def dealt(boxes, ranks, generator, copies=1):
         for r in generator.sample(list(ranks), generator.randint(1, copies)):
             held[r].append(box)
     return held
+
+
+def moved(plan, parts):
+    """Each rank's target tiles, given its source tiles."""
+    like = next(x for held in parts.values() for x in held)
+    ranks = sorted({*parts, *plan.ranks})
+    return transfer_all(plan, {r: parts.get(r) or [like.new_empty(0)] for r in ranks}, ranks)
 
 
 def part(value, box):
@@ -39,7 +46,7 @@ def test_any_tiles_to_any_tiles(seed):
     targets = dealt(cut(), range(2, 7), generator, copies=1 + seed % 2)  # other ranks too
     plan = TilePlan(sources, targets, itemsize=8)
     value = torch.randn(size, dtype=torch.float64)
-    out = run_tiles_at_hand(plan, {r: [part(value, b) for b in boxes] for r, boxes in sources.items()})
+    out = moved(plan, {r: [part(value, b) for b in boxes] for r, boxes in sources.items()})
     for r, boxes in targets.items():
         for box, got in zip(boxes, out.get(r, ())):
             assert torch.equal(got, part(value, box))
@@ -53,25 +60,20 @@ def test_gradients_take_the_way_back(seed):
     size = [generator.randint(1, 6) for _ in range(generator.randint(1, 3))]
     sources = dealt(cut_up(size, 5, generator), range(4), generator)
     targets = dealt(cut_up(size, 5, generator), range(4), generator)
-    value, weight = torch.randn(size, dtype=torch.float64), torch.randn(size, dtype=torch.float64)
-    parts = {r: [part(value, b).requires_grad_() for b in boxes] for r, boxes in sources.items()}
-    out = run_tiles_at_hand(TilePlan(sources, targets), parts)
-    loss = sum((t**3 * part(weight, b)).sum() for r in targets for b, t in zip(targets[r], out[r]))
-    leaves = [t for held in parts.values() for t in held]
-    grads = torch.autograd.grad(loss, leaves, create_graph=True)
-    boxes = [b for held in sources.values() for b in held]
-    for box, grad in zip(boxes, grads):
-        assert torch.allclose(grad, 3 * part(value, box) ** 2 * part(weight, box))
-    second = torch.autograd.grad(sum(g.sum() for g in grads), leaves)
-    for box, grad in zip(boxes, second):
-        assert torch.allclose(grad, 6 * part(value, box) * part(weight, box))
+    weight = torch.randn(size, dtype=torch.float64)
+    plan = TilePlan(sources, targets)
+    grads = moved(plan.reverse, {r: [part(weight, b) for b in boxes] for r, boxes in targets.items()})
+    for r, boxes in sources.items():
+        for box, grad in zip(boxes, grads.get(r, ())):
+            assert torch.equal(grad, part(weight, box))
+    assert plan.reverse.reverse is plan
 
 
 def test_what_stays_is_the_same_tensor_and_nothing_travels():
     tiles = {0: [((0, 0), (2, 3))], 1: [((2, 0), (2, 3))]}
     plan = TilePlan(tiles, tiles)
     parts = {0: [torch.ones(2, 3)], 1: [torch.zeros(2, 3)]}
-    out = run_tiles_at_hand(plan, parts)
+    out = moved(plan, parts)
     assert out[0][0] is parts[0][0] and plan.is_local and plan.bytes_in(0) == 0
 
 
@@ -92,7 +94,7 @@ def test_missing_elements_are_named_or_zero():
     with pytest.raises(MoveError, match=r"rank 3 needs the tile at \[2\] of sizes \[5\], of which no rank holds 2"):
         TilePlan({0: [((0,), (5,))]}, {3: [((2,), (5,))]})
     plan = TilePlan({0: [((0,), (5,))]}, {3: [((2,), (5,))]}, holes=True)
-    assert run_tiles_at_hand(plan, {0: [torch.arange(5)]})[3][0].tolist() == [2, 3, 4, 0, 0]
+    assert moved(plan, {0: [torch.arange(5)]})[3][0].tolist() == [2, 3, 4, 0, 0]
     with pytest.raises(MoveError, match="boxes of 1 dims, but the sources have 2"):
         TilePlan({0: [((0, 0), (5, 5))]}, {0: [((0,), (5,))]})
 

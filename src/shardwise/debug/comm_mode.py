@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
+from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Entry, listeners
-from shardwise.comm.simulation import RankTensor
 from shardwise.debug.trace import ModuleTrace, Operation
 from shardwise.engine.call_shape import op_name
 from shardwise.torch_private import DispatchMode, current_node, sequence_number

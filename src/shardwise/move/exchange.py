@@ -75,7 +75,7 @@ class Exchange(RoutedStep):
         p = layout.placements[axis]
         return "S" if isinstance(p, Shard) else "P" if isinstance(p, Partial) else "R"
 
-    @property
+    @cached_property
     def partner(self) -> Exchange:
         """The way of the gradient: the parts of a sum all get the sum's gradient, and a spread value's add up."""
         if self.reduces and self.reduce_op != "sum":

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy
 import torch
 
-from shardwise.layout.region import Region, View, stacked_along
+from shardwise.layout.region import Region, stacked_along
 from shardwise.layout.split import Intervals, is_contiguous
 
 
@@ -50,11 +50,6 @@ def take(x: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
 
 
 # -- along all dims ----------------------------------------------------------------------------------------
-def view_in(x: torch.Tensor, view: View) -> torch.Tensor:
-    """What a view of a contiguous tensor shows."""
-    return x.as_strided(view.shape, view.stride, x.storage_offset() + view.start)
-
-
 def pick(x: torch.Tensor, region: Region) -> torch.Tensor:
     """What `x` has at these positions: a view where each side is one interval."""
     for dim, side in enumerate(region):

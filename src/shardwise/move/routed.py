@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.base import Comm, Coords
+from shardwise.comm.base import Coords
 from shardwise.comm.messages import Along
 from shardwise.comm.process_group import ProcessGroupComm
-from shardwise.comm.simulation import SimulatedComm
 from shardwise.layout import Region
 from shardwise.layout.region import region_shape, within
 from shardwise.move.at_hand import Whole
@@ -30,8 +29,7 @@ class RoutedStep(MeshStep):
     kept: dict[Any, Any] = field(default_factory=dict, kw_only=True)  # what was worked out for a rank
 
     rounds = 1
-    zeros = False
-    fills_holes = False  # whether indices that nobody holds are zeros
+    zeros = False  # whether what nobody sends is zero
 
     # -- what it is -----------------------------------------------------------------------------------------
     @abstractmethod
@@ -65,17 +63,15 @@ class RoutedStep(MeshStep):
         return None
 
     # -- running --------------------------------------------------------------------------------------------
-    def run(self, comm: Comm, local: Any) -> Any:
-        if isinstance(comm, SimulatedComm):
+    def run(self, comm: Any, local: Any) -> Any:
+        if comm.simulated:
             return comm.per_group(self._among, local, self.axes)
-        assert isinstance(comm, ProcessGroupComm)
         if self.kind == "local":
-            return self._among([local], [comm.coords])[0]
+            return self._made(pick(local, self._own(comm.coords)), comm.coords)  # type: ignore[arg-type]
         with comm.naming(self.kind, self.axes):
             return Transfer(self, (local,), comm.coords, comm.along(self.crossed)).finish()[0]
 
-    def start(self, comm: Comm, local: Any, owned: bool) -> Begun | None:
-        assert isinstance(comm, ProcessGroupComm)
+    def start(self, comm: ProcessGroupComm, local: Any, owned: bool) -> Begun | None:
         naming = comm.naming(self.kind, self.axes)
         with naming:
             transfer = Transfer(self, (local,), comm.coords, comm.along(self.crossed))
@@ -118,8 +114,8 @@ class RoutedStep(MeshStep):
         return ()
 
     def _together(self, values: Sequence[torch.Tensor], coords: Sequence[Coords]) -> Whole:
-        regions = [self.held(at) for at in coords] + [self.needed(at) for at in coords if self.fills_holes]
-        whole = Whole(regions, values[0], self.fills_holes)
+        regions = [self.held(at) for at in coords] + [self.needed(at) for at in coords if self.zeros]
+        whole = Whole(regions, values[0], self.zeros)
         for value, at in zip(values, coords, strict=True):
             number = self.part_number(at)
             if number is not None:

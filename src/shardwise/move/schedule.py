@@ -51,6 +51,17 @@ class Put(NamedTuple):
     parts: tuple[View | Part, ...]  # of what was received, or of this rank's own tensors
 
 
+class Puts(NamedTuple):
+    """Several puts, and whether each of them is one copy to a place that can be seen."""
+
+    each: tuple[Put, ...]
+    copies: bool
+
+    @staticmethod
+    def of(puts: Sequence[Put]) -> Puts:
+        return Puts(tuple(puts), all(len(p.parts) == 1 and not p.in_place and p.into.view for p in puts))
+
+
 @dataclass(frozen=True)
 class Round:
     """One exchange of a rank with its peers; sizes are in elements."""
@@ -62,8 +73,8 @@ class Round:
     received: int
     sends: tuple[Span, ...]
     takes: tuple[Span, ...]
-    meanwhile: tuple[Put, ...]  # what needs nothing from others
-    puts: tuple[Put, ...]
+    meanwhile: Puts  # what needs nothing from others
+    puts: Puts
 
     @property
     def buffers(self) -> int:
@@ -195,8 +206,8 @@ class _Sides:
             received=max((span.stop for span in takes if span.slot == BUFFER), default=0),
             sends=tuple(sends),
             takes=tuple(takes),
-            meanwhile=tuple(meanwhile),
-            puts=tuple(put for put in puts if put.parts),
+            meanwhile=Puts.of(meanwhile),
+            puts=Puts.of([put for put in puts if put.parts]),
         )
 
     def _all_puts(self, came: dict[int, Span]) -> tuple[list[Put], list[Put]]:

@@ -1,8 +1,8 @@
-"""Running a plan between tiles: on a process group, where each rank has a list of tensors, or all ranks at once."""
+"""Running a plan between tiles on a process group, where each rank has a list of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +12,16 @@ import torch.distributed as dist
 from shardwise.comm.messages import Group, along_group
 from shardwise.comm.record import Note, listeners
 from shardwise.errors import CommError, MoveError
-from shardwise.layout.region import Region
-from shardwise.layout.tileset import TileSet
-from shardwise.move.at_hand import Whole
 from shardwise.move.node import run_now, run_steps
 from shardwise.move.steps import Step
 from shardwise.move.tiles import TilePlan
-from shardwise.move.transfer import Transfer
+from shardwise.move.transfer import Transfer, begins_its_memory
 
 Tensors = Sequence[torch.Tensor]
 
 
 class TensorLists:
-    """A backend whose local value is a list of tensors: the tiles of one rank, or of all ranks one after the other."""
+    """A backend whose local value is a list of tensors: the tiles of one rank."""
 
     simulated = False
 
@@ -101,67 +98,9 @@ def run_tiles(
     note, group = note or Note("reshard"), dist.group.WORLD if group is None else group
     if into is None:
         return run_steps(_LISTS, (TileStep(plan, group),), tuple(parts), note)
-    if all(x.is_contiguous() for x in into):
+    if all(map(begins_its_memory, into)):
         return run_now(_LISTS, (TileStep(plan, group, list(into)),), tuple(parts), note, listeners())
     with torch.no_grad():
         for room, value in zip(into, run_tiles(plan, parts, group, note), strict=True):
             room.copy_(value)
     return list(into)
-
-
-# -- all ranks at hand -------------------------------------------------------------------------------------
-@dataclass(frozen=True, eq=False)
-class AllTilesStep(Step):
-    """The tiles of all ranks after a plan, from those before: one list, by rank."""
-
-    plan: TilePlan
-    ranks: tuple[int, ...]
-
-    where = "tiles"
-
-    def bytes_received(self, comm: Any) -> int:
-        return sum(map(self.plan.bytes_in, self.ranks))
-
-    @property
-    def partner(self) -> AllTilesStep:
-        return AllTilesStep(self.plan.reverse, self.ranks)
-
-    def run(self, comm: Any, local: Tensors) -> list[torch.Tensor]:
-        flat = iter(local)
-        held = {r: [next(flat) for _ in range(max(1, len(self.plan.sources.rows_of(r))))] for r in self.ranks}
-        found = tiles_at_hand(self.plan, held)
-        return [x for rank in self.ranks for x in found[rank]]
-
-
-def run_tiles_at_hand(plan: TilePlan, parts: Mapping[int, Tensors]) -> dict[int, list[torch.Tensor]]:
-    """`run_tiles` for all ranks in one process: each rank's source tiles in, its target tiles out."""
-    ranks = sorted({*parts, *plan.ranks})
-    like = next(t for held in parts.values() for t in held)
-    flat = [t for r in ranks for t in parts.get(r) or (like.new_empty(0),)]
-    outs = iter(run_steps(_LISTS, (AllTilesStep(plan, tuple(ranks)),), flat, Note("reshard")))
-    return {r: [next(outs) for _ in range(max(1, len(plan.targets.rows_of(r))))] for r in ranks}
-
-
-def tiles_at_hand(plan: TilePlan, held: Mapping[int, Tensors]) -> dict[int, list[torch.Tensor]]:
-    """What each rank holds after a plan; a tensor that stays what it is stays the same."""
-    like = next(x for tensors in held.values() for x in tensors)
-    before, after = ({rank: _regions(side, rank) for rank in held} for side in (plan.sources, plan.targets))
-    every = [region for found in (*before.values(), *after.values()) for region in found]
-    whole = Whole(every, like, zeros=True) if every else None
-    for rank, tensors in held.items():
-        for region, value in zip(before[rank], tensors, strict=False):  # without tiles, one empty tensor
-            whole.put(region, value)  # type: ignore[union-attr]
-    out: dict[int, list[torch.Tensor]] = {}
-    for rank, tensors in held.items():
-        stays = plan.routes(rank).stays
-        needed = enumerate(after[rank])
-        out[rank] = [tensors[stays[i]] if i in stays else whole.take(region) for i, region in needed]  # type: ignore[union-attr]
-        out[rank] = out[rank] or [like.new_empty(0)]
-    return out
-
-
-def _regions(side: TileSet, rank: int) -> list[Region]:
-    """The tiles of a rank as regions of global indices."""
-    tiles = side.of_rank(rank)
-    bounds = zip(tiles.starts.tolist(), tiles.ends.tolist(), strict=True)
-    return [tuple(((a, b),) if a < b else () for a, b in zip(low, high, strict=True)) for low, high in bounds]

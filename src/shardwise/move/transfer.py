@@ -13,9 +13,9 @@ from shardwise.comm.messages import ALL_GATHER, REDUCE_SCATTER, Along, Work, sta
 from shardwise.comm.reduction import REDUCTIONS, reduce_parts
 from shardwise.comm.wire import WIRE, as_wire, width
 from shardwise.layout.region import View
-from shardwise.move.pack import pick, place, view_in
+from shardwise.move.pack import pick, place
 from shardwise.move.routes import Member, Routes, Shape
-from shardwise.move.schedule import BUFFER, Part, Put, Round, Span, round_of
+from shardwise.move.schedule import BUFFER, Part, Put, Puts, Round, Span, round_of
 from shardwise.torch_private import foreach_copy_
 
 Tensors = Sequence[torch.Tensor]
@@ -57,31 +57,34 @@ class Course(NamedTuple):
     separate: bool
     stays: Mapping[int, int]
     most: tuple[int, int]  # elements of the largest buffers, out and in
+    one_round: bool
 
 
 class Transfer:
     """One run of an exchange. The first round is under way once this is made; `finish` waits, runs the others and
     returns the new tensors, which are in `out` from the start."""
 
+    __slots__ = ("along", "buffers", "course", "keeping", "out", "plain", "plan", "sources", "stays", "work")
+
     def __init__(
         self, plan: Exchanged, sources: Tensors, me: Member, along: Along, into: list[torch.Tensor] | None = None
     ) -> None:
-        self.sources = [x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x for x in sources]
-        self.plain = [x.is_contiguous() for x in self.sources]  # so that a view of it is known beforehand
         self.plan, self.along = plan, along
+        self.sources = [x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x for x in sources]
+        self.plain = [begins_its_memory(x) for x in self.sources]  # so that a view of it is known beforehand
         self.course = course = course_of(plan, me, along)
         self.stays = course.stays if into is None else {}
-        self.out = self._room(course.shapes, into)
-        # one pair of buffers for all rounds: a backend may let go of what it was given a little late
         like = self.sources[0]
-        self.buffers: list[torch.Tensor | None] = [like.new_empty(n) if n else None for n in course.most]
+        self.out = self._room(like, course.shapes) if into is None else into
+        # one pair of buffers for all rounds: a backend may let go of what it was given a little late
+        self.buffers = [like.new_empty(n) if n else None for n in course.most]
         self.keeping: Any = None  # what must live until the collective is done
         self.work = self._begin(course.rounds[0])
 
-    def _room(self, shapes: Sequence[Shape], into: list[torch.Tensor] | None) -> list[torch.Tensor]:
-        if into is not None:
-            return into
-        make, stays = self.sources[0].new_zeros if self.plan.zeros else self.sources[0].new_empty, self.stays
+    def _room(self, like: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        make, stays = like.new_zeros if self.plan.zeros else like.new_empty, self.stays
+        if not stays:
+            return [make(shape) for shape in shapes]
         return [self.sources[stays[i]] if i in stays else make(shape) for i, shape in enumerate(shapes)]
 
     def finish(self) -> list[torch.Tensor]:
@@ -90,7 +93,8 @@ class Transfer:
                 self.work = self._begin(one)
             if self.work is not None:
                 self.work.wait()
-            self._put_all(one.puts)
+            if one.puts.each:
+                self._put_all(one.puts)
         self.keeping = self.work = None
         self.buffers = [None, None]
         return self.out
@@ -98,14 +102,18 @@ class Transfer:
     def _begin(self, one: Round) -> Work | None:
         if self.course.native is not None:
             return self.course.native(self)
-        packed, received = self.buffers[0] if one.packs else None, self.buffers[1] if one.received else None
+        packed, received = self.buffers if self.course.one_round else self._buffers_of(one)
         if packed is not None:
-            rooms = [view_in(packed, room) for room, _ in one.packs]
+            rooms = [packed.as_strided(*room) for room, _ in one.packs]
             _copy_all(rooms, [self._own(part) for _, part in one.packs])
-        self.keeping = (packed, received)
         work = (self._send_separately if self.course.separate else self._send_at_once)(one, packed, received)
-        self._put_all(one.meanwhile)
+        if one.meanwhile.each:
+            self._put_all(one.meanwhile)
         return work
+
+    def _buffers_of(self, one: Round) -> list[torch.Tensor | None]:
+        """The buffers that a round uses: none where its parts are sent from and received where they are."""
+        return [buffer if n else None for buffer, n in zip(self.buffers, (one.packed, one.received), strict=True)]
 
     def _send_at_once(self, one: Round, packed: torch.Tensor | None, received: torch.Tensor | None) -> Work:
         wide, sizes, counts = width(self.sources[0].dtype), one.sizes, one.counts
@@ -151,21 +159,20 @@ class Transfer:
 
     def _own(self, part: Part) -> torch.Tensor:
         x = self.sources[part.slot]
-        return view_in(x, part.view) if part.view is not None and self.plain[part.slot] else pick(x, part.region)
+        return x.as_strided(*part.view) if part.view is not None and self.plain[part.slot] else pick(x, part.region)
 
     # -- what came ------------------------------------------------------------------------------------------
-    def _put_all(self, puts: Sequence[Put]) -> None:
-        if self.stays:
-            puts = [put for put in puts if put.into.slot not in self.stays]
-        if len(puts) > 1 and all(len(put.parts) == 1 and not put.in_place and put.into.view for put in puts):
-            rooms = [view_in(self.out[put.into.slot], put.into.view) for put in puts]  # type: ignore[arg-type]
-            _copy_all(rooms, [self._value(put.parts[0]) for put in puts])
+    def _put_all(self, puts: Puts) -> None:
+        each = [put for put in puts.each if put.into.slot not in self.stays] if self.stays else puts.each
+        if puts.copies:
+            rooms = [self.out[put.into.slot].as_strided(*put.into.view) for put in each]  # type: ignore[misc]
+            _copy_all(rooms, [self._value(put.parts[0]) for put in each])
             return
-        for put in puts:
+        for put in each:
             self._put(put)
 
     def _value(self, part: View | Part) -> torch.Tensor:
-        return self._own(part) if isinstance(part, Part) else view_in(self.buffers[1], part)  # type: ignore[arg-type]
+        return self._own(part) if isinstance(part, Part) else self.buffers[1].as_strided(*part)  # type: ignore[union-attr]
 
     def _put(self, put: Put) -> None:
         """Parts to where they belong; sums are added up in the order of coordinates, so that all who need one get
@@ -176,7 +183,7 @@ class Transfer:
             parts = [pick(out, region), *parts] if put.in_place else parts
             place(out, region, parts[0] if len(parts) == 1 else reduce_parts(parts, reduce_op))
             return
-        into = view_in(out, view)
+        into = out.as_strided(*view)
         if not put.in_place:
             into.copy_(parts[0])
             del parts[0]
@@ -197,11 +204,18 @@ def course_of(plan: Exchanged, me: Member, along: Along) -> Course:
         rounds = [round_of(routes, me, along.peers, i, plan.rounds, separate) for i in range(plan.rounds)]
         rounds = [_NO_ROUND] if native else rounds
         most = (max(one.packed for one in rounds), max(one.received for one in rounds))
-        found = plan.kept[key] = Course(routes.needed, tuple(rounds), native, separate, routes.stays, most)
+        found = plan.kept[key] = Course(
+            routes.needed, tuple(rounds), native, separate, routes.stays, most, plan.rounds == 1
+        )
     return found
 
 
-_NO_ROUND = Round([], [], (), 0, 0, (), (), (), ())
+_NO_ROUND = Round([], [], (), 0, 0, (), (), Puts((), True), Puts((), True))
+
+
+def begins_its_memory(x: torch.Tensor) -> bool:
+    """Whether a view of it is known beforehand: it is contiguous and nothing stands before it in its memory."""
+    return x.is_contiguous() and not x.storage_offset()
 
 
 def _copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:

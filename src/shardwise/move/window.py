@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from shardwise.comm.base import Coords
 from shardwise.layout import Layout, Region
@@ -67,7 +67,7 @@ class Window(RoutedStep):
                 n *= size
         return n
 
-    @property
+    @cached_property
     def partner(self) -> MeshStep:
         return WindowBack(self.layout, self.axes, self.along, self.has, self.needs, self.sizes)
 
@@ -75,7 +75,7 @@ class Window(RoutedStep):
 class WindowBack(Window):
     """The gradient of a window: what was handed out comes back and adds up."""
 
-    zeros = fills_holes = True  # indices that nobody asked for
+    zeros = True  # indices that nobody asked for
 
     def held(self, coords: Coords) -> Region:
         return super().needed(coords)
@@ -117,9 +117,15 @@ class WindowBack(Window):
         others = (c for c in self.others(coords) if c != coords)
         return sum(count(intersect(mine, self.needs(c))) for c in others) * self._row_bytes(coords)
 
-    @property
+    @cached_property
     def partner(self) -> MeshStep:
         return Window(self.layout, self.axes, self.along, self.has, self.needs, self.sizes)
+
+
+@lru_cache(maxsize=256)
+def windows_of(layout: Layout, needs: tuple[tuple[int, Needs], ...]) -> Windows:
+    """The windows of a layout, kept for the next call that asks for the same."""
+    return Windows(layout, dict(needs))
 
 
 class Windows:

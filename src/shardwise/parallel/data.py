@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.comm.simulation import RankTensor
+from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import LayoutError
 from shardwise.parallel.data_copies import Entry
 from shardwise.parallel.data_grads import GradBucket

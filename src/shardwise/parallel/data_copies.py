@@ -13,8 +13,8 @@ import torch
 
 from shardwise import surface
 from shardwise.comm.bridge import share
+from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note
-from shardwise.comm.simulation import RankTensor
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE, Shard

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from shardwise import surface
+from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note
-from shardwise.comm.simulation import RankTensor
 from shardwise.errors import AutogradError
 from shardwise.layout import Layout, Partial
 from shardwise.layout.placement import REPLICATE, Shard

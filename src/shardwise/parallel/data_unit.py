@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.simulation import RankTensor
+from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import LayoutError
 from shardwise.parallel.data_copies import Copies, Entry
 from shardwise.parallel.data_freed import close

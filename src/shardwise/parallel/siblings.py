@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.simulation import RankTensor, unique
+from shardwise.comm.rank_tensor import RankTensor, unique
 from shardwise.tensor import DTensor
 from shardwise.torch_private import is_transformed
 

@@ -16,7 +16,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps
 from shardwise.move.node import run_steps
 from shardwise.move.pack import take
-from shardwise.move.window import Needs, Windows
+from shardwise.move.window import Needs, windows_of
 from shardwise.torch_private import is_any_autocast_enabled
 from shardwise.wrapper import Wrapper, wrap
 
@@ -75,7 +75,7 @@ def _local(operand: Any, split: tuple[int, ...]) -> Any:
     local = run_steps(comm, plan_steps(layout, layout, spread), tensor._local, note)
     if not windowed:
         return local
-    windows = Windows(layout, operand.needs)
+    windows = windows_of(layout, tuple(operand.needs.items()))
     if windows.steps and is_strict():
         refuse_in_program(note.op, layout, f"windows along dims {sorted(operand.needs)}")
     for dim in windows.held_whole:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.simulation import RankTensor
+from shardwise.comm.rank_tensor import RankTensor
 from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
 from shardwise.layout.placement import check_reductions
 from shardwise.mesh import as_mesh

@@ -1,0 +1,292 @@
+"""One tensor per rank as one tensor: ops run rank by rank.
+
+Ranks that hold the same value (along a Replicate axis) hold the same tensor object, and share the work done on it.
+Each value has its own native autograd graph, so uneven shapes are no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from shardwise.errors import LayoutError
+from shardwise.functions import writes_first
+from shardwise.torch_private import make_wrapper, reentrant
+
+
+class PerRank(tuple):
+    """One plain, hashable value per rank, where a local function takes one value."""
+
+
+class RankTensor(torch.Tensor):
+    """The local value on a simulated mesh: `.ranks` is the tuple of every rank's tensor.
+
+    Ops run rank by rank. A property that differs between ranks (the shape of uneven shards) must be read off
+    `.ranks[i]`.
+    """
+
+    ranks: tuple[torch.Tensor, ...]
+    used = False  # whether autograd has recorded a use of it
+    copies = False  # whether those who share a tensor hold copies of it: each gets the gradient, nobody the sum
+
+    @staticmethod
+    def __new__(cls, ranks: Sequence[torch.Tensor]) -> RankTensor:
+        first = ranks[0]
+        self = make_wrapper(cls, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device)
+        self.ranks = tuple(ranks)
+        return self
+
+    def __init__(self, ranks: Sequence[torch.Tensor]) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        surface = _SURFACE.get(func)
+        if surface is not None:
+            return surface(*args, **(kwargs or {}))
+        if len(types) > 1 and not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented  # a distributed tensor says what it thinks of meeting a local one
+        return map_ranks(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with reentrant():
+            return map_ranks(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        lines = "\n".join(f"  {i}: {value!r}" for i, value in enumerate(self.ranks))
+        return f"RankTensor of {len(self.ranks)} ranks\n{lines}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankTensor:
+        copies = {id(v): v.__deepcopy__(memo) for v in self.ranks}
+        return RankTensor([copies[id(v)] for v in self.ranks])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return RankTensor, (self.ranks,)
+
+
+def common(local: RankTensor, read: Callable[[torch.Tensor], Any], what: str) -> Any:
+    """What all ranks agree on; an error that says what to read instead if they do not."""
+    values = [read(v) for v in local.ranks]
+    if any(v != values[0] for v in values):
+        raise LayoutError(f"the ranks differ in {what}: {values}; read it off .ranks[i] for rank i")
+    return values[0]
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """The results of all ranks as one: tensors as a RankTensor, containers element by element, equal values as one."""
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return RankTensor(values)
+    if isinstance(first, (tuple, list)) and all(len(v) == len(first) for v in values):
+        parts = [joined(column) for column in zip(*values, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else rebuild_sequence(first, parts)
+    if all(type(v) is type(first) and v == first for v in values):
+        return first
+    return PerRank(values)
+
+
+def rebuild_sequence(like: Any, parts: list[Any]) -> Any:
+    """A sequence of the kind of `like` (torch.return_types take one sequence)."""
+    return type(like)(parts)
+
+
+def map_ranks(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    keys: Sequence[Any] | None = None,
+) -> Any:
+    """`func` on each rank's values. Ranks whose inputs are the same objects (and keys equal) share one call."""
+    many = [*_many_in(args), *_many_in(kwargs)]
+    tensors = [x for x in many if isinstance(x, RankTensor)]
+    copies = any(x.copies for x in tensors)
+    target: Any = args or tuple(kwargs.values())
+    while isinstance(target, (list, tuple)) and target and not isinstance(target, PerRank):
+        target = target[0]
+    written = isinstance(target, RankTensor) and (func in _IN_PLACE or writes_first(func))
+    done: dict[Any, Any] = {}
+    results = []
+    lent: dict[int, Any] = {}
+    for rank in range(len(tensors[0].ranks) if tensors else len(many[0])):
+        if written:
+            key: Any = id(target.ranks[rank])  # one write per value: ranks that share it agree on what is written
+        else:
+            key = (
+                keys[rank] if keys else None,
+                *(id(x.ranks[rank]) if isinstance(x, RankTensor) else x[rank] for x in many),
+            )
+        if key not in done:
+            mine = _at((args, kwargs), rank)
+            if copies:
+                taken = (id(x.ranks[rank]) for x in tensors if x.copies)
+                mine = _as_copies(mine, {v for v in taken if lent.setdefault(v, key) != key})
+            done[key] = func(*mine[0], **mine[1])
+        results.append(done[key])
+    _note_use(results, tensors)
+    made = joined(results)
+    if copies:
+        tree_map_only(RankTensor, _note_copies, made)
+    return made
+
+
+def _as_copies(call: Any, taken: set[int]) -> Any:
+    """A call's arguments, with copies of what other calls have taken."""
+    return tree_map_only(torch.Tensor, lambda v: _Copy.apply(v) if id(v) in taken else v, call) if taken else call
+
+
+class _Copy(torch.autograd.Function):
+    """What another call has taken already: of gradients that are equal one is passed on."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
+
+
+def _note_copies(made: RankTensor) -> RankTensor:
+    made.copies = True
+    return made
+
+
+def _note_use(results: Any, tensors: Sequence[RankTensor]) -> None:
+    if torch.is_grad_enabled() and any(
+        isinstance(r, torch.Tensor) and r.requires_grad for r in tree_flatten(results)[0]
+    ):
+        for tensor in tensors:
+            tensor.used = True
+
+
+def is_list_op(func: Callable[..., Any]) -> bool:
+    """Whether it is one of torch's ops on lists of tensors."""
+    return getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
+
+
+def map_positions(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A list op. Its positions are calls of their own, each shared by the ranks that hold the same tensors there.
+    Positions that are shared alike go in one call."""
+    count = max(len(a) for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)))
+    tensors = [*_many_in(args), *_many_in(kwargs)]
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and len(a) == count]
+    deciding = [a for a in lists if isinstance(a[0], RankTensor)][: 1 if writes_first(func) else None]
+    alike: dict[Any, list[int]] = {}  # for each rank, the first that holds the same -> positions
+    for j in range(count):
+        first: dict[Any, int] = {}
+        held = zip(*(a[j].ranks for a in deciding), strict=True)
+        who = tuple(first.setdefault(tuple(map(id, mine)), rank) for rank, mine in enumerate(held))
+        alike.setdefault(who, []).append(j)
+
+    def at(value: Any, positions: list[int], rank: int) -> Any:
+        long = isinstance(value, (list, tuple)) and len(value) == count
+        return _at([value[j] for j in positions] if long else value, rank)
+
+    results: list[Any] = [None] * count
+    nothing = False
+    for who, positions in alike.items():
+        done = {
+            rank: func(
+                *(at(a, positions, rank) for a in args), **{k: at(v, positions, rank) for k, v in kwargs.items()}
+            )
+            for rank in set(who)
+        }
+        nothing = done[who[0]] is None
+        for n, j in enumerate(positions if not nothing else ()):
+            results[j] = RankTensor([done[rank][n] for rank in who])
+    _note_use([r.ranks for r in results if r is not None], tensors)
+    return None if nothing else results
+
+
+def _many_in(value: Any) -> Iterator[Any]:
+    """The values that differ between ranks, containers looked into."""
+    if isinstance(value, (RankTensor, PerRank)):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _many_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _many_in(item)
+
+
+def _at(value: Any, rank: int) -> Any:
+    """What one rank has of a value."""
+    if isinstance(value, RankTensor):
+        return value.ranks[rank]
+    if isinstance(value, PerRank):
+        return value[rank]
+    if isinstance(value, (list, tuple)):
+        parts = [x.ranks[rank] if type(x) is RankTensor else _at(x, rank) for x in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else rebuild_sequence(value, parts)
+    if isinstance(value, dict):
+        return type(value)((k, _at(v, rank)) for k, v in value.items())
+    return value
+
+
+_IN_PLACE: set[Any] = {torch.Tensor.retain_grad}  # once a value, like a write
+
+
+# -- a RankTensor looks like a tensor ----------------------------------------------------------------------
+def _backward(
+    self: RankTensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    values = unique(self.ranks)
+    if gradient is None:
+        grads: list[Any] = [None] * len(values)
+    else:
+        chosen = {
+            id(v): gradient.ranks[i] if isinstance(gradient, RankTensor) else gradient for i, v in enumerate(self.ranks)
+        }
+        grads = [chosen[id(v)] for v in values]
+    flat = None if inputs is None else [v for t in inputs for v in unique(t.ranks)]
+    torch.autograd.backward(values, grads, retain_graph=retain_graph, create_graph=create_graph, inputs=flat)
+
+
+def _grad(self: RankTensor) -> RankTensor | None:
+    return None if self.ranks[0].grad is None else RankTensor([v.grad for v in self.ranks])  # type: ignore[misc]
+
+
+def _set_grad(self: RankTensor, value: RankTensor | None) -> None:
+    for i, v in enumerate(self.ranks):
+        v.grad = None if value is None else value.ranks[i]
+
+
+def _shape(self: RankTensor) -> torch.Size:
+    return common(self, lambda v: v.shape, "shape")
+
+
+def _size(self: RankTensor, dim: int | None = None) -> Any:
+    return _shape(self) if dim is None else common(self, lambda v: v.shape[dim], f"size({dim})")
+
+
+def _numel(self: RankTensor) -> int:
+    return common(self, torch.Tensor.numel, "number of elements")
+
+
+def _len(self: RankTensor) -> int:
+    return common(self, len, "length")
+
+
+_T = torch.Tensor
+_SURFACE: dict[Any, Callable[..., Any]] = {
+    _T.shape.__get__: _shape,  # type: ignore[attr-defined]
+    _T.size: _size,
+    _T.numel: _numel,
+    _T.__len__: _len,
+    _T.grad.__get__: _grad,  # type: ignore[union-attr]
+    _T.grad.__set__: _set_grad,  # type: ignore[union-attr]
+    _T.backward: _backward,
+    _T.__repr__: RankTensor.__repr__,
+    _T.__deepcopy__: RankTensor.__deepcopy__,
+    _T.__reduce_ex__: RankTensor.__reduce_ex__,
+}
+
+
+def unique(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The distinct objects, in order of first appearance."""
+    return list({id(v): v for v in values}.values())
