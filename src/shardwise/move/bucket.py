@@ -14,17 +14,13 @@ from shardwise.comm.wire import as_bytes
 from shardwise.layout import Region
 from shardwise.move.across import CrossStep
 from shardwise.move.routes import Piece, Route, Routes, Shape, joined
-from shardwise.move.transfer import Native, Transfer
+from shardwise.move.transfer import Exchanged, Transfer
 
 Parcel = tuple[CrossStep, torch.Tensor]  # a move between meshes, and what this rank holds of the tensor
 
 
-class _Together:
+class _Together(Exchanged):
     """Several plans as one, of bytes."""
-
-    reduce_op = "sum"
-    rounds = 1
-    zeros = False
 
     def __init__(self, parcels: Sequence[Parcel]) -> None:
         self.parcels = parcels
@@ -35,9 +31,6 @@ class _Together:
 
     def sends_separately(self, along: Along) -> bool:
         return self.parcels[0][0].plan.sends_separately(along)
-
-    def native(self, along: Along) -> Native | None:
-        return None
 
 
 def _in_bytes(routes: Routes, width: int) -> Routes:

@@ -10,26 +10,22 @@ from typing import Any
 import torch
 
 from shardwise.comm.base import Coords
-from shardwise.comm.messages import Along
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.layout import Region
 from shardwise.layout.region import region_shape, within
 from shardwise.move.at_hand import Whole
 from shardwise.move.pack import pick, place
-from shardwise.move.routes import Routes, Shape
+from shardwise.move.routes import Shape
 from shardwise.move.steps import Begun, MeshStep
-from shardwise.move.transfer import Native, Transfer
+from shardwise.move.transfer import Exchanged, Transfer
 
 
 @dataclass(frozen=True, eq=False)
-class RoutedStep(MeshStep):
+class RoutedStep(Exchanged, MeshStep):
     """A step that says who holds and who needs what. On processes it is a transfer; where all ranks are in one
     process, everything is put into one tensor, and everyone takes its own."""
 
     kept: dict[Any, Any] = field(default_factory=dict, kw_only=True)  # what was worked out for a rank
-
-    rounds = 1
-    zeros = False  # whether what nobody sends is zero
 
     # -- what it is -----------------------------------------------------------------------------------------
     @abstractmethod
@@ -39,10 +35,6 @@ class RoutedStep(MeshStep):
     @abstractmethod
     def needed(self, coords: Coords) -> Region:
         """The indices that it holds afterwards."""
-
-    @abstractmethod
-    def routes(self, member: Coords) -> Routes:
-        """What a rank sends and takes."""
 
     def part_number(self, coords: Coords) -> int | None:
         """Which part of the sum of what ranks hold this rank has; None where another rank has the same part."""
@@ -54,12 +46,6 @@ class RoutedStep(MeshStep):
 
     def room_for(self, coords: Coords) -> tuple[Shape, Region] | None:
         """The shape of a tensor of zeros and the place in it where the result stands, if it stands in one."""
-        return None
-
-    def sends_separately(self, along: Along) -> bool:
-        return False
-
-    def native(self, along: Along) -> Native | None:
         return None
 
     # -- running --------------------------------------------------------------------------------------------

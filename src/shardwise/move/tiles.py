@@ -24,7 +24,7 @@ from shardwise.layout.region import whole_region
 from shardwise.layout.tiles import TileLike, Tiles, cells_of, expand, first_overlap, meetings
 from shardwise.layout.tileset import TileSet
 from shardwise.move.routes import Member, Piece, Route, Routes, Shape
-from shardwise.move.transfer import Native
+from shardwise.move.transfer import Exchanged
 
 
 class Pieces(NamedTuple):
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
     volumes: np.ndarray
 
 
-class TilePlan:
+class TilePlan(Exchanged):
     """What each rank sends to each other so that the ranks that hold `sources` come to hold `targets`.
 
     Both map global ranks to lists of boxes (offsets, sizes), or are a `TileSet`. Every target element must be in some
@@ -101,7 +101,7 @@ class TilePlan:
     def _check_cover(self, target: np.ndarray, boxes: Tiles) -> None:
         found = np.bincount(target, weights=boxes.volumes, minlength=len(self.targets.tiles)).astype(np.int64)
         short = np.nonzero(found != self.targets.tiles.volumes)[0]
-        self.is_full = not len(short)
+        self.zeros = bool(len(short))
         if len(short) and not self.holes:
             i = int(short[0])
             start, end = self.targets.tiles.starts[i], self.targets.tiles.ends[i]
@@ -213,18 +213,7 @@ class TilePlan:
             for slot, sides in zip(side.slots[which].tolist(), bounds, strict=True)
         ]
 
-    # -- how it travels -------------------------------------------------------------------------------------
-    reduce_op = "sum"
-    rounds = 1
-
-    @property
-    def zeros(self) -> bool:
-        return not self.is_full
-
     def sends_separately(self, along: Along) -> bool:
         """Messages beat a collective on gloo: its collectives go through a thread of their own, its messages do not,
         and a message may be a tile itself."""
         return along.backend == "gloo"
-
-    def native(self, along: Along) -> Native | None:
-        return None

@@ -4,7 +4,7 @@ where it belongs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,31 +21,25 @@ from shardwise.torch_private import foreach_copy_
 Tensors = Sequence[torch.Tensor]
 
 
-class Exchanged(Protocol):
-    """What a transfer asks of the plan of an exchange."""
+class Exchanged:
+    """The plan of an exchange, as a transfer asks for it."""
 
-    @property
-    def reduce_op(self) -> str: ...
-
-    @property
-    def rounds(self) -> int: ...
-
-    @property
-    def kept(self) -> dict[Any, Any]:
-        """What was worked out before."""
+    reduce_op = "sum"
+    rounds = 1
+    zeros = False  # whether what nobody sends is zero
+    kept: dict[Any, Any]  # what was worked out before
 
     def routes(self, member: Any) -> Routes:
         """What a member sends and takes."""
+        raise NotImplementedError
 
     def sends_separately(self, along: Along) -> bool:
         """Whether every peer gets a message of its own; all ranks must answer alike."""
+        return False
 
     def native(self, along: Along) -> Native | None:
         """How the backend does all of it in one collective of its own that is quicker, if it does."""
-
-    @property
-    def zeros(self) -> bool:
-        """Whether what nobody sends is zero."""
+        return None
 
 
 class Course(NamedTuple):
