@@ -129,6 +129,12 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     _engine.queue_callback(callback)
 
 
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """The hooks before and after a step of one optimizer (two ordered dicts), for optimizers stepped on local tensors:
+    those must be the last before and the first after a step."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
 # --- functions and operators ----------------------------------------------------------------------------------------
 OpOverload: Any = take("torch._ops.OpOverload", "calls of aten overloads")
 OpOverloadPacket: Any = take("torch._ops.OpOverloadPacket", "register_sharding(torch.ops.aten.name)")
