@@ -179,3 +179,12 @@ default_store: Any = take("torch.distributed.distributed_c10d._get_default_store
 AsyncCollectiveTensor: Any = take(
     "torch.distributed._functional_collectives.AsyncCollectiveTensor", "tensors of torch's DTensor that still wait"
 )
+_mesh_resources: Any = take("torch.distributed.device_mesh._mesh_resources", "`with mesh:` of a DeviceMesh")
+
+
+def active_device_mesh() -> Any:
+    """The DeviceMesh of the innermost ``with mesh:`` of this thread; None outside of one."""
+    try:
+        return _mesh_resources.get_current_mesh()
+    except (AttributeError, RuntimeError):
+        return None
