@@ -13,9 +13,7 @@ _NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__init__", "__iter__"}
 
 def writes_first(func: Any) -> bool:
     """Whether a function writes into its first argument: by its schema, or by torch's naming."""
-    if (
-        type(func) is FunctionType and func.__closure__ is not None
-    ):  # made for one call: no cache may keep what it holds
+    if type(func) is FunctionType and func.__closure__ is not None:  # made for one call: no cache may keep it
         return _name_says_so(func)
     return _writes_first(func)
 

@@ -16,6 +16,7 @@ from shardwise import surface
 from shardwise.errors import AutogradError, LayoutError, RuleError
 from shardwise.optim.elementwise import WHOLE, is_elementwise
 from shardwise.optim.twin import Twin
+from shardwise.random.agreement import anything_drawn, compare_before_step
 from shardwise.tensor import DTensor
 from shardwise.torch_private import step_hooks
 
@@ -124,6 +125,9 @@ def _check_reduced(param: DTensor) -> None:
 
 def _before_step(optimizer: AnyOptimizer, args: Args, kwargs: Kwargs) -> Replaced:
     """Called before every step of every optimizer, ahead of the hooks of that one optimizer."""
+    if anything_drawn():
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        compare_before_step(dict.fromkeys(p._layout.mesh for p in params if isinstance(p, DTensor)))
     own_pre, own_post = step_hooks(optimizer)
     if not own_pre and not own_post:
         return _enter(optimizer, args, kwargs)

@@ -13,7 +13,7 @@ from shardwise.layout import Layout
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
 from shardwise.random import distributions as draws
-from shardwise.random.draw import common_key, drawn
+from shardwise.random.draw import common_key, drawn, note_torch_draw
 from shardwise.random.generator import TORCH, stream
 from shardwise.strategy.program import reduced, run_local, whole
 from shardwise.wrapper import Wrapper, wrap
@@ -23,17 +23,21 @@ def drawn_whole(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """func(...) of the gathered operands, on every rank alike: with torch's own stream in that mode, else with a
     generator of torch's that starts from this op's key."""
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Wrapper)]
-    mesh, given = tensors[0]._layout.mesh, kwargs.get("generator")
-    key = None if stream() == TORCH else common_key(mesh, given)
+    mesh, generator = tensors[0]._layout.mesh, kwargs.get("generator")
+    key = None
+    if stream() == TORCH:
+        note_torch_draw(mesh, generator)
+    else:
+        key = common_key(mesh, generator)
 
-    def call(*locals: Any, **named: Any) -> Any:
+    def call(*operands: Any, **named: Any) -> Any:
         if key is not None:
-            device = next(t.device for t in locals if isinstance(t, torch.Tensor))
+            device = next(t.device for t in operands if isinstance(t, torch.Tensor))
             named["generator"] = torch.Generator(device).manual_seed(key >> 1)
-        return func(*locals, **named)
+        return func(*operands, **named)
 
-    locals = [_whole_local(a) for a in args]
-    result = mesh.comm.bind(call)(*locals, **{k: _whole_local(v) for k, v in kwargs.items()})
+    operands = [_whole_local(a) for a in args]
+    result = mesh.comm.bind(call)(*operands, **{k: _whole_local(v) for k, v in kwargs.items()})
     return tree_map_only(torch.Tensor, lambda local: _replicated(local, mesh), result)
 
 
@@ -112,6 +116,7 @@ def permuted(layout: Layout, *, generator: Any = None) -> Any:
     everywhere = layout.replace(placements=[REPLICATE] * len(layout.placements))
     comm, n = layout.mesh.comm, layout.shape[0]
     if stream() == TORCH:
+        note_torch_draw(layout.mesh, generator)
         order = comm.shared(torch.randperm(n, generator=generator, dtype=layout.dtype, device=layout.device))
     else:
         keys = drawn(everywhere.replace(dtype=torch.int64), draws.integer(torch.int64, -(1 << 63), None), generator)
