@@ -43,7 +43,7 @@ class Mesh:
     def __init__(
         self, source: UserMesh, shape: Sequence[int], axis_names: Sequence[str], device: torch.device, comm: Comm
     ) -> None:
-        self.source = source
+        self.source: Any = source
         self.shape = tuple(shape)
         self.axis_names = tuple(axis_names)
         self.device = device

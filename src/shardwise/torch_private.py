@@ -11,11 +11,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
-
-T = TypeVar("T")
 
 USED_FOR: dict[str, str] = {}
 """Private name of torch -> the feature that needs it."""
@@ -119,7 +117,9 @@ _engine: Any = take("torch.autograd.Variable._execution_engine", "what data_para
 sequence_number: Callable[[], int] = take(
     "torch.autograd._get_sequence_nr", "CommDebugMode: which module's backward runs"
 )
-current_node: Callable[[], Any] = take("torch._C._current_autograd_node", "CommDebugMode: which module's backward runs")
+current_node: Callable[[], Any] = take(
+    "torch._C._current_autograd_node", "CommDebugMode, ledgers and random.use on the threads of autograd"
+)
 will_run: Callable[[Any], bool] = take(
     "torch._C._will_engine_execute_node", "hooks of ShardedTensors with several shards"
 )
@@ -129,24 +129,6 @@ DelayedError: Any = take("torch._C._functions.DelayedError", "double backward th
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have autograd call this when the backward pass that is running ends."""
     _engine.queue_callback(callback)
-
-
-_stash: Any = take("torch._C._stash_obj_in_tls", "random.use and ledgers in backward passes on threads of autograd")
-_stashed: Any = take("torch._C._get_obj_in_tls", "random.use and ledgers in backward passes on threads of autograd")
-_is_stashed: Any = take("torch._C._is_key_in_tls", "random.use and ledgers in backward passes on threads of autograd")
-
-
-class ThreadValue(Generic[T]):
-    """A value of each thread, which torch hands on to the threads that run a backward pass for it."""
-
-    def __init__(self, name: str, default: T) -> None:
-        self.name, self.default = f"shardwise {name}", default
-
-    def get(self) -> T:
-        return _stashed(self.name) if _is_stashed(self.name) else self.default
-
-    def set(self, value: T) -> None:
-        _stash(self.name, value)
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:

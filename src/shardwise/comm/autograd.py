@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.base import Comm, Step
-from shardwise.comm.record import Note, for_backward, listeners, record_step, user_line
+from shardwise.comm.record import Note, for_backward, listeners, record_step, recording_to, user_line
 from shardwise.errors import CommError
 
 
@@ -37,7 +37,8 @@ class _Move(torch.autograd.Function):
         comm = ctx.comm
         partners = [step.partner for step in reversed(ctx.steps)]
         note = for_backward(ctx.note, ctx.source)
-        back = run_steps(comm, partners, comm.assemble(ctx.after, grads), note, ctx.heard)
+        with recording_to(ctx.heard):
+            back = run_steps(comm, partners, comm.assemble(ctx.after, grads), note)
         return None, *comm.pick_gradients(ctx.before, back)
 
 

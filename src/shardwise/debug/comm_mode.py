@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from shardwise.comm.record import Entry, listeners
+from shardwise.comm.record import Entry, Recorder
 from shardwise.comm.simulation import RankTensor
 from shardwise.debug.trace import ModuleTrace, Operation
 from shardwise.engine.call_shape import op_name
@@ -64,8 +64,8 @@ class CommDebugMode:
     # -- on and off -----------------------------------------------------------------------------------------
     def __enter__(self) -> CommDebugMode:
         self._reset()
-        self._heard = listeners()
-        self._heard.append(self._hear)
+        self._recorder = Recorder(self._record)
+        self._recorder.open()
         self._modes: list[Any] = [
             _Functions(self),
             *([_Collectives(self)] if torch.distributed.is_initialized() else []),
@@ -81,7 +81,7 @@ class CommDebugMode:
             hook.remove()
         for mode in reversed(self._modes):
             mode.__exit__(*exc)
-        self._heard.remove(self._hear)
+        self._recorder.close()
 
     # -- what happens ---------------------------------------------------------------------------------------
     def _enter_module(self, module: torch.nn.Module, inputs: Any) -> None:
@@ -100,8 +100,8 @@ class CommDebugMode:
             span = self._starts.pop(), sequence_number()
             self._path.pop().spans.append(span)
 
-    def _hear(self, entry: Entry) -> None:
-        if (entry.op, entry.reason) != ("from_local", "sizes"):
+    def _record(self, entry: Entry) -> None:
+        if entry.op != "random" and (entry.op, entry.reason) != ("from_local", "sizes"):
             self._count(_OPS.get(entry.kind, entry.kind), entry.backward)
 
     def _count(self, op: Any, backward: bool) -> None:
@@ -129,7 +129,7 @@ class CommDebugMode:
         self._path[-1].operations.append(Operation(op_name(func), shapes, shardings, mesh))
 
     def _saw_collective(self, func: Any) -> None:
-        """One of torch.distributed: what a distributed tensor communicates was heard of already."""
+        """One of torch.distributed: what a distributed tensor communicates is counted by its entry."""
         if func.overloadpacket not in _NO_COLLECTIVES and not _called_by_us():
             self._count(func.overloadpacket, False)
 

@@ -14,7 +14,7 @@ import torch
 
 from shardwise.comm.base import Coords
 from shardwise.comm.bridge import regroup, share
-from shardwise.comm.record import Note, for_backward, listeners
+from shardwise.comm.record import Note, for_backward, listeners, recording_to
 from shardwise.errors import MoveError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
@@ -209,7 +209,8 @@ class _Cross(torch.autograd.Function):
         exchange, given, taken, ranks, note = ctx.move
         local = taken.mesh.comm.assemble(ctx.after, grads)
         back = [exchange.reverse, taken, given, ranks, local, for_backward(note, note.source), None]
-        outs = _Cross.apply(back, *taken.mesh.comm.values(local))
+        with recording_to(ctx.heard):
+            outs = _Cross.apply(back, *taken.mesh.comm.values(local))
         return None, *given.mesh.comm.pick(ctx.before, given.mesh.comm.assemble(back[-1], outs))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.record import Note, for_backward, listeners, record, user_line
+from shardwise.comm.record import Note, for_backward, listeners, record, recording_to, user_line
 from shardwise.errors import CommError, MoveError
 from shardwise.move.tile_program import Program
 
@@ -150,5 +150,6 @@ class _Moved(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         way = ctx.way
         back = Way(way.plan.reverse, way.exchange, for_backward(way.note, ctx.source))
-        got = back.go(tuple(grads), ctx.heard)
+        with recording_to(ctx.heard):
+            got = back.go(tuple(grads))
         return None, None, *(g.view(shape) if g.numel() == 0 else g for g, shape in zip(got, ctx.shapes))

@@ -26,13 +26,14 @@ _NOTE = Note("random", "do the ranks draw alike?")
 
 
 class Agreement:
-    """What this rank has drawn on one mesh, and how far the others are known to have drawn the same."""
+    """What this rank has drawn on one mesh, and how far the others are known to have drawn the same. It does not keep
+    the mesh alive."""
 
     def __init__(self, mesh: Mesh) -> None:
         assert isinstance(mesh.comm, ProcessGroupComm)
-        self._comm, self._name, self._device = mesh.comm, repr(mesh), mesh.device
-        self._axes = [axis for axis, k in enumerate(mesh.shape) if k > 1]
-        if all("cpu:" in dist.get_backend_config(mesh.comm.group(axis)) for axis in self._axes):
+        self._name, self._device, self.axis_names = repr(mesh), mesh.device, mesh.axis_names
+        self._groups = {axis: mesh.comm.group(axis) for axis, k in enumerate(mesh.shape) if k > 1}
+        if all("cpu:" in dist.get_backend_config(group) for group in self._groups.values()):
             self._device = torch.device("cpu")  # nobody has to wait for a GPU
         self._forget()
 
@@ -67,9 +68,9 @@ class Agreement:
     def _begin(self) -> None:
         """Have the ranks along the first axis find the largest and the smallest digest."""
         self._begun = self._count
-        if self._axes:
+        if self._groups:
             both = torch.tensor([self._digest, ~self._digest], dtype=torch.int64, device=self._device)
-            self._under_way = self._reduce(both, self._axes[0]), both
+            self._under_way = self._reduce(both, next(iter(self._groups))), both
 
     def _finish(self) -> None:
         """Wait for the answer, pass it along the other axes, and raise on every rank if two of them differ."""
@@ -77,7 +78,7 @@ class Agreement:
             return
         (work, both), self._under_way = self._under_way, None
         work.wait()
-        for axis in self._axes[1:]:
+        for axis in [*self._groups][1:]:
             self._reduce(both, axis).wait()
         most, least = both.tolist()
         if most != ~least:
@@ -91,9 +92,10 @@ class Agreement:
             )
 
     def _reduce(self, both: torch.Tensor, axis: int) -> dist.Work:
-        k = self._comm.shape[axis]
-        record(self._comm, "all_reduce", axis, 2 * (k - 1) * both.nbytes // k, _NOTE)
-        work = dist.all_reduce(both, dist.ReduceOp.MAX, group=self._comm.group(axis), async_op=True)
+        group = self._groups[axis]
+        k = dist.get_world_size(group)
+        record(self, "all_reduce", axis, 2 * (k - 1) * both.nbytes // k, _NOTE)
+        work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True)
         assert work is not None
         return work
 

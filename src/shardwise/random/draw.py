@@ -98,7 +98,7 @@ def note_torch_draw(mesh: Mesh, generator: torch.Generator | None) -> None:
     if comm.simulated or all(k == 1 for k in mesh.shape) or _are_threads(comm):
         return
     generator = torch.default_generator if generator is None else generator
-    note_draw(mesh, zlib.crc32(generator.get_state().numpy()))
+    note_draw(mesh, zlib.crc32(generator.get_state().numpy().tobytes()))
 
 
 def _are_threads(comm: Comm) -> TypeGuard[ProcessGroupComm]:

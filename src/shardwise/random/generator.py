@@ -8,6 +8,7 @@ So whatever seeds, saves, restores or forks torch's CPU generator does the same 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.random.philox import words
-from shardwise.torch_private import ThreadValue, count_dispatch_modes, without_modes
+from shardwise.torch_private import count_dispatch_modes, current_node, without_modes
 
 PHILOX, TORCH = "philox", "torch"
 _LOWEST = -(1 << 63)
@@ -87,13 +88,19 @@ def _drawn(generator: torch.Generator) -> int:
     return int(number) % (1 << 64)
 
 
-_stream: ThreadValue[str] = ThreadValue("stream", PHILOX)
+class _Chosen(threading.local):
+    stream: str | None = None
+
+
+_chosen = _Chosen()
+_chosen_last = [PHILOX]  # by any thread: what a thread of autograd draws from, which cannot choose
 
 
 class use:
     """Choose how this thread draws numbers: for good or, as a context manager, for a while.
 
-    Other threads are not affected, except those that run a backward pass for this one.
+    Other threads are not affected. Where a backward pass draws (activation checkpointing) and autograd runs it on a
+    thread of its own, as for a GPU, the stream chosen last holds.
 
     Args:
         stream: "philox" (the default): every rank makes its own elements, from a key and their place in the global
@@ -110,19 +117,23 @@ class use:
     def __init__(self, stream: str) -> None:
         if stream not in (PHILOX, TORCH):
             raise UnknownStream(f"use: stream = {stream!r}; give 'philox' or 'torch'")
-        self.before = _stream.get()
-        _stream.set(stream)
+        self.before = _chosen.stream
+        _chosen.stream = _chosen_last[0] = stream
 
     def __enter__(self) -> use:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _stream.set(self.before)
+        _chosen.stream = self.before
+        _chosen_last[0] = self.before or PHILOX
 
 
 def stream() -> str:
     """The name of the stream that this thread draws from."""
-    return _stream.get()
+    own = _chosen.stream
+    if own is None:
+        return PHILOX if current_node() is None else _chosen_last[0]
+    return own
 
 
 class UnknownStream(ShardwiseError, ValueError):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.record import Note, for_backward, listeners, record, user_line
+from shardwise.comm.record import Note, for_backward, listeners, record, recording_to, user_line
 from shardwise.move.tile_exchange import as_bytes
 
 
@@ -29,7 +29,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         group, note, heard, source, take, give = ctx.plan
-        back = _Exchange.apply(group, for_backward(note, source), heard, give, take, grad.contiguous())
+        with recording_to(heard):
+            back = _Exchange.apply(group, for_backward(note, source), heard, give, take, grad.contiguous())
         return None, None, None, None, None, back
 
 
