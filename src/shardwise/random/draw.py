@@ -21,7 +21,7 @@ from shardwise.random.boxes import Intervals
 from shardwise.random.distributions import Distribution
 from shardwise.random.fill import fill_held, is_abstract
 from shardwise.random.generator import TORCH, next_key, stream
-from shardwise.wrapper import wrap
+from shardwise.wrapper import Wrapper, wrap
 
 
 def drawn(layout: Layout, what: Distribution, generator: torch.Generator | None = None) -> Any:
@@ -39,8 +39,8 @@ def drawn(layout: Layout, what: Distribution, generator: torch.Generator | None 
     return wrap(local, layout)
 
 
-def fill(x: Any, what: Distribution, generator: torch.Generator | None = None) -> Any:
-    """`x` with its values overwritten."""
+def fill(x: Wrapper, what: Distribution, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Overwrite the values of `x`, and return it."""
     layout = x._layout
     recorded = torch.is_grad_enabled() and x.requires_grad
     if recorded or layout.is_partial or stream() == TORCH:
@@ -52,7 +52,7 @@ def fill(x: Any, what: Distribution, generator: torch.Generator | None = None) -
 
 
 def fill_local(local: Any, layout: Layout, what: Distribution, generator: torch.Generator | None = None) -> None:
-    """Every rank's local tensor of a layout filled; all ranks take one key, whatever they hold."""
+    """Fill every rank's local tensor of a layout. All ranks take one key, whatever they hold."""
     comm = layout.mesh.comm
     first = comm.first(local)
     if is_abstract(first):
