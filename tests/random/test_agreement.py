@@ -21,7 +21,7 @@ def fresh_mesh(shape):
     return device_mesh(shape, tuple(f"fresh{fresh_mesh.count}_{i}" for i in range(len(shape))))
 
 
-def draws_until_drift(mesh, limit=100):
+def draws_until_drift(mesh, limit=300):
     """How many draws were handed out before the ranks were told."""
     for i in range(limit):
         try:
@@ -59,7 +59,7 @@ def much_later(rank, world_size):
     mesh = fresh_mesh((2, 2))
     torch.manual_seed(3)
     found = []
-    for before in (50, 57):
+    for before in (50, 300):
         assert draws_until_drift(mesh, before) is None
         if rank == 1:
             torch.rand(1)
@@ -71,7 +71,7 @@ def much_later(rank, world_size):
 def test_drift_much_later():
     results = run_ranks(much_later, 4)
     assert all(result == results[0] for result in results), "all ranks are told at the same draw"
-    assert all(drawn is not None and drawn < 32 for drawn in results[0])
+    assert all(drawn is not None and drawn < 128 for drawn in results[0])
 
 
 def before_a_step(rank, world_size):
@@ -114,8 +114,8 @@ def warm_draws(rank, world_size):
 
 
 def test_a_warm_draw_communicates_next_to_nothing():
-    """16 bytes for 16 draws, in the ledger, and no collective that torch's own tensors would not have."""
-    assert run_ranks(warm_draws, 2) == [([("random", "all_reduce", 16)] * 4, 0)] * 2
+    """After draws 16, 32 and 64, in the ledger, and no collective that torch's own tensors would not have."""
+    assert run_ranks(warm_draws, 2) == [([("random", "all_reduce", 16)] * 3, 0)] * 2
 
 
 def test_use_is_of_one_thread():

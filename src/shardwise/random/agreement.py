@@ -1,9 +1,9 @@
 """Ranks that are processes have a generator each. What they draw must be the same: here they compare it.
 
 Every rank keeps, for each mesh, a digest of all it has drawn there, and the ranks compare their digests: at once after
-the first few draws, then after every 16th, where the answer is awaited only when the next comparison begins. So a
-random op costs next to nothing, and ranks that drift apart are named soon. An optimizer compares what is left before
-its step. All ranks compare at the same places of the program, so all of them raise.
+draws 1, 2, 4 and 8; later after 16, 32, 64 and every 64th, where the answer is awaited only when the next comparison
+begins. So a random op costs next to nothing, and ranks that drift apart are named soon. An optimizer compares what is
+left before its step. All ranks compare at the same places of the program, so all of them raise.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shardwise.errors import CommError
 from shardwise.mesh import Mesh
 from shardwise.torch_private import without_fake_mode
 
-_AT_ONCE = (1, 2, 4, 8)  # draws after which the ranks compare before anyone sees a number
-_EVERY = 16  # draws between two later comparisons
+_AT_ONCE = 8  # up to so many draws, a comparison is over before anyone sees the numbers
+_EVERY = 64  # the most draws between two comparisons
 _NOTE = Note("random", "do the ranks draw alike?")
 
 
@@ -40,16 +40,16 @@ class Agreement:
     def _forget(self) -> None:
         self._count = self._digest = 0
         self._begun = 0  # the number of draws that were compared, or are being compared
+        self._due = 1  # the number of draws after which the ranks compare next
         self._under_way: tuple[dist.Work, torch.Tensor] | None = None
 
     def add(self, drawn: int) -> None:
         """Take note of a draw: of its key, or of anything that tells it from others."""
         self._count += 1
         self._digest = hash((self._digest, drawn))
-        if self._count in _AT_ONCE:
-            self._compare()
-        elif self._count >= self._begun + _EVERY and self._count > _AT_ONCE[-1]:
-            self._compare(later=True)
+        if self._count >= self._due:
+            self._due = self._count + min(self._count, _EVERY)
+            self._compare(later=self._count > _AT_ONCE)
 
     def before_step(self) -> None:
         """Compare what was not compared yet; where that would mean to wait for a GPU, by the next step."""
