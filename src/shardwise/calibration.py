@@ -13,15 +13,21 @@ import torch.distributed as dist
 
 from shardwise.engine.cache import clear_caches
 from shardwise.errors import MeshError
-from shardwise.mesh import Mesh, as_mesh
+from shardwise.mesh import Mesh, UserMesh, as_mesh
 from shardwise.move.cost import AxisCost, CostModel, cost_of, set_cost
 
-_SMALL, _LARGE = 1 << 10, 1 << 22  # bytes a rank sends
+_SMALL, _LARGE = 1 << 10, 1 << 22  # bytes that each rank sends
 _REPEATS = 8
 
 
 class Costs:
-    """What `calibrate` found: `.axes` has (latency, bandwidth) for each axis. Prints as a table."""
+    """What `calibrate` found. Prints as a table.
+
+    Attributes:
+        axis_names, sizes: Name of each axis of the mesh, and its number of ranks.
+        axes: For each axis, `.latency` in seconds and `.bandwidth` in bytes per second.
+        measured: Whether these were measured; False of a simulated mesh, which has the defaults.
+    """
 
     def __init__(self, mesh: Mesh, model: CostModel, measured: bool) -> None:
         self.axis_names, self.sizes, self.axes, self.measured = mesh.axis_names, mesh.shape, model.axes, measured
@@ -35,11 +41,21 @@ class Costs:
         return "\n".join([*lines, "measured" if self.measured else "defaults: simulated ranks have no network"])
 
 
-def calibrate(device_mesh: Any = None, file: str | Path | None = None) -> Costs:
-    """Measure latency and bandwidth along each axis (a second or so) and price moves and strategies by them.
+def calibrate(device_mesh: UserMesh | None = None, file: str | Path | None = None) -> Costs:
+    """Measure latency and bandwidth along each axis (a second or so); from then on plans are priced by them.
 
-    All ranks of the mesh call it together, and get the same numbers. With `file`, the numbers are saved there, and
-    read instead of measured when it has them for a mesh of this shape, axis names and device already.
+    All ranks of the mesh call it together, and get the same numbers.
+
+    Args:
+        device_mesh: The mesh; by default that of the enclosing ``with mesh:``.
+        file: Where to save the numbers. If it has them for a mesh of this shape, axis names and device already, they
+            are read instead of measured.
+
+    Returns:
+        The costs, which print as a table.
+
+    Raises:
+        MeshError: The file holds something else, or there is no mesh.
     """
     mesh = as_mesh(device_mesh)
     if mesh.comm.simulated:
@@ -68,7 +84,8 @@ def _measure(mesh: Mesh, axis: int) -> AxisCost:
     return AxisCost(latency, (k - 1) * (_LARGE - _SMALL) / max(loaded - latency, 1e-9))
 
 
-def _best(run: Callable[[], Any], device: torch.device) -> float:
+def _best(run: Callable[[], object], device: torch.device) -> float:
+    """The shortest time of several runs, in seconds."""
     best = float("inf")
     for i in range(_REPEATS + 1):
         started = time.perf_counter()
@@ -90,11 +107,12 @@ def _agreed(mesh: Mesh, model: CostModel) -> CostModel:
 
 
 def _described(mesh: Mesh) -> dict[str, Any]:
+    """How the file names a kind of mesh."""
     return {"axis_names": list(mesh.axis_names), "sizes": list(mesh.shape), "device": mesh.device.type}
 
 
 def _read(mesh: Mesh, file: str | Path | None) -> CostModel | None:
-    """What the file says of such a mesh. Every rank must find the same, or all measure."""
+    """The costs that the file holds for such a mesh. Every rank must find them, or all ranks measure."""
     known: CostModel | None = None
     if file is not None and Path(file).exists():
         try:

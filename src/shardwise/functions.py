@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import FunctionType
 from typing import Any
 
 from shardwise.torch_private import schema_of
@@ -10,12 +11,22 @@ from shardwise.torch_private import schema_of
 _NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__init__", "__iter__"}
 
 
-@functools.lru_cache(maxsize=4096)
 def writes_first(func: Any) -> bool:
     """Whether a function writes into its first argument: by its schema, or by torch's naming."""
+    if type(func) is FunctionType and func.__closure__ is not None:  # made for one call: no cache may keep it
+        return _name_says_so(func)
+    return _writes_first(func)
+
+
+@functools.lru_cache(maxsize=4096)
+def _writes_first(func: Any) -> bool:
     schema = schema_of(func)
     if schema is not None:
         return bool(schema.is_mutable)
+    return _name_says_so(func)
+
+
+def _name_says_so(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return (name.startswith("__i") and name not in _NOT_IN_PLACE) or name in ("__setitem__", "__set__")

@@ -1,17 +1,17 @@
-"""Meshes: torch's DeviceMesh as it is, and `simulate`, a mesh of ranks in this process.
+"""Meshes inside the library: one `Mesh` for torch's DeviceMesh and for `simulate`, which layouts compare by identity.
 
-Inside the library a mesh is a `Mesh`: shape, axis names, device and the backend that talks along its axes. There is
-one for each DeviceMesh, so layouts can hold it and compare by identity.
+A `Mesh` lives as long as the user's mesh or a tensor on it. Equal DeviceMeshes over the same process groups share one;
+those over other groups do not, since two threads may talk on them at the same time.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,18 +19,31 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.comm.base import Comm, Coords
 from shardwise.comm.outside import OutsideComm
 from shardwise.comm.process_group import ProcessGroupComm
-from shardwise.comm.simulation import SimulatedComm
 from shardwise.errors import AxisError, MeshError
-from shardwise.torch_private import without_fake_mode
+from shardwise.simulated_mesh import SimulatedMesh, _submesh, active_mesh, simulate  # noqa: F401  (_submesh: pickles)
+from shardwise.torch_private import active_device_mesh, without_fake_mode
 
 __all__ = ["DeviceMesh", "Mesh", "SimulatedMesh", "as_mesh", "init_device_mesh", "simulate"]
 
+UserMesh: TypeAlias = DeviceMesh | SimulatedMesh
+
 
 class Mesh:
-    """What layouts, moves and the engine know of a mesh. Compared by identity; `as_mesh` makes them."""
+    """What layouts, moves and the engine know of a mesh. Compared by identity; `as_mesh` makes them.
 
-    def __init__(self, source: Any, shape: Sequence[int], axis_names: Sequence[str], device: Any, comm: Comm) -> None:
-        self.source = source  # what the user gave: a DeviceMesh or a SimulatedMesh
+    Attributes:
+        source: What the user made: a DeviceMesh or a SimulatedMesh.
+        shape, axis_names: Size and name of each axis.
+        ranks: The numbers of the ranks, the last axis fastest.
+        device: Where the ranks' tensors live.
+        comm: The backend that talks along the axes.
+        world: The default process group when it was made; None without one.
+    """
+
+    def __init__(
+        self, source: UserMesh, shape: Sequence[int], axis_names: Sequence[str], device: torch.device, comm: Comm
+    ) -> None:
+        self.source: Any = source
         self.shape = tuple(shape)
         self.axis_names = tuple(axis_names)
         self.device = device
@@ -65,40 +78,88 @@ class Mesh:
         return as_mesh, (self.source,)
 
 
-_meshes: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
+class _Held:
+    """The Mesh of a user's mesh, kept on that object, so that both die together. Copies and pickles of the object do
+    not have it: there it is an empty OrderedDict, which any unpickler takes."""
+
+    __slots__ = ("mesh",)
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()
+
+
+_HELD = "_shardwise_mesh"  # the attribute of a user's mesh
+_meshes: weakref.WeakValueDictionary[Hashable, Mesh] = weakref.WeakValueDictionary()  # of DeviceMeshes, by value
 _lock = threading.Lock()
 
 
-def as_mesh(mesh: Any, *, outside: bool = False) -> Mesh:
-    """The Mesh of a DeviceMesh or SimulatedMesh (always the same one); with None, of the enclosing ``with mesh:``.
+def as_mesh(mesh: UserMesh | Mesh | None, *, outside: bool = False) -> Mesh:
+    """The Mesh of a DeviceMesh or SimulatedMesh: always the same one.
 
-    With `outside`, this rank need not be in it."""
+    Args:
+        mesh: The user's mesh; None for that of the enclosing ``with mesh:``.
+        outside: Whether this rank need not be in it.
+
+    Raises:
+        MeshError: There is no such mesh, or this rank is not in it.
+    """
     if mesh is None:
         mesh = _current_mesh()
     if isinstance(mesh, Mesh):
         return mesh
-    with _lock:
-        found = _meshes.get(mesh) if isinstance(mesh, (DeviceMesh, SimulatedMesh)) else None
-    if found is not None and (found.comm.simulated or found.world is _world()):
-        return found if outside or not found.comm.outside else _refuse(mesh)
-    if isinstance(mesh, SimulatedMesh):
-        made = Mesh(mesh, mesh.shape, mesh.axis_names, torch.device(mesh.device_type), mesh.comm)
+    held = getattr(mesh, _HELD, None)
+    if type(held) is _Held and (held.mesh.comm.simulated or held.mesh.world is _world()):
+        found = held.mesh
+    elif isinstance(mesh, SimulatedMesh):
+        found = _of_simulated(mesh)
     elif isinstance(mesh, DeviceMesh):
         with without_fake_mode():  # a mesh is made of tensors, and may be met first in a fake mode
-            made = _of_device_mesh(mesh, outside)
+            found = _of_device_mesh(mesh)
     else:
         raise MeshError(f"device_mesh: expected a DeviceMesh or simulate(...), got {mesh!r} ({type(mesh).__name__})")
+    return found if outside or not found.comm.outside else _refuse(mesh)
+
+
+def _of_simulated(source: SimulatedMesh) -> Mesh:
     with _lock:
-        if found is not None:
-            _meshes[mesh] = made
-        return _meshes.setdefault(mesh, made)
+        held = getattr(source, _HELD, None)
+        if type(held) is not _Held:
+            device = torch.device(source.device_type)
+            held = _Held(Mesh(source, source.shape, source.axis_names, device, source.comm))
+            setattr(source, _HELD, held)
+    return held.mesh
 
 
-def _of_device_mesh(mesh: DeviceMesh, outside: bool) -> Mesh:
-    names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
-    here = mesh.get_coordinate() is not None
-    comm: Comm = ProcessGroupComm(mesh) if here else OutsideComm(mesh) if outside else _refuse(mesh)
-    return Mesh(mesh, tuple(mesh.shape), names, _device_of(mesh.device_type), comm)
+def _of_device_mesh(source: DeviceMesh) -> Mesh:
+    coords = source.get_coordinate()
+    names = tuple(source.mesh_dim_names or map(str, range(source.ndim)))
+    groups = _groups_of(source) if coords is not None else (_world(),)
+    where = None if coords is None else tuple(coords)  # ranks that are threads share one table
+    key = (_ranks_of(source), tuple(source.shape), names, source.device_type, where, groups)
+    with _lock:
+        found = _meshes.get(key) if groups else _equal_one(source)
+        if found is None or found.world is not _world():
+            comm = OutsideComm(source) if coords is None else ProcessGroupComm(source)
+            found = _meshes[key] = Mesh(source, tuple(source.shape), names, _device_of(source.device_type), comm)
+        setattr(source, _HELD, _Held(found))
+    return found
+
+
+def _groups_of(mesh: DeviceMesh) -> tuple[Any, ...]:
+    """The process group of each axis; none where they are not known here, as of a mesh from another job's pickle."""
+    try:
+        return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
+    except (RuntimeError, AssertionError, LookupError):
+        return ()
+
+
+def _equal_one(source: DeviceMesh) -> Mesh | None:
+    """The Mesh of a DeviceMesh of equal value in the present world."""
+    world = _world()
+    return next((m for m in _meshes.values() if m.world is world and m.source == source), None)
 
 
 def _refuse(mesh: Any) -> NoReturn:
@@ -112,7 +173,7 @@ def _world() -> Any:
     return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
 
 
-def _ranks_of(source: Any) -> tuple[int, ...]:
+def _ranks_of(source: UserMesh) -> tuple[int, ...]:
     """A simulated mesh knows its ranks as ints: it may be met first in a fake mode, where tensors have no values."""
     if isinstance(source, SimulatedMesh):
         return source.ranks
@@ -125,175 +186,10 @@ def _device_of(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-class SimulatedMesh:
-    """A mesh of simulated ranks; good wherever a DeviceMesh is. Make one with `simulate`.
-
-    A sub-mesh (``mesh["tp"]``) sees the same ranks through some of the axes: every rank belongs to its own one.
-    """
-
-    def __init__(
-        self,
-        world: tuple[int, ...],
-        axis_names: tuple[str, ...],
-        axes: tuple[int, ...],
-        device: str,
-        first_rank: int = 0,
-    ) -> None:
-        self.world, self.world_names, self.axes, self.first_rank = world, axis_names, axes, first_rank
-        self.device_type = device
-        self.shape = tuple(world[a] for a in axes)
-        self.axis_names = tuple(axis_names[a] for a in axes)
-        grid = list(itertools.product(*(range(k) for k in world)))
-        self.comm = SimulatedComm(
-            self.shape,
-            self.axis_names,
-            [tuple(c[a] for a in axes) for c in grid],
-            [tuple(x for a, x in enumerate(c) if a not in axes) for c in grid],
-        )
-        spots = {c: first_rank + i for i, c in enumerate(grid)}
-        here = itertools.product(*(range(k) for k in self.shape))
-        self.ranks = tuple(spots[tuple(c[axes.index(a)] if a in axes else 0 for a in range(len(world)))] for c in here)
-        self._family: dict[tuple[int, ...], SimulatedMesh] = {axes: self}  # the views of one world, by their axes
-        self._merged: dict[str, SimulatedMesh] = {}  # those with axes merged into one, by its name
-
-    @property
-    def mesh(self) -> torch.Tensor:
-        """The ranks, as a DeviceMesh has them; of a sub-mesh, those of its first group."""
-        return torch.tensor(self.ranks, device="cpu").view(self.shape)
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...]:
-        return self.axis_names
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def size(self, mesh_dim: int | None = None) -> int:
-        return math.prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
-
-    def __len__(self) -> int:
-        return self.size()
-
-    def __getitem__(self, names: str | tuple[str, ...]) -> SimulatedMesh:
-        names = tuple(names) if isinstance(names, (tuple, list)) else (names,)
-        if len(names) == 1 and names[0] in self._merged:
-            return self._merged[names[0]]
-        for name in names:
-            if name not in self.axis_names:
-                raise AxisError(f"mesh axis {name!r} is not one of {(*self.axis_names, *self._merged)}")
-        axes = tuple(self.world_names.index(name) for name in names)
-        if axes not in self._family:
-            made = self._family[axes] = SimulatedMesh(
-                self.world, self.world_names, axes, self.device_type, self.first_rank
-            )
-            made._family, made._merged = self._family, self._merged
-        return self._family[axes]
-
-    def _flatten(self, mesh_dim_name: str | None = None) -> SimulatedMesh:
-        """All axes as one, as DeviceMesh names it: from then on `mesh[name]` is that."""
-        name = mesh_dim_name or "_".join(self.axis_names)
-        first, end = self.axes[0], self.axes[0] + len(self.axes)
-        if self.axes != tuple(range(first, end)):
-            raise MeshError(f"_flatten: the axes {self.axis_names} must follow each other in {self.world_names}")
-        if name in self.world_names and self.axis_names != (name,):
-            raise MeshError(f"_flatten: {name!r} is an axis of {self.world_names} already; choose another name")
-        if name not in self._merged:
-            world = (*self.world[:first], self.size(), *self.world[end:])
-            names = (*self.world_names[:first], name, *self.world_names[end:])
-            self._merged[name] = _submesh(world, names, (first,), self.device_type, self.first_rank)
-        return self._merged[name]
-
-    def get_coordinate(self) -> list[int]:
-        """The first simulated rank's coordinates: every rank lives in this process, so none of them is "this" one."""
-        return [0] * self.ndim
-
-    def get_rank(self) -> int:
-        return 0
-
-    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        return 0
-
-    def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        raise MeshError(
-            f"get_group: the ranks of {self!r} live in one process and have no process group; use redistribute, or "
-            f"init_device_mesh under torchrun"
-        )
-
-    def __enter__(self) -> SimulatedMesh:
-        _stack().append(self)
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        _stack().pop()
-
-    def __repr__(self) -> str:
-        inside = ", ".join(f"{n}={k}" for n, k in zip(self.axis_names, self.shape, strict=True))
-        return f"SimulatedMesh({inside}, device={self.device_type!r})"
-
-    def __deepcopy__(self, memo: Any) -> SimulatedMesh:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _submesh, (self.world, self.world_names, self.axes, self.device_type, self.first_rank)
-
-
-_threads = threading.local()
-
-
-def _stack() -> list[Any]:
-    found = getattr(_threads, "stack", None)
+def _current_mesh() -> UserMesh:
+    found = active_mesh()
     if found is None:
-        found = _threads.stack = []
+        found = active_device_mesh()
+    if found is None:
+        raise MeshError("device_mesh: None given and no mesh is active; pass a mesh or use `with mesh:`")
     return found
-
-
-def _current_mesh() -> Any:
-    if _stack():
-        return _stack()[-1]
-    current = getattr(torch.distributed.device_mesh, "_mesh_resources", None)
-    if current is not None and hasattr(current, "get_current_mesh"):
-        try:
-            return current.get_current_mesh()
-        except RuntimeError:
-            pass
-    raise MeshError("device_mesh: None given and no mesh is active; pass a mesh or use `with mesh:`")
-
-
-_worlds: dict[tuple[Any, ...], SimulatedMesh] = {}
-
-
-def simulate(
-    shape: int | Sequence[int],
-    *,
-    axis_names: Sequence[str] | None = None,
-    device: str = "cpu",
-    first_rank: int = 0,
-) -> SimulatedMesh:
-    """A mesh of simulated ranks in this process. Equal calls give the same mesh.
-
-    Ranks are numbered from `first_rank`: meshes that share numbers share ranks, which matters to moves between them.
-
-    >>> simulate((2, 4), axis_names=("dp", "tp"))
-    SimulatedMesh(dp=2, tp=4, device='cpu')
-    """
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not sizes or not all(isinstance(k, int) and not isinstance(k, bool) and k > 0 for k in sizes):
-        raise MeshError(f"simulate: shape must be one or more ints > 0, got {shape!r}")
-    names = tuple(axis_names) if axis_names is not None else tuple(str(i) for i in range(len(sizes)))
-    if len(names) != len(sizes) or len(set(names)) != len(names):
-        raise MeshError(f"simulate: axis_names {names} must name each of the {len(sizes)} axes of {sizes} once")
-    if not isinstance(first_rank, int) or isinstance(first_rank, bool) or first_rank < 0:
-        raise MeshError(f"simulate: first_rank must be an int >= 0, got {first_rank!r}")
-    return _submesh(sizes, names, tuple(range(len(sizes))), torch.device(device).type, first_rank)
-
-
-def _submesh(
-    world: tuple[int, ...], names: tuple[str, ...], axes: tuple[int, ...], device: str, first_rank: int = 0
-) -> SimulatedMesh:
-    key = (world, names, device, first_rank)
-    with _lock:
-        if key not in _worlds:
-            _worlds[key] = SimulatedMesh(world, names, tuple(range(len(world))), device, first_rank)
-    found = _worlds[key]
-    return found if axes == found.axes else found[tuple(names[a] for a in axes)]

@@ -1,4 +1,4 @@
-"""`move_state_dict`: all tensors of a state dict to another mesh, in a few large exchanges instead of one a tensor."""
+"""`move_state_dict`: all tensors of a state dict to another mesh, in a few large exchanges, not one per tensor."""
 
 from __future__ import annotations
 
@@ -9,24 +9,36 @@ from shardwise.comm.record import Note
 from shardwise.errors import MoveError
 from shardwise.layout import Layout, Placement, as_placements
 from shardwise.layout.placement import REPLICATE
-from shardwise.mesh import Mesh, as_mesh
+from shardwise.mesh import Mesh, UserMesh, as_mesh
 from shardwise.move.across import plan_across
 from shardwise.move.bucket import Parcel, exchange_parcels
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
-Places = Mapping[str, Sequence[Any]] | Callable[[str, DTensor], Sequence[Any]] | None
+AnyPlacements = Sequence[Any]  # ours or torch's
+Places = Mapping[str, AnyPlacements] | Callable[[str, DTensor], AnyPlacements | None] | None
 
 
 def move_state_dict(
-    state_dict: Mapping[str, Any], device_mesh: Any, placements: Places = None, *, bucket_bytes: int = 1 << 28
+    state_dict: Mapping[str, Any], device_mesh: UserMesh, placements: Places = None, *, bucket_bytes: int = 1 << 28
 ) -> dict[str, Any]:
-    """A copy of the state dict whose DTensors live on `device_mesh`; everything else is taken as it is.
+    """A copy of a state dict whose DTensors live on another mesh. Everything else in it stays the same object.
 
-    `placements` maps names (nested ones joined by dots) to placements, or is a function of name and tensor; without
-    it, and for names it lacks, a tensor keeps its placements where the meshes have as many axes, and is replicated
-    otherwise. Tensors travel together, up to `bucket_bytes` a rank at a time. Every rank of either mesh calls it; a
-    rank that is in the new one only has its tensors as `DTensor.outside`.
+    Every rank of either mesh calls it. A rank that is in the new mesh only has its tensors as `DTensor.outside`.
+
+    Args:
+        state_dict: Tensors by name; mappings, lists and tuples in it are walked through.
+        device_mesh: The mesh to move to.
+        placements: For a name (those of nested tensors are joined by dots) its placements, as a mapping or as a
+            function of name and tensor. Where it has none, a tensor keeps its placements if both meshes have the same
+            number of axes, and is replicated otherwise.
+        bucket_bytes: Tensors travel together, up to so many bytes per rank at a time.
+
+    Returns:
+        A new dict of the same structure.
+
+    Raises:
+        MoveError: An argument is of the wrong kind.
     """
     if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes <= 0:
         raise MoveError(f"move_state_dict: bucket_bytes must be an int > 0, got {bucket_bytes!r}")
@@ -56,13 +68,9 @@ def _walk(value: Any, name: str, visit: Callable[[str, DTensor], Any]) -> Any:
 
 def _target(name: str, tensor: DTensor, mesh: Mesh, placements: Places) -> Layout:
     here = tensor._layout
-    given: Any = None
-    if callable(placements):
-        given = placements(name, tensor)
-    elif placements is not None:
-        given = placements.get(name)
-    if given is not None:
-        places: Sequence[Placement] = as_placements(given)
+    asked = placements(name, tensor) if callable(placements) else (placements or {}).get(name)
+    if asked is not None:
+        places: Sequence[Placement] = as_placements(asked)
     elif len(here.placements) == len(mesh.shape) and not here.is_partial:
         places = [type(p)(p.dim) if p.is_shard() else p for p in here.placements]  # type: ignore[attr-defined, call-arg]
     else:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.comm.bridge import joined, regrade, share
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, relaxed
+from shardwise.engine.cache import register_cache
 from shardwise.engine.call import plain_wrapped
 from shardwise.engine.gathered import before_watching
 from shardwise.errors import AutogradError, LayoutError, MeshError
@@ -402,3 +403,7 @@ class _Handles:
 
     def __exit__(self, *exc: Any) -> None:
         self.remove()
+
+
+for _name, _cached in (("grad layouts", grad_layout), ("summed axes", summed_axes), ("grad wrappers", _gradient_of)):
+    register_cache(_name, _cached.cache_info, _cached.cache_clear)

@@ -117,7 +117,9 @@ _engine: Any = take("torch.autograd.Variable._execution_engine", "what data_para
 sequence_number: Callable[[], int] = take(
     "torch.autograd._get_sequence_nr", "CommDebugMode: which module's backward runs"
 )
-current_node: Callable[[], Any] = take("torch._C._current_autograd_node", "CommDebugMode: which module's backward runs")
+current_node: Callable[[], Any] = take(
+    "torch._C._current_autograd_node", "CommDebugMode, ledgers and random.use on the threads of autograd"
+)
 will_run: Callable[[Any], bool] = take(
     "torch._C._will_engine_execute_node", "hooks of ShardedTensors with several shards"
 )
@@ -127,6 +129,12 @@ DelayedError: Any = take("torch._C._functions.DelayedError", "double backward th
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have autograd call this when the backward pass that is running ends."""
     _engine.queue_callback(callback)
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """The hooks before and after a step of one optimizer (two ordered dicts), for optimizers stepped on local tensors:
+    those must be the last before and the first after a step."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
 # --- functions and operators ----------------------------------------------------------------------------------------
@@ -173,3 +181,12 @@ default_store: Any = take("torch.distributed.distributed_c10d._get_default_store
 AsyncCollectiveTensor: Any = take(
     "torch.distributed._functional_collectives.AsyncCollectiveTensor", "tensors of torch's DTensor that still wait"
 )
+_mesh_resources: Any = take("torch.distributed.device_mesh._mesh_resources", "`with mesh:` of a DeviceMesh")
+
+
+def active_device_mesh() -> Any:
+    """The DeviceMesh of the innermost ``with mesh:`` of this thread; None outside of one."""
+    try:
+        return _mesh_resources.get_current_mesh()
+    except (AttributeError, RuntimeError):
+        return None

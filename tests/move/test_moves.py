@@ -9,7 +9,7 @@ from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, distribute_tensor, plan_move, simulate
-from shardwise.comm.record import Note, listeners
+from shardwise.comm.record import Note, Recorder
 from shardwise.move import move
 from tests.layout.brute import Dealt, deal, deterministic, grid, mesh_shapes, rngs, shapes
 from tests.move.cases import PARTIALS, PLAIN, UNEVEN, check_holds, placed, source
@@ -345,9 +345,10 @@ def test_from_local_takes_replicas_from_the_first_rank():
 @pytest.fixture
 def ledger():
     entries = []
-    listeners().append(entries.append)
+    recorder = Recorder(entries.append)
+    recorder.open()
     yield entries
-    listeners().remove(entries.append)
+    recorder.close()
 
 
 def test_plans_say_what_the_ledger_records(ledger):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, distribute_tensor, plan_move, simulate
 from shardwise.comm.messages import ALL_GATHER
-from shardwise.comm.record import listeners
+from shardwise.comm.record import Recorder
 from shardwise.errors import CommError, LayoutError, MeshError
 from tests.layout.brute import deal, grid
 from tests.move.cases import PARTIALS, PLAIN, UNEVEN, all_parts, placed
@@ -336,7 +336,8 @@ def test_from_local_mistakes_are_named_on_every_rank():
 def accounts(rank, world_size):
     """What the ledger records here is what the plan says of this rank."""
     entries = []
-    listeners().append(entries.append)
+    recorder = Recorder(entries.append)
+    recorder.open()
     try:
         rng = random.Random(1)
         for _ in range(30):
@@ -350,7 +351,7 @@ def accounts(rank, world_size):
             assert [entry.kind for entry in entries] == [step.kind for step in plan.steps if step.kind != "local"]
             assert plan.bytes_in(rank) == plan_move(src.layout(), dst.layout()).bytes_in(rank)
     finally:
-        listeners().remove(entries.append)
+        recorder.close()
     return True
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardwise import DTensor, plan_move
 from shardwise.comm.messages import ALL_GATHER
-from shardwise.comm.record import listeners
+from shardwise.comm.record import Recorder
 from tests.layout.brute import deal, grid
 from tests.move.cases import all_parts, check_holds, source
 from tests.move.test_moves_gloo import check_gradients
@@ -39,11 +39,12 @@ def test_simulated(block):
         src, dst = draw(seed)
         plan, heard = plan_move(src.layout(), dst.layout()), []
         given = source(src, requires_grad=True, seed=seed)
-        listeners().append(heard.append)
+        recorder = Recorder(heard.append)
+        recorder.open()
         try:
             moved = given.on(src).redistribute(placements=dst.placements)
         finally:
-            listeners().remove(heard.append)
+            recorder.close()
         check_holds([v.detach() for v in moved.to_local().ranks], dst, given.whole.detach())
         extremes = any(p.is_partial("max") or p.is_partial("min") for p in src.placements)
         ranks = range(len(grid(src.mesh_shape)))

@@ -26,7 +26,7 @@ from shardwise.attention.blocks import (
     visible_blocks,
 )
 from shardwise.comm.base import Coords
-from shardwise.comm.record import Note, for_backward, hearing, listeners, user_line
+from shardwise.comm.record import Note, for_backward, recorders, recording_to, user_line
 from shardwise.context import is_strict, refuse_in_program
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, Placement
@@ -344,7 +344,7 @@ class _Attention(torch.autograd.Function):
         work, locals, note = box
         comm = work.comm
         out, lse = work.forward(locals, note)
-        ctx.work, ctx.heard = work, listeners()
+        ctx.work, ctx.heard = work, recorders()
         ctx.note = for_backward(note, user_line() if ctx.heard else None)
         ctx.structures = [comm.structure(local) for local in (*locals, out, lse)]
         ctx.counts = [len(comm.values(local)) for local in (*locals, out, lse)]
@@ -360,7 +360,7 @@ class _Attention(torch.autograd.Function):
         *locals, out, lse = map(comm.assemble, ctx.structures, values)
         if torch.is_grad_enabled():
             return None, *_differentiably(ctx, work, locals, values, grads)
-        with hearing(ctx.heard):
+        with recording_to(ctx.heard):
             back = work.backward(comm.assemble(ctx.structures[-2], grads), locals, out, lse, ctx.note)
         found: list[Any] = []
         for structure, count, gradient in zip(ctx.structures, ctx.counts, back, strict=False):
@@ -370,7 +370,7 @@ class _Attention(torch.autograd.Function):
 
 def _differentiably(ctx: Any, work: AttentionWork, locals: Any, values: Any, grads: Any) -> list[Any]:
     """The gradients as functions of operands and incoming gradients: the output is made again, in parts."""
-    with hearing(ctx.heard):
+    with recording_to(ctx.heard):
         out = work.again(locals, ctx.note)
         outs = work.comm.pick(ctx.structures[-2], out)
         flat = [value for some in values[:-2] for value in some]

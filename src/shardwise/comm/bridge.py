@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.base import Comm
-from shardwise.comm.record import hearing, listeners
+from shardwise.comm.record import recorders, recording_to
 
 
 class _Regrade(torch.autograd.Function):
@@ -16,12 +16,12 @@ class _Regrade(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, comm: Comm, structure: Any, convert: Callable[[Any], Any], *values: torch.Tensor) -> Any:
-        ctx.comm, ctx.structure, ctx.convert, ctx.heard = comm, structure, convert, listeners()
+        ctx.comm, ctx.structure, ctx.convert, ctx.recorders = comm, structure, convert, recorders()
         return tuple(v.view_as(v) for v in values)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        with hearing(ctx.heard):
+        with recording_to(ctx.recorders):
             back = ctx.convert(ctx.comm.assemble(ctx.structure, grads))
         return None, None, None, *ctx.comm.pick_gradients(ctx.structure, back)
 

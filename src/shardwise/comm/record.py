@@ -1,24 +1,26 @@
-"""The record of what was communicated: every exchange passes here, forward and backward."""
+"""The record of what was communicated: every exchange passes here, forward and backward.
+
+Each thread has a list of the recorders (ledgers) that are open in it. An autograd node keeps the list of the thread
+that made it and records its backward there too (`recording_to`), so a ledger sees the backward passes of all that
+happened inside of it, in whichever thread they run. Of what hooks do on a thread of autograd's own, nobody knows whose
+program it is: all open recorders take it.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-from shardwise.comm.base import Comm
-
-_state = threading.local()
-_HERE = str(Path(__file__).resolve().parents[1])
+from shardwise.torch_private import current_node
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """On whose behalf a move runs."""
+    """On whose behalf a move runs: the op, why it communicates, in which pass, for which line of the user's program."""
 
     op: str
     reason: str = ""
@@ -28,7 +30,17 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One communication: `bytes` received, summed over the ranks this process plays."""
+    """One communication.
+
+    Attributes:
+        op: The operation that communicated.
+        kind: The collective: all_gather, all_reduce, reduce_scatter, all_to_all, send_recv, ...
+        axis: The name of the mesh axis; several are joined by "+".
+        bytes: Bytes received, summed over the ranks this process plays.
+        source: file:line of the user's program.
+        backward: Whether it happened in a backward pass.
+        reason: Why the operation had to communicate; empty where the program asked for it.
+    """
 
     op: str
     kind: str
@@ -39,49 +51,100 @@ class Entry:
     reason: str
 
 
-def listeners() -> list[Any]:
-    """The ledgers open in this thread, one live list: what a move saw in forward listens to its backward too,
-    in whichever thread autograd runs that."""
-    found = getattr(_state, "listeners", None)
+class Recorder:
+    """Takes every entry from `open` to `close`, in the thread that opened it and in backward passes of its graphs."""
+
+    def __init__(self, take: Callable[[Entry], None]) -> None:
+        self._take = take
+        self._list: list[Recorder] | None = None  # where it is open
+
+    def open(self) -> None:
+        self._list = recorders()
+        self._list.append(self)
+        if self._list is not _all_open:
+            _all_open.append(self)
+
+    def close(self) -> None:
+        for known in (self._list, _all_open):
+            if known is not None and self in known:
+                known.remove(self)
+        self._list = None
+
+    def add(self, entry: Entry) -> None:
+        """Take an entry. A backward pass may still know a recorder that is closed: that one takes nothing."""
+        if self._list is not None:
+            self._take(entry)
+
+
+class _OfThread(threading.local):
+    recorders: list[Recorder] | None = None
+
+
+_of_thread = _OfThread()
+_all_open: list[Recorder] = []
+
+
+def recorders() -> list[Recorder]:
+    """The recorders open in this thread: always the same list, so that who keeps it sees what is opened later."""
+    found = _of_thread.recorders
     if found is None:
-        found = _state.listeners = []
+        if current_node() is not None:  # in a backward pass of a thread that made no graph: autograd's own
+            return _all_open
+        found = _of_thread.recorders = []
     return found
 
 
 @contextmanager
-def hearing(heard: list[Any]) -> Iterator[None]:
-    """Inside, these ledgers listen: for work that autograd may do in a thread of its own."""
-    saved, _state.listeners = listeners(), heard
+def recording_to(kept: list[Recorder]) -> Iterator[None]:
+    """Inside, what is communicated is recorded by those in `kept` too: the list of the thread that made a graph, around
+    the backward pass of that graph, which may run in another thread."""
+    here = _of_thread.recorders
+    if kept is here or (here is not None and not kept):
+        yield
+        return
+    _of_thread.recorders = [*kept, *(recorder for recorder in here if recorder not in kept)] if here else kept
     try:
         yield
     finally:
-        _state.listeners = saved
+        _of_thread.recorders = here
 
 
 def for_backward(note: Note, source: str | None) -> Note:
+    """The note of the backward pass of what `note` is about."""
     return Note(note.op, note.reason, True, source)
 
 
-def record(comm: Comm, kind: str, axis: int, received: int, note: Note) -> None:
-    """Tell the ledgers open in this thread of a communication that is not a step of a move."""
-    heard = listeners()
-    if heard:
-        tell(comm.axis_names[axis], kind, received, note, heard)
+class HasAxes(Protocol):
+    """What an entry needs to know of a backend."""
+
+    @property
+    def axis_names(self) -> Sequence[str]: ...
 
 
-def tell(axis: str, kind: str, received: int, note: Note, heard: list[Any]) -> None:
-    """Tell these ledgers of a communication."""
+def record(comm: HasAxes, kind: str, axis: int, received: int, note: Note) -> None:
+    """Record a communication that is not a step of a move."""
+    to = recorders()
+    if to:
+        tell(comm.axis_names[axis], kind, received, note, to)
+
+
+def tell(axis: str, kind: str, received: int, note: Note, to: Sequence[Recorder]) -> None:
+    """Tell these recorders of a communication."""
     entry = Entry(note.op, kind, axis, received, note.source or user_line(), note.backward, note.reason)
-    for listener in heard:
-        listener(entry)
+    for recorder in tuple(to):
+        recorder.add(entry)
+
+
+_NOT_THE_USERS = frozenset({"shardwise", "torch", "contextlib", "functools"})
 
 
 def user_line() -> str:
-    """file:line of the innermost frame that is neither ours nor torch's."""
+    """file:line of the innermost frame that is neither ours nor torch's, by the module its code is of: a path says
+    nothing, since users may call their folders as they like and run code that has no file."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_HERE) and "/torch/" not in name and not name.startswith("<"):
-            return f"{name}:{frame.f_lineno}"
+        module = frame.f_globals.get("__name__") or ""
+        if module.partition(".")[0] not in _NOT_THE_USERS:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from shardwise.comm.rank_tensor import RankTensor
-from shardwise.comm.record import Entry, listeners
+from shardwise.comm.record import Entry, Recorder
 from shardwise.debug.trace import ModuleTrace, Operation
 from shardwise.engine.call_shape import op_name
+from shardwise.layout import Placement
 from shardwise.torch_private import DispatchMode, current_node, sequence_number
 from shardwise.wrapper import Wrapper
 
 _functional = torch.ops.c10d_functional
-_OPS: dict[str, Any] = {
+Op = Any  # one of torch.ops
+_OPS: dict[str, Op] = {
     "all_gather": _functional.all_gather_into_tensor,
     "all_reduce": _functional.all_reduce,
     "reduce_scatter": _functional.reduce_scatter_tensor,
@@ -36,20 +39,23 @@ _NO_OPERATIONS = ("__get__", "__set__", "__repr__", "__format__", "backward")
 
 
 class CommDebugMode:
-    """Counts the collectives inside, by kind and by module; entering it starts from zero.
+    """Counts the collectives inside of its ``with`` block, by kind and by module. Entering it starts from zero.
 
-    What distributed tensors communicate counts, and the collectives of torch that the program itself calls, functional
-    ones and those of torch.distributed (under their names in torch.ops.c10d); not the few integers by which ranks tell
-    each other their sizes, which torch takes on trust (the ledger has them).
+    It counts what distributed tensors communicate, and the collectives of torch that the program itself calls:
+    functional ones, and those of torch.distributed (under their names in torch.ops.c10d). It does not count the few
+    integers by which ranks compare sizes and random keys, which torch's own tensors take on trust; the ledger has them.
 
-        with CommDebugMode() as mode:
-            model(x).sum().backward()
-        assert mode.get_comm_counts()[torch.ops.c10d_functional.all_reduce] == 1
-        print(mode.generate_comm_debug_tracing_table(noise_level=0))
+    Noise levels of the tables: 0 shows the collectives of each module; 1 its distributed operations too; 2 the plain
+    ones too; 3 also those that only look at a tensor differently. Of the backward pass they show the collectives: its
+    operations are those of the local tensors' own graphs.
 
-    Noise levels: 0 the collectives of each module; 1 its distributed operations too; 2 the plain ones too; 3 also those
-    that only look at a tensor differently. The backward pass shows its collectives: its operations are those of the
-    local tensors' own graphs.
+    Example:
+        >>> import shardwise, torch
+        >>> x = shardwise.ones(8, device_mesh=shardwise.simulate(4), placements=[shardwise.Shard(0)])
+        >>> with CommDebugMode() as mode:
+        ...     total = x.sum().full_tensor()
+        >>> mode.get_comm_counts()[torch.ops.c10d_functional.all_reduce]
+        1
     """
 
     def __init__(self) -> None:
@@ -64,8 +70,8 @@ class CommDebugMode:
     # -- on and off -----------------------------------------------------------------------------------------
     def __enter__(self) -> CommDebugMode:
         self._reset()
-        self._heard = listeners()
-        self._heard.append(self._hear)
+        self._recorder = Recorder(self._record)
+        self._recorder.open()
         self._modes: list[Any] = [
             _Functions(self),
             *([_Collectives(self)] if torch.distributed.is_initialized() else []),
@@ -81,10 +87,10 @@ class CommDebugMode:
             hook.remove()
         for mode in reversed(self._modes):
             mode.__exit__(*exc)
-        self._heard.remove(self._hear)
+        self._recorder.close()
 
     # -- what happens ---------------------------------------------------------------------------------------
-    def _enter_module(self, module: torch.nn.Module, inputs: Any) -> None:
+    def _enter_module(self, module: torch.nn.Module, inputs: object) -> None:
         if module not in self._watched:  # a hook of its own runs after those it has: what styles communicate is its
             self._watched.add(module)
             self._hooks.append(module.register_forward_hook(self._leave_module, always_call=True))
@@ -95,24 +101,24 @@ class CommDebugMode:
         self._path.append(self._path[-1].child(name, module))
         self._starts.append(sequence_number())
 
-    def _leave_module(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def _leave_module(self, module: torch.nn.Module, inputs: object, output: object) -> None:
         if self._starts:  # a module entered before the mode was is not ours
             span = self._starts.pop(), sequence_number()
             self._path.pop().spans.append(span)
 
-    def _hear(self, entry: Entry) -> None:
-        if (entry.op, entry.reason) != ("from_local", "sizes"):
+    def _record(self, entry: Entry) -> None:
+        if entry.op != "random" and (entry.op, entry.reason) != ("from_local", "sizes"):
             self._count(_OPS.get(entry.kind, entry.kind), entry.backward)
 
-    def _count(self, op: Any, backward: bool) -> None:
-        """A backward collective belongs to the module whose forward made its autograd node."""
+    def _count(self, op: Op, backward: bool) -> None:
+        """Count a collective. One of the backward pass belongs to the module whose forward made its autograd node."""
         node = current_node()
         backward = backward or node is not None
         path = self.root.path_to(node._sequence_nr()) if node is not None and len(self._path) == 1 else self._path
         for module in path:
             module.collectives[backward][op] += 1
 
-    def _saw(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _saw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         namespace = str(func).split(".")[0]
         if namespace in ("_c10d_functional", "_c10d_functional_autograd"):
             known = getattr(_functional, op_name(func).rpartition("::")[2].split(".")[0], None)
@@ -129,25 +135,26 @@ class CommDebugMode:
         self._path[-1].operations.append(Operation(op_name(func), shapes, shardings, mesh))
 
     def _saw_collective(self, func: Any) -> None:
-        """One of torch.distributed: what a distributed tensor communicates was heard of already."""
+        """Count a call of torch.distributed, unless the library made it: `_record` counts what that communicates."""
         if func.overloadpacket not in _NO_COLLECTIVES and not _called_by_us():
             self._count(func.overloadpacket, False)
 
     # -- answers --------------------------------------------------------------------------------------------
-    def get_comm_counts(self) -> dict[Any, int]:
+    def get_comm_counts(self) -> dict[Op, int]:
         """How often each collective ran, keyed by the ops of torch.ops.c10d_functional."""
-        counts: defaultdict[Any, int] = defaultdict(int)
+        counts: defaultdict[Op, int] = defaultdict(int)
         for passed in self.root.collectives.values():
             for op, n in passed.items():
                 counts[op] += n
         return counts
 
     @property
-    def comm_counts(self) -> dict[Any, int]:
+    def comm_counts(self) -> dict[Op, int]:
+        """`get_comm_counts()`, as an attribute."""
         return self.get_comm_counts()
 
     @property
-    def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
+    def comm_module_counts(self) -> dict[str, dict[str, dict[Op, int]]]:
         """The same by module and pass, of modules that communicate: {module: {"forward": {op: n}, "backward": ...}}."""
         passes = {"forward": False, "backward": True}
         return {
@@ -157,13 +164,14 @@ class CommDebugMode:
         }
 
     def get_total_counts(self) -> int:
+        """How many collectives ran."""
         return sum(self.get_comm_counts().values())
 
-    def get_parameter_info(self) -> dict[str, dict[str, Any]]:
+    def get_parameter_info(self) -> dict[str, dict[str, torch.nn.Parameter]]:
         """The parameters of every module that ran: {module: {name: parameter}}."""
         return {m.fqn: dict(m.parameters) for m in self.root.walk() if m.parameters}
 
-    def get_sharding_info(self) -> dict[str, Any]:
+    def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
         """The placements of every distributed parameter: {module.name: placements}."""
         return {
             f"{fqn}.{name}": tuple(p._layout.placements)
@@ -173,14 +181,19 @@ class CommDebugMode:
         }
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """The modules as an indented tree, with their collectives and, from level 1, their operations."""
+        """The modules as an indented tree, with their collectives.
+
+        Args:
+            noise_level: How much else to show, 0 to 3: see the class.
+        """
         return "\n".join(self.root.lines(noise_level)) + "\n"
 
     def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
+        """Write `generate_comm_debug_tracing_table` to a file."""
         Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level))
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
-        """The same tree for programs."""
+        """Write the same tree to a file, as JSON."""
         Path(file_name).write_text(json.dumps(self.root.as_json(noise_level), indent=4))
 
     def __repr__(self) -> str:
@@ -199,7 +212,7 @@ def _called_by_us() -> bool:
     return False
 
 
-def _shape(tensor: Any) -> Any:
+def _shape(tensor: torch.Tensor) -> Sequence[object]:
     if isinstance(tensor, Wrapper):
         return tensor._layout.shape
     if isinstance(tensor, RankTensor):  # the ranks may differ

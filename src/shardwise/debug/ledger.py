@@ -5,27 +5,35 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.comm.record import Entry, listeners
+from shardwise.comm.record import Entry, Recorder
 
 
 class Ledger:
-    """What was communicated, in order. Iterate it, index it, print it."""
+    """What was communicated, in order. Iterate it, index it, print it.
+
+    It records what its program does while it is open: in the thread that opened it, and in the backward passes of what
+    was done in that thread, in whichever thread those run. What other threads do on their own is not in it.
+
+    Attributes:
+        entries: The communications, oldest first.
+    """
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
+        self._open: list[Recorder] = []  # one for each `with` it is in
 
     def __enter__(self) -> Ledger:
-        self._heard = listeners()
-        self._heard.append(self.entries.append)
+        recorder = Recorder(self.entries.append)
+        recorder.open()
+        self._open.append(recorder)
         return self
 
-    def __exit__(self, *exc: Any) -> None:
-        self._heard.remove(self.entries.append)
+    def __exit__(self, *exc: object) -> None:
+        self._open.pop().close()
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
@@ -38,6 +46,7 @@ class Ledger:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes received in all of them."""
         return sum(entry.bytes for entry in self.entries)
 
     def table(self) -> Table:
@@ -58,11 +67,20 @@ class Ledger:
         head = f"{len(self)} communications, {self.total_bytes:,} bytes"
         if not self.entries:
             return head
-        console = Console(width=160, file=io.StringIO())
-        console.print(self.table())
-        return f"{head}\n{console.file.getvalue()}"  # type: ignore[attr-defined]
+        out = io.StringIO()
+        Console(width=160, file=out).print(self.table())
+        return f"{head}\n{out.getvalue()}"
 
 
 def ledger() -> Ledger:
-    """``with shardwise.debug.ledger() as log:`` records every communication inside."""
+    """A ledger, which records every communication inside of its ``with`` block.
+
+    Example:
+        >>> import shardwise, torch
+        >>> x = shardwise.ones(8, device_mesh=shardwise.simulate(4), placements=[shardwise.Shard(0)])
+        >>> with ledger() as log:
+        ...     total = x.redistribute(placements=[shardwise.Replicate()])
+        >>> [(entry.kind, entry.bytes) for entry in log]
+        [('all_gather', 96)]
+    """
     return Ledger()

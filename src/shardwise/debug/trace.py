@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 # Operations that only look at a tensor differently; noise levels below 3 leave them out.
 TRIVIAL = frozenset(
     ("detach", "view", "view_as", "reshape", "t", "transpose", "permute", "expand", "expand_as", "unsqueeze", "squeeze")
@@ -38,13 +40,14 @@ class ModuleTrace:
 
     fqn: str
     module_type: str = ""
-    parameters: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     children: dict[str, ModuleTrace] = field(default_factory=dict)
     collectives: dict[bool, Counter[Any]] = field(default_factory=lambda: {False: Counter(), True: Counter()})
     operations: list[Operation] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # autograd sequence numbers its calls took
 
-    def child(self, fqn: str, module: Any) -> ModuleTrace:
+    def child(self, fqn: str, module: torch.nn.Module) -> ModuleTrace:
+        """The trace of a module called inside of this one."""
         found = self.children.get(fqn)
         if found is None:
             kind = type(module)
@@ -54,19 +57,21 @@ class ModuleTrace:
         return found
 
     def path_to(self, sequence: int) -> list[ModuleTrace]:
-        """This module and those below that made the autograd node of that number, outermost first."""
+        """The modules, this one first and the innermost last, whose call made the autograd node of that number."""
         for child in self.children.values():
             if any(start <= sequence < stop for start, stop in child.spans):
                 return [self, *child.path_to(sequence)]
         return [self]
 
     def walk(self) -> Iterator[ModuleTrace]:
+        """This module and all below."""
         yield self
         for child in self.children.values():
             yield from child.walk()
 
     # -- for people -----------------------------------------------------------------------------------------
     def lines(self, noise_level: int, depth: int = 0) -> Iterator[str]:
+        """The lines of the table, indented by depth."""
         pad = "  " * depth
         yield f"{pad}{self.fqn}"
         if noise_level and self.module_type:
@@ -86,6 +91,7 @@ class ModuleTrace:
 
     # -- for programs ---------------------------------------------------------------------------------------
     def as_json(self, noise_level: int) -> dict[str, Any]:
+        """The tree as JSON takes it, under torch's names."""
         return {
             "fqn": self.fqn,
             "module_type": self.module_type,
@@ -99,7 +105,8 @@ class ModuleTrace:
         }
 
 
-def placements_of(tensor: Any) -> str:
+def placements_of(tensor: torch.Tensor) -> str:
+    """How the tables show where a parameter lives."""
     places = getattr(tensor, "placements", None)
     return "plain tensor" if places is None else str(tuple(places))
 

@@ -16,7 +16,16 @@ _COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan", "bright_red", "
 
 
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
-    """Print which ranks hold which rectangle of a tensor of at most 2 dims; the first rank of the mesh prints."""
+    """Print which ranks hold which rectangle of a tensor. Only the first rank of the mesh prints.
+
+    Args:
+        dtensor: A distributed tensor of at most 2 dims.
+        header: A line to print first.
+        use_rich: Whether to print a table in colours.
+
+    Raises:
+        LayoutError: It is no DTensor, or has more than 2 dims.
+    """
     if not isinstance(dtensor, DTensor):
         raise LayoutError(f"visualize_sharding: expected a DTensor, got {type(dtensor).__name__}")
     layout = dtensor.layout

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.messages import Along, along_ranks
-from shardwise.comm.record import Note, listeners, tell
+from shardwise.comm.record import Note, recorders, tell
 from shardwise.comm.wire import as_bytes
 from shardwise.layout import Region
 from shardwise.move.across import CrossStep
@@ -66,8 +66,8 @@ def exchange_parcels(parcels: Sequence[Parcel], bucket_bytes: int, note: Note) -
 @torch.no_grad()
 def _exchange(bucket: Sequence[Parcel], note: Note) -> list[torch.Tensor]:
     me, (first, like) = dist.get_rank(), bucket[0]
-    if ledgers := listeners():
-        tell(first.where, first.kind, sum(step.plan.bytes_in(me) for step, _ in bucket), note, ledgers)
+    if to := recorders():
+        tell(first.where, first.kind, sum(step.plan.bytes_in(me) for step, _ in bucket), note, to)
     held = [_bytes_of(local) for step, local in bucket if me in step.src.mesh.ranks]
     sources = held or [torch.empty(0, dtype=torch.uint8, device=like.device)]
     moved = iter(Transfer(_Together(bucket), sources, me, along_ranks(first.ranks, like.device)).finish())

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.comm.record import Note, for_backward, listeners, tell, user_line
+from shardwise.comm.record import Note, Recorder, for_backward, recorders, recording_to, tell, user_line
 from shardwise.errors import CommError
 from shardwise.move.steps import Step
 
-Run = Callable[[Any, Sequence[Step], Any, Note, list[Any]], Any]
+Run = Callable[[Any, Sequence[Step], Any, Note, list[Recorder]], Any]
 
 
 class Holder(Protocol):
@@ -37,15 +37,15 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: list[Any], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         comm, steps, local, note, run = call
-        ledgers = listeners()
-        result = run(comm, steps, local, note, ledgers)
+        to = recorders()
+        result = run(comm, steps, local, note, to)
         ctx.comm, ctx.steps, ctx.note = comm, steps, note
         ctx.comm_after = after = _comm_after(comm, steps)
         outs = after.values(result)
         if any(out is value for out in outs for value in values):  # autograd wants outputs of its own
             outs = tuple(out.view_as(out) for out in outs)
         ctx.before, ctx.after = comm.structure(local), after.structure(result)
-        ctx.ledgers, ctx.source = ledgers, user_line() if ledgers else None
+        ctx.recorders, ctx.source = to, user_line() if to else None
         call.append(ctx.after)
         return outs
 
@@ -53,7 +53,9 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         partners = [step.partner for step in reversed(ctx.steps)]
         note = for_backward(ctx.note, ctx.source)
-        back = run_steps(ctx.comm_after, partners, ctx.comm_after.assemble(ctx.after, grads), note, ctx.ledgers)
+        local = ctx.comm_after.assemble(ctx.after, grads)
+        with recording_to(ctx.recorders):
+            back = run_steps(ctx.comm_after, partners, local, note)
         return None, *ctx.comm.pick_gradients(ctx.before, back)
 
 
@@ -63,14 +65,7 @@ def _comm_after(comm: Any, steps: Sequence[Step]) -> Any:
     return comm
 
 
-def run_steps(
-    comm: Any,
-    steps: Sequence[Step],
-    local: Any,
-    note: Note,
-    ledgers: list[Any] | None = None,
-    run: Run | None = None,
-) -> Any:
+def run_steps(comm: Any, steps: Sequence[Step], local: Any, note: Note, run: Run | None = None) -> Any:
     """The local value after the steps; recorded by autograd where its tensors are.
 
     Args:
@@ -78,7 +73,6 @@ def run_steps(
         steps: What to do, one after the other.
         local: What the ranks of this process hold.
         note: On whose behalf, for the ledger.
-        ledgers: Who is told of it; those open in this thread if not given.
         run: How the steps are run: one after the other and waited for, if not given.
     """
     if not steps:
@@ -91,14 +85,14 @@ def run_steps(
             call = [comm, steps, local, note, run or run_now]
             outs = _Move.apply(call, *values)
             return _comm_after(comm, steps).assemble(call[-1], outs)
-    return (run or run_now)(comm, steps, local, note, listeners() if ledgers is None else ledgers)
+    return (run or run_now)(comm, steps, local, note, recorders())
 
 
-def run_now(comm: Any, steps: Sequence[Step], local: Any, note: Note, ledgers: list[Any]) -> Any:
+def run_now(comm: Any, steps: Sequence[Step], local: Any, note: Note, to: list[Recorder]) -> Any:
     """The local value after the steps, outside of autograd."""
     for step in steps:
-        if ledgers:
-            _record(comm, step, note, ledgers)
+        if to:
+            _record(comm, step, note, to)
         try:
             local = step.run(comm, local)
         except CommError as error:
@@ -107,9 +101,9 @@ def run_now(comm: Any, steps: Sequence[Step], local: Any, note: Note, ledgers: l
     return local
 
 
-def _record(comm: Any, step: Step, note: Note, ledgers: list[Any]) -> None:
-    if ledgers and step.kind != "local":
-        tell(step.where, step.kind, step.bytes_received(comm), note, ledgers)
+def _record(comm: Any, step: Step, note: Note, to: list[Recorder]) -> None:
+    if to and step.kind != "local":
+        tell(step.where, step.kind, step.bytes_received(comm), note, to)
 
 
 class Started:
@@ -122,20 +116,20 @@ class Started:
         self.owned = owned
         self.finish: Callable[[], Any] = lambda: None
 
-    def __call__(self, comm: Any, steps: Sequence[Step], local: Any, note: Note, ledgers: list[Any]) -> Any:
+    def __call__(self, comm: Any, steps: Sequence[Step], local: Any, note: Note, to: list[Recorder]) -> Any:
         for i, step in enumerate(steps):
             begun = step.start(comm, local, self.owned and i == 0) if step.kind != "local" else None
             if begun is None:
-                local = run_now(comm, [step], local, note, ledgers)
+                local = run_now(comm, [step], local, note, to)
                 continue
-            _record(comm, step, note, ledgers)
+            _record(comm, step, note, to)
             out, self.finish = begun
             rest = steps[i + 1 :]
-            return self._filled_later(comm, rest, out, note, ledgers) if rest else out
+            return self._filled_later(comm, rest, out, note, to) if rest else out
         return local
 
     def _filled_later(
-        self, comm: Any, rest: Sequence[Step], first: torch.Tensor, note: Note, ledgers: list[Any]
+        self, comm: Any, rest: Sequence[Step], first: torch.Tensor, note: Note, to: list[Recorder]
     ) -> torch.Tensor:
         """Room for what the other steps will make of the first one's result, and a `finish` that fills it."""
         shape = rest[-1].result.local_shape_at(comm.coords)  # type: ignore[attr-defined]
@@ -144,7 +138,7 @@ class Started:
         @torch.no_grad()
         def fill() -> None:
             arrive()
-            out.copy_(run_now(comm, rest, first, note, ledgers))
+            out.copy_(run_now(comm, rest, first, note, to))
 
         self.finish = fill
         return out

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.messages import Group, along_group
-from shardwise.comm.record import Note, listeners
+from shardwise.comm.record import Note, recorders
 from shardwise.errors import CommError, MoveError
 from shardwise.move.node import run_now, run_steps
 from shardwise.move.steps import Step
@@ -99,7 +99,7 @@ def run_tiles(
     if into is None:
         return run_steps(_LISTS, (TileStep(plan, group),), tuple(parts), note)
     if all(map(begins_its_memory, into)):
-        return run_now(_LISTS, (TileStep(plan, group, list(into)),), tuple(parts), note, listeners())
+        return run_now(_LISTS, (TileStep(plan, group, list(into)),), tuple(parts), note, recorders())
     with torch.no_grad():
         for room, value in zip(into, run_tiles(plan, parts, group, note), strict=True):
             room.copy_(value)

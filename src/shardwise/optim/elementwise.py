@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 ELEMENTWISE: frozenset[type] = frozenset(
@@ -22,6 +20,6 @@ WHOLE: dict[str, str] = {
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
-def is_elementwise(optimizer: Any) -> bool:
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether this is one of torch's own optimizers that are known to be elementwise. (A subclass may do anything.)"""
     return type(optimizer) in ELEMENTWISE

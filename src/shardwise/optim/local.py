@@ -16,20 +16,46 @@ from shardwise import surface
 from shardwise.errors import AutogradError, LayoutError, RuleError
 from shardwise.optim.elementwise import WHOLE, is_elementwise
 from shardwise.optim.twin import Twin
+from shardwise.random.agreement import anything_drawn, compare_before_step
 from shardwise.tensor import DTensor
+from shardwise.torch_private import step_hooks
 
-Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+AnyOptimizer = torch.optim.Optimizer
+Optimizer = TypeVar("Optimizer", bound=AnyOptimizer)
+Args = tuple[Any, ...]  # of a step: the optimizer, and a closure
+Kwargs = dict[str, Any]
+Replaced = tuple[Args, Kwargs] | None  # what a hook before a step returns: other arguments, or None to leave them
 
-_twins: weakref.WeakKeyDictionary[Any, Twin] = weakref.WeakKeyDictionary()
-_asked: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that the user says are elementwise
+_twins: weakref.WeakKeyDictionary[AnyOptimizer, Twin] = weakref.WeakKeyDictionary()
+_asked: weakref.WeakSet[AnyOptimizer] = weakref.WeakSet()  # optimizers that the user says are elementwise
+_HOOK: Any = "shardwise"  # the key of our hooks among those of one optimizer
 
 
 def local(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
-    """The optimizer itself, checked: its steps run directly on what the ranks hold, with foreach and fused kernels.
+    """Check that an optimizer may be stepped directly on what the ranks hold, with foreach and fused kernels.
 
-    torch's elementwise optimizers (SGD, Adam, AdamW, ...) do so without being asked. For any other one say
-    `elementwise=True` if it updates each element from that element's gradient and state alone; its state then is laid
-    out as its parameters are. State dicts hold DTensors.
+    torch's elementwise optimizers (SGD, Adam, AdamW, ...) are stepped so without being asked. Any other one is where
+    `elementwise=True` says that it updates each element from that element's gradient and state alone. Its state
+    (`self.state[param]`) is then laid out as its parameters are, and state dicts hold DTensors. What it keeps besides,
+    such as a count of steps in `self.t`, must not depend on the number of its parameters: on a simulated mesh a step
+    sees one local tensor for each rank.
+
+    Args:
+        optimizer: Any `torch.optim.Optimizer`.
+        elementwise: Your word that the optimizer is elementwise; needed for all but torch's own.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        RuleError: The optimizer is not elementwise, not known to be, or records a graph (`differentiable=True`).
+        LayoutError: A parameter is a pending sum, whose parts cannot be stepped one by one.
+
+    Example:
+        >>> import shardwise, torch
+        >>> mesh = shardwise.simulate(3)
+        >>> weight = torch.nn.Parameter(shardwise.ones(6, device_mesh=mesh, placements=[shardwise.Shard(0)]))
+        >>> optimizer = shardwise.optim.local(torch.optim.AdamW([weight]))
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RuleError(f"local: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -68,7 +94,7 @@ def _steps_alone(param: DTensor) -> bool:
     return not layout.is_partial and not layout.mesh.comm.outside
 
 
-def _twin_of(optimizer: Any) -> Twin | None:
+def _twin_of(optimizer: AnyOptimizer) -> Twin | None:
     """The twin to step instead; None where the optimizer must be stepped as it is."""
     any_distributed, alone = False, is_elementwise(optimizer) or optimizer in _asked
     for group in optimizer.param_groups:
@@ -88,7 +114,7 @@ def _twin_of(optimizer: Any) -> Twin | None:
     return twin
 
 
-def _check_reduced(param: Any) -> None:
+def _check_reduced(param: DTensor) -> None:
     """`data_parallel` marks a gradient of which ranks still have parts."""
     if param.grad is not None:
         raise AutogradError(
@@ -97,18 +123,44 @@ def _check_reduced(param: Any) -> None:
         )
 
 
-def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+def _before_step(optimizer: AnyOptimizer, args: Args, kwargs: Kwargs) -> Replaced:
+    """Called before every step of every optimizer, ahead of the hooks of that one optimizer."""
+    if anything_drawn():
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        compare_before_step(dict.fromkeys(p._layout.mesh for p in params if isinstance(p, DTensor)))
+    own_pre, own_post = step_hooks(optimizer)
+    if not own_pre and not own_post:
+        return _enter(optimizer, args, kwargs)
+    if _twin_of(optimizer) is not None:  # its hooks must see, and may change, what the step is run on
+        own_pre.pop(_HOOK, None)
+        own_pre[_HOOK] = _enter
+        own_post[_HOOK] = _leave
+        own_post.move_to_end(_HOOK, last=False)
+    return None
+
+
+def _enter(optimizer: AnyOptimizer, args: Args, kwargs: Kwargs) -> Replaced:
+    """The arguments of a step on the twin."""
     twin = _twin_of(optimizer)
     if twin is None or not args or args[0] is not optimizer:
         return None
-    return (twin.enter(optimizer), *args[1:]), kwargs
+    rest = args[1:]
+    if rest and callable(rest[0]):
+        rest = (twin.around(optimizer, rest[0]), *rest[1:])
+    elif kwargs.get("closure") is not None:
+        kwargs = {**kwargs, "closure": twin.around(optimizer, kwargs["closure"])}
+    return (twin.enter(optimizer), *rest), kwargs
 
 
-def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _leave(optimizer: AnyOptimizer, args: Args, kwargs: Kwargs) -> None:
     if args and args[0] is not optimizer:
         twin = _twins.get(optimizer)
         if twin is not None and args[0] is twin.stand_in:
             twin.leave(optimizer)
+
+
+def _after_step(optimizer: AnyOptimizer, args: Args, kwargs: Kwargs) -> None:
+    _leave(optimizer, args, kwargs)
     for group in optimizer.param_groups:
         if group.get("fused"):  # torch's fused kernels write without a trace, and who keeps a copy must know
             for param in group["params"]:

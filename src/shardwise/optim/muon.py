@@ -1,37 +1,54 @@
 """Muon on distributed matrices: the example of an optimizer that needs its parameters whole.
 
-Each matrix gets one owner. A layout in which that rank holds everything says so, and two moves do the rest: the
-averaged gradient goes to its owner, which lets torch's own Muon orthogonalize it, and the step comes back in the layout
-of the parameter. Owners are dealt out so that all ranks have about the same work.
+Each matrix gets one owner: a layout in which that rank holds everything. Two moves do the rest: the averaged gradient
+goes to its owner, which lets torch's own Muon orthogonalize it, and the step comes back in the layout of the parameter.
+Owners are chosen so that all ranks have about the same work.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from shardwise.layout import Layout
+from shardwise.comm.rank_tensor import RankTensor
+from shardwise.layout import Layout, Placement
 from shardwise.layout.layout import shards_from_table
 from shardwise.mesh import Mesh
 from shardwise.tensor import DTensor
 
+Group = dict[str, Any]  # an optimizer's param_group: "params", and options of any type
+Places = Sequence[Placement]
+
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon, with the same options, for parameters of any layout. Momentum is laid out as the parameters.
+    """`torch.optim.Muon`, with the same options, for parameters of any layout.
 
-    >>> import shardwise, torch
-    >>> mesh = shardwise.simulate(4)
-    >>> weight = torch.nn.Parameter(shardwise.distribute_tensor(torch.randn(6, 5), mesh, [shardwise.Shard(0)]))
-    >>> optimizer = shardwise.optim.Muon([weight], lr=0.1)
-    >>> weight.square().sum().backward(); optimizer.step()
+    Its state (momentum) is laid out as the parameters are. Plain parameters may be among them.
+
+    Example:
+        >>> import shardwise, torch
+        >>> mesh = shardwise.simulate(4)
+        >>> weight = torch.nn.Parameter(shardwise.distribute_tensor(torch.randn(6, 5), mesh, [shardwise.Shard(0)]))
+        >>> optimizer = shardwise.optim.Muon([weight], lr=0.1)
+        >>> weight.square().sum().backward(); optimizer.step()
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One step; every rank calls it."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters; every rank of the mesh calls it.
+
+        Args:
+            closure: Computes the loss and its gradients anew, called once before the update.
+
+        Returns:
+            What the closure returns; None without one.
+
+        Raises:
+            RuntimeError: A parameter is complex, or a gradient sparse.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -47,9 +64,10 @@ class Muon(torch.optim.Muon):
                 param.mul_(decay).add_(change)
         return loss
 
-    def _averaged(self, param: Any, group: dict[str, Any]) -> Any:
+    def _averaged(self, param: torch.Tensor, group: Group) -> torch.Tensor:
         """The gradient with momentum, laid out as the parameter."""
         grad, state, momentum = param.grad, self.state[param], group["momentum"]
+        assert grad is not None
         if torch.is_complex(param) or grad.is_sparse:
             raise RuntimeError("Muon does not support complex parameters or sparse gradients")
         if "momentum_buffer" not in state:
@@ -57,7 +75,7 @@ class Muon(torch.optim.Muon):
         average = state["momentum_buffer"].lerp_(grad, 1 - momentum)
         return grad.lerp(average, momentum) if group["nesterov"] else average.clone()
 
-    def _owners(self) -> dict[int, tuple[Any, ...]]:
+    def _owners(self) -> dict[int, Places]:
         """The placements under which the owner of each distributed parameter holds it whole."""
         matrices = [p for group in self.param_groups for p in group["params"] if isinstance(p, DTensor)]
         known = [(id(p), p._layout) for p in matrices]
@@ -66,7 +84,7 @@ class Muon(torch.optim.Muon):
         return self._placements
 
 
-def _deal(matrices: Iterable[DTensor]) -> dict[int, tuple[Any, ...]]:
+def _deal(matrices: Iterable[DTensor]) -> dict[int, Places]:
     """The dearest matrix first, each to the rank with the least work so far."""
     work: dict[Mesh, dict[tuple[int, ...], float]] = {}
     found = {}
@@ -86,45 +104,48 @@ def _cost(matrix: DTensor) -> float:
     return float(rows * columns * min(rows, columns))
 
 
-def _held_by(layout: Layout, owner: tuple[int, ...]) -> tuple[Any, ...]:
+def _held_by(layout: Layout, owner: tuple[int, ...]) -> Places:
     """The placements under which the rank at `owner` holds all rows."""
     rows = layout.shape[0]
     everything = ((0, rows),) if rows else ()
     return shards_from_table(layout.mesh.shape, rows, lambda coords: everything if coords == owner else (), 0)
 
 
-def _places(param: Any) -> Any:
+def _places(param: torch.Tensor) -> Places | None:
     return param.placements if isinstance(param, DTensor) else None
 
 
-def _move(value: Any, placements: Any) -> Any:
-    """The value on its way; a plain one stays."""
-    return value if placements is None else value.redistribute(placements=placements, async_op=True)
+def _move(value: torch.Tensor, placements: Places | None) -> torch.Tensor:
+    """The value on its way to these placements; a plain one stays."""
+    if placements is None:
+        return value
+    assert isinstance(value, DTensor)
+    return value.redistribute(placements=placements, async_op=True)
 
 
-def _steps(whole: list[Any], group: dict[str, Any]) -> list[Any]:
-    """How far torch's Muon goes along each update, of which this rank has some whole and nothing of the others."""
-    locals = [x.to_local() if isinstance(x, DTensor) else x for x in whole]
-    parts = [list(x.ranks) if hasattr(x, "ranks") else [x] for x in locals]
+def _steps(whole: list[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """How far torch's Muon goes along each update. This rank has some of them whole, and nothing of the others."""
+    local_updates = [x.to_local() if isinstance(x, DTensor) else x for x in whole]
+    parts = [list(x.ranks) if isinstance(x, RankTensor) else [x] for x in local_updates]
     here = {id(v): v for values in parts for v in values if v.numel()}
     moved = dict(zip(here, _torch_steps(list(here.values()), group), strict=True))
     steps = []
-    for x, local, values in zip(whole, locals, parts, strict=True):
-        out = [moved[id(v)] if v.numel() else v.to(_wide(v)) for v in values]
-        value = type(local)(out) if hasattr(local, "ranks") else out[0]
+    for x, local, values in zip(whole, local_updates, parts, strict=True):
+        out = [moved[id(v)] if v.numel() else v.to(_precise_dtype(v)) for v in values]
+        step: torch.Tensor = RankTensor(out) if isinstance(local, RankTensor) else out[0]
         if isinstance(x, DTensor):
-            value = DTensor.from_local(value, x.device_mesh, x.placements, shape=x.shape)
-        steps.append(value)
+            step = DTensor.from_local(step, x.device_mesh, x.placements, shape=x.shape)
+        steps.append(step)
     return steps
 
 
-def _torch_steps(updates: list[torch.Tensor], group: dict[str, Any]) -> list[torch.Tensor]:
+def _torch_steps(updates: list[torch.Tensor], group: Group) -> list[torch.Tensor]:
     """The step of torch's own Muon from zero, without momentum or decay, for each of these updates."""
     if not updates:
         return []
     stand_ins = []
     for update in updates:
-        stand_in = torch.zeros_like(update, dtype=_wide(update), requires_grad=True)
+        stand_in = torch.zeros_like(update, dtype=_precise_dtype(update), requires_grad=True)
         stand_in.grad = update.to(stand_in.dtype)
         stand_ins.append(stand_in)
     options = {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
@@ -132,6 +153,6 @@ def _torch_steps(updates: list[torch.Tensor], group: dict[str, Any]) -> list[tor
     return [stand_in.detach() for stand_in in stand_ins]
 
 
-def _wide(update: torch.Tensor) -> torch.dtype:
+def _precise_dtype(update: torch.Tensor) -> torch.dtype:
     """A dtype in which a step loses nothing: it is rounded once, when it is added to the parameter."""
     return torch.promote_types(update.dtype, torch.float32)

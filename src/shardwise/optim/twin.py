@@ -1,174 +1,175 @@
 """The twin of an optimizer: the same options, but its parameters and state are the local tensors behind the DTensors.
 
 A step on the twin is plain torch's step, foreach and fused kernels included. The optimizer itself keeps DTensors; both
-sides share their memory, so after the first step nothing is converted any more.
+sides share their memory, so after the first step nothing is converted any more. Whatever a step changes on the twin
+(attributes, options of a group, state of any key) is put on the optimizer when the step ends, and around a closure.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping
 from operator import is_
 from typing import Any
 
 import torch
 
-from shardwise import surface
 from shardwise.engine import aliasing
-from shardwise.errors import LayoutError
-from shardwise.optim.elementwise import NUMBERS
+from shardwise.errors import RuleError
+from shardwise.optim.elementwise import is_elementwise
+from shardwise.optim.mirror import Mirror
+from shardwise.optim.slot import Slot, State
 from shardwise.tensor import DTensor
-from shardwise.wrapper import wrap
+
+Group = dict[str, Any]  # an optimizer's param_group: "params", and options of any type
+
+_OWN = ("state", "param_groups")  # the twin has its own; everything else an optimizer has is mirrored
+_OF_TORCH = frozenset({*_OWN, "defaults"})
+
+
+class _Params:
+    """The parameters of one group as the last step saw them, and the local tensors in their place."""
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        self.params = params
+        self.slots = [Slot(p) if isinstance(p, DTensor) else None for p in params]
+        self.local_params: list[torch.Tensor] = []
+        for param, slot in zip(params, self.slots, strict=True):
+            self.local_params += (param,) if slot is None else slot.values
+        self.options = Mirror(skip=("params",))
+
+    def are(self, params: list[torch.Tensor]) -> bool:
+        """Whether these are the same tensors, with the same memory."""
+        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
+            return False
+        return all(slot is None or slot.is_of(param) for param, slot in zip(params, self.slots, strict=True))
 
 
 class Twin:
     """Keeps the local side of one optimizer between steps."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self.stand_in = object.__new__(type(optimizer))
-        self.state: dict[Any, Any] = defaultdict(dict)
-        self.groups: list[tuple[list[Any], list[Any], list[Any]]] = []  # parameters, their slots, local tensors
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.stand_in: torch.optim.Optimizer = object.__new__(type(optimizer))
+        self.state: State = defaultdict(dict)
+        self.groups: list[_Params] = []
+        self.attributes = Mirror(skip=_OWN)
+        self.stand_in.__dict__ = self.attributes.inner
+        self.entered = False
+        self._others: dict[Hashable, Any] = {}  # state whose keys are no parameters, as both sides last had it
 
-    def enter(self, optimizer: Any) -> Any:
+    def enter(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The stand-in, holding what the optimizer holds now."""
         if not self._knows(optimizer.param_groups):
-            self._learn(optimizer.param_groups)
+            self._learn(optimizer)
         state = optimizer.state
+        count = 0
         groups = []
-        for group, (params, slots, locals) in zip(optimizer.param_groups, self.groups, strict=True):
-            for param, slot in zip(params, slots, strict=True):
+        for group, known in zip(optimizer.param_groups, self.groups, strict=True):
+            for param, slot in zip(known.params, known.slots, strict=True):
+                outer = state.get(param)
+                count += outer is not None
                 if slot is not None:
-                    slot.enter(state.get(param), self.state)
-                elif param in state:
-                    self.state[param] = state[param]
-            inner = {key: _plain(value) for key, value in group.items()}
-            inner["params"] = locals
-            groups.append(inner)
-        own = {key: _plain(value) for key, value in optimizer.__dict__.items()}
-        own["state"], own["param_groups"] = self.state, groups
-        self.stand_in.__dict__ = own
+                    slot.enter(outer, self.state)
+                elif outer is not None:
+                    self.state[param] = outer
+                else:
+                    self.state.pop(param, None)
+            groups.append(known.options.enter(group, params=known.local_params))
+        if self._others or len(state) > count:
+            params = {id(p) for known in self.groups for p in known.params}
+            self._copy_others(state, self.state, params)
+        self.attributes.enter(optimizer.__dict__, state=self.state, param_groups=groups)
+        self.entered = True
         return self.stand_in
 
-    def leave(self, optimizer: Any) -> None:
-        """What the step made or replaced, back on the optimizer."""
+    def leave(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put what the step made, replaced or removed on the optimizer."""
+        if not self.entered:
+            return
+        self.entered = False
+        if self.attributes.inner["state"] is not self.state:
+            self.state = defaultdict(dict, self.attributes.inner["state"])
         state = optimizer.state
-        for params, slots, _ in self.groups:
-            for param, slot in zip(params, slots, strict=True):
-                if slot is not None:
-                    if slot.values[0] in self.state:
+        count = 0
+        for known in self.groups:
+            for param, slot in zip(known.params, known.slots, strict=True):
+                first = param if slot is None else slot.values[0]
+                if first in self.state:
+                    count += 1 if slot is None else len(slot.values)
+                    if slot is None:
+                        state[param] = self.state[param]
+                    else:
                         slot.leave(state[param], self.state)
-                elif param in self.state and param not in state:
-                    state[param] = self.state[param]
-                if aliasing.COPIES and slot is not None:
+                else:
+                    state.pop(param, None)  # the step removed it
+                if slot is not None and aliasing.COPIES:
                     aliasing.after_write(param)
-        for group, inner in zip(optimizer.param_groups, self.stand_in.param_groups, strict=True):
-            for key, value in inner.items():
-                if key != "params" and value is not group.get(key) and not isinstance(group.get(key), DTensor):
-                    group[key] = value
+        if self._others or len(self.state) > count:
+            self._copy_others(self.state, state, {id(v) for known in self.groups for v in known.local_params})
+        for group, known in zip(optimizer.param_groups, self.groups, strict=True):
+            known.options.leave(group)
+        self.attributes.leave(optimizer.__dict__)
+        self.attributes.inner.clear()  # it may refer to the optimizer, which must be free to die
 
-    def _knows(self, groups: Any) -> bool:
+    def around(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure of a step: while it runs, the optimizer holds what the step has done, and the step goes on with
+        what the closure does to the optimizer."""
+
+        def call() -> Any:
+            self.leave(optimizer)
+            loss = closure()
+            self.enter(optimizer)
+            return loss
+
+        return call
+
+    def _copy_others(self, source: State, target: State, params: Collection[int]) -> None:
+        """The state under keys that are no parameters, from one side to the other."""
+        others = {key: value for key, value in source.items() if id(key) not in params}
+        for key in self._others.keys() - others.keys():
+            target.pop(key, None)
+        target.update(others)
+        self._others = others
+
+    def _knows(self, groups: list[Group]) -> bool:
         """Whether the parameters are the same tensors as at the last step, with the same memory."""
-        if len(groups) != len(self.groups):
-            return False
-        for group, (params, slots, _) in zip(groups, self.groups, strict=True):
-            given = group["params"]
-            if len(given) != len(params) or not all(map(is_, given, params)):
-                return False
-            for param, slot in zip(params, slots, strict=True):
-                if slot is not None and not slot.is_of(param):
-                    return False
-        return True
+        return len(groups) == len(self.groups) and all(
+            known.are(group["params"]) for group, known in zip(groups, self.groups, strict=True)
+        )
 
-    def _learn(self, groups: Any) -> None:
+    def _learn(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = [_Params(list(group["params"])) for group in optimizer.param_groups]
+        if not is_elementwise(optimizer):
+            _refuse_tensors_by_parameter(optimizer, _local_ids(self.groups) - _local_ids(groups))
         self.state.clear()
-        self.groups = []
-        for group in groups:
-            params = list(group["params"])
-            slots = [Slot(p) if isinstance(p, DTensor) else None for p in params]
-            locals = [v for p, s in zip(params, slots, strict=True) for v in ((p,) if s is None else s.values)]
-            self.groups.append((params, slots, locals))
+        self._others = {}
+        self.groups = groups
 
 
-class Slot:
-    """One parameter: its local tensors (one for each distinct value of the ranks played here) and their states."""
-
-    def __init__(self, param: Any) -> None:
-        self.local, self.layout = surface.leaf_local(param), param._layout
-        self.values = surface.values(param)
-        self.seen: dict[str, tuple[Any, tuple[Any, ...]]] = {}  # by key: both sides of the state after the last step
-        self.alike: tuple[list[Any], list[Any]] | None = None  # if nothing changes: what both sides held then
-
-    def is_of(self, param: Any) -> bool:
-        own = param.__dict__
-        return own.get("_leaf", own["_local"]) is self.local and own["_layout"] is self.layout
-
-    def enter(self, outer: dict[str, Any] | None, state: dict[Any, Any]) -> None:
-        """Bring the states of the local tensors to what the optimizer holds for the parameter."""
-        if self.alike is not None and outer and _are(outer.values(), self.alike[0]):
-            return
-        seen, self.alike = self.seen, None
-        for key, value in outer.items() if outer else ():
-            known = seen.get(key)
-            if known is None or known[0] is not value:
-                if isinstance(value, DTensor) and value._layout.placements != self.layout.placements:
-                    value = outer[key] = value.redistribute(placements=self.layout.placements)  # type: ignore[index]
-                parts = self._inward(value)
-                for local, part in zip(self.values, parts, strict=True):
-                    state[local][key] = part
-                seen[key] = (value, parts)
-            elif len(known[1]) > 1 and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                for part in known[1][1:]:  # a number someone may have loaded in place
-                    part.copy_(value)
-        if len(seen) > len(outer or ()):
-            for key in [key for key in seen if not outer or key not in outer]:
-                del seen[key]
-                for local in self.values:
-                    state[local].pop(key, None)
-
-    def leave(self, outer: dict[str, Any], state: dict[Any, Any]) -> None:
-        """Put what the step made or replaced on the optimizer's side."""
-        seen, values = self.seen, self.values
-        inner = state[values[0]]
-        if self.alike is not None and _are(inner.values(), self.alike[1]):
-            return
-        for key, value in inner.items():
-            known = seen.get(key)
-            if known is None or known[1][0] is not value:
-                parts = tuple(state[local][key] for local in values)
-                outer[key] = made = self._outward(key, parts)
-                seen[key] = (made, parts)
-        if len(values) == 1:
-            self.alike = [*outer.values()], [*inner.values()]
-
-    def _inward(self, value: Any) -> tuple[Any, ...]:
-        """A state, for each local tensor."""
-        if isinstance(value, DTensor):
-            comm = self.layout.mesh.comm
-            return comm.pick(comm.structure(self.local), value._local)
-        if isinstance(value, torch.Tensor):  # a number: every local tensor counts for itself
-            return (value, *(value.clone() for _ in self.values[1:]))
-        return (value,) * len(self.values)
-
-    def _outward(self, key: str, parts: tuple[Any, ...]) -> Any:
-        """A state as the optimizer shows it, from those of the local tensors."""
-        first = parts[0]
-        if not isinstance(first, torch.Tensor) or key in NUMBERS or (first.dim() == 0 and self.layout.ndim > 0):
-            return first
-        for local, part in zip(self.values, parts, strict=True):
-            if part.shape != local.shape:
-                raise LayoutError(
-                    f"optimizer state {key!r} has shape {tuple(part.shape)} where this rank holds {tuple(local.shape)} "
-                    f"of a parameter of shape {self.layout.shape}: the optimizer is not elementwise, so it must not be "
-                    f"stepped on local tensors; use it without shardwise.optim.local(..., elementwise=True)"
-                )
-        comm = self.layout.mesh.comm
-        return wrap(comm.assemble(comm.structure(self.local), parts), self.layout.replace(dtype=first.dtype))
+def _local_ids(groups: list[_Params]) -> set[int]:
+    return {id(v) for known in groups for slot in known.slots if slot is not None for v in slot.values}
 
 
-def _are(values: Any, known: list[Any]) -> bool:
-    """Whether these are the same objects in the same order."""
-    return len(values) == len(known) and all(map(is_, values, known))
+def _refuse_tensors_by_parameter(optimizer: torch.optim.Optimizer, old: Collection[int]) -> None:
+    """Raise where a container among the attributes holds DTensors, or local tensors that are no longer a parameter's:
+    only what is in `state` can be followed from a parameter to its local tensors."""
+    for name, value in vars(optimizer).items():
+        if name in _OF_TORCH or not isinstance(value, (Mapping, list, tuple, set, frozenset)):
+            continue
+        if any(isinstance(x, DTensor) or id(x) in old for x in _items(value, set())):
+            raise RuleError(
+                f"{type(optimizer).__name__}.{name} holds tensors for each parameter; stepped on local tensors, an "
+                f"optimizer finds them only in self.state[param]: keep them there, or step it without "
+                f"shardwise.optim.local(..., elementwise=True)"
+            )
 
 
-def _plain(value: Any) -> Any:
-    """An option or attribute as the twin takes it: numbers given as DTensors (a learning rate, a gradient scale)."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+def _items(container: Any, seen: set[int]) -> Any:
+    """Everything inside of a container and the containers in it, keys of mappings included."""
+    if id(container) in seen:
+        return
+    seen.add(id(container))
+    for item in [*container, *container.values()] if isinstance(container, Mapping) else container:
+        yield item
+        if isinstance(item, (Mapping, list, tuple, set, frozenset)):
+            yield from _items(item, seen)

@@ -1,4 +1,4 @@
-"""Boxes of global indices, cut into pieces that fit the cache. An element's number is its place in the whole tensor,
+"""Tiles of global indices, cut into pieces that fit the cache. An element's number is its place in the whole tensor,
 row by row, whatever its strides: the words it gets depend on nothing else."""
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""From the words of blocks to numbers of a distribution. Each element has words of its own: one (float32 and narrower,
-small integers; four elements a block) or two (float64, large integers; two elements a block)."""
+"""From the words of blocks to numbers of a distribution.
+
+Each element has words of its own: one for float32, narrower floats and small integers (a block serves four elements),
+two for float64 and large integers (a block serves two).
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,26 @@ from shardwise.random.elementary import exp, log, turn
 from shardwise.random.philox import Words, in_turn
 from shardwise.random.scratch import SCRATCH
 
+Number = Any  # an int of the distribution of integers, a float of all others
 SMALL_SPAN = 1 << 24  # integers from fewer values than this take 32 bits
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """What to draw: a name of the table at the end of this file, its parameters, and how torch draws it: the name and
-    the arguments of the method that fills a tensor."""
+    """What to draw.
+
+    Attributes:
+        name: The distribution, by its name in the table at the end of this file.
+        a, b: Its parameters, which the table explains.
+        torch_call: How torch draws it: the name of the method that fills a tensor, and its arguments.
+    """
 
     name: str
-    a: Any
-    b: Any
+    a: Number
+    b: Number
     torch_call: tuple[Any, ...]
 
-    def wide(self, dtype: torch.dtype) -> bool:
+    def two_words(self, dtype: torch.dtype) -> bool:
         """Whether an element takes two words."""
         if self.name == "integer":
             return self.b > SMALL_SPAN
@@ -36,10 +45,11 @@ class Distribution:
 
     def per_block(self, dtype: torch.dtype) -> int:
         """How many elements a block serves."""
-        return 2 if self.wide(dtype) else 4
+        return 2 if self.two_words(dtype) else 4
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise torch's own error where its method does not take these arguments or this dtype; its stream stays."""
+        """Raise torch's own error where its method does not take these arguments or this dtype, without a draw from its
+        stream."""
         name, *args = self.torch_call
         getattr(torch.empty(1, dtype=dtype), name)(*args, generator=torch.Generator())
 
@@ -50,7 +60,7 @@ class Distribution:
 
 # -- uniform numbers -------------------------------------------------------------------------------------------------
 def unit_bits(dtype: torch.dtype) -> int:
-    """How many bits of a word a uniform number takes: as many as fit, so that it stays below 1."""
+    """How many bits of a word a uniform number takes: as many as the dtype can hold, so that it stays below 1."""
     return {torch.float64: 53, torch.bfloat16: 8, torch.float16: 11}.get(dtype, 24)
 
 
@@ -100,12 +110,12 @@ def _scaled(x: np.ndarray, factor: float, offset: float) -> np.ndarray:
 
 # -- the table -------------------------------------------------------------------------------------------------------
 def _uniform(words: Words, d: Distribution, dtype: torch.dtype) -> np.ndarray:
-    return _scaled(_half_open(words.elements(d.wide(dtype)), unit_bits(dtype)), d.b - d.a, d.a)
+    return _scaled(_half_open(words.elements(d.two_words(dtype)), unit_bits(dtype)), d.b - d.a, d.a)
 
 
 def _normal(words: Words, d: Distribution, dtype: torch.dtype) -> np.ndarray:
     """A pair of words (or of double words) is a point of the plane: its distance from the origin, its direction."""
-    if d.wide(dtype):
+    if d.two_words(dtype):
         length, direction = words.pairs()
     else:
         length, direction = SCRATCH.cast(words.even, np.uint32), SCRATCH.cast(words.odd, np.uint32)
@@ -117,7 +127,7 @@ def _normal(words: Words, d: Distribution, dtype: torch.dtype) -> np.ndarray:
     cos.view(direction.dtype)[...] ^= direction
     cos *= radius
     sin *= radius
-    if d.wide(dtype):
+    if d.two_words(dtype):
         values = in_turn(np.stack((cos, sin)))
     else:  # two floats travel as one uint64
         both = SCRATCH.cast(sin.view(np.uint32), np.uint64)
@@ -132,15 +142,15 @@ def _log_normal(words: Words, d: Distribution, dtype: torch.dtype) -> np.ndarray
 
 
 def _exponential(words: Words, d: Distribution, dtype: torch.dtype) -> np.ndarray:
-    values = log(_open(words.elements(d.wide(dtype))))
+    values = log(_open(words.elements(d.two_words(dtype))))
     values /= values.dtype.type(-d.a)
     return values
 
 
 def _cauchy(words: Words, d: Distribution, dtype: torch.dtype) -> np.ndarray:
-    x = words.elements(d.wide(dtype))
+    x = words.elements(d.two_words(dtype))
     v = _signed(x)
-    edge = v.dtype.type(1 - 2.0 ** -unit_bits(torch.float64 if d.wide(dtype) else torch.float32))
+    edge = v.dtype.type(1 - 2.0 ** -unit_bits(torch.float64 if d.two_words(dtype) else torch.float32))
     cos, sin = turn(np.clip(v, -edge, edge, out=v))
     sin /= cos
     return _scaled(sin, d.b, d.a)
@@ -169,9 +179,9 @@ def _dropout(words: Words, d: Distribution, dtype: torch.dtype) -> np.ndarray:
 
 def _integer(words: Words, d: Distribution, dtype: torch.dtype) -> np.ndarray:
     """`b` values from `a` on."""
-    wide = d.wide(dtype)
-    x = words.elements(wide)
-    if not wide:
+    two_words = d.two_words(dtype)
+    x = words.elements(two_words)
+    if not two_words:
         values = SCRATCH.cast(x, np.uint64)
         values *= np.uint64(d.b)
         values >>= np.uint64(32)
@@ -211,12 +221,12 @@ def bernoulli(p: float = 0.5) -> Distribution:
 
 
 def dropout(p: float) -> Distribution:
-    """What a tensor is multiplied with: 0 with probability p < 1, else 1 / (1 - p)."""
+    """The factor of dropout: 0 with probability p < 1, else 1 / (1 - p)."""
     return Distribution("dropout", 1.0 - p, 1.0 / (1.0 - p), ("dropout", p))
 
 
 def integer(dtype: torch.dtype, *bounds: int | None) -> Distribution:
-    """random_(), random_(to), random_(from, to): without `to`, as many as the dtype has without a hole."""
+    """random_(), random_(to), random_(from, to): without `to`, all integers that the dtype has without a gap."""
     low, high = (0, *bounds) if len(bounds) == 1 else bounds or (0, None)
     assert low is not None
     stop = _largest(dtype) + 1 if high is None else high

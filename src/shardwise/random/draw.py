@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
+import zlib
+from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 
-from shardwise.comm.base import Coords
+from shardwise.comm.base import Comm, Coords
+from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.context import relaxed
-from shardwise.errors import CommError
 from shardwise.layout import Layout, Partial
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
+from shardwise.mesh import Mesh
 from shardwise.random import torch_stream
+from shardwise.random.agreement import note_draw
 from shardwise.random.boxes import Intervals
 from shardwise.random.distributions import Distribution
 from shardwise.random.fill import fill_held, is_abstract
 from shardwise.random.generator import TORCH, next_key, stream
-from shardwise.wrapper import wrap
+from shardwise.wrapper import Wrapper, wrap
 
 
 def drawn(layout: Layout, what: Distribution, generator: torch.Generator | None = None) -> Any:
@@ -36,8 +39,8 @@ def drawn(layout: Layout, what: Distribution, generator: torch.Generator | None 
     return wrap(local, layout)
 
 
-def fill(x: Any, what: Distribution, generator: torch.Generator | None = None) -> Any:
-    """`x` with its values overwritten."""
+def fill(x: Wrapper, what: Distribution, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Overwrite the values of `x`, and return it."""
     layout = x._layout
     recorded = torch.is_grad_enabled() and x.requires_grad
     if recorded or layout.is_partial or stream() == TORCH:
@@ -49,13 +52,14 @@ def fill(x: Any, what: Distribution, generator: torch.Generator | None = None) -
 
 
 def fill_local(local: Any, layout: Layout, what: Distribution, generator: torch.Generator | None = None) -> None:
-    """Every rank's local tensor of a layout filled; all ranks take one key, whatever they hold."""
+    """Fill every rank's local tensor of a layout. All ranks take one key, whatever they hold."""
     comm = layout.mesh.comm
     first = comm.first(local)
     if is_abstract(first):
         return
     sides, split = comm.per_rank(lambda coords: held_sides(layout, coords)), _split(layout)
     if stream() == TORCH:
+        note_torch_draw(layout.mesh, generator)
         parts = torch_stream.chunks(layout.shape, layout.stride, layout.dtype, layout.device, what, generator)
         for start, numbers in parts:
             comm.bind(torch_stream.keep_part, split)(local, sides, layout.shape, start, numbers)
@@ -74,38 +78,39 @@ def _split(layout: Layout) -> tuple[int, ...]:
 
 
 # -- one key for all ranks -------------------------------------------------------------------------------------------
-_checked: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes whose ranks were seen to agree
-
-
-def common_key(mesh: Any, generator: torch.Generator | None = None) -> int:
-    """The next key, the same on all ranks of a mesh. Ranks that are processes have a generator each, and the first time
-    they compare their keys; ranks that are threads share one, and one of them draws."""
+def common_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
+    """The next key, the same on all ranks of a mesh. Ranks that are processes have a generator each, and compare their
+    keys (`agreement.py`); ranks that are threads share one, and one of them draws."""
     comm = mesh.comm
     if comm.simulated or all(k == 1 for k in mesh.shape):
         return next_key(generator)
-    if torch.distributed.get_backend(comm.group(0)) == "threaded":
+    if _are_threads(comm):
         key = next_key(generator) if not any(comm.coords) else 0
-        return _reduced(mesh, [_signed(key)], "sum")[0] % (1 << 64)
+        return _summed(mesh, _signed(key)) % (1 << 64)
     key = next_key(generator)
-    if mesh not in _checked:
-        most, least = _reduced(mesh, [_signed(key), ~_signed(key)], "max")
-        if most != ~least:
-            raise CommError(
-                f"the ranks of {mesh!r} would draw different random numbers: their generators are in different states "
-                f"(seed here: {torch.initial_seed() if generator is None else generator.initial_seed()}). Seed all "
-                f"ranks alike with shardwise.manual_seed(seed), and draw what differs between ranks with a generator "
-                f"of its own or inside shardwise.random.fork()"
-            )
-        _checked.add(mesh)
+    note_draw(mesh, key)
     return key
+
+
+def note_torch_draw(mesh: Mesh, generator: torch.Generator | None) -> None:
+    """Take note of a draw from torch's own stream: of the state of its generator."""
+    comm = mesh.comm
+    if comm.simulated or all(k == 1 for k in mesh.shape) or _are_threads(comm):
+        return
+    generator = torch.default_generator if generator is None else generator
+    note_draw(mesh, zlib.crc32(generator.get_state().numpy().tobytes()))
+
+
+def _are_threads(comm: Comm) -> TypeGuard[ProcessGroupComm]:
+    return isinstance(comm, ProcessGroupComm) and dist.get_backend(comm.group(0)) == "threaded"
 
 
 def _signed(key: int) -> int:
     return key - (1 << 64) if key >> 63 else key
 
 
-def _reduced(mesh: Any, values: list[int], op: str) -> list[int]:
-    layout = Layout.make(mesh, [Partial(op)] * len(mesh.shape), (len(values),), torch.int64)
-    local = torch.tensor(values, dtype=torch.int64, device=mesh.device)
+def _summed(mesh: Mesh, value: int) -> int:
+    layout = Layout.make(mesh, [Partial("sum")] * len(mesh.shape), (1,), torch.int64)
+    local = torch.tensor([value], dtype=torch.int64, device=mesh.device)
     with relaxed(), torch.no_grad():
-        return wrap(mesh.comm.shared(local), layout).full_tensor().tolist()
+        return int(wrap(mesh.comm.shared(local), layout).full_tensor())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from shardwise.random.scratch import SCRATCH
 class Format:
     """The bits of a float format, and the terms of the three series."""
 
-    bits: Any  # the integer of the same size
+    bits: type[np.int32] | type[np.int64]  # the integer type of the same size
     mantissa: int
     root_half: int  # the bits of sqrt(1/2)
     ln2: float
@@ -112,5 +111,5 @@ def series(terms: tuple[float, ...], x: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _as_arrays(terms: tuple[float, ...], dtype: np.dtype) -> tuple[np.ndarray, ...]:
-    """numpy is fastest with those."""
+    """The terms as arrays, with which numpy is fastest."""
     return tuple(np.array(term, dtype=dtype) for term in terms)

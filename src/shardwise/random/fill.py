@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ _WORTH_THREADS = 1 << 19  # elements: with fewer, starting threads costs more th
 def fill_held(
     local: torch.Tensor, sides: Sequence[Intervals], shape: Sequence[int], what: Distribution, key: int, draw: int = 0
 ) -> torch.Tensor:
-    """`local`, which holds the indices `sides[d]` of dim d of a tensor of `shape`, filled with its numbers."""
+    """Fill `local`, which holds the indices `sides[d]` of each dim d of a tensor of `shape`, and return it."""
     for offsets, where in held_boxes(sides):
         fill_box(local[where] if where else local, offsets, shape, what, key, draw)
     return local
@@ -31,12 +30,21 @@ def fill_held(
 def fill_box(
     target: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], what: Distribution, key: int, draw: int = 0
 ) -> torch.Tensor:
-    """`target`, the box at `offsets` of a tensor of `shape`, filled with the numbers `what` of a 64-bit key."""
+    """Fill a plain tensor that is part of a larger one, and return it.
+
+    Args:
+        target: The tensor, on any device.
+        offsets: Where its first element stands in the larger tensor.
+        shape: The shape of the larger tensor.
+        what: The distribution.
+        key: The 64-bit key of the draw.
+        draw: Which of several draws under that key this is.
+    """
     if not target.numel() or is_abstract(target):
         return target
     whole = target
     target = target.detach()
-    if target.is_complex():  # two numbers an element, which share the variance
+    if target.is_complex():  # two numbers per element, which share the variance
         if what.name == "normal":
             what = replace(what, b=what.b * math.sqrt(0.5))
         target, offsets, shape = torch.view_as_real(target), (*offsets, 0), (*shape, 2)
@@ -51,7 +59,7 @@ def fill_box(
     return whole
 
 
-def is_abstract(x: Any) -> bool:
+def is_abstract(x: torch.Tensor) -> bool:
     """Whether a tensor has no values to fill."""
     return x.device.type == "meta" or isinstance(x, FakeTensor)
 

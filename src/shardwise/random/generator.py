@@ -8,15 +8,15 @@ So whatever seeds, saves, restores or forks torch's CPU generator does the same 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise.errors import ShardwiseError
 from shardwise.random.philox import words
-from shardwise.torch_private import count_dispatch_modes, without_modes
+from shardwise.torch_private import count_dispatch_modes, current_node, without_modes
 
 PHILOX, TORCH = "philox", "torch"
 _LOWEST = -(1 << 63)
@@ -25,8 +25,9 @@ _LOWEST = -(1 << 63)
 class Generator(torch.Generator):
     """A stream of its own, good wherever torch takes a generator. Seed it alike on all ranks.
 
-    >>> generator = Generator().manual_seed(3)
-    >>> child = generator.fork()
+    Example:
+        >>> generator = Generator().manual_seed(3)
+        >>> child = generator.fork()
     """
 
     def fork(self) -> Generator:
@@ -37,22 +38,30 @@ class Generator(torch.Generator):
 
 
 def manual_seed(seed: int) -> torch.Generator:
-    """Start the stream anew: the same as `torch.manual_seed`, which seeds it as well."""
+    """Start the stream anew, on this rank: call it alike on all ranks. `torch.manual_seed` does the same.
+
+    Args:
+        seed: Any int that torch takes.
+
+    Returns:
+        torch's default generator.
+    """
     return torch.manual_seed(seed)
 
 
 def get_state() -> torch.Tensor:
-    """The state of the stream, to be given to `set_state`."""
+    """The state of the stream, for `set_state`."""
     return torch.default_generator.get_state()
 
 
 def set_state(state: torch.Tensor) -> None:
+    """Go on from a state that `get_state` gave."""
     torch.default_generator.set_state(state)
 
 
 @contextlib.contextmanager
 def fork() -> Iterator[None]:
-    """Inside: draw what you like; outside, the stream goes on as if nothing had been drawn."""
+    """Draw inside what you like: outside, the stream goes on as if nothing had been drawn."""
     state = get_state()
     try:
         yield
@@ -61,7 +70,7 @@ def fork() -> Iterator[None]:
 
 
 def next_key(generator: torch.Generator | None = None) -> int:
-    """A key that has not been before: 64 bits drawn from a generator (default: torch's)."""
+    """A new key: 64 bits drawn from a generator (default: torch's)."""
     generator = torch.default_generator if generator is None else generator
     if generator.device.type == "cpu":
         if count_dispatch_modes() == 0:
@@ -79,37 +88,53 @@ def _drawn(generator: torch.Generator) -> int:
     return int(number) % (1 << 64)
 
 
-_stream = PHILOX
+class _Chosen(threading.local):
+    stream: str | None = None
+
+
+_chosen = _Chosen()
+_chosen_last = [PHILOX]  # by any thread: what a thread of autograd draws from, which cannot choose
 
 
 class use:
-    """Choose how numbers are drawn, for good or, as a context manager, for a while.
+    """Choose how this thread draws numbers: for good or, as a context manager, for a while.
 
-    "philox" (the default): every rank makes its own elements, from a key and their place in the global tensor.
-    "torch": exactly plain torch's numbers on one device; every rank draws them all and keeps its part.
+    Other threads are not affected. Where a backward pass draws (activation checkpointing) and autograd runs it on a
+    thread of its own, as for a GPU, the stream chosen last holds.
 
-    >>> with use("torch"):
-    ...     pass
+    Args:
+        stream: "philox" (the default): every rank makes its own elements, from a key and their place in the global
+            tensor. "torch": exactly plain torch's numbers on one device; every rank draws them all and keeps its part.
+
+    Raises:
+        UnknownStream: There is no such stream.
+
+    Example:
+        >>> with use("torch"):
+        ...     pass
     """
 
     def __init__(self, stream: str) -> None:
-        global _stream
         if stream not in (PHILOX, TORCH):
             raise UnknownStream(f"use: stream = {stream!r}; give 'philox' or 'torch'")
-        self.before, _stream = _stream, stream
+        self.before = _chosen.stream
+        _chosen.stream = _chosen_last[0] = stream
 
     def __enter__(self) -> use:
         return self
 
-    def __exit__(self, *exc: Any) -> None:
-        global _stream
-        _stream = self.before
+    def __exit__(self, *exc: object) -> None:
+        _chosen.stream = self.before
+        _chosen_last[0] = self.before or PHILOX
 
 
 def stream() -> str:
-    """The name of the stream in use."""
-    return _stream
+    """The name of the stream that this thread draws from."""
+    own = _chosen.stream
+    if own is None:
+        return PHILOX if current_node() is None else _chosen_last[0]
+    return own
 
 
 class UnknownStream(ShardwiseError, ValueError):
-    """A stream that there is not."""
+    """There is no stream of that name."""

@@ -11,14 +11,14 @@ import numpy as np
 
 from shardwise.random.scratch import SCRATCH
 
-CHUNK = 24576  # blocks made at a time: so many that calls do not count, so few that they stay in a cache
+CHUNK = 24576  # blocks made at a time: enough to hide the cost of a call, few enough to stay in the processor's cache
 
 _ROUNDS = 10
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _MULTIPLIERS = np.array(0xD2511F53, dtype=np.uint64), np.array(0xCD9E8D57, dtype=np.uint64)
 _LOW, _HALF = np.array(0xFFFFFFFF, dtype=np.uint64), np.array(32, dtype=np.uint64)
 
-Keys = tuple[tuple[np.ndarray, np.ndarray], ...]  # of each round two numbers (as arrays: numpy is fastest with those)
+Keys = tuple[tuple[np.ndarray, np.ndarray], ...]  # two numbers for each round, as arrays: numpy is fastest with those
 
 
 class Words:
@@ -30,15 +30,15 @@ class Words:
         self.count = even.shape[1]
 
     def pairs(self) -> np.ndarray:
-        """Two uint64 a block, as rows: (words 0 and 1, words 2 and 3), the first of each in the lower half."""
+        """Two uint64 for each block, as rows: (words 0 and 1, words 2 and 3), the first of each in the lower half."""
         rows = np.left_shift(self.odd, _HALF, out=SCRATCH.new(self.odd.shape, np.uint64))
         rows |= self.even
         return rows
 
-    def elements(self, wide: bool) -> np.ndarray:
+    def elements(self, two_words: bool) -> np.ndarray:
         """The words of each element in order: two words as a uint64, or one as a uint32."""
         whole = in_turn(self.pairs())
-        return whole if wide else whole.view(np.uint32)
+        return whole if two_words else whole.view(np.uint32)
 
 
 def in_turn(rows: np.ndarray) -> np.ndarray:
@@ -50,10 +50,16 @@ def in_turn(rows: np.ndarray) -> np.ndarray:
 
 
 def words(blocks: np.ndarray, key: int, draw: int = 0) -> Words:
-    """The words of blocks under a 64-bit key. Their numbers: int64, at most CHUNK, the least first, the largest last.
+    """The words of blocks under a 64-bit key.
 
-    The counter is (block number: 64 bits, draw, 0); `draw` tells several numbers of one element apart. The words lie in
-    scratch memory, which this starts anew.
+    Args:
+        blocks: The numbers of at most CHUNK blocks, as int64, the smallest first and the largest last.
+        key: The key, 64 bits.
+        draw: Which of several numbers of one element these are for.
+
+    Returns:
+        The words, in scratch memory: they are good until the next call. The counter of a block is (its number in 64
+        bits, draw, 0).
     """
     SCRATCH.start()
     even, odd, spare = (SCRATCH.new((2, blocks.size), np.uint64) for _ in range(3))

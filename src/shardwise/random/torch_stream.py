@@ -36,8 +36,8 @@ def chunks(
     what: Distribution,
     generator: torch.Generator | None = None,
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(number of the first element, numbers) for stretches of the flat tensor, in turn; a later one may write over the
-    end of an earlier one."""
+    """The numbers of a whole tensor in stretches, each with the place of its first element in the flat tensor. A later
+    stretch may overlap the end of an earlier one, and then counts."""
     n = math.prod(shape)
 
     def drawn(count: int) -> torch.Tensor:
@@ -61,8 +61,8 @@ def chunks(
 def keep_part(
     local: torch.Tensor, sides: Sequence[Intervals], shape: Sequence[int], start: int, numbers: torch.Tensor
 ) -> None:
-    """Copy what of a stretch belongs to a rank that holds these indices into its local tensor: a stretch of that too,
-    since both are in order."""
+    """Copy those numbers of a stretch that a rank holds, by its indices of each dim, into its local tensor. They are a
+    stretch of that as well, since both are in the same order."""
     first, last = (held_before(sides, shape, i) for i in (start, start + len(numbers)))
     if first == last:
         return
@@ -79,7 +79,7 @@ def keep_part(
 
 
 def held_before(sides: Sequence[Intervals], shape: Sequence[int], number: int) -> int:
-    """How many of the elements held have a smaller number.
+    """How many elements that a rank holds come before element `number` of the whole tensor.
 
     >>> held_before([((1, 3),), ((0, 2), (4, 5))], (3, 5), 7)
     2

@@ -27,8 +27,8 @@ _INTS = [f"{name}{i}" for name in ("size", "step", "stride") for i in range(_MOS
 def fill(target: torch.Tensor, box: Box, what: Distribution, key: int, draw: int = 0) -> None:
     """`target`, a box of a tensor, filled with its numbers."""
     flat = target.view(torch.uint8) if target.dtype == torch.bool else target
-    wide = what.wide(target.dtype)
-    double = wide if what.name in ("bernoulli", "geometric") else target.dtype == torch.float64
+    two_words = what.two_words(target.dtype)
+    double = two_words if what.name in ("bernoulli", "geometric") else target.dtype == torch.float64
     form = DOUBLE if double else SINGLE
     for offset, part in _low_dims(box):
         dims = len(part.sizes)
@@ -38,7 +38,7 @@ def fill(target: torch.Tensor, box: Box, what: Distribution, key: int, draw: int
             _fill[(triton.cdiv(n, _BLOCK),)](
                 flat.as_strided((1,), (1,), flat.storage_offset() + offset),
                 n, part.start, _signed(key), draw, *_parameters(what), *(x for values in padded for x in values),
-                NAME=what.name, WIDE=wide, DOUBLE=double, BITS=unit_bits(target.dtype), DIMS=dims, BLOCK=_BLOCK,
+                NAME=what.name, WIDE=two_words, DOUBLE=double, BITS=unit_bits(target.dtype), DIMS=dims, BLOCK=_BLOCK,
                 MANTISSA=form.mantissa, ROOT_HALF=form.root_half, LN2=form.ln2,
                 LOG=form.log, SIN=form.sin, COS=form.cos, LN2_HIGH=LN2_HIGH, LN2_LOW=LN2_LOW, LOG2_E=LOG2_E, EXP=EXP,
                 enable_fp_fusion=False,

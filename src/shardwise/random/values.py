@@ -1,5 +1,4 @@
-"""What is drawn from the values of distributed tensors: programs of ops whose distribution differs from one element, or
-one row, to the next."""
+"""Random ops whose distribution comes from the values of a distributed tensor: another one for each element or row."""
 
 from __future__ import annotations
 
@@ -12,28 +11,36 @@ from torch.utils._pytree import tree_map_only
 from shardwise.layout import Layout
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
+from shardwise.mesh import Mesh
 from shardwise.random import distributions as draws
-from shardwise.random.draw import common_key, drawn
+from shardwise.random.draw import common_key, drawn, note_torch_draw
 from shardwise.random.generator import TORCH, stream
 from shardwise.strategy.program import reduced, run_local, whole
 from shardwise.wrapper import Wrapper, wrap
 
+Drawer = torch.Generator | None
+Operand = Any  # a distributed tensor or a number
+
 
 def drawn_whole(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """func(...) of the gathered operands, on every rank alike: with torch's own stream in that mode, else with a
-    generator of torch's that starts from this op's key."""
+    """What a random function of torch draws, computed on every rank alike from gathered operands. It draws from torch's
+    own stream if that is in use, else from a new generator that starts from this op's key."""
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Wrapper)]
-    mesh, given = tensors[0]._layout.mesh, kwargs.get("generator")
-    key = None if stream() == TORCH else common_key(mesh, given)
+    mesh, generator = tensors[0]._layout.mesh, kwargs.get("generator")
+    key = None
+    if stream() == TORCH:
+        note_torch_draw(mesh, generator)
+    else:
+        key = common_key(mesh, generator)
 
-    def call(*locals: Any, **named: Any) -> Any:
+    def call(*operands: Any, **named: Any) -> Any:
         if key is not None:
-            device = next(t.device for t in locals if isinstance(t, torch.Tensor))
+            device = next(t.device for t in operands if isinstance(t, torch.Tensor))
             named["generator"] = torch.Generator(device).manual_seed(key >> 1)
-        return func(*locals, **named)
+        return func(*operands, **named)
 
-    locals = [_whole_local(a) for a in args]
-    result = mesh.comm.bind(call)(*locals, **{k: _whole_local(v) for k, v in kwargs.items()})
+    operands = [_whole_local(a) for a in args]
+    result = mesh.comm.bind(call)(*operands, **{k: _whole_local(v) for k, v in kwargs.items()})
     return tree_map_only(torch.Tensor, lambda local: _replicated(local, mesh), result)
 
 
@@ -46,13 +53,13 @@ def _whole_local(x: Any) -> Any:
     return x._layout.mesh.comm.bind(lambda v: v if v.stride() == stride else stored(v))(whole(x)._local)
 
 
-def _replicated(local: Any, mesh: Any) -> Any:
+def _replicated(local: Any, mesh: Mesh) -> Wrapper:
     first = mesh.comm.first(local)
     places = [REPLICATE] * len(mesh.shape)
     return wrap(local, Layout.make(mesh, places, tuple(first.shape), first.dtype, first.stride(), first.device))
 
 
-def bernoulli_of(p: Any, generator: Any = None, like: Any = None) -> Any:
+def bernoulli_of(p: Any, generator: Drawer = None, like: Wrapper | None = None) -> Any:
     """1 with the probability that each element of p (as large as `like`, if given) says."""
     p = p.detach()
     if not bool(((p >= 0) & (p <= 1)).all()):
@@ -62,7 +69,7 @@ def bernoulli_of(p: Any, generator: Any = None, like: Any = None) -> Any:
     return (noise < p).to(layout.dtype)
 
 
-def normal_of(mean: Any, std: Any, generator: Any = None) -> Any:
+def normal_of(mean: Operand, std: Operand, generator: Drawer = None) -> Any:
     """Normal numbers whose means, standard deviations or both are tensors."""
     mean, std = (reduced(x.detach()) if isinstance(x, Wrapper) else x for x in (mean, std))
     if isinstance(std, Wrapper) and not bool((std >= 0).all()):
@@ -78,8 +85,8 @@ def normal_of(mean: Any, std: Any, generator: Any = None) -> Any:
     return noise * std + mean
 
 
-def multinomial_of(p: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
-    """Indices drawn with the weights in the rows of p: rows may be cut, a row is whole."""
+def multinomial_of(p: Any, num_samples: int, replacement: bool = False, *, generator: Drawer = None) -> Any:
+    """Indices drawn with the weights in the rows of p. Ranks may hold different rows; a cut row is gathered."""
     p = whole(p.detach(), [p.dim() - 1])
     categories = p.shape[-1]
     if not replacement and num_samples > categories:
@@ -107,11 +114,12 @@ def _look_up(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return found.minimum(last)  # where u times the total rounds up to it
 
 
-def permuted(layout: Layout, *, generator: Any = None) -> Any:
-    """The numbers 0 to n - 1 in an order drawn."""
+def permuted(layout: Layout, *, generator: Drawer = None) -> Any:
+    """The numbers 0 to n - 1 in a random order."""
     everywhere = layout.replace(placements=[REPLICATE] * len(layout.placements))
     comm, n = layout.mesh.comm, layout.shape[0]
     if stream() == TORCH:
+        note_torch_draw(layout.mesh, generator)
         order = comm.shared(torch.randperm(n, generator=generator, dtype=layout.dtype, device=layout.device))
     else:
         keys = drawn(everywhere.replace(dtype=torch.int64), draws.integer(torch.int64, -(1 << 63), None), generator)
@@ -119,8 +127,8 @@ def permuted(layout: Layout, *, generator: Any = None) -> Any:
     return wrap(order, everywhere).redistribute(placements=layout.placements)
 
 
-def rrelu_of(x: Any, lower: float, upper: float) -> Any:
-    """Leaky relu with a slope drawn for every element."""
+def rrelu_of(x: Wrapper, lower: float, upper: float) -> Any:
+    """Leaky relu with a random slope for every element."""
     x = reduced(x)
     slopes = drawn(x._layout, draws.uniform(lower, upper))
     return torch.where(x > 0, x, x * slopes)

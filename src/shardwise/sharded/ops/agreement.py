@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.messages import ALL_GATHER
-from shardwise.comm.record import Note, listeners, record
+from shardwise.comm.record import Note, record, recorders
 from shardwise.sharded.ops.exchange import TilesAxis
 from shardwise.sharded.owners import communication_device, ranks_of
 
@@ -23,7 +23,7 @@ def check_agreement(name: str, tensors: Sequence[torch.Tensor], group: Any) -> N
     device = communication_device(group)
     mine = torch.stack([_fingerprint(t).to(device) for t in tensors])
     every = torch.empty(world * len(mine), dtype=torch.int64, device=device)
-    if listeners():
+    if recorders():
         record(TilesAxis(), "all_gather", 0, (world - 1) * mine.nbytes, Note(name, "do plain tensors agree?"))  # type: ignore[arg-type]
     getattr(dist, ALL_GATHER)(every, mine, group=group)
     table = every.view(world, -1)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.comm.record import Note, listeners, record
+from shardwise.comm.record import Note, record, recorders, recording_to
 from shardwise.context import is_strict
 from shardwise.engine.call_shape import op_name
 from shardwise.errors import StrictError
@@ -131,12 +131,13 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
+        ctx.group, ctx.recorders = group, recorders()
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Summed.apply(grad, ctx.group), None
+        with recording_to(ctx.recorders):
+            return _Summed.apply(grad, ctx.group), None
 
 
 class _Summed(torch.autograd.Function):
@@ -144,7 +145,7 @@ class _Summed(torch.autograd.Function):
     def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
         out = value.clone(memory_format=torch.contiguous_format)
-        if listeners():
+        if recorders():
             k = dist.get_world_size(group)
             record(TilesAxis(), "all_reduce", 0, 2 * (k - 1) * out.nbytes // k, Note("spread", backward=True))  # type: ignore[arg-type]
         dist.all_reduce(torch.view_as_real(out) if out.is_complex() else out, group=group)

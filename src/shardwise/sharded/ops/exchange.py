@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.record import Note, for_backward, listeners, record, user_line
+from shardwise.comm.record import Note, for_backward, record, recorders, recording_to, user_line
 from shardwise.comm.wire import as_bytes
 
 
@@ -29,7 +29,8 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         group, note, heard, source, take, give = ctx.plan
-        back = _Exchange.apply(group, for_backward(note, source), heard, give, take, grad.contiguous())
+        with recording_to(heard):
+            back = _Exchange.apply(group, for_backward(note, source), heard, give, take, grad.contiguous())
         return None, None, None, None, None, back
 
 
@@ -37,8 +38,8 @@ def exchange(flat: torch.Tensor, take: Sequence[int], give: Sequence[int], group
     """`give[r]` elements go to each rank of the group, `take[r]` come from it. Differentiable where `flat` needs grad:
     it does on all ranks or on none."""
     if flat.requires_grad and torch.is_grad_enabled():
-        return _Exchange.apply(group, note, listeners(), list(take), list(give), flat)
-    return _all_to_all(flat.detach(), list(take), list(give), group, note, listeners())
+        return _Exchange.apply(group, note, recorders(), list(take), list(give), flat)
+    return _all_to_all(flat.detach(), list(take), list(give), group, note, recorders())
 
 
 def _all_to_all(flat: torch.Tensor, take: Any, give: Any, group: Any, note: Note, heard: Any) -> torch.Tensor:

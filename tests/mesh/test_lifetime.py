@@ -1,0 +1,193 @@
+"""One mesh for each DeviceMesh and its process groups; a mesh lives as long as somebody uses it."""
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+import tracemalloc
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardwise
+from shardwise import Partial, Replicate, Shard, clear_caches, distribute_tensor, init_device_mesh, simulate
+from shardwise.mesh import as_mesh
+from tests.workers import run_ranks
+
+
+def use(mesh):
+    """A little of everything that caches plans and layouts."""
+    x = nn.Parameter(distribute_tensor(torch.arange(30.0).view(6, 5), mesh, [Shard(0)] * mesh.ndim))
+    y = (x @ x.T).softmax(0).sum()
+    y.backward()
+    optimizer = torch.optim.AdamW([x])
+    optimizer.step()
+    x.detach().redistribute(placements=[Replicate()] * mesh.ndim).redistribute(placements=[Partial()] * mesh.ndim)
+    shardwise.randn(4, 3, device_mesh=mesh, placements=[Shard(1)] * mesh.ndim).sort(0)
+    return x
+
+
+def test_equal_simulated_meshes_are_one_while_used():
+    first = simulate((2, 3), first_rank=7)
+    assert simulate((2, 3), first_rank=7) is first
+    assert as_mesh(first) is as_mesh(first) is as_mesh(pickle.loads(pickle.dumps(first)))
+    sub = simulate((2, 3), axis_names=("a", "b"), first_rank=7)["b"]
+    gc.collect()
+    assert simulate((2, 3), axis_names=("a", "b"), first_rank=7)["b"] is sub  # the world lives with its sub-mesh
+
+
+def test_a_tensor_keeps_its_mesh():
+    x = distribute_tensor(torch.ones(6), simulate(3, first_rank=70), [Shard(0)])
+    clear_caches(), gc.collect()
+    assert x.device_mesh is simulate(3, first_rank=70)
+    assert (x + distribute_tensor(torch.ones(6), simulate(3, first_rank=70), [Shard(0)])).sum().item() == 12
+
+
+def test_unused_simulated_meshes_are_freed():
+    def made(i):
+        mesh = simulate((2, 2), axis_names=("a", "b"), first_rank=100 + 4 * i)
+        use(mesh), use(mesh["b"])
+        return [weakref.ref(x) for x in (mesh, mesh["b"], as_mesh(mesh), as_mesh(mesh["b"]))]
+
+    refs = [ref for i in range(3) for ref in made(i)]
+    clear_caches(), gc.collect()
+    assert [ref() for ref in refs] == [None] * len(refs)
+    assert all(info.currsize == 0 for info in shardwise.cache_info().values())
+
+
+def test_memory_of_300_meshes_is_flat():
+    def grow(first, count):
+        for i in range(first, first + count):
+            mesh = simulate(3, first_rank=1000 + 3 * i)
+            x = nn.Parameter(distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)]))
+            (x * x.redistribute(placements=[Replicate()])).sum().backward()
+            if i % 50 == 49:
+                clear_caches(), gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        grow(0, 50)
+        before = grow(50, 50)
+        after = grow(100, 200)
+    finally:
+        tracemalloc.stop()
+    assert after - before < 100_000, f"{after - before} bytes more after 200 meshes"  # was 40 KiB for each of them
+
+
+def _unused(rank, world_size):
+    groups = [dist.new_group(range(world_size)) for _ in range(3)]
+    refs = []
+    for group in groups:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        use(mesh)
+        refs += [weakref.ref(mesh), weakref.ref(as_mesh(mesh))]
+        del mesh
+    clear_caches(), gc.collect()
+    left = [ref() for ref in refs]
+    for group in groups:
+        dist.destroy_process_group(group)
+    return left
+
+
+def test_unused_device_meshes_are_freed():
+    assert run_ranks(_unused, 2) == [[None] * 6] * 2
+
+
+def _by_groups(rank, world_size):
+    one, other = (DeviceMesh.from_group(dist.new_group(range(world_size)), "cpu") for _ in range(2))
+    again = DeviceMesh.from_group(one.get_group(), "cpu")
+    assert one == other == again  # torch compares the ranks only
+    loaded = pickle.loads(pickle.dumps(one))
+    meshes = [as_mesh(m) for m in (one, other, again, copy.copy(one), copy.deepcopy(one), loaded)]
+    assert [m is meshes[0] for m in meshes] == [True, False, True, True, True, True]
+    assert meshes[1].comm.group(0) is other.get_group() and meshes[0].comm.group(0) is one.get_group()
+    x = distribute_tensor(torch.arange(6.0), one, [Shard(0)])
+    moved = x.redistribute(other, [Shard(0)])
+    assert moved.device_mesh is other
+    assert torch.equal((moved + moved).full_tensor(), 2 * torch.arange(6.0))
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    assert torch.equal((torch.load(buffer) + x).full_tensor(), 2 * torch.arange(6.0))
+    return True
+
+
+def test_other_groups_are_another_mesh():
+    assert run_ranks(_by_groups, 2) == [True] * 2
+
+
+def _sliced(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert as_mesh(mesh["tp"]) is as_mesh(mesh["tp"])
+    assert as_mesh(mesh["tp"]) is not as_mesh(mesh["dp"])
+    x = distribute_tensor(torch.arange(6.0), mesh["tp"], [Shard(0)])
+    y = distribute_tensor(torch.arange(6.0), mesh["tp"], [Replicate()])
+    return (x + y).full_tensor().tolist()
+
+
+def test_a_slice_is_one_mesh():
+    assert run_ranks(_sliced, 4) == [[2.0 * i for i in range(6)]] * 4
+
+
+AGAIN = """
+import gc, sys
+import torch, torch.distributed as dist
+import shardwise
+from shardwise import Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise.mesh import as_mesh
+
+rank, kept, made = int(sys.argv[1]), [], []
+for turn in range(4):
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}{turn}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    if turn % 2:
+        kept.append(mesh)  # one that outlives its groups, equal to the next
+    one = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    made.append(as_mesh(mesh))
+    kept.append(one)
+    for _ in range(3):
+        gc.collect()
+        other = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (2,)), [Replicate()])
+        assert as_mesh(mesh) is made[-1] and other._layout.mesh is made[-1]
+        assert torch.equal((one + other).full_tensor(), 2 * torch.arange(6.0))
+        if len(kept) > 2:
+            del kept[0]  # the mesh of a world that is gone dies: nothing of this one may go with it
+    del mesh, one, other
+    gc.collect()
+    dist.destroy_process_group()
+assert len(set(made)) == 4
+del made, kept
+shardwise.clear_caches()
+gc.collect()
+from shardwise.mesh import _meshes
+assert not len(_meshes), list(_meshes.items())
+print("fine")
+"""
+
+
+def test_a_world_made_anew(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(textwrap.dedent(AGAIN))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), tmp_path / "store"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=100) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert [out for out, _ in said] == ["fine\n"] * 2, "\n".join(noise for _, noise in said)
