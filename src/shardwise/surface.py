@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.comm.bridge import joined, regrade, share
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, relaxed
-from shardwise.engine.call import plain_wrapped
 from shardwise.engine.gathered import before_watching
+from shardwise.engine.plain_tensors import plain_wrapped
 from shardwise.errors import AutogradError, LayoutError, MeshError
 from shardwise.layout import Layout, Partial, Placement
 from shardwise.layout.placement import REPLICATE
