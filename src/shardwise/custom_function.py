@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction, Function, once_differentiable
 
+from shardwise.autograd.gradients import as_gradient, from_gradient
 from shardwise.comm.simulation import RankTensor, map_ranks
 from shardwise.context import functions
 from shardwise.engine.plain_tensors import replicated_plain
 from shardwise.errors import AutogradError
-from shardwise.surface import as_gradient, from_gradient
 from shardwise.torch_private import DelayedError, are_transforms_active, requires_grad_in_cpp, without_torch_function
 from shardwise.wrapper import Wrapper, wrap
 

@@ -16,7 +16,7 @@ from shardwise.comm.record import Note
 from shardwise.context import is_strict, running
 from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copies, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
-from shardwise.engine.gathered import spread_from_parts
+from shardwise.engine.reduce_to_parts import spread_from_parts
 from shardwise.engine.results import Finish, Results, one_wrapper
 from shardwise.errors import StrictError
 from shardwise.layout import Layout

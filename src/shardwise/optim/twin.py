@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise import surface
+from shardwise.autograd.leaves import leaf_local, leaf_values
 from shardwise.engine import aliasing
 from shardwise.errors import LayoutError
 from shardwise.optim.elementwise import NUMBERS
@@ -92,8 +92,8 @@ class Slot:
     """One parameter: its local tensors (one for each distinct value of the ranks played here) and their states."""
 
     def __init__(self, param: Any) -> None:
-        self.local, self.layout = surface.leaf_local(param), param._layout
-        self.values = surface.values(param)
+        self.local, self.layout = leaf_local(param), param._layout
+        self.values = leaf_values(param)
         self.seen: dict[str, tuple[Any, tuple[Any, ...]]] = {}  # by key: both sides of the state after the last step
         self.alike: tuple[list[Any], list[Any]] | None = None  # if nothing changes: what both sides held then
 
