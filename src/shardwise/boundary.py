@@ -53,7 +53,7 @@ def _with_own_memory(comm: Comm, local: LocalValue) -> LocalValue:
     hold different things each run it: in shared memory, an in-place op would take effect once per rank.
     """
     own: list[torch.Tensor | None] = []
-    taken: set[tuple[int, int]] = set()
+    taken: set[object] = set()
     for value in comm.values(local):
         place = storage_id(value), value.storage_offset()
         own.append(value.clone() if place in taken else value)

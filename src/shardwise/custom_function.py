@@ -1,9 +1,9 @@
 """torch.autograd.Function on distributed tensors: the functions people write, a module's full backward hooks,
 checkpoint(use_reentrant=True).
 
-To C++ a distributed tensor never requires grad; its local tensors do. So a Function is applied to these: one node over
-the local values of all arguments, which hands the user's forward and backward distributed tensors and takes theirs
-apart. The node is the `ctx` they see and the `grad_fn` of the results.
+To C++ a distributed tensor never requires grad; its local tensors do. So a Function is applied to those, as one node
+over the local tensors of all arguments. The node passes distributed tensors to the user's forward and backward, and
+takes the local tensors out of what they return. It is the `ctx` that they see and the `grad_fn` of the results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _torchs_apply = Function.apply.__func__  # type: ignore[attr-defined]
 
 
 def take_functions() -> None:
-    """Have torch.autograd.Function.apply, which asks no tensor class, take distributed tensors."""
+    """Replace torch.autograd.Function.apply, which asks no tensor class, by one that takes distributed tensors."""
     Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
 
 
@@ -72,7 +72,7 @@ def _has_setup_context(cls: Any) -> bool:
 
 # -- arguments and results, as the node has them: flat -----------------------------------------------------
 class _Form:
-    """What one argument, result or saved tensor is among the flat ones: itself, in the simplest case."""
+    """How one argument, result or saved tensor stands among the flat values of the node: here, as itself."""
 
     count = 1
 
@@ -87,7 +87,7 @@ class _Form:
         return parts[0]
 
     def gradient(self, parts: Sequence[Any], materialize: bool) -> Any:
-        """The gradient as the user sees it."""
+        """The gradient as the user's code sees it."""
         if all(part is None for part in parts) and not (materialize and self.empty):
             return None
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in self.empty)
@@ -102,7 +102,7 @@ class _Form:
 
 
 class _Distributed(_Form):
-    """The local tensors of a distributed one."""
+    """A distributed tensor, which stands among the flat values as its local tensors."""
 
     is_tensor = True
 
@@ -133,7 +133,7 @@ class _Distributed(_Form):
 
 
 def _expands(shape: Sequence[int], to: Sequence[int]) -> bool:
-    """Whether a gradient of shape `to` is one of an expanded tensor of `shape`, as torch allows."""
+    """Whether a tensor of `shape` expands to the shape `to`: torch allows gradients of expanded tensors."""
     tail = to[len(to) - len(shape) :]
     return shape != to and len(shape) == len(tail) and all(a in (1, b) for a, b in zip(shape, tail, strict=True))
 
@@ -160,14 +160,14 @@ def _by_form(forms: Sequence[_Form], flat: Sequence[Any]) -> list[Sequence[Any]]
 
 
 class _Call:
-    """One application: what the node's forward takes from outside, and what it tells."""
+    """One application of a Function: the arguments that the node's forward takes, and the results it makes."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.args, self.forms = args, [_form(arg) for arg in args]
         self.results: tuple[Any, ...] = ()
         self.result_forms: list[_Form] = []
         self.several = False
-        self.dirty: set[int] = set()  # arguments that were written and returned: the results are they
+        self.dirty: set[int] = set()  # ids of arguments that were written and returned: such a result is the argument
         for arg in args:
             if isinstance(arg, Wrapper) and isinstance(arg._local, RankTensor):
                 arg._local.used = True
@@ -175,7 +175,7 @@ class _Call:
 
 # -- the node ----------------------------------------------------------------------------------------------
 class _Node(BackwardCFunction):
-    """The `ctx` of a user's Function: what it is told and tells of tensors is about distributed ones."""
+    """The `ctx` of a user's Function: all tensors that it takes and returns are distributed ones."""
 
     _arg_forms: list[_Form]
     _result_forms: list[_Form]
@@ -239,7 +239,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 class _OnLocals(Function):
-    """A user's Function over local tensors. Each has a subclass of this with its name."""
+    """A user's Function over local tensors. For each one there is a subclass of this with the same name."""
 
     user: Any
 
@@ -266,8 +266,8 @@ class _OnLocals(Function):
         backward = user.vjp if user.vjp is not Function.vjp else user.backward
         once = getattr(backward, "__code__", None) is _ONCE
         with torch.set_grad_enabled(torch.is_grad_enabled() and not once):
-            given = ([*grads],) if getattr(user, "boxed_grads_call", False) else grads
-            found = _as_tuple((backward.__wrapped__ if once else backward)(ctx, *given))
+            arguments = ([*grads],) if getattr(user, "boxed_grads_call", False) else grads
+            found = _as_tuple((backward.__wrapped__ if once else backward)(ctx, *arguments))
             found = _one_for_each(found, ctx._arg_forms, name)
             wanted = [g if need else None for g, need in zip(found, ctx.needs_input_grad, strict=True)]
             result = _flat_gradients(ctx._arg_forms, wanted, name)
@@ -280,7 +280,7 @@ _ONCE = once_differentiable(lambda ctx: None).__code__  # what torch's decorator
 
 
 def _one_for_each(grads: tuple[Any, ...], forms: Sequence[_Form], name: str) -> tuple[Any, ...]:
-    """torch forgives gradients too many if they are None."""
+    """One gradient per argument; as in torch, more of them are accepted if those are None."""
     if len(grads) > len(forms) and all(g is None for g in grads[len(forms) :]):
         grads = grads[: len(forms)]
     if len(grads) != len(forms):
@@ -291,7 +291,7 @@ def _one_for_each(grads: tuple[Any, ...], forms: Sequence[_Form], name: str) -> 
 
 
 def _never_twice(grads: tuple[Any, ...]) -> tuple[Any, ...]:
-    """These gradients with a node behind them that raises, as torch has it for @once_differentiable."""
+    """These gradients behind a node that raises when it is differentiated, as torch does for @once_differentiable."""
     message = b"trying to differentiate twice a function that was marked with @once_differentiable"
     raising: Any = DelayedError(message, len(grads))
     return _as_tuple(raising(*(g if g is None else g.detach().requires_grad_() for g in grads)))
@@ -328,7 +328,8 @@ class _Unwrapped(Function):
 
 
 def _with_local_graph(tensor: Any) -> Any:
-    """A result that C++ recorded on the wrapper, where nothing looks, recorded on the local tensors instead."""
+    """A result of a Function whose graph C++ recorded on the wrapper, where nobody looks: recorded on its local
+    tensors instead."""
     if not isinstance(tensor, Wrapper):
         return tensor
     with without_torch_function():

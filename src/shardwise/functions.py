@@ -1,8 +1,9 @@
-"""What torch's functions are, read off their schemas and names."""
+"""What torch's functions do, as their schemas and names say."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from shardwise.torch_private import schema_of
@@ -11,7 +12,7 @@ _NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__init__", "__iter__"}
 
 
 @functools.lru_cache(maxsize=4096)
-def writes_first(func: Any) -> bool:
+def writes_first(func: Callable[..., Any]) -> bool:
     """Whether a function writes into its first argument: by its schema, or by torch's naming."""
     schema = schema_of(func)
     if schema is not None:
@@ -23,7 +24,7 @@ def writes_first(func: Any) -> bool:
 
 
 def without_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a `new_...` method less the size, which comes by name, as one sequence or as ints."""
+    """The arguments of a `new_...` method without the size, which comes by name, as one sequence or as ints."""
     if "size" in kwargs:
         return args, {name: value for name, value in kwargs.items() if name != "size"}
     return (args[1:] if args and not isinstance(args[0], int) else ()), kwargs

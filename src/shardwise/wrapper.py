@@ -87,7 +87,7 @@ def shares_memory(one: Wrapper, other: Wrapper) -> bool:
     return storage_id_of(one) == storage_id_of(other)
 
 
-def rebind(target: Wrapper, value: Wrapper) -> Wrapper:
+def rebind(target: Wrapper, value: Any) -> Any:
     """`target`, now holding what `value` holds: shape, dtype and layout included."""
     with without_torch_function():
         torch.Tensor.data.__set__(target, value)  # type: ignore[attr-defined]

@@ -32,8 +32,9 @@ def backward(
 ) -> None:
     """torch.autograd.backward on distributed (and plain) tensors: all ranks start together."""
     tensors = _as_list(tensors)
-    single = grad_tensors is None or isinstance(grad_tensors, torch.Tensor)
-    roots, seeds = _starts(tensors, [grad_tensors] * len(tensors) if single else list(grad_tensors), "backward")
+    one = grad_tensors is None or isinstance(grad_tensors, torch.Tensor)
+    grads = [grad_tensors] * len(tensors) if one else list(grad_tensors)  # type: ignore[arg-type]
+    roots, seeds = _starts(tensors, grads, "backward")
     flat = None if inputs is None else [v for group in _watched(_as_list(inputs), "backward") for v in group]
     with relaxed():
         torch.autograd.backward(roots, seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=flat)
@@ -54,10 +55,9 @@ def grad(
     if is_grads_batched:
         raise AutogradError("autograd.grad: is_grads_batched is not supported on distributed tensors; loop over them")
     outputs, inputs = _as_list(outputs), _as_list(inputs)
-    single = isinstance(grad_outputs, torch.Tensor)
-    roots, seeds = _starts(
-        outputs, [grad_outputs] if single else list(grad_outputs or [None] * len(outputs)), "autograd.grad"
-    )
+    one = isinstance(grad_outputs, torch.Tensor)
+    grads = [grad_outputs] if one else list(grad_outputs or [None] * len(outputs))
+    roots, seeds = _starts(outputs, grads, "autograd.grad")
     groups = _watched(inputs, "autograd.grad")
     with relaxed():
         found = iter(

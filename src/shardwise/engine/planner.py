@@ -22,7 +22,7 @@ from shardwise.strategy.spec import Gathered
 from shardwise.torch_private import OpOverload, schema_of, without_torch_function
 
 
-def planned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+def planned(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     """The plan of a call, made outside of inference mode: a plan outlives it, and tensors made in that mode know no
     bases and may not meet those of autograd."""
     if not torch.is_inference_mode_enabled():
@@ -31,7 +31,7 @@ def planned(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         return make_plan(func, args, kwargs)
 
 
-def make_plan(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+def make_plan(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     """The plan of a call: what its rule leads to, if there is one for this form of it."""
     call = CallShape(func, args, kwargs)
     plan = _by_rule(func, call) if "out" not in kwargs else None
