@@ -10,8 +10,9 @@ import torch
 
 from shardwise.argument_types import MeshArgument, Placements
 from shardwise.comm.boxes import take
+from shardwise.comm.simulation import RankTensor
 from shardwise.errors import AutogradError, LayoutError
-from shardwise.layout import Layout, Partial, Shard, as_placements
+from shardwise.layout import Layout, Partial, Placement, Shard, as_placements
 from shardwise.layout.layout import contiguous_stride, dense_stride
 from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.mesh import Mesh, as_mesh
@@ -54,22 +55,8 @@ def distribute_tensor(
     mesh = as_mesh(device_mesh)
     places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
     if isinstance(tensor, DTensor):
-        if tensor._layout.mesh is mesh and tensor._layout.replace(placements=places) is tensor._layout:
-            return tensor
-        raise LayoutError(
-            f"distribute_tensor: the tensor is a DTensor laid out {list(tensor.placements)} already; "
-            f"use tensor.redistribute(placements={list(places)})"
-        )
-    if hasattr(tensor, "ranks"):
-        raise LayoutError(
-            "distribute_tensor: a RankTensor holds local values; use DTensor.from_local(x, mesh, placements)"
-        )
-    check_strided(tensor.layout)
-    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
-        raise AutogradError(
-            "distribute_tensor: the tensor is no leaf, and its gradient would end here; use DTensor.from_local(tensor, "
-            "mesh, [Replicate(), ...]).redistribute(placements=...), or tensor.detach()"
-        )
+        return _already(tensor, mesh, places)
+    _check_plain(tensor)
     stride = _stride_of_copy(tensor)
     layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, stride, _device_for(tensor, mesh))
     check_reductions(layout.placements, tensor.dtype)
@@ -86,6 +73,30 @@ def distribute_tensor(
     if isinstance(tensor, torch.nn.Parameter):
         result._is_param = True
     return result
+
+
+def _already(tensor: DTensor, mesh: Mesh, places: tuple[Placement, ...]) -> DTensor:
+    """A tensor that is distributed, if it is laid out so."""
+    if tensor._layout.mesh is mesh and tensor._layout.replace(placements=places) is tensor._layout:
+        return tensor
+    raise LayoutError(
+        f"distribute_tensor: the tensor is a DTensor laid out {list(tensor.placements)} already; "
+        f"use tensor.redistribute(placements={list(places)})"
+    )
+
+
+def _check_plain(tensor: torch.Tensor) -> None:
+    """Raise for a plain tensor that cannot be distributed."""
+    if isinstance(tensor, RankTensor):
+        raise LayoutError(
+            "distribute_tensor: a RankTensor holds local values; use DTensor.from_local(x, mesh, placements)"
+        )
+    check_strided(tensor.layout)
+    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+        raise AutogradError(
+            "distribute_tensor: the tensor is no leaf, and its gradient would end here; use DTensor.from_local(tensor, "
+            "mesh, [Replicate(), ...]).redistribute(placements=...), or tensor.detach()"
+        )
 
 
 def _stride_of_copy(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction, Function, once_differentiable
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.autograd.gradients import as_gradient, from_gradient
 from shardwise.comm.simulation import RankTensor, map_ranks
@@ -32,7 +33,7 @@ def take_functions() -> None:
     Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
 
 
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     outer = functions.applying
     functions.applying = True
     try:
@@ -47,7 +48,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return result if type(result) in _PLAIN else _with_local_graph(result)
 
 
-def _apply_distributed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _apply_distributed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any(isinstance(arg, Wrapper) for arg in args):  # what simulated ranks hold: each applies it for itself
         return map_ranks(cls.apply, args, kwargs)
     if _has_setup_context(cls):
@@ -66,7 +67,7 @@ def _apply_distributed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return results if call.several else results[0]
 
 
-def _has_setup_context(cls: Any) -> bool:
+def _has_setup_context(cls: type[Function]) -> bool:
     return cls.setup_context is not Function.setup_context
 
 
@@ -76,9 +77,9 @@ class _Form:
 
     count = 1
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.is_tensor = isinstance(value, torch.Tensor)
-        self.empty = [_kind(value)] if self.is_tensor else []
+        self.empty = [_kind(value)] if isinstance(value, torch.Tensor) else []
 
     def flat(self, value: Any) -> Sequence[Any]:
         return (value,)
@@ -96,7 +97,7 @@ class _Form:
     def _gradient(self, parts: Sequence[Any]) -> Any:
         return parts[0]
 
-    def flat_gradient(self, grad: Any, what: str) -> Sequence[Any]:
+    def flat_gradient(self, grad: torch.Tensor | None, what: str) -> Sequence[torch.Tensor | None]:
         """The gradient as autograd takes it."""
         return (grad.full_tensor() if isinstance(grad, Wrapper) else grad,)  # type: ignore[attr-defined]
 
@@ -106,23 +107,23 @@ class _Distributed(_Form):
 
     is_tensor = True
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Wrapper) -> None:
         self.layout = value._layout
         self.comm = self.layout.mesh.comm
         self.structure = self.comm.structure(value._local)
         self.empty = [_kind(part) for part in self.flat(value)]
         self.count = len(self.empty)
 
-    def flat(self, value: Any) -> Sequence[Any]:
+    def flat(self, value: Wrapper) -> Sequence[torch.Tensor]:
         return self.comm.values(value._local)
 
-    def value(self, parts: Sequence[Any]) -> Any:
+    def value(self, parts: Sequence[torch.Tensor]) -> Wrapper:
         return wrap(self.comm.assemble(self.structure, parts), self.layout)
 
-    def _gradient(self, parts: Sequence[Any]) -> Any:
+    def _gradient(self, parts: Sequence[torch.Tensor]) -> Wrapper:
         return as_gradient(self.layout, self.comm.assemble(self.structure, parts))
 
-    def flat_gradient(self, grad: Any, what: str) -> Sequence[Any]:
+    def flat_gradient(self, grad: torch.Tensor | None, what: str) -> Sequence[torch.Tensor | None]:
         if grad is None:
             return (None,) * self.count
         if not isinstance(grad, Wrapper):
@@ -142,7 +143,7 @@ def _kind(value: torch.Tensor) -> tuple[Any, ...]:
     return value.shape, value.dtype, value.device
 
 
-def _form(value: Any) -> _Form:
+def _form(value: object) -> _Form:
     return _Distributed(value) if isinstance(value, Wrapper) else _Form(value)
 
 
@@ -183,7 +184,7 @@ class _Node(BackwardCFunction):
     _dirty: Sequence[Any] = ()
     _materialize = True
 
-    def save_for_backward(self, *tensors: Any) -> None:
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         self._saved_forms = [_form(t) for t in tensors]
         super().save_for_backward(*_flattened(tensors, self._saved_forms))
 
@@ -197,17 +198,17 @@ class _Node(BackwardCFunction):
         flat = super().needs_input_grad[1:]  # after the call
         return tuple(map(any, _by_form(self._arg_forms, flat)))
 
-    def mark_dirty(self, *args: Any) -> None:
+    def mark_dirty(self, *args: torch.Tensor) -> None:
         self._dirty = args
         super().mark_dirty(*_flattened(args, [_form(arg) for arg in args]))
 
-    def mark_non_differentiable(self, *args: Any) -> None:
+    def mark_non_differentiable(self, *args: torch.Tensor) -> None:
         super().mark_non_differentiable(*_flattened(args, [_form(arg) for arg in args]))
 
     def set_materialize_grads(self, value: bool) -> None:
         self._materialize = value
 
-    def register_hook(self, hook: Callable[..., Any]) -> Any:
+    def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         into, outof, what = [f for f in self._arg_forms if f.is_tensor], self._result_forms, type(self).__name__
 
         def on_flat(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> Any:
@@ -216,7 +217,7 @@ class _Node(BackwardCFunction):
 
         return super().register_hook(on_flat)
 
-    def register_prehook(self, hook: Callable[..., Any]) -> Any:
+    def register_prehook(self, hook: Callable[..., Any]) -> RemovableHandle:
         outof, what = self._result_forms, type(self).__name__
 
         def on_flat(grad_outputs: tuple[Any, ...]) -> Any:
@@ -234,14 +235,14 @@ def _flat_gradients(forms: Sequence[_Form], grads: Sequence[Any], what: str) -> 
     return tuple(part for f, grad in zip(forms, grads, strict=True) for part in f.flat_gradient(grad, what))
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: object) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
 class _OnLocals(Function):
     """A user's Function over local tensors. For each one there is a subclass of this with the same name."""
 
-    user: Any
+    user: type[Function]
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *flat: Any) -> tuple[Any, ...]:
@@ -297,7 +298,7 @@ def _never_twice(grads: tuple[Any, ...]) -> tuple[Any, ...]:
     return _as_tuple(raising(*(g if g is None else g.detach().requires_grad_() for g in grads)))
 
 
-def _on_locals(cls: Any) -> Any:
+def _on_locals(cls: Any) -> type[_OnLocals]:
     """The Function over local tensors that stands for `cls`."""
     made = cls.__dict__.get("_shardwise")
     if made is None:
@@ -313,7 +314,7 @@ class _Unwrapped(Function):
     """The local tensors of a distributed one that C++ recorded as the result of a Function."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, tensor: Wrapper) -> tuple[torch.Tensor, ...]:
         ctx.form = _Distributed(tensor)
         return tuple(part.detach() for part in ctx.form.flat(tensor))
 
@@ -327,7 +328,7 @@ class _Unwrapped(Function):
         return ctx.form.gradient(grads, True)
 
 
-def _with_local_graph(tensor: Any) -> Any:
+def _with_local_graph(tensor: object) -> Any:
     """A result of a Function whose graph C++ recorded on the wrapper, where nobody looks: recorded on its local
     tensors instead."""
     if not isinstance(tensor, Wrapper):

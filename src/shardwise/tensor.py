@@ -436,8 +436,8 @@ class DTensor(Wrapper):
         return f"{head}\n{local!r}" if layout.mesh.comm.simulated else f"{head}\nlocal: {local!r}"
 
     # -- torch.distributed.checkpoint -----------------------------------------------------------------------
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return checkpoint.write_items(fqn, object)
+    def __create_write_items__(self, fqn: str, tensor: DTensor) -> list[Any]:
+        return checkpoint.write_items(fqn, tensor)
 
     def __create_chunk_list__(self) -> list[Any]:
         return checkpoint.chunk_list(self)

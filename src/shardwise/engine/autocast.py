@@ -113,7 +113,7 @@ def casts_of(call: CallShape) -> Casts | None:
     return watch.casts if watch.ops[len(watch.casts) :] == ops else INSIDE
 
 
-def done_by_ranks(spec: Any, call: CallShape, casts: Casts) -> bool:
+def done_by_ranks(spec: object, call: CallShape, casts: Casts) -> bool:
     """Whether autocast does the right thing in the ranks' own calls: each is that very op, and no operand that is cast
     is a Partial sum."""
     alone = isinstance(spec, Factors) and spec.local is None and len(spec.outputs) == 1

@@ -28,7 +28,7 @@ from shardwise.move import plan_steps, run_move
 from shardwise.protocols import LocalValue
 from shardwise.strategy.registry import in_place_flag
 from shardwise.torch_private import schema_of
-from shardwise.wrapper import rebind, wrap
+from shardwise.wrapper import Wrapper, rebind, wrap
 
 NO_RULE = "gather, since there is no rule for it, and compute it on every rank"
 
@@ -44,54 +44,66 @@ def replicated(
         reason: Why, for the ledger.
         check: A function that sees the arguments of each call first, and may raise.
     """
-    mesh, comm = call.mesh, call.mesh.comm
-    whole = [layout.replace(placements=(REPLICATE,) * len(layout.placements)) for layout in call.layouts]
-    moves = [(i, plan_steps(a, b), False) for i, (a, b) in enumerate(zip(call.layouts, whole, strict=True))]
-    moves = [(i, steps, flag) for i, steps, flag in moves if steps]
-    name, paths, layouts, moved = call.name, call.paths, call.layouts, {i for i, _, _ in moves}
-    invoke = comm.bind(func)
-    note = Note(call.name, reason)
-    written = _written_paths(func, call)
-    viewed = _viewed_path(func, call) if moves else None
-    strides = {i: dense_stride(whole[i].shape, whole[i].stride) for i in moved}
-    stored = {
-        i: comm.bind(functools.partial(_stored, stride=stride))
-        for i, stride in strides.items()
-        if stride != contiguous_stride(whole[i].shape)
-    }
+    return _OnAllRanks(func, call, reason, check)
 
-    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        if moves and is_strict():
-            refuse(name, moves, layouts, whole, [reason] * len(mesh.shape))
-        if check is not None:
-            check(*args, **kwargs)
-        for i in written:
-            before_write(fetch(args, kwargs, paths[i]), name)
-        for i, steps, _ in moves:
-            value = run_move(fetch(args, kwargs, paths[i])._local, comm, steps, note)
-            put(local_args, local_kwargs, paths[i], stored[i](value) if i in stored else value)
-        result = invoke(*local_args, **local_kwargs)
-        originals = []
-        for i in written:
-            tensor, value = fetch(args, kwargs, paths[i]), fetch(local_args, local_kwargs, paths[i])
-            if i in moved:
-                back = run_move(value, comm, plan_steps(whole[i], layouts[i]), note)
-                comm.bind(torch.Tensor.copy_)(tensor._local, back)
-            after_write(tensor)
-            originals.append((value, tensor))
 
-        def rewrapped(x: LocalValue) -> Any:
-            for value, tensor in originals:
-                if comm.same(x, value):
-                    return tensor
-            return _wrap_replicated(x, mesh)
+class _OnAllRanks:
+    """A plan that gathers every operand. It keeps what it needs of the call, but not the call, which holds tensors."""
 
-        wrapped = tree_map_only(torch.Tensor, rewrapped, result)
-        if viewed is not None:
-            note_copies(func, args, kwargs, viewed, wrapped, name)
+    def __init__(
+        self, func: Callable[..., Any], call: CallShape, reason: str, check: Callable[..., None] | None
+    ) -> None:
+        self.func, self.name, self.paths, self.now = func, call.name, call.paths, call.layouts
+        self.mesh, self.comm = call.mesh, call.mesh.comm
+        self.reason, self.check, self.note = reason, check, Note(call.name, reason)
+        self.whole = [layout.replace(placements=(REPLICATE,) * len(layout.placements)) for layout in call.layouts]
+        moves = [(i, plan_steps(a, b), False) for i, (a, b) in enumerate(zip(self.now, self.whole, strict=True))]
+        self.moves = [(i, steps, flag) for i, steps, flag in moves if steps]
+        self.moved = {i for i, _, _ in self.moves}
+        self.written = _written_paths(func, call)
+        self.viewed = _viewed_path(func, call) if self.moves else None
+        self.invoke = self.comm.bind(func)
+        strides = {i: dense_stride(self.whole[i].shape, self.whole[i].stride) for i in self.moved}
+        self.in_order = {
+            i: self.comm.bind(functools.partial(_stored, stride=stride))
+            for i, stride in strides.items()
+            if stride != contiguous_stride(self.whole[i].shape)
+        }
+
+    def __call__(
+        self, args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]
+    ) -> Any:
+        if self.moves and is_strict():
+            refuse(self.name, self.moves, self.now, self.whole, [self.reason] * len(self.mesh.shape))
+        if self.check is not None:
+            self.check(*args, **kwargs)
+        for i in self.written:
+            before_write(fetch(args, kwargs, self.paths[i]), self.name)
+        for i, steps, _ in self.moves:
+            value = run_move(fetch(args, kwargs, self.paths[i])._local, self.comm, steps, self.note)
+            put(local_args, local_kwargs, self.paths[i], self.in_order[i](value) if i in self.in_order else value)
+        result = self.invoke(*local_args, **local_kwargs)
+        written = [self._write_back(i, (args, kwargs), (local_args, local_kwargs)) for i in self.written]
+        wrapped = tree_map_only(torch.Tensor, lambda x: self._wrapped(x, written), result)
+        if self.viewed is not None:
+            note_copies(self.func, args, kwargs, self.viewed, wrapped, self.name)
         return wrapped
 
-    return run
+    def _write_back(self, i: int, call: tuple[Any, Any], local_call: tuple[Any, Any]) -> tuple[LocalValue, Wrapper]:
+        """The whole value that the op has written, and the tensor it was written for, which now has its part of it."""
+        tensor, value = fetch(*call, self.paths[i]), fetch(*local_call, self.paths[i])
+        if i in self.moved:
+            back = run_move(value, self.comm, plan_steps(self.whole[i], self.now[i]), self.note)
+            self.comm.bind(torch.Tensor.copy_)(tensor._local, back)
+        after_write(tensor)
+        return value, tensor
+
+    def _wrapped(self, local: LocalValue, written: Sequence[tuple[LocalValue, Wrapper]]) -> Any:
+        """A local result as a distributed tensor: the one that was written, if it is that."""
+        for value, tensor in written:
+            if self.comm.same(local, value):
+                return tensor
+        return _wrap_replicated(local, self.mesh)
 
 
 def _stored(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

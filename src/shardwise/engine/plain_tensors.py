@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from shardwise.comm.simulation import RankTensor
 from shardwise.context import refuses_plain
 from shardwise.errors import LayoutError, MeshError, StrictError
 from shardwise.layout import Layout
@@ -71,7 +72,7 @@ def _wrapped(value: Any, mesh: Mesh) -> Any:
 
 def replicated_plain(value: torch.Tensor, mesh: Mesh) -> Wrapper:
     """A plain tensor as a Replicate one on `mesh`, sharing its memory and its autograd history."""
-    if hasattr(value, "ranks"):
+    if isinstance(value, RankTensor):
         raise MeshError("a RankTensor meets a DTensor; say how it is laid out: DTensor.from_local(x, mesh, placements)")
     if value.layout is not torch.strided:
         raise LayoutError(f"a {value.layout} tensor meets a DTensor, which only dense ones can; use x.to_dense()")

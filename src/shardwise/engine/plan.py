@@ -21,11 +21,10 @@ from shardwise.engine.reduce_to_parts import spread_from_parts
 from shardwise.engine.results import Finish, Results, one_wrapper
 from shardwise.errors import StrictError
 from shardwise.layout import Layout
-from shardwise.mesh import Mesh
 from shardwise.move import plan_steps, run_move
 from shardwise.move.steps import MoveStep, Spread
-from shardwise.protocols import LocalValue
-from shardwise.strategy.spec import Algorithm, PerCoords
+from shardwise.protocols import LocalValue, MeshLike
+from shardwise.strategy.spec import Algorithm, LocalCall, PerCoords, Spec
 from shardwise.torch_private import schema_of, storage_id
 from shardwise.wrapper import Wrapper, shares_memory
 
@@ -34,7 +33,7 @@ Moves = list[tuple[int, tuple[MoveStep, ...], bool]]  # per operand that must ch
 # all of them only spread, so that no data moves
 
 
-def build_plan(func: Callable[..., Any], spec: Any, call: CallShape, in_place: bool) -> Plan | None:
+def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape, in_place: bool) -> Plan | None:
     """The plan that a rule's answer leads to.
 
     Args:
@@ -198,7 +197,7 @@ def in_new_memory(func: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def bind_local(comm: Comm, local: Any, split: Sequence[int], count: int) -> Callable[..., Any]:
+def bind_local(comm: Comm, local: LocalCall, split: Sequence[int], count: int) -> Callable[..., Any]:
     """The local call of a rule as a function of `count` local values."""
     if not isinstance(local, PerCoords):
         return comm.bind(local, split)
@@ -208,7 +207,7 @@ def bind_local(comm: Comm, local: Any, split: Sequence[int], count: int) -> Call
     return lambda *values: bound(*values, value)
 
 
-def split_axes(mesh: Mesh, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[int, ...]:
+def split_axes(mesh: MeshLike, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[int, ...]:
     """The axes on which ranks do different work."""
     return tuple(
         axis

@@ -12,7 +12,7 @@ from shardwise.engine.aliasing import COPIES, note_copies, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch
 from shardwise.layout import Layout
 from shardwise.protocols import LocalValue
-from shardwise.strategy.spec import Result
+from shardwise.strategy.spec import Result, Spec
 from shardwise.torch_private import is_any_autocast_enabled
 from shardwise.wrapper import shares_memory, wrap, wrapper_of
 
@@ -25,7 +25,7 @@ _NONE = tree_flatten(())[1]
 class Results:
     """The outputs of a call as meta tensors (or as the rule describes them), and the container they come in."""
 
-    def __init__(self, spec: Any, call: CallShape, in_place: bool) -> None:
+    def __init__(self, spec: Spec, call: CallShape, in_place: bool) -> None:
         known = getattr(spec, "result", None)
         if known is not None:
             flat, self.tree = [known], _ONE

@@ -14,7 +14,8 @@ from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.layout import parent_sets
 from shardwise.layout.placement import as_placement
 from shardwise.layout.split import Intervals, chunk_pieces, compose, count, normalize
-from shardwise.mesh import Mesh, as_mesh
+from shardwise.mesh import as_mesh
+from shardwise.protocols import MeshLike
 from shardwise.tensor import DTensor
 from shardwise.torch_private import AsyncCollectiveTensor
 
@@ -67,7 +68,7 @@ def to_torch(tensor: DTensor) -> theirs.DTensor:
     )
 
 
-def _ours(mesh: Mesh, placements: Sequence[Any], shape: tuple[int, ...]) -> tuple[Placement, ...]:
+def _ours(mesh: MeshLike, placements: Sequence[Any], shape: tuple[int, ...]) -> tuple[Placement, ...]:
     out: list[Placement] = []
     for axis, placement in enumerate(placements):
         if isinstance(placement, _StridedShard):
@@ -79,7 +80,7 @@ def _ours(mesh: Mesh, placements: Sequence[Any], shape: tuple[int, ...]) -> tupl
 
 
 def _theirs(
-    mesh: Mesh, placements: Sequence[Placement], axis: int, placement: Placement, shape: tuple[int, ...]
+    mesh: MeshLike, placements: Sequence[Placement], axis: int, placement: Placement, shape: tuple[int, ...]
 ) -> theirs.placement_types.Placement:
     """torch's placement for ours on one axis, the axes before it being laid out as `placements` say."""
     if placement.is_replicate():
@@ -99,7 +100,7 @@ def _theirs(
 
 
 def _strided_rows(
-    mesh: Mesh, outer: Sequence[Placement], axis: int, dim: int, shape: tuple[int, ...], factor: int
+    mesh: MeshLike, outer: Sequence[Placement], axis: int, dim: int, shape: tuple[int, ...], factor: int
 ) -> tuple[tuple[Intervals, ...], ...]:
     """The pieces of torch's _StridedShard: each parent is cut into `factor` chunks, and each chunk over the axis."""
     parts, rows = mesh.shape[axis], []
