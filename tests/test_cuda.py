@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import Shard, distribute_tensor, init_device_mesh, randn, simulate
-from tests.harness import check
+from shardwise.testing import check_rule
 from tests.model import gpt
 from tests.ops.cases import CASES
 
@@ -33,13 +33,13 @@ def nccl_mesh(tmp_path_factory):
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ON_CPU])
 def test_simulated(name):
     function, tensors = CASES[name]
-    check(function, [t.cuda() for t in tensors], simulate((2, 2), device="cuda"), limit=4, tolerance=1e-8)
+    check_rule(function, [[t.cuda() for t in tensors]], [simulate((2, 2), device="cuda")], limit=4, tolerance=1e-8)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ON_CPU])
 def test_nccl(name, nccl_mesh):
     function, tensors = CASES[name]
-    check(function, [t.cuda() for t in tensors], nccl_mesh, limit=2, tolerance=1e-8)
+    check_rule(function, [[t.cuda() for t in tensors]], [nccl_mesh], limit=2, tolerance=1e-8)
 
 
 @pytest.mark.parametrize("layout", gpt.LAYOUTS)

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from shardwise import Replicate, Shard, clear_caches, debug, distribute_tensor, init_device_mesh, simulate
-from tests.harness import seeded
 from tests.thread_ranks import run_threads
+from tests.values import seeded
 
 
 def program():

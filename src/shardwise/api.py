@@ -3,57 +3,62 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from shardwise.argument_types import MeshArgument, Placements
+from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import AutogradError, LayoutError
-from shardwise.layout import Layout, Partial, Shard, as_placements
+from shardwise.layout import Layout, Partial, Placement, Shard, as_placements
 from shardwise.layout.layout import contiguous_stride, dense_stride
 from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.mesh import Mesh, as_mesh
 from shardwise.move import plan_steps
 from shardwise.move.pack import take
+from shardwise.protocols import LocalValue
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
 
 def distribute_tensor(
     tensor: torch.Tensor,
-    device_mesh: Any = None,
-    placements: Sequence[Any] | None = None,
+    device_mesh: MeshArgument | None = None,
+    placements: Placements | None = None,
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Lay a tensor out over a mesh; the result is a leaf.
+    """Lay a tensor out over a mesh.
 
-    The values are those of the rank at coordinate `src_data_rank` of every axis; None trusts that all ranks hold the
-    same and moves nothing. Without placements the tensor is replicated.
+    Args:
+        tensor: The whole tensor, on every rank.
+        device_mesh: The mesh; by default that of the enclosing `with mesh:`.
+        placements: One per mesh axis; by default Replicate.
+        src_data_rank: Whose values count: those of the rank at this coordinate of every axis, which sends them to the
+            others. None trusts that all ranks hold the same values, and moves nothing.
+
+    Returns:
+        A leaf tensor in memory of its own; a Parameter, and one that requires grad, if `tensor` is.
+
+    Raises:
+        LayoutError: For a tensor that cannot be laid out so.
+        AutogradError: For a tensor that is no leaf, whose gradient would be lost.
+
+    >>> import torch, shardwise
+    >>> x = shardwise.distribute_tensor(torch.arange(8), shardwise.simulate(4), [shardwise.Shard(0)])
+    >>> x.to_local().ranks[1]
+    tensor([2, 3])
     """
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(f"distribute_tensor: tensor must be a torch.Tensor, got {type(tensor).__name__}")
     mesh = as_mesh(device_mesh)
     places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
     if isinstance(tensor, DTensor):
-        if tensor._layout.mesh is mesh and tensor._layout.replace(placements=places) is tensor._layout:
-            return tensor
-        raise LayoutError(
-            f"distribute_tensor: the tensor is a DTensor laid out {list(tensor.placements)} already; "
-            f"use tensor.redistribute(placements={list(places)})"
-        )
-    if hasattr(tensor, "ranks"):
-        raise LayoutError(
-            "distribute_tensor: a RankTensor holds local values; use DTensor.from_local(x, mesh, placements)"
-        )
-    check_strided(tensor.layout)
-    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
-        raise AutogradError(
-            "distribute_tensor: the tensor is no leaf, and its gradient would end here; use DTensor.from_local(tensor, "
-            "mesh, [Replicate(), ...]).redistribute(placements=...), or tensor.detach()"
-        )
+        return _already(tensor, mesh, places)
+    _check_plain(tensor)
     stride = _stride_of_copy(tensor)
-    layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, stride, _home(tensor, mesh))
+    layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, stride, _device_for(tensor, mesh))
     check_reductions(layout.placements, tensor.dtype)
     _check_source(mesh, src_data_rank)
     value = tensor.detach()
@@ -70,18 +75,43 @@ def distribute_tensor(
     return result
 
 
+def _already(tensor: DTensor, mesh: Mesh, places: tuple[Placement, ...]) -> DTensor:
+    """A tensor that is distributed, if it is laid out so."""
+    if tensor._layout.mesh is mesh and tensor._layout.replace(placements=places) is tensor._layout:
+        return tensor
+    raise LayoutError(
+        f"distribute_tensor: the tensor is a DTensor laid out {list(tensor.placements)} already; "
+        f"use tensor.redistribute(placements={list(places)})"
+    )
+
+
+def _check_plain(tensor: torch.Tensor) -> None:
+    """Raise for a plain tensor that cannot be distributed."""
+    if isinstance(tensor, RankTensor):
+        raise LayoutError(
+            "distribute_tensor: a RankTensor holds local values; use DTensor.from_local(x, mesh, placements)"
+        )
+    check_strided(tensor.layout)
+    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+        raise AutogradError(
+            "distribute_tensor: the tensor is no leaf, and its gradient would end here; use DTensor.from_local(tensor, "
+            "mesh, [Replicate(), ...]).redistribute(placements=...), or tensor.detach()"
+        )
+
+
 def _stride_of_copy(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides a clone has: dense, the dims in memory in the order they have (channels_last stays so)."""
+    """The strides that a clone has: without holes, dims in the same order in memory (channels_last stays so)."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
 def _stored(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The value with its dims in memory in the order they have under these strides."""
+    """The value with its dims in memory in the order that these strides say."""
     there = torch.empty_strided(value.shape, dense_stride(value.shape, stride), dtype=value.dtype, device=value.device)
     return there.copy_(value)
 
 
 def check_strided(layout: torch.layout) -> None:
+    """Raise LayoutError for sparse and other layouts of memory."""
     if layout is not torch.strided:
         raise LayoutError(f"layout: only torch.strided tensors can be distributed, got {layout}")
 
@@ -92,15 +122,15 @@ def _check_source(mesh: Mesh, source: int | None) -> None:
             raise LayoutError(f"src_data_rank={source} is not a coordinate of mesh axis {axis} of {k} ranks")
 
 
-def _home(tensor: torch.Tensor, mesh: Mesh) -> torch.device:
-    """Where the local tensors go: the mesh's device, but a meta tensor stays meta."""
+def _device_for(tensor: torch.Tensor, mesh: Mesh) -> torch.device:
+    """The device of the local tensors: the mesh's, but a meta tensor stays meta."""
     if tensor.device.type == "meta":
         return tensor.device
     return tensor.device if tensor.device.type == mesh.device.type else mesh.device
 
 
-def lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> Any:
-    """Each rank's part of a value that every rank holds (or, from `source`, is sent)."""
+def lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> LocalValue:
+    """The local value under `layout` of a tensor that every rank holds; with `source`, that rank's values count."""
     comm = layout.mesh.comm
     if not comm.simulated and source is not None and value.device.type != "meta":
         return _deal(value, layout, source)
@@ -113,12 +143,11 @@ def lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> Any:
         v.clone(memory_format=torch.contiguous_format) if v.untyped_storage().data_ptr() == own else v
         for v in comm.values(local)
     ]
-    local = comm.rebuild(local, copies)
-    return local
+    return comm.rebuild(local, copies)
 
 
 def _deal(value: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
-    """Axis by axis, take the values of the coordinate `source` along it."""
+    """What this rank holds of the values of rank `source`: axis by axis, they are scattered or broadcast along it."""
     comm = layout.mesh.comm
     for axis, placement in enumerate(layout.placements):
         k = layout.mesh.shape[axis]
@@ -138,23 +167,34 @@ def _deal(value: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
 
 def distribute_module(
     module: torch.nn.Module,
-    device_mesh: Any = None,
+    device_mesh: MeshArgument | None = None,
     partition_fn: Callable[[str, torch.nn.Module, Any], None] | None = None,
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> torch.nn.Module:
     """Turn a module's parameters and buffers into DTensors, in place.
 
-    `partition_fn(name, submodule, mesh)` lays out what it wants to; what it leaves is replicated.
-    `input_fn(module, inputs, mesh)` and `output_fn(module, outputs, mesh)` run around the module's forward; the older
-    form of both, without the module, works too.
+    Args:
+        module: The module; tied parameters stay tied.
+        device_mesh: The mesh; by default that of the enclosing `with mesh:`.
+        partition_fn: Called as partition_fn(name, submodule, mesh) for every submodule, to lay out what it wants to.
+            What it leaves is replicated.
+        input_fn: Called as input_fn(module, inputs, mesh) before the module's forward; it returns other inputs.
+        output_fn: Called as output_fn(module, outputs, mesh) after it; it returns another output. The older form of
+            both functions, without the module, works too.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        LayoutError: For a module that is none, or functions that take other arguments.
     """
     if not isinstance(module, torch.nn.Module):
         raise LayoutError(f"distribute_module: module must be a torch.nn.Module, got {type(module).__name__}")
-    prepare_inputs = _of_module("input_fn", input_fn)
-    prepare_outputs = _of_module("output_fn", output_fn)
+    prepare_inputs = _with_module("input_fn", input_fn)
+    prepare_outputs = _with_module("output_fn", output_fn)
     mesh = as_mesh(device_mesh)
-    made: dict[int, Any] = {}  # tied parameters stay tied
+    made: dict[int, torch.nn.Parameter] = {}  # tied parameters stay tied
 
     def replicate(owner: torch.nn.Module) -> None:
         for name, param in owner._parameters.items():
@@ -177,14 +217,14 @@ def distribute_module(
     return module
 
 
-def _of_module(name: str, given: Callable[..., Any] | None) -> Callable[[Any, Any, Any], Any] | None:
-    """A hook function as one of (module, values, mesh); the older form is one of (values, mesh)."""
-    if given is None:
+def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[[Any, Any, Any], Any] | None:
+    """A function that takes (module, values, mesh), from one that does or from the older form (values, mesh)."""
+    if function is None:
         return None
     for arguments in (3, 2):
         try:
-            inspect.signature(given).bind(*range(arguments))
+            inspect.signature(function).bind(*range(arguments))
         except TypeError:
             continue
-        return given if arguments == 3 else lambda module, values, mesh: given(values, mesh)
-    raise LayoutError(f"distribute_module: {name} must take (module, {name[:-3]}s, device_mesh), got {given!r}")
+        return function if arguments == 3 else lambda module, values, mesh: function(values, mesh)
+    raise LayoutError(f"distribute_module: {name} must take (module, {name[:-3]}s, device_mesh), got {function!r}")

@@ -1,9 +1,9 @@
-"""What holds for a stretch of the program: `strict()`, and the op whose program is running."""
+"""What holds for a part of the program: `strict()`, and which op's program is running."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import NoReturn
 
 from shardwise.errors import StrictError
 from shardwise.layout import Layout
@@ -12,14 +12,16 @@ _state = threading.local()
 
 
 class _Functions(threading.local):
-    applying = False  # whether a torch.autograd.Function is being applied, by the entry that knows distributed tensors
+    applying = False  # whether `custom_function`, which knows distributed tensors, is applying an autograd.Function
 
 
 functions = _Functions()
 
 
 class strict:
-    """Raise on any communication the program did not ask for: as a context manager, or a switch.
+    """Raise on any communication that the program did not ask for: as a context manager, or as a switch.
+
+    It holds for the thread that enters it or switches it on.
 
     >>> with strict():
     ...     pass
@@ -30,35 +32,39 @@ class strict:
         _state.depth = getattr(_state, "depth", 0) + 1
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         _state.depth -= 1
 
     @staticmethod
     def enable() -> None:
+        """From now on, communication that the program did not ask for raises."""
         _state.switched = True
 
     @staticmethod
     def disable() -> None:
+        """Undo `enable`."""
         _state.switched = False
 
 
 def is_strict() -> bool:
+    """Whether communication that the program did not ask for raises."""
     return getattr(_state, "depth", 0) > 0 or getattr(_state, "switched", False)
 
 
 class relaxed:
-    """Inside: communication counts as asked for (what the library does on an explicit request)."""
+    """Inside, communication counts as asked for: the library does what the program requested."""
 
     def __enter__(self) -> None:
         self.saved = (getattr(_state, "depth", 0), getattr(_state, "switched", False))
         _state.depth, _state.switched = 0, False
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         _state.depth, _state.switched = self.saved
 
 
 class running:
-    """Inside: the program a rule gives for an op. A move it makes is not one the user asked for."""
+    """Inside, the program that a rule has for an op is running. The user asked for the op, not for the moves that its
+    program makes: strict() refuses them, and the ledger notes them under the name of the op."""
 
     def __init__(self, op: str) -> None:
         self.op = op
@@ -66,17 +72,17 @@ class running:
     def __enter__(self) -> None:
         self.outer, _state.op = getattr(_state, "op", None), self.op
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         _state.op = self.outer
 
 
 def running_op() -> str | None:
-    """The op whose program is running, if any."""
+    """The name of the op whose program is running, if any."""
     return getattr(_state, "op", None)
 
 
-def refuse_in_program(op: str, here: Layout, there: str) -> None:
-    """Under strict(): say what the program of an op would move."""
+def refuse_in_program(op: str, here: Layout, there: str) -> NoReturn:
+    """Raise under strict(), and say what the program of an op would move."""
     places = ", ".join(map(str, here.placements))
     raise StrictError(
         f"{op} would communicate under strict(): on the way it moves a tensor of shape {here.shape} from "
@@ -85,13 +91,17 @@ def refuse_in_program(op: str, here: Layout, there: str) -> None:
 
 
 class implicit_replication:
-    """Inside: plain tensors that meet distributed ones count as replicated, under strict() too."""
+    """Inside, plain tensors that meet distributed ones count as replicated, under strict() too.
+
+    >>> with strict(), implicit_replication():
+    ...     pass
+    """
 
     def __enter__(self) -> implicit_replication:
         _state.replicating = getattr(_state, "replicating", 0) + 1
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         _state.replicating -= 1
 
 

@@ -1,9 +1,9 @@
 """torch.autograd.Function on distributed tensors: the functions people write, a module's full backward hooks,
 checkpoint(use_reentrant=True).
 
-To C++ a distributed tensor never requires grad; its local tensors do. So a Function is applied to these: one node over
-the local values of all arguments, which hands the user's forward and backward distributed tensors and takes theirs
-apart. The node is the `ctx` they see and the `grad_fn` of the results.
+To C++ a distributed tensor never requires grad; its local tensors do. So a Function is applied to those, as one node
+over the local tensors of all arguments. The node passes distributed tensors to the user's forward and backward, and
+takes the local tensors out of what they return. It is the `ctx` that they see and the `grad_fn` of the results.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction, Function, once_differentiable
+from torch.utils.hooks import RemovableHandle
 
+from shardwise.autograd.gradients import as_gradient, from_gradient
 from shardwise.comm.rank_tensor import RankTensor, map_ranks
 from shardwise.context import functions
-from shardwise.engine.call import replicated_plain
+from shardwise.engine.plain_tensors import replicated_plain
 from shardwise.errors import AutogradError
-from shardwise.surface import as_gradient, from_gradient
 from shardwise.torch_private import DelayedError, are_transforms_active, requires_grad_in_cpp, without_torch_function
 from shardwise.wrapper import Wrapper, wrap
 
@@ -28,11 +29,11 @@ _torchs_apply = Function.apply.__func__  # type: ignore[attr-defined]
 
 
 def take_functions() -> None:
-    """Have torch.autograd.Function.apply, which asks no tensor class, take distributed tensors."""
+    """Replace torch.autograd.Function.apply, which asks no tensor class, by one that takes distributed tensors."""
     Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
 
 
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     outer = functions.applying
     functions.applying = True
     try:
@@ -47,7 +48,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return result if type(result) in _PLAIN else _with_local_graph(result)
 
 
-def _apply_distributed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _apply_distributed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any(isinstance(arg, Wrapper) for arg in args):  # what simulated ranks hold: each applies it for itself
         return map_ranks(cls.apply, args, kwargs)
     if _has_setup_context(cls):
@@ -66,19 +67,19 @@ def _apply_distributed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return results if call.several else results[0]
 
 
-def _has_setup_context(cls: Any) -> bool:
+def _has_setup_context(cls: type[Function]) -> bool:
     return cls.setup_context is not Function.setup_context
 
 
 # -- arguments and results, as the node has them: flat -----------------------------------------------------
 class _Form:
-    """What one argument, result or saved tensor is among the flat ones: itself, in the simplest case."""
+    """How one argument, result or saved tensor stands among the flat values of the node: here, as itself."""
 
     count = 1
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.is_tensor = isinstance(value, torch.Tensor)
-        self.empty = [_kind(value)] if self.is_tensor else []
+        self.empty = [_kind(value)] if isinstance(value, torch.Tensor) else []
 
     def flat(self, value: Any) -> Sequence[Any]:
         return (value,)
@@ -87,7 +88,7 @@ class _Form:
         return parts[0]
 
     def gradient(self, parts: Sequence[Any], materialize: bool) -> Any:
-        """The gradient as the user sees it."""
+        """The gradient as the user's code sees it."""
         if all(part is None for part in parts) and not (materialize and self.empty):
             return None
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in self.empty)
@@ -96,33 +97,33 @@ class _Form:
     def _gradient(self, parts: Sequence[Any]) -> Any:
         return parts[0]
 
-    def flat_gradient(self, grad: Any, what: str) -> Sequence[Any]:
+    def flat_gradient(self, grad: torch.Tensor | None, what: str) -> Sequence[torch.Tensor | None]:
         """The gradient as autograd takes it."""
         return (grad.full_tensor() if isinstance(grad, Wrapper) else grad,)  # type: ignore[attr-defined]
 
 
 class _Distributed(_Form):
-    """The local tensors of a distributed one."""
+    """A distributed tensor, which stands among the flat values as its local tensors."""
 
     is_tensor = True
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Wrapper) -> None:
         self.layout = value._layout
         self.comm = self.layout.mesh.comm
         self.structure = self.comm.structure(value._local)
         self.empty = [_kind(part) for part in self.flat(value)]
         self.count = len(self.empty)
 
-    def flat(self, value: Any) -> Sequence[Any]:
+    def flat(self, value: Wrapper) -> Sequence[torch.Tensor]:
         return self.comm.values(value._local)
 
-    def value(self, parts: Sequence[Any]) -> Any:
+    def value(self, parts: Sequence[torch.Tensor]) -> Wrapper:
         return wrap(self.comm.assemble(self.structure, parts), self.layout)
 
-    def _gradient(self, parts: Sequence[Any]) -> Any:
+    def _gradient(self, parts: Sequence[torch.Tensor]) -> Wrapper:
         return as_gradient(self.layout, self.comm.assemble(self.structure, parts))
 
-    def flat_gradient(self, grad: Any, what: str) -> Sequence[Any]:
+    def flat_gradient(self, grad: torch.Tensor | None, what: str) -> Sequence[torch.Tensor | None]:
         if grad is None:
             return (None,) * self.count
         if not isinstance(grad, Wrapper):
@@ -133,7 +134,7 @@ class _Distributed(_Form):
 
 
 def _expands(shape: Sequence[int], to: Sequence[int]) -> bool:
-    """Whether a gradient of shape `to` is one of an expanded tensor of `shape`, as torch allows."""
+    """Whether a tensor of `shape` expands to the shape `to`: torch allows gradients of expanded tensors."""
     tail = to[len(to) - len(shape) :]
     return shape != to and len(shape) == len(tail) and all(a in (1, b) for a, b in zip(shape, tail, strict=True))
 
@@ -142,7 +143,7 @@ def _kind(value: torch.Tensor) -> tuple[Any, ...]:
     return value.shape, value.dtype, value.device
 
 
-def _form(value: Any) -> _Form:
+def _form(value: object) -> _Form:
     return _Distributed(value) if isinstance(value, Wrapper) else _Form(value)
 
 
@@ -160,14 +161,14 @@ def _by_form(forms: Sequence[_Form], flat: Sequence[Any]) -> list[Sequence[Any]]
 
 
 class _Call:
-    """One application: what the node's forward takes from outside, and what it tells."""
+    """One application of a Function: the arguments that the node's forward takes, and the results it makes."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.args, self.forms = args, [_form(arg) for arg in args]
         self.results: tuple[Any, ...] = ()
         self.result_forms: list[_Form] = []
         self.several = False
-        self.dirty: set[int] = set()  # arguments that were written and returned: the results are they
+        self.dirty: set[int] = set()  # ids of arguments that were written and returned: such a result is the argument
         for arg in args:
             if isinstance(arg, Wrapper) and isinstance(arg._local, RankTensor):
                 arg._local.used = True
@@ -175,7 +176,7 @@ class _Call:
 
 # -- the node ----------------------------------------------------------------------------------------------
 class _Node(BackwardCFunction):
-    """The `ctx` of a user's Function: what it is told and tells of tensors is about distributed ones."""
+    """The `ctx` of a user's Function: all tensors that it takes and returns are distributed ones."""
 
     _arg_forms: list[_Form]
     _result_forms: list[_Form]
@@ -183,7 +184,7 @@ class _Node(BackwardCFunction):
     _dirty: Sequence[Any] = ()
     _materialize = True
 
-    def save_for_backward(self, *tensors: Any) -> None:
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         self._saved_forms = [_form(t) for t in tensors]
         super().save_for_backward(*_flattened(tensors, self._saved_forms))
 
@@ -197,17 +198,17 @@ class _Node(BackwardCFunction):
         flat = super().needs_input_grad[1:]  # after the call
         return tuple(map(any, _by_form(self._arg_forms, flat)))
 
-    def mark_dirty(self, *args: Any) -> None:
+    def mark_dirty(self, *args: torch.Tensor) -> None:
         self._dirty = args
         super().mark_dirty(*_flattened(args, [_form(arg) for arg in args]))
 
-    def mark_non_differentiable(self, *args: Any) -> None:
+    def mark_non_differentiable(self, *args: torch.Tensor) -> None:
         super().mark_non_differentiable(*_flattened(args, [_form(arg) for arg in args]))
 
     def set_materialize_grads(self, value: bool) -> None:
         self._materialize = value
 
-    def register_hook(self, hook: Callable[..., Any]) -> Any:
+    def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         into, outof, what = [f for f in self._arg_forms if f.is_tensor], self._result_forms, type(self).__name__
 
         def on_flat(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> Any:
@@ -216,7 +217,7 @@ class _Node(BackwardCFunction):
 
         return super().register_hook(on_flat)
 
-    def register_prehook(self, hook: Callable[..., Any]) -> Any:
+    def register_prehook(self, hook: Callable[..., Any]) -> RemovableHandle:
         outof, what = self._result_forms, type(self).__name__
 
         def on_flat(grad_outputs: tuple[Any, ...]) -> Any:
@@ -234,14 +235,14 @@ def _flat_gradients(forms: Sequence[_Form], grads: Sequence[Any], what: str) -> 
     return tuple(part for f, grad in zip(forms, grads, strict=True) for part in f.flat_gradient(grad, what))
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: object) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
 class _OnLocals(Function):
-    """A user's Function over local tensors. Each has a subclass of this with its name."""
+    """A user's Function over local tensors. For each one there is a subclass of this with the same name."""
 
-    user: Any
+    user: type[Function]
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *flat: Any) -> tuple[Any, ...]:
@@ -266,8 +267,8 @@ class _OnLocals(Function):
         backward = user.vjp if user.vjp is not Function.vjp else user.backward
         once = getattr(backward, "__code__", None) is _ONCE
         with torch.set_grad_enabled(torch.is_grad_enabled() and not once):
-            given = ([*grads],) if getattr(user, "boxed_grads_call", False) else grads
-            found = _as_tuple((backward.__wrapped__ if once else backward)(ctx, *given))
+            arguments = ([*grads],) if getattr(user, "boxed_grads_call", False) else grads
+            found = _as_tuple((backward.__wrapped__ if once else backward)(ctx, *arguments))
             found = _one_for_each(found, ctx._arg_forms, name)
             wanted = [g if need else None for g, need in zip(found, ctx.needs_input_grad, strict=True)]
             result = _flat_gradients(ctx._arg_forms, wanted, name)
@@ -280,7 +281,7 @@ _ONCE = once_differentiable(lambda ctx: None).__code__  # what torch's decorator
 
 
 def _one_for_each(grads: tuple[Any, ...], forms: Sequence[_Form], name: str) -> tuple[Any, ...]:
-    """torch forgives gradients too many if they are None."""
+    """One gradient per argument; as in torch, more of them are accepted if those are None."""
     if len(grads) > len(forms) and all(g is None for g in grads[len(forms) :]):
         grads = grads[: len(forms)]
     if len(grads) != len(forms):
@@ -291,13 +292,13 @@ def _one_for_each(grads: tuple[Any, ...], forms: Sequence[_Form], name: str) -> 
 
 
 def _never_twice(grads: tuple[Any, ...]) -> tuple[Any, ...]:
-    """These gradients with a node behind them that raises, as torch has it for @once_differentiable."""
+    """These gradients behind a node that raises when it is differentiated, as torch does for @once_differentiable."""
     message = b"trying to differentiate twice a function that was marked with @once_differentiable"
     raising: Any = DelayedError(message, len(grads))
     return _as_tuple(raising(*(g if g is None else g.detach().requires_grad_() for g in grads)))
 
 
-def _on_locals(cls: Any) -> Any:
+def _on_locals(cls: Any) -> type[_OnLocals]:
     """The Function over local tensors that stands for `cls`."""
     made = cls.__dict__.get("_shardwise")
     if made is None:
@@ -313,7 +314,7 @@ class _Unwrapped(Function):
     """The local tensors of a distributed one that C++ recorded as the result of a Function."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, tensor: Wrapper) -> tuple[torch.Tensor, ...]:
         ctx.form = _Distributed(tensor)
         return tuple(part.detach() for part in ctx.form.flat(tensor))
 
@@ -327,8 +328,9 @@ class _Unwrapped(Function):
         return ctx.form.gradient(grads, True)
 
 
-def _with_local_graph(tensor: Any) -> Any:
-    """A result that C++ recorded on the wrapper, where nothing looks, recorded on the local tensors instead."""
+def _with_local_graph(tensor: object) -> Any:
+    """A result of a Function whose graph C++ recorded on the wrapper, where nobody looks: recorded on its local
+    tensors instead."""
     if not isinstance(tensor, Wrapper):
         return tensor
     with without_torch_function():

@@ -1,8 +1,8 @@
 """torch.compile leaves this package's frames alone.
 
-Traced by Dynamo, the engine would bake caches and layouts into a graph. Skipped, every op on a DTensor is a graph break
-that runs as it does in eager mode: the same answer, no speed-up. Dynamo is slow to import and most programs never do,
-so its list of skipped packages is told of us at the moment it is imported.
+If Dynamo traced the engine, caches and layouts would become constants of a graph. It skips this package instead, so
+that every op on a DTensor is a graph break and runs as in eager mode: the same answer, no speed-up. Dynamo is slow to
+import and most programs never need it, so this package is added to its list when the program imports Dynamo.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import importlib.util
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from typing import Any
+from types import ModuleType
 
 _RULES = "torch._dynamo.trace_rules"
 
 
 class _OnImport(MetaPathFinder):
-    """Adds this package to Dynamo's skipped ones when Dynamo's rules are loaded, then is gone."""
+    """Adds this package to those that Dynamo skips when Dynamo's rules are imported, and removes itself."""
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         if fullname != _RULES:
             return None
         sys.meta_path.remove(self)
@@ -27,7 +27,7 @@ class _OnImport(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_add(module: Any) -> None:
+            def load_and_add(module: ModuleType) -> None:
                 load(module)
                 module.add("shardwise")
 

@@ -1,13 +1,13 @@
-"""Tensors born distributed: zeros, ones, empty, full, rand, randn, randint, randperm."""
+"""Tensors born distributed: zeros, ones, empty, full, rand, randn, randint, randperm. No rank makes all of one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from shardwise.api import check_strided
+from shardwise.argument_types import MeshArgument, Placements
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, as_placements
 from shardwise.layout.placement import REPLICATE
@@ -18,29 +18,161 @@ from shardwise.random.values import permuted
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
-Make = Callable[..., DTensor]  # of a layout, and of a generator if one is given
+
+def zeros(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: MeshArgument | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """Like torch.zeros, born distributed: each rank makes only its part.
+
+    Args:
+        *size: The global shape, as ints or as one sequence.
+        dtype: By default torch's default dtype.
+        layout: torch.strided; no other kind of memory can be distributed.
+        requires_grad: Whether autograd records what is done with the tensor.
+        device_mesh: The mesh; by default that of the enclosing `with mesh:`.
+        placements: One per mesh axis, Shard or Replicate; by default Replicate.
+
+    Raises:
+        LayoutError: Where arguments are wrong or do not fit each other.
+
+    >>> import shardwise
+    >>> x = shardwise.zeros(8, 4, device_mesh=shardwise.simulate(4), placements=[shardwise.Shard(0)])
+    >>> x.shape, x.to_local().shape
+    (torch.Size([8, 4]), torch.Size([2, 4]))
+    """
+    target = _layout_for(size, dtype, layout, device_mesh, placements)
+    return _filled(lambda shape: torch.zeros(shape, dtype=target.dtype, device=target.device), target, requires_grad)
 
 
-def _factory(name: str, make_tensor: Make, doc: str) -> Callable[..., DTensor]:
-    def make(
-        *size: Any,
-        dtype: torch.dtype | None = None,
-        layout: torch.layout = torch.strided,
-        requires_grad: bool = False,
-        device_mesh: Any = None,
-        placements: Sequence[Any] | None = None,
-        **generator: Any,
-    ) -> DTensor:
-        target = _layout_for(size, dtype or torch.get_default_dtype(), layout, device_mesh, placements)
-        result = make_tensor(target, **generator)
-        return result.requires_grad_() if requires_grad else result
-
-    make.__name__ = make.__qualname__ = name
-    make.__doc__ = f"Like torch.{name}{doc}"
-    return make
+def ones(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: MeshArgument | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """Like torch.ones, born distributed: each rank makes only its part. Arguments as for `zeros`."""
+    target = _layout_for(size, dtype, layout, device_mesh, placements)
+    return _filled(lambda shape: torch.ones(shape, dtype=target.dtype, device=target.device), target, requires_grad)
 
 
-def _layout_for(size: Any, dtype: torch.dtype, layout: torch.layout, device_mesh: Any, placements: Any) -> Layout:
+def empty(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: MeshArgument | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """Like torch.empty, born distributed: each rank makes only its part. Arguments as for `zeros`."""
+    target = _layout_for(size, dtype, layout, device_mesh, placements)
+    return _filled(lambda shape: torch.empty(shape, dtype=target.dtype, device=target.device), target, requires_grad)
+
+
+def full(
+    size: int | Sequence[int],
+    fill_value: bool | int | float | complex,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: MeshArgument | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """Like torch.full, born distributed: each rank makes only its part.
+
+    Args:
+        size: The global shape.
+        fill_value: The value of every element.
+        dtype: By default that which torch.full gives this value.
+        layout, requires_grad, device_mesh, placements: As for `zeros`.
+    """
+    target = _layout_for((size,), dtype or torch.full((), fill_value).dtype, layout, device_mesh, placements)
+    return _filled(
+        lambda shape: torch.full(shape, fill_value, dtype=target.dtype, device=target.device), target, requires_grad
+    )
+
+
+def rand(
+    *size: int | Sequence[int],
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: MeshArgument | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """Like torch.rand, born distributed: each rank draws only its part, the same numbers whatever the layout.
+
+    Args:
+        *size: The global shape, as ints or as one sequence.
+        generator: Where keys of random numbers come from; by default torch's default generator.
+        dtype, layout, requires_grad, device_mesh, placements: As for `zeros`.
+    """
+    target = _layout_for(size, dtype, layout, device_mesh, placements)
+    return _drawn(draws.uniform(), target, generator, requires_grad)
+
+
+def randn(
+    *size: int | Sequence[int],
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: MeshArgument | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """Like torch.randn, born distributed: each rank draws only its part, the same numbers whatever the layout.
+
+    Arguments as for `rand`."""
+    target = _layout_for(size, dtype, layout, device_mesh, placements)
+    return _drawn(draws.normal(), target, generator, requires_grad)
+
+
+def randint(
+    *bounds_and_size: int | Sequence[int],
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.int64,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: MeshArgument | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """randint([low,] high, size): like torch.randint, born distributed. Other arguments as for `rand`."""
+    *bounds, size = bounds_and_size
+    target = _layout_for((size,), dtype, layout, device_mesh, placements)
+    what = draws.integer(dtype, *bounds)  # type: ignore[arg-type]
+    return _drawn(what, target, generator, requires_grad)
+
+
+def randperm(
+    n: int,
+    *,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.int64,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: MeshArgument | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """Like torch.randperm, laid out: every rank makes the permutation and keeps its part. Arguments as for `rand`."""
+    made = permuted(_layout_for((n,), dtype, layout, device_mesh, placements), generator=generator)
+    return made.requires_grad_() if requires_grad else made
+
+
+def _layout_for(
+    size: Sequence[int | Sequence[int]],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    device_mesh: MeshArgument | None,
+    placements: Placements | None,
+) -> Layout:
     check_strided(layout)
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
     for n in shape:
@@ -50,53 +182,21 @@ def _layout_for(size: Any, dtype: torch.dtype, layout: torch.layout, device_mesh
     places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
     if any(p.is_partial() for p in places):
         raise LayoutError(f"placements: a factory makes whole values, not parts; got {list(places)}")
-    return Layout.make(mesh, places, shape, dtype)
+    return Layout.make(mesh, places, shape, dtype or torch.get_default_dtype())  # type: ignore[arg-type]
 
 
-def _filled(fill: Callable[..., torch.Tensor], *values: Any) -> Make:
-    """Each rank fills a tensor of its own local shape."""
-
-    def make(layout: Layout) -> DTensor:
-        comm = layout.mesh.comm
-        split = tuple(a for a, p in enumerate(layout.placements) if not p.is_replicate())
-        fill_local = comm.bind(lambda shape: fill(shape, *values, dtype=layout.dtype, device=layout.device), split)
-        return wrap(fill_local(comm.per_rank(layout.local_shape_at)), layout)
-
-    return make
+def _filled(fill: Callable[[tuple[int, ...]], torch.Tensor], layout: Layout, requires_grad: bool) -> DTensor:
+    """A tensor of which each rank makes its part, by `fill(local shape)`."""
+    comm = layout.mesh.comm
+    split = tuple(axis for axis, p in enumerate(layout.placements) if not p.is_replicate())
+    made = wrap(comm.bind(fill, split)(comm.per_rank(layout.local_shape_at)), layout)
+    return made.requires_grad_() if requires_grad else made
 
 
-def _drawn(what: draws.Distribution) -> Make:
-    """Each rank draws the numbers of its own elements."""
-
-    def make(layout: Layout, *, generator: torch.Generator | None = None) -> DTensor:
-        what.check(layout.dtype)
-        return drawn(layout, what, generator)
-
-    return make
-
-
-_ITS_PART = ", born distributed: each rank makes only its part."
-_SAME_NUMBERS = ", born distributed: each rank draws only its part, the same numbers whatever the layout."
-
-zeros = _factory("zeros", _filled(torch.zeros), _ITS_PART)
-ones = _factory("ones", _filled(torch.ones), _ITS_PART)
-empty = _factory("empty", _filled(torch.empty), _ITS_PART)
-rand = _factory("rand", _drawn(draws.uniform()), _SAME_NUMBERS)
-randn = _factory("randn", _drawn(draws.normal()), _SAME_NUMBERS)
-
-
-def randint(*bounds_and_size: Any, dtype: torch.dtype = torch.int64, **options: Any) -> DTensor:
-    """randint([low,] high, size): like torch.randint, born distributed. Options as for rand."""
-    *bounds, size = bounds_and_size
-    return _factory("randint", _drawn(draws.integer(dtype, *bounds)), _SAME_NUMBERS)(size, dtype=dtype, **options)
-
-
-def randperm(n: int, *, dtype: torch.dtype = torch.int64, **options: Any) -> DTensor:
-    """Like torch.randperm, laid out: every rank makes the permutation and keeps its part. Options as for rand."""
-    return _factory("randperm", permuted, _SAME_NUMBERS)(n, dtype=dtype, **options)
-
-
-def full(size: int | Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = None, **options: Any) -> DTensor:
-    """Like torch.full, born distributed: each rank makes only its part. Options as for zeros."""
-    dtype = dtype or torch.full((), fill_value).dtype
-    return _factory("full", _filled(torch.full, fill_value), _ITS_PART)(size, dtype=dtype, **options)
+def _drawn(
+    distribution: draws.Distribution, layout: Layout, generator: torch.Generator | None, requires_grad: bool
+) -> DTensor:
+    """A tensor of which each rank draws the numbers of its own elements."""
+    distribution.check(layout.dtype)
+    made = drawn(layout, distribution, generator)
+    return made.requires_grad_() if requires_grad else made

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from shardwise import checkpoint, surface
-from shardwise.comm.bridge import collapse, own_each, regrade, share
-from shardwise.comm.rank_tensor import RankTensor
+from shardwise import checkpoint, own_answers
+from shardwise.argument_types import MeshArgument, Placements
+from shardwise.autograd import attributes, hooks
+from shardwise.autograd.backward import backward
+from shardwise.autograd.gradients import grad_layout
+from shardwise.autograd.leaves import first_leaf, leaf_values
+from shardwise.boundary import checked_grad_layout, enter, other_side
+from shardwise.comm.bridge import collapse, own_each, regrade
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, relaxed, running_op
-from shardwise.engine.cache import register_cache
-from shardwise.engine.call import SPECIAL, call_function, call_overload
-from shardwise.errors import LayoutError, MeshError, MoveError, RuleError
+from shardwise.copies import deep_copy, pickled, unpickled
+from shardwise.engine.call import call_function, call_overload
+from shardwise.errors import LayoutError, MeshError, RuleError
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
 from shardwise.layout.placement import REPLICATE, _rebuild_shard
-from shardwise.mesh import DeviceMesh, _submesh, as_mesh
-from shardwise.move import move, move_across, plan_steps, run_move, start_move
+from shardwise.mesh import DeviceMesh, SimulatedMesh, _submesh, as_mesh
+from shardwise.move import move, run_move, start_move
 from shardwise.move.limit import current_cap
+from shardwise.redistribution import redistribute_across, redistribute_as, target_of
 from shardwise.sizes import layout_of_locals
 from shardwise.spec import Spec
-from shardwise.torch_private import foreach_types, make_dual, make_wrapper, without_torch_function
-from shardwise.wrapper import Wrapper, notes_of, wrap
+from shardwise.torch_private import foreach_types, make_wrapper
+from shardwise.wrapper import Wrapper, wrap
 
 _REDISTRIBUTE = Note("redistribute")
 
@@ -39,8 +43,13 @@ class DTensor(Wrapper):
     """
 
     def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
-        """What each rank holds, as `spec` (the `_spec` of a DTensor) says: a leaf. `from_local` asks for less, and is
-        differentiable."""
+        """A leaf tensor, made as programs written for torch's DTensor do. `from_local` asks for less.
+
+        Args:
+            local_tensor: What this rank holds.
+            spec: The `_spec` of a DTensor with the layout it is to have.
+            requires_grad: Whether autograd records what is done with it.
+        """
         if not isinstance(spec, Spec) or spec.tensor_meta is None:
             raise LayoutError(f"DTensor: spec must be the _spec of a DTensor, got {spec!r}; or use DTensor.from_local")
         local = local_tensor.detach() if isinstance(local_tensor, torch.Tensor) else local_tensor
@@ -50,19 +59,26 @@ class DTensor(Wrapper):
 
     # -- where it lives -------------------------------------------------------------------------------------
     @property
-    def device_mesh(self) -> Any:
+    def device_mesh(self) -> DeviceMesh | SimulatedMesh:
+        """The mesh it was laid out on, as the program gave it."""
         return self._layout.mesh.source
 
     @property
     def placements(self) -> tuple[Placement, ...]:
+        """What each axis of the mesh does: Shard, Replicate or Partial."""
         return self._layout.placements
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """The interned layout: tiles, local shapes, offsets. torch's own Python code, which asks for the kind of memory
-        and may look the answer up in a set, hears torch.strided."""
-        asking = sys._getframe(1).f_globals.get("__name__", "")
-        return torch.strided if asking.startswith("torch.") else self._layout  # type: ignore[return-value]
+        """The layout: who holds which tiles, local shapes, offsets. Equal layouts are the same object.
+
+        torch has an attribute of this name that says how memory is organized. torch's own Python code compares it,
+        looks it up in tables and passes it on to C++, so a caller inside of torch gets torch.strided, which is true of
+        the local tensors. A program that wants that answer asks `x.to_local().layout`.
+        """
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        is_torch = caller.startswith("torch.") or caller == "torch"
+        return torch.strided if is_torch else self._layout  # type: ignore[return-value]
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -83,7 +99,7 @@ class DTensor(Wrapper):
     def dim(self) -> int:
         return len(self._layout.shape)
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> torch.Size | int:  # type: ignore[override]
         return self.shape if dim is None else self.shape[dim]
 
     @property
@@ -99,22 +115,43 @@ class DTensor(Wrapper):
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor | None = None,
-        device_mesh: Any = None,
-        placements: Sequence[Any] | None = None,
+        device_mesh: MeshArgument | None = None,
+        placements: Placements | None = None,
         *,
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
-        grad_placements: Sequence[Any] | None = None,
+        grad_placements: Placements | None = None,
         assume_even: bool = False,
         local: torch.Tensor | None = None,
     ) -> DTensor:
-        """What each rank holds, as one tensor; differentiable. Uneven locals give their true global shape.
+        """What each rank holds, as one tensor; differentiable. It shares the memory of the local tensor.
 
-        Without `shape`, sizes are exchanged (one small collective) unless `assume_even` says that every rank holds as
-        much as this one. `run_check` also compares dtypes and dims across ranks, and takes Replicate values from the
-        first coordinate. `grad_placements` says how the gradient of the local tensor is laid out (default: as the
-        tensor's). `local` is a shorter name of `local_tensor`.
+        On a simulated mesh a plain tensor stands for what every rank holds. Ranks that hold different things (Shard,
+        Partial) have memory of their own, as on processes: the first one shares the tensor's, the others get copies.
+
+        Args:
+            local_tensor: What this rank holds; on a simulated mesh a RankTensor, or a plain tensor for all ranks.
+            device_mesh: The mesh; by default that of the enclosing `with mesh:`.
+            placements: One per mesh axis; by default Replicate.
+            run_check: Whether to compare dtypes and dims across ranks, and take Replicate values from the first rank.
+            shape: The global shape. Without it, ranks tell each other their sizes (one small collective), so that
+                uneven local tensors give their true global shape.
+            stride: The global stride; by default dims in memory are ordered as in the local tensor.
+            grad_placements: How the gradient of the local tensor is laid out; by default as the tensor's gradient.
+            assume_even: Every rank holds as much as this one: no sizes are exchanged.
+            local: A shorter name of `local_tensor`.
+
+        Returns:
+            The distributed tensor.
+
+        Raises:
+            LayoutError: Where arguments do not fit each other, or the local tensors of the ranks.
+
+        >>> import torch, shardwise
+        >>> x = shardwise.DTensor.from_local(torch.ones(2, 3), shardwise.simulate(4), [shardwise.Shard(0)])
+        >>> x.shape
+        torch.Size([8, 3])
         """
         if local is not None and local_tensor is not None:
             raise LayoutError("from_local: local_tensor and local are two names of one argument; give one of them")
@@ -125,15 +162,28 @@ class DTensor(Wrapper):
         places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
         local, layout = layout_of_locals(local, mesh, places, shape, stride, run_check, assume_even)
         if grad_placements is not None:
-            mine, theirs = surface.grad_layout(layout), _grad_layout_given(layout, grad_placements)
+            mine, theirs = grad_layout(layout), checked_grad_layout(layout, grad_placements)
             local = regrade(mesh.comm, local, lambda g: move(g, mine, theirs, Note("from_local", backward=True)))
-        return entered(local, layout)
+        return enter(local, layout)
 
     @staticmethod
     def outside(
-        device_mesh: Any, placements: Sequence[Any], shape: Sequence[int], dtype: torch.dtype | None = None
+        device_mesh: MeshArgument,
+        placements: Placements,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """A tensor on a mesh this rank is not in: nothing of its values is here, but the rank takes part in moves."""
+        """A tensor on a mesh this rank is not in: it holds none of its values, but takes part in moves from it.
+
+        Args:
+            device_mesh: The other mesh.
+            placements: How the tensor is laid out there.
+            shape: Its global shape.
+            dtype: Its dtype; by default torch's default dtype.
+
+        Raises:
+            MeshError: If this rank is in the mesh.
+        """
         mesh = as_mesh(device_mesh, outside=True)
         if not mesh.comm.outside:
             raise MeshError(f"outside: this rank is in {mesh!r}; make the tensor with distribute_tensor or from_local")
@@ -141,23 +191,28 @@ class DTensor(Wrapper):
         layout = Layout.make(mesh, as_placements(placements), tuple(shape), dtype)
         return wrap(torch.empty(0, dtype=dtype, device=mesh.device), layout)
 
-    def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+    def to_local(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """What this rank holds (a RankTensor on a simulated mesh), differentiable.
 
-        `grad_placements` says how the gradient that comes back for it is laid out (default: as this tensor's own)."""
+        Args:
+            grad_placements: How the gradient that comes back for it is laid out; by default as this tensor's own.
+
+        Returns:
+            A tensor that shares this one's memory.
+        """
         comm, local = self._layout.mesh.comm, self._local
         if not (torch.is_grad_enabled() and self.requires_grad):
-            return _across(comm, local)
+            return other_side(comm, local)
         if grad_placements is not None:
-            mine, theirs = surface.grad_layout(self._layout), _grad_layout_given(self._layout, grad_placements)
+            mine, theirs = grad_layout(self._layout), checked_grad_layout(self._layout, grad_placements)
             note = Note("to_local", backward=True)
             return regrade(comm, own_each(comm, local), lambda g: move(g, theirs, mine, note))
-        return _across(comm, own_each(comm, local))
+        return other_side(comm, own_each(comm, local))
 
     def redistribute(
         self,
-        device_mesh: Any = None,
-        placements: Sequence[Any] | None = None,
+        device_mesh: MeshArgument | None = None,
+        placements: Placements | None = None,
         *,
         async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
@@ -165,21 +220,34 @@ class DTensor(Wrapper):
     ) -> DTensor:
         """The same values in another layout, differentiable.
 
-        To another mesh, every rank of either calls it (one that is in the target only has the source as
-        `DTensor.outside`), and ranks outside of the target get an empty tensor that says so.
+        To another mesh, every rank of either mesh calls it. A rank that is only in the target calls it on
+        `DTensor.outside`; ranks outside of the target get an empty tensor that says so.
 
-        Values travel and arrive as `forward_dtype`, gradients travel as `backward_dtype`. With `async_op` the move goes
-        on while the program does, and the first use of the result (or its `wait()`) waits for it.
+        Args:
+            device_mesh: Another mesh; by default the tensor's own.
+            placements: One per axis of the mesh; by default the tensor's own.
+            async_op: Whether to return before the values have arrived. The first use of the result (or its `wait()`)
+                waits for them.
+            forward_dtype: The dtype in which values travel and arrive.
+            backward_dtype: The dtype in which gradients travel.
+
+        Returns:
+            The tensor in the new layout; itself if nothing changes.
+
+        >>> import torch, shardwise
+        >>> x = shardwise.ones(8, 4, device_mesh=shardwise.simulate(4), placements=[shardwise.Shard(0)])
+        >>> x.redistribute(placements=[shardwise.Shard(1)]).placements
+        (Shard(dim=1),)
         """
         if device_mesh is not None:
             mesh = as_mesh(device_mesh, outside=True)
             if mesh is not self._layout.mesh:
-                return _redistribute_across(self, mesh, placements, forward_dtype, backward_dtype)
+                return redistribute_across(self, mesh, placements, forward_dtype, backward_dtype)
         if forward_dtype is not None or backward_dtype is not None:
-            return _redistribute_as(self, placements, forward_dtype, backward_dtype, async_op)
+            return redistribute_as(self, placements, forward_dtype, backward_dtype, async_op)
         if placements is None:
             return self
-        target, steps = _target_of(self._layout, as_placements(placements), current_cap())
+        target, steps = target_of(self._layout, as_placements(placements), current_cap())
         if not steps:
             return self if target is self._layout else wrap(self._local, target)
         op, note = running_op(), _REDISTRIBUTE
@@ -193,23 +261,27 @@ class DTensor(Wrapper):
 
     def wait(self) -> DTensor:
         """This tensor, once an asynchronous move to it is done."""
-        surface.first(self)
+        first_leaf(self)
         return self
 
-    def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
-        """The whole value as a plain tensor, differentiable."""
+    def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
+        """The whole value as a plain tensor on every rank, differentiable.
+
+        Args:
+            grad_placements: How the gradient that comes back for it is laid out; by default replicated.
+        """
         layout = self._layout
         whole = layout.replace(placements=(REPLICATE,) * len(layout.placements), stride=None)
         local = move(self._local, layout, whole, Note("full_tensor"))
         comm = layout.mesh.comm
         if grad_placements is not None and torch.is_grad_enabled() and self.requires_grad:
-            theirs = _grad_layout_given(whole, grad_placements)
+            theirs = checked_grad_layout(whole, grad_placements)
             note = Note("full_tensor", backward=True)
             local = regrade(comm, own_each(comm, local), lambda g: move(g, theirs, whole, note))
-        return _across(comm, collapse(comm, local))
+        return other_side(comm, collapse(comm, local))
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Tensor.to, at once where the tensor is on the device already: clip_grad_norm_ asks this of every norm."""
+        """Tensor.to. Short where the tensor is on the device already, because clip_grad_norm_ calls it per norm."""
         if not kwargs and len(args) == 1 and type(args[0]) is torch.device and args[0] == self._layout.device:
             return self
         return super().to(*args, **kwargs)
@@ -217,80 +289,76 @@ class DTensor(Wrapper):
     # -- autograd -------------------------------------------------------------------------------------------
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        return surface.first(self).requires_grad
+        return first_leaf(self).requires_grad
 
     @requires_grad.setter
     def requires_grad(self, flag: bool) -> None:
-        surface.set_requires_grad(self, flag)
+        attributes.set_requires_grad(self, flag)
 
-    grad = property(surface.get_grad, surface.set_grad, surface.drop_grad)  # type: ignore[assignment]
+    grad = property(attributes.get_grad, attributes.set_grad, attributes.drop_grad)  # type: ignore[assignment]
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        return surface.first(self).grad_fn
+        return first_leaf(self).grad_fn
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        return surface.first(self).is_leaf
+        return first_leaf(self).is_leaf
 
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]
-        return surface.first(self).retains_grad
+        return first_leaf(self).retains_grad
 
     @property
     def _version(self) -> int:  # type: ignore[override]
-        return surface.first(self)._version
+        return first_leaf(self)._version
 
-    @property
-    def data(self) -> DTensor:  # type: ignore[override]
-        surface.note_loose_write(self)
-        comm = self._layout.mesh.comm
-        local = surface.leaf_local(self)
-        return wrap(comm.rebuild(local, [v.data for v in comm.values(local)]), self._layout)
-
-    @data.setter
-    def data(self, value: DTensor) -> None:
-        _set_data(self, value)
+    data = property(attributes.get_data, attributes.set_data)  # type: ignore[assignment]
 
     def set_(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
         """The memory and layout of another distributed tensor. torch's parametrizations write so."""
         if len(args) == 1 and not kwargs and isinstance(args[0], DTensor) and args[0].dtype == self.dtype:
-            _set_data(self, args[0])
+            attributes.set_data(self, args[0])
             return self
         raise RuleError(
             "set_ gives a tensor other memory, and that of a distributed tensor is on many ranks; give it a DTensor of "
             "the same dtype, or use x.data = y"
         )
 
-    def backward(
-        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-    ) -> None:  # type: ignore[override]
-        surface.backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs)
+    def backward(  # type: ignore[override]
+        self,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:  # type: ignore[override]
-        return surface.set_requires_grad(self, requires_grad)
+        attributes.set_requires_grad(self, requires_grad)
+        return self
 
     def retain_grad(self) -> None:  # type: ignore[override]
-        surface.retain_grad(self)
+        attributes.retain_grad(self)
 
-    def register_hook(self, hook: Callable[[Any], Any]) -> Any:  # type: ignore[override]
-        return surface.register_hook(self, hook)
+    def register_hook(self, hook: hooks.Hook) -> hooks.Handle:  # type: ignore[override]
+        return hooks.register_hook(self, hook)
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:  # type: ignore[override]
-        return surface.register_post_accumulate_grad_hook(self, hook)
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> hooks.Handle:  # type: ignore[override]
+        return hooks.register_post_accumulate_grad_hook(self, hook)
 
     def detach_(self) -> DTensor:  # type: ignore[override]
-        for value in surface.values(self):
+        for value in leaf_values(self):
             value.detach_()
         return self
 
     # -- plain values ---------------------------------------------------------------------------------------
     def _whole(self) -> torch.Tensor:
-        """The value for the program to look at: asking for it is asking for the communication."""
+        """The value for the program to look at. Asking for it asks for the communication, so strict() allows it."""
         with relaxed(), torch.no_grad():
             return self.full_tensor()
 
-    def item(self) -> Any:  # type: ignore[override]
+    def item(self) -> int | float | complex | bool:  # type: ignore[override]
         return self._whole().item()
 
     def tolist(self) -> Any:  # type: ignore[override]
@@ -324,7 +392,7 @@ class DTensor(Wrapper):
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     # -- memory ---------------------------------------------------------------------------------------------
-    def apply_(self, function: Callable[[Any], Any]) -> DTensor:  # type: ignore[override]
+    def apply_(self, function: Callable[[Any], float]) -> DTensor:  # type: ignore[override]
         """Tensor.apply_, on whole values: every rank applies the function to all of them."""
         if self.requires_grad:
             raise RuntimeError("Can't call apply_() on Variable that requires grad. Use var.detach().apply_() instead.")
@@ -332,46 +400,29 @@ class DTensor(Wrapper):
             return self.copy_(self._whole().clone().apply_(function))  # type: ignore[return-value]
 
     def share_memory_(self) -> DTensor:  # type: ignore[override]
-        for value in surface.values(self):
+        for value in leaf_values(self):
             value.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        return all(value.is_shared() for value in surface.values(self))
+        return all(value.is_shared() for value in leaf_values(self))
 
     def is_conj(self) -> bool:
         """Whether the ranks' tensors are lazily conjugated; the wrapper never is."""
-        return surface.first(self).is_conj()
+        return first_leaf(self).is_conj()
 
     def is_neg(self) -> bool:
-        return surface.first(self).is_neg()
+        return first_leaf(self).is_neg()
 
     def __dlpack__(self, **_: Any) -> Any:  # type: ignore[override]
         raise RuleError("__dlpack__: the memory of a distributed tensor is on many ranks; give x.to_local() away")
 
     # -- copies ---------------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:  # type: ignore[override]
-        if id(self) in memo:
-            return memo[id(self)]
-        comm = self._layout.mesh.comm
-        local = surface.leaf_local(self)
-        copies = [value.__deepcopy__({}) for value in comm.values(local)]
-        result = wrap(comm.rebuild(local, copies), self._layout)
-        memo[id(self)] = result
-        if getattr(self, "_is_param", False):
-            result._is_param = True  # type: ignore[attr-defined]
-        result.__dict__.update(copy.deepcopy(notes_of(self), memo))
-        return result
+        return memo[id(self)] if id(self) in memo else deep_copy(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # type: ignore[override]
-        layout = self._layout
-        state = (layout.placements, layout.shape, layout.stride, layout.dtype, str(layout.device))
-        comm = layout.mesh.comm
-        local = surface.leaf_local(self)
-        parts = [v.detach() for v in comm.values(local)]
-        flags = (self.requires_grad, bool(getattr(self, "_is_param", False)))
-        notes = notes_of(self)
-        return _rebuild, (parts, comm.structure(local), layout.mesh.source, state, flags, *((notes,) if notes else ()))
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        return _rebuild, pickled(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._layout
@@ -385,8 +436,8 @@ class DTensor(Wrapper):
         return f"{head}\n{local!r}" if layout.mesh.comm.simulated else f"{head}\nlocal: {local!r}"
 
     # -- torch.distributed.checkpoint -----------------------------------------------------------------------
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return checkpoint.write_items(fqn, object)
+    def __create_write_items__(self, fqn: str, tensor: DTensor) -> list[Any]:
+        return checkpoint.write_items(fqn, tensor)
 
     def __create_chunk_list__(self) -> list[Any]:
         return checkpoint.chunk_list(self)
@@ -401,60 +452,6 @@ class DTensor(Wrapper):
 
 # clip_grad_norm_ uses list ops for the types it finds here: one exchange for all gradients, not one for each
 foreach_types.append(DTensor)
-
-
-def entered(local: Any, layout: Layout) -> DTensor:
-    """A local value, known to be one under this layout, as a tensor."""
-    comm = layout.mesh.comm
-    replicas = [axis for axis, p in enumerate(layout.placements) if p.is_replicate()]
-    return wrap(_across(comm, share(comm, local, replicas)), layout)
-
-
-def left(x: DTensor) -> Any:
-    """The local value of a Replicate tensor, one tensor for all simulated ranks that hold it alike."""
-    comm = x._layout.mesh.comm
-    local = _across(comm, share(comm, x._local, range(len(x.placements))))
-    if type(local) is RankTensor:
-        local.copies = True
-    return local
-
-
-def _across(comm: Any, local: Any) -> Any:
-    """What the user gives or gets, on the other side: the same memory, but flags, hooks and `.grad` of its own."""
-    if type(local) is not RankTensor:
-        return _seen(local)
-    return comm.rebuild(local, [_seen(value) for value in comm.values(local)])
-
-
-def _seen(value: torch.Tensor) -> torch.Tensor:
-    return value.view_as(value) if value.requires_grad and torch.is_grad_enabled() else value.detach()
-
-
-@functools.lru_cache(maxsize=4096)
-def _target_of(layout: Layout, placements: tuple[Any, ...], cap: int | None) -> tuple[Layout, tuple[Any, ...]]:
-    """The layout that a redistribute comes to, and its steps: none where axes of one rank change, so that it is another
-    name for the same."""
-    target = layout.replace(placements=placements)
-    if target is layout or not plan_steps(layout, target):
-        return target, ()
-    target = target.replace(stride=None)
-    return target, plan_steps(layout, target, memory=cap)
-
-
-register_cache("targets", _target_of.cache_info, _target_of.cache_clear)
-
-
-def _grad_layout_given(layout: Layout, grad_placements: Sequence[Any]) -> Layout:
-    """The layout the user gives the gradient of a local tensor, which must be as large as the tensor on every rank."""
-    given = layout.replace(placements=as_placements(grad_placements))
-    for coords in layout.mesh.comm.played():
-        if given.local_shape_at(coords) != layout.local_shape_at(coords):
-            raise LayoutError(
-                f"grad_placements = {list(given.placements)}: the rank at {coords} would have a gradient of shape "
-                f"{given.local_shape_at(coords)} for its local tensor of shape {layout.local_shape_at(coords)} under "
-                f"{list(layout.placements)}; use the same Shard, or Replicate() or Partial() where there is none"
-            )
-    return given
 
 
 class _Arriving(DTensor):
@@ -484,106 +481,12 @@ def _arriving(local: Any, finish: Callable[[], Any], layout: Layout) -> DTensor:
     return self
 
 
-def _redistribute_across(
-    tensor: DTensor, mesh: Any, placements: Any, forward: torch.dtype | None, backward: torch.dtype | None
-) -> DTensor:
-    """A redistribute to another mesh."""
-    src = tensor._layout
-    if placements is None and len(src.placements) != len(mesh.shape):
-        raise MoveError(
-            f"redistribute: from {src.mesh!r} to {mesh!r} without placements; give one for each of its axes"
-        )
-    places = as_placements(placements) if placements is not None else src.placements
-    if forward is not None and forward != src.dtype:
-        tensor = tensor.to(forward) if not src.mesh.comm.outside else _cast_nothing(tensor, forward)  # type: ignore[assignment]
-        src = tensor._layout
-    target = Layout.make(mesh, places, src.shape, src.dtype, device=mesh.device)
-    comm, local = src.mesh.comm, tensor._local
-    if backward is not None and tensor.requires_grad:
-        back = comm.bind(torch.Tensor.to) if not comm.outside else torch.Tensor.to
-        local = regrade(comm, local, lambda g: back(g, src.dtype))
-    out = move_across(local, src, target, Note(running_op() or "redistribute"))
-    if backward is not None and tensor.requires_grad:
-        there = mesh.comm.bind(torch.Tensor.to) if not mesh.comm.outside else torch.Tensor.to
-        out = regrade(mesh.comm, out, lambda g: there(g, backward))
-    return wrap(out, target)
+def _rebuild(*state: Any) -> DTensor:
+    """A pickled tensor again. Files name this function, so it stays here."""
+    return unpickled(*state)
 
 
-def _cast_nothing(tensor: DTensor, dtype: torch.dtype) -> DTensor:
-    return wrap(tensor._local.to(dtype), tensor._layout.replace(dtype=dtype))
-
-
-def _redistribute_as(
-    tensor: DTensor, placements: Any, forward: torch.dtype | None, backward: torch.dtype | None, async_op: bool
-) -> DTensor:
-    """A redistribute whose values travel as `forward` and whose gradients as `backward`."""
-    if forward is not None and forward != tensor.dtype:
-        tensor = tensor.to(forward)  # type: ignore[assignment]
-    if backward is not None and tensor.requires_grad:
-        comm, layout = tensor._layout.mesh.comm, tensor._layout
-        convert = comm.bind(torch.Tensor.to)
-        tensor = wrap(regrade(comm, tensor._local, lambda g: convert(g, layout.dtype)), layout)
-        out = tensor.redistribute(placements=placements)  # the gradient's cast must see the values: no later wait
-        return wrap(regrade(comm, out._local, lambda g: convert(g, backward)), out._layout)
-    return tensor.redistribute(placements=placements, async_op=async_op)
-
-
-def _set_data(tensor: DTensor, value: Any) -> None:
-    """tensor.data = value: other values (of another dtype or layout, if need be) under the same autograd identity."""
-    if not isinstance(value, DTensor):
-        raise LayoutError(f"data: expected a DTensor, got {type(value).__name__}; distribute_tensor it first")
-    with without_torch_function():
-        torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
-    surface.note_loose_write(tensor)
-    comm = tensor._layout.mesh.comm
-    local = surface.leaf_local(tensor)
-    if value._layout.mesh is not tensor._layout.mesh:
-        raise MeshError(f"data: on {value._layout.mesh!r}, the tensor on {tensor._layout.mesh!r}")
-    if comm.structure(local) != comm.structure(value._local):
-        flag = tensor.requires_grad
-        tensor._local = comm.rebuild(value._local, [v.detach().requires_grad_(flag) for v in comm.values(value._local)])
-        tensor.__dict__.pop("_leaf", None)
-        tensor.__dict__.pop("_hooks", None)
-    else:
-        for mine, theirs in zip(comm.values(local), comm.values(value._local), strict=True):
-            mine.data = theirs
-    tensor._layout = value._layout
-    tensor._spreads = None
-
-
-def _rebuild(parts: Any, structure: Any, source: Any, state: Any, flags: Any, notes: Any = ()) -> DTensor:
-    placements, shape, stride, dtype, device = state
-    mesh = as_mesh(source)
-    requires_grad, is_param = flags
-    local = mesh.comm.assemble(structure, parts)
-    result = wrap(local, Layout.make(mesh, placements, shape, dtype, stride, parts[0].device))
-    surface.set_requires_grad(result, requires_grad)
-    if is_param:
-        result._is_param = True
-    result.__dict__.update(notes)
-    return result
-
-
-def _method(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **kwargs: getattr(self, name)(*args, **kwargs)
-
-
-# torch may ask for these by torch.Tensor's own functions; the class answers them itself.
-_T = torch.Tensor
-SPECIAL[torch.autograd.backward] = surface.backward
-SPECIAL[torch.autograd.grad] = surface.grad
-SPECIAL[make_dual] = surface.make_dual
-for _name in (
-    "__repr__ __deepcopy__ __reduce_ex__ __array__ __bool__ __int__ __float__ __index__ __complex__ __format__ "
-    "backward requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook detach_ item tolist numpy "
-    "is_conj is_neg"
-).split():
-    SPECIAL[getattr(_T, _name)] = _method(_name)
-SPECIAL[torch.is_conj], SPECIAL[torch.is_neg] = _method("is_conj"), _method("is_neg")
-for _name in ("requires_grad", "grad", "grad_fn", "is_leaf", "retains_grad", "data", "_version"):
-    SPECIAL[getattr(_T, _name).__get__] = lambda self, _name=_name: getattr(self, _name)
-for _name in ("requires_grad", "grad", "data"):
-    SPECIAL[getattr(_T, _name).__set__] = lambda self, value, _name=_name: setattr(self, _name, value)
+own_answers.register()
 
 # What a pickled tensor is made of: torch.load(weights_only=True) may build these.
 torch.serialization.add_safe_globals([_rebuild, _rebuild_shard, Replicate, Partial, _submesh, DeviceMesh])

@@ -5,34 +5,50 @@ It lives below the public class so that the engine can make results; `concrete` 
 
 from __future__ import annotations
 
+import inspect
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shardwise.layout import Layout
+from shardwise.protocols import LocalValue
 from shardwise.torch_private import make_wrapper, storage_id, without_torch_function
 
 
 class Wrapper(torch.Tensor):
-    """A tensor whose values live in `_local` as `_layout` says. To C++ it never requires grad."""
+    """A tensor whose values live in `_local` as `_layout` says. To C++ it never requires grad.
 
-    _local: Any
-    _layout: Layout
-    _spreads: dict[Any, Any] | None = None
+    Whatever the library keeps on a tensor is declared here: copies and pickles of a tensor take along every other
+    attribute, since that is the program's (`notes_of`).
+    """
+
     concrete: type[Wrapper]
+    _local: LocalValue
+    _layout: Layout
+    _leaf: LocalValue | None = None  # the local value that accumulates the gradient, where hooks stand behind it
+    _hooks: OrderedDict[int, Callable[[LocalValue], LocalValue]] | None = None  # of simulated ranks, seen as one tensor
+    _shown_grad: tuple[list[torch.Tensor | None], Any] | None = None  # local gradients, and the tensor that shows them
+    _loose_writes: int = 0  # how often `.data` was handed out or replaced
+    _spreads: dict[Any, Any] | None = None  # the value as it enters split calls, by axes (`engine/plan.py`)
+    _gathered: Any = None  # the parts this tensor was gathered from (`engine/reduce_to_parts.py`)
+    _coming: LocalValue  # while an asynchronous move to it is under way: the value that will be there
+    _finish: Callable[[], object]  # and what waits for it
+    _unreduced: bool  # data parallelism: the gradient is this rank's own so far
+    _reports: bool  # data parallelism: a hook tells when the gradient is there
 
     def __init_subclass__(cls) -> None:
         if not hasattr(Wrapper, "concrete"):
             Wrapper.concrete = cls
 
 
-def wrapper_of(layout: Layout) -> Callable[[Any], Any]:
-    """`wrap` for one layout, with everything looked up beforehand: this runs once a call."""
+def wrapper_of(layout: Layout) -> Callable[[LocalValue], Any]:
+    """`wrap` for one layout, with everything looked up beforehand: this runs once per call."""
     cls, shape, stride, dtype, device = Wrapper.concrete, layout.shape, layout.stride, layout.dtype, layout.device
     make = make_wrapper
 
-    def wrap_local(local: Any) -> Any:
+    def wrap_local(local: LocalValue) -> Any:
         self = make(cls, shape, strides=stride, dtype=dtype, device=device)
         self._local = local
         self._layout = layout
@@ -41,7 +57,7 @@ def wrapper_of(layout: Layout) -> Callable[[Any], Any]:
     return wrap_local
 
 
-def wrap(local: Any, layout: Layout) -> Any:
+def wrap(local: LocalValue, layout: Layout) -> Any:
     """The tensor that holds `local` as `layout` says."""
     self = make_wrapper(Wrapper.concrete, layout.shape, strides=layout.stride, dtype=layout.dtype, device=layout.device)
     self._local = local
@@ -49,33 +65,29 @@ def wrap(local: Any, layout: Layout) -> Any:
     return self
 
 
-# What the library itself notes on a tensor; anything else was noted by the program.
-_OURS = frozenset(
-    "_local _layout _spreads _leaf _hooks _grad _spare_grad _loose_writes _gathered _unreduced _reports _is_param "
-    "_coming _finish".split()
-)
+_DECLARED = frozenset({*inspect.get_annotations(Wrapper), "_is_param"})  # the last is nn.Parameter's
 
 
-def notes_of(tensor: Any) -> dict[str, Any]:
+def notes_of(tensor: Wrapper) -> dict[str, Any]:
     """The attributes that the program has set on a tensor."""
-    return {name: value for name, value in tensor.__dict__.items() if name not in _OURS}
+    return {name: value for name, value in tensor.__dict__.items() if name not in _DECLARED}
 
 
-def storage_of(tensor: Any) -> torch.UntypedStorage:
-    """The memory of its values (of the first rank played here)."""
+def storage_of(tensor: Wrapper) -> torch.UntypedStorage:
+    """The memory of its values (those of this process's first rank)."""
     return tensor._layout.mesh.comm.first(tensor._local).untyped_storage()
 
 
-def storage_id_of(tensor: Any) -> int:
-    """What it has in common with every tensor that shares its memory (that of the first rank played here)."""
+def storage_id_of(tensor: Wrapper) -> int:
+    """A number that two tensors have in common if they share memory (that of this process's first rank)."""
     return storage_id(tensor._layout.mesh.comm.first(tensor._local))
 
 
-def shares_memory(one: Any, other: Any) -> bool:
+def shares_memory(one: Wrapper, other: Wrapper) -> bool:
     return storage_id_of(one) == storage_id_of(other)
 
 
-def rebind(target: Any, value: Any) -> Any:
+def rebind(target: Wrapper, value: Any) -> Any:
     """`target`, now holding what `value` holds: shape, dtype and layout included."""
     with without_torch_function():
         torch.Tensor.data.__set__(target, value)  # type: ignore[attr-defined]

@@ -23,7 +23,8 @@ from shardwise import (
     strict,
 )
 from shardwise.strategy import registry
-from tests.harness import check, seeded
+from shardwise.testing import check_rule
+from tests.values import seeded
 from tests.workers import device_mesh, run_ranks
 
 MESHES = [(3,), (2, 2), (2, 1, 3)]
@@ -114,12 +115,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_simulated(name, mesh):
     function, tensors, grad = CASES[name]
-    check(function, tensors, simulate(mesh), limit=10, seed=len(name), grad=grad)
+    check_rule(function, [tensors], [simulate(mesh)], limit=10, seed=len(name), grad=grad, tolerance=1e-10)
 
 
 def on_gloo(rank, world_size):
     for function, tensors, grad in CASES.values():
-        check(function, tensors, device_mesh((world_size,)), limit=5, grad=grad)
+        check_rule(function, [tensors], [device_mesh((world_size,))], limit=5, grad=grad, tolerance=1e-10)
 
 
 def test_processes():
@@ -169,7 +170,7 @@ def test_the_example_of_torch(restored):
     with strict():
         torch.testing.assert_close(F.softmax(x, 1).full_tensor(), F.softmax(X, 1))
     assert asked == [1]
-    check(lambda x: F.softmax(x, 0), [X], simulate(3))
+    check_rule(lambda x: F.softmax(x, 0), [[X]], [simulate(3)], limit=8, tolerance=1e-10)
 
 
 def test_several_ops(restored):

@@ -9,7 +9,8 @@ from shardwise import Partial, Shard, simulate
 from shardwise.debug import ledger
 from shardwise.layout.split import count, intersect, normalize
 from shardwise.strategy.program import Windowed, run_local
-from tests.harness import layouts_of, seeded, spread_out
+from shardwise.testing import spread_out
+from tests.values import layouts_of, seeded
 
 
 def needs_of(layout, dim, generator):

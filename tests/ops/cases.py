@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from tests.harness import seeded
+from tests.values import seeded
 
 IDS = torch.tensor([[3, 0, 6, 2], [1, 1, 5, 0], [4, 6, 2, 3], [0, 5, 5, 1], [2, 4, 6, 0]])
 MASK = torch.tensor([[True, False, True, True, False, True, False]] * 5)

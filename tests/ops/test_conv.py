@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 import shardwise
 from shardwise import Partial, Replicate, Shard, simulate
-from tests.harness import check, compare, seeded, spread_out
+from shardwise.testing import check_rule, spread_out
+from tests.values import compare, seeded
 from tests.workers import device_mesh, run_ranks
 
 CASES = {
@@ -66,7 +67,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_case(name, mesh):
     function, shapes = CASES[name]
-    check(function, seeded(*shapes), simulate(mesh), limit=10 if len(mesh) < 3 else 4, seed=len(name))
+    check_rule(
+        function, [seeded(*shapes)], [simulate(mesh)], limit=10 if len(mesh) < 3 else 4, seed=len(name), tolerance=1e-10
+    )
 
 
 PLACED = {  # x, weight, bias -> the result
@@ -114,10 +117,12 @@ def test_channels_move_nothing():
 @pytest.mark.parametrize("transposed", [False, True])
 def test_several_pieces(transposed):
     func = F.conv_transpose2d if transposed else F.conv2d
-    check(
+    check_rule(
         lambda x, w: func(torch.cat([x, x.flip(2)], 2), w, padding=1),
-        seeded((1, 3, 5, 4), (3, 3, 3, 3)),
-        simulate((3,)),
+        [seeded((1, 3, 5, 4), (3, 3, 3, 3))],
+        [simulate((3,))],
+        limit=8,
+        tolerance=1e-10,
     )
 
 
@@ -125,7 +130,7 @@ def test_several_pieces(transposed):
 def test_dtypes(dtype):
     tensors = [(t * 4).to(dtype) for t in seeded((2, 3, 5, 4), (3, 3, 3, 3), (3,))]
     tolerance = 1e-4 if dtype is torch.float32 else 1e-10
-    check(lambda x, w, b: F.conv2d(x, w, b, padding=1), tensors, simulate((3,)), tolerance=tolerance)
+    check_rule(lambda x, w, b: F.conv2d(x, w, b, padding=1), [tensors], [simulate((3,))], tolerance=tolerance, limit=8)
 
 
 def test_autocast():
@@ -143,7 +148,8 @@ def test_second_derivative():
         (first,) = torch.autograd.grad(F.conv2d(x, w, padding=1, stride=2).square().sum(), x, create_graph=True)
         return first
 
-    check(gradient, seeded((2, 3, 5, 4), (3, 3, 3, 3)), simulate((3,)))
+    samples = [seeded((2, 3, 5, 4), (3, 3, 3, 3))]
+    check_rule(gradient, samples, [simulate((3,))], limit=8, tolerance=1e-10, partial=("sum",))
 
 
 def test_written_windows():
@@ -182,7 +188,7 @@ def test_errors(call):
 def on_processes(rank, world_size):
     for name in ("far", "conv2d", "depthwise", "gaps", "transposed 2d", "windows", "columns", "fold"):
         function, shapes = CASES[name]
-        check(function, seeded(*shapes), device_mesh((world_size,)), limit=3, seed=len(name))
+        check_rule(function, [seeded(*shapes)], [device_mesh((world_size,))], limit=3, seed=len(name), tolerance=1e-10)
 
 
 def test_processes():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise import DTensor, LayoutError, Partial, RankTensor, Replicate, Shard, distribute_tensor, simulate
-from tests.harness import check
+from shardwise.testing import check_rule
 from tests.workers import device_mesh, run_ranks
 
 DTYPES = [
@@ -42,7 +42,9 @@ def try_all(mesh, dtype, limit):
     a, b = values(dtype), values(dtype, seed=1)
     for name, program in PROGRAMS.items():
         try:
-            check(program, [a, b], mesh, limit=limit, grad=False, tolerance=EXACT.get(dtype, 1e-12), partial=False)
+            check_rule(
+                program, [[a, b]], [mesh], limit=limit, grad=False, tolerance=EXACT.get(dtype, 1e-12), partial=False
+            )
         except AssertionError as error:
             raise AssertionError(f"{name} on {dtype}: {error}") from error
 
@@ -66,10 +68,10 @@ def test_gloo(world_size):
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.float32], ids=str)
 def test_gradients_of_other_dtypes(dtype):
     a, b = (torch.randn(5, 7, dtype=dtype, generator=torch.Generator().manual_seed(i)) for i in range(2))
-    check(
+    check_rule(
         lambda a, b: (a @ b.t()) * 2 + a.sum(),
-        [a, b],
-        simulate((2, 2)),
+        [[a, b]],
+        [simulate((2, 2))],
         limit=8,
         tolerance=1e-4 if dtype is torch.float32 else 1e-10,
     )

@@ -5,7 +5,7 @@ import torch
 
 import shardwise
 from shardwise import Shard, simulate
-from tests.harness import check, spread_out
+from shardwise.testing import check_rule, spread_out
 from tests.ops.cases import x
 from tests.workers import device_mesh, run_ranks
 
@@ -52,23 +52,23 @@ def test_extremes(name, values, mesh):
     if values.dtype == torch.long and "norms" in name:
         return
     partial = values is not TIES  # parts add up to values that are no longer equal
-    check(EXTREMES[name], [values], simulate(mesh), limit=4, seed=len(name), partial=partial)
+    check_rule(EXTREMES[name], [[values]], [simulate(mesh)], limit=4, seed=len(name), partial=partial, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", EXTREMES)
 def test_nan_wins(name, mesh):
-    check(EXTREMES[name], [HOLES], simulate(mesh), limit=6, partial=False)
+    check_rule(EXTREMES[name], [[HOLES]], [simulate(mesh)], limit=6, partial=False, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.half, torch.bfloat16], ids=str)
 def test_dtypes(dtype):
     values = TIES.relu().to(dtype)
     every = lambda a: (a.amax(), a.min(), *a.max(0), a.amin(1), *a.aminmax())  # noqa: E731
-    check(every, [values], simulate((2, 2)), grad=False, partial=False)
+    check_rule(every, [[values]], [simulate((2, 2))], grad=False, partial=False, limit=8, tolerance=1e-10)
     if dtype.is_floating_point:
         every = lambda a: (a.var(0), *torch.std_mean(a), a.norm(), norm(a, INF), norm(a, dtype=torch.float64))  # noqa: E731
-        check(every, [values], simulate((3,)), partial=False, tolerance=1e-2)
+        check_rule(every, [[values]], [simulate((3,))], partial=False, tolerance=1e-2, limit=8)
 
 
 @MESHES
@@ -76,7 +76,7 @@ def test_dtypes(dtype):
 def test_statistics(name, mesh):
     function, tensors = STATISTICS[name]
     partial = name not in ("answers", "norms")
-    check(function, tensors, simulate(mesh), limit=6, seed=len(name), partial=partial, tolerance=1e-9)
+    check_rule(function, [tensors], [simulate(mesh)], limit=6, seed=len(name), partial=partial, tolerance=1e-9)
 
 
 def histograms(a, w):
@@ -89,7 +89,7 @@ def histograms(a, w):
 
 @MESHES
 def test_counts(mesh):
-    check(histograms, [A, A.abs()], simulate(mesh), grad=False, partial=False)
+    check_rule(histograms, [[A, A.abs()]], [simulate(mesh)], grad=False, partial=False, limit=8, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("mesh", [(3,), (2, 2)], ids=str)
@@ -99,8 +99,8 @@ def test_second_derivatives(name, mesh):
         (first,) = torch.autograd.grad((getattr(a, name)() ** 3).sum(), a, create_graph=True)
         return (first * first.cos()).sum()
 
-    check(twice, [A], simulate(mesh), partial=False)
-    check(twice, [A[:2, :2]], simulate(mesh), partial=False)
+    check_rule(twice, [[A]], [simulate(mesh)], partial=False, limit=8, tolerance=1e-10)
+    check_rule(twice, [[A[:2, :2]]], [simulate(mesh)], partial=False, limit=8, tolerance=1e-10)
 
 
 CHEAP = {
@@ -145,11 +145,11 @@ def test_errors_are_torchs_own():
 def on_gloo(rank, world_size):
     mesh = device_mesh((world_size,))
     for function in EXTREMES.values():
-        check(function, [TIES], mesh, limit=2, partial=False)
-        check(function, [HOLES[:2]], mesh, limit=1, partial=False)
+        check_rule(function, [[TIES]], [mesh], limit=2, partial=False, tolerance=1e-10)
+        check_rule(function, [[HOLES[:2]]], [mesh], limit=1, partial=False, tolerance=1e-10)
     for function, tensors in STATISTICS.values():
-        check(function, tensors, mesh, limit=1, partial=False, tolerance=1e-9)
-    check(histograms, [A, A.abs()], mesh, limit=2, grad=False, partial=False)
+        check_rule(function, [tensors], [mesh], limit=1, partial=False, tolerance=1e-9)
+    check_rule(histograms, [[A, A.abs()]], [mesh], limit=2, grad=False, partial=False, tolerance=1e-10)
 
 
 def test_on_processes():

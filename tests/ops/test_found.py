@@ -5,7 +5,8 @@ import torch
 
 from shardwise import Partial, Replicate, Shard, distribute_tensor, simulate, strict
 from shardwise.debug import ledger
-from tests.harness import check, seeded
+from shardwise.testing import check_rule
+from tests.values import seeded
 from tests.workers import device_mesh, run_ranks
 
 A, B, CUBE = seeded((7, 5), (7, 5), (4, 6, 3))
@@ -85,13 +86,13 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 def test_simulated(name, mesh):
     function, tensors = CASES[name]
-    check(function, tensors, simulate(mesh), limit=6 if len(mesh) < 3 else 3, seed=len(name))
+    check_rule(function, [tensors], [simulate(mesh)], limit=6 if len(mesh) < 3 else 3, seed=len(name), tolerance=1e-10)
 
 
 def on_gloo(rank, world_size, shape):
     for name, (function, tensors) in CASES.items():
         try:
-            check(function, tensors, device_mesh(shape), limit=1, seed=len(name) + 1)
+            check_rule(function, [tensors], [device_mesh(shape)], limit=1, seed=len(name) + 1, tolerance=1e-10)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from shardwise import Partial, Replicate, Shard, distribute_tensor, simulate, strict
 from shardwise.context import implicit_replication
 from shardwise.debug import ledger
-from tests.harness import check, seeded
+from shardwise.testing import check_rule
+from tests.values import seeded
 from tests.workers import device_mesh, run_ranks
 
 A, B, CUBE, VECTOR = seeded((7, 5), (7, 5), (4, 6, 3), (8,))
@@ -141,12 +142,28 @@ def set_item(a, index, value):
 def test_simulated(name, mesh):
     function, tensors = CASES[name]
     grad = not name.endswith("out=")
-    check(function, tensors, simulate(mesh), limit=8 if len(mesh) < 3 else 3, seed=len(name), grad=grad)
+    check_rule(
+        function,
+        [tensors],
+        [simulate(mesh)],
+        limit=8 if len(mesh) < 3 else 3,
+        seed=len(name),
+        grad=grad,
+        tolerance=1e-10,
+    )
 
 
 def on_gloo(rank, world_size, shape):
     for name, (function, tensors) in CASES.items():
-        check(function, tensors, device_mesh(shape), limit=1, seed=len(name) + 1, grad=not name.endswith("out="))
+        check_rule(
+            function,
+            [tensors],
+            [device_mesh(shape)],
+            limit=1,
+            seed=len(name) + 1,
+            grad=not name.endswith("out="),
+            tolerance=1e-10,
+        )
 
 
 @pytest.mark.parametrize("shape", [(2,)], ids=str)

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import LayoutError, Partial, Replicate, RuleError, Shard, simulate
-from tests.harness import compare, layouts_of, seeded, spread_out
+from shardwise.testing import spread_out
 from tests.random.common import as_torch_draws
+from tests.values import compare, layouts_of, seeded
 
 MESHES = [(3,), (2, 2)]
 LAYOUTS = [[Replicate()], [Shard(0)], [Shard(1)], [Shard(0, sizes=(0, 5, 0))], [Partial()]]

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 import shardwise
 from shardwise import Partial, Replicate, Shard, distribute_tensor, simulate
-from tests.harness import check, compare, seeded
+from shardwise.testing import check_rule
+from tests.values import compare, seeded
 from tests.workers import device_mesh, run_ranks
 
 MESHES = [(3,), (2, 2), (2, 1, 3)]
@@ -88,7 +89,7 @@ CASES = {
 @pytest.mark.filterwarnings("ignore")
 def test_simulated(name, mesh):
     function, shapes = CASES[name]
-    check(function, seeded(*shapes), simulate(mesh), limit=6, seed=len(name))
+    check_rule(function, [seeded(*shapes)], [simulate(mesh)], limit=6, seed=len(name), tolerance=1e-10)
 
 
 @pytest.mark.parametrize("name", ["det", "solve", "eigh", "svd", "lu", "householder", "pinv", "matrix exp", "qr"])
@@ -136,7 +137,7 @@ def test_named_results_and_dtypes():
 def on_gloo(rank, world_size):
     for name in ["solve", "inverse", "eigh", "householder", "fft", "cdist", "bilinear", "block diag"]:
         function, shapes = CASES[name]
-        check(function, seeded(*shapes), device_mesh((2, 2)), limit=2)
+        check_rule(function, [seeded(*shapes)], [device_mesh((2, 2))], limit=2, tolerance=1e-10)
 
 
 def test_processes():

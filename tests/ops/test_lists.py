@@ -10,7 +10,8 @@ from torch.testing._internal import common_methods_invocations as catalogue
 
 import shardwise
 from shardwise import Replicate, Shard, clear_caches, debug, distribute_tensor, simulate, strict
-from tests.harness import check, layouts_of, seeded, spread_out
+from shardwise.testing import check_rule, spread_out
+from tests.values import layouts_of, seeded
 from tests.workers import device_mesh, run_ranks
 
 MESHES = [(3,), (2, 2), (2, 1, 3)]
@@ -31,7 +32,14 @@ DOMAIN = {"acos": (-0.9, 0.9), "asin": (-0.9, 0.9), "log": (0.1, 3), "log10": (0
 def test_unary(name, mesh):
     low, high = DOMAIN.get(name, (-3, 3))
     tensors = [torch.sigmoid(t) * (high - low) + low for t in some(seed=len(name))]
-    check(lambda *xs: getattr(torch, f"_foreach_{name}")(list(xs)), tensors, simulate(mesh), limit=4, seed=len(name))
+    check_rule(
+        lambda *xs: getattr(torch, f"_foreach_{name}")(list(xs)),
+        [tensors],
+        [simulate(mesh)],
+        limit=4,
+        seed=len(name),
+        tolerance=1e-10,
+    )
 
 
 def f(name):
@@ -88,7 +96,9 @@ WITHOUT_GRAD = {"addcmul, tensor", "powsum", "addcdiv, numbers"}  # in torch 2.1
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name, mesh):
     function, tensors = FORMS[name]
-    check(function, tensors, simulate(mesh), limit=5, seed=len(name), tolerance=1e-9, grad=name not in WITHOUT_GRAD)
+    check_rule(
+        function, [tensors], [simulate(mesh)], limit=5, seed=len(name), tolerance=1e-9, grad=name not in WITHOUT_GRAD
+    )
 
 
 ORDERS = [0, 0.5, 1, 2, 3.0, float("inf"), -1.5, -float("inf")]
@@ -100,9 +110,16 @@ KINDS = [(o, torch.float64) for o in ORDERS] + [(2, torch.float32), (1, torch.bf
 def test_norms_without_grad(order, dtype, mesh):
     tensors = some(dtype=dtype, seed=7)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}.get(dtype, 1e-10)
-    check(lambda *t: f("norm")(t, order), tensors, simulate(mesh), limit=4, grad=False, tolerance=tolerance)
+    check_rule(lambda *t: f("norm")(t, order), [tensors], [simulate(mesh)], limit=4, grad=False, tolerance=tolerance)
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    check(lambda *t: f("norm")(t, order, dtype=wide), tensors, simulate(mesh), limit=2, grad=False, tolerance=tolerance)
+    check_rule(
+        lambda *t: f("norm")(t, order, dtype=wide),
+        [tensors],
+        [simulate(mesh)],
+        limit=2,
+        grad=False,
+        tolerance=tolerance,
+    )
 
 
 def test_norms_do_not_overflow():
@@ -114,9 +131,9 @@ def test_norms_do_not_overflow():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8, torch.bool], ids=str)
 def test_max_without_grad(dtype):
     tensors = [(t * 40).to(dtype) for t in some(seed=9, low=0.1)]
-    check(lambda *t: f("max")(t), tensors, simulate(3), limit=6, grad=False, partial=False)
+    check_rule(lambda *t: f("max")(t), [tensors], [simulate(3)], limit=6, grad=False, partial=False, tolerance=1e-10)
     nan = [torch.tensor([1.0, float("nan"), 3.0]), torch.tensor([-float("inf"), 2.0])]
-    check(lambda *t: f("max")(t), nan, simulate(3), limit=6, grad=False, partial=False)
+    check_rule(lambda *t: f("max")(t), [nan], [simulate(3)], limit=6, grad=False, partial=False, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("function, error", [(lambda t: f("norm")(t, float("inf")), "infinity norm"), (f("max"), "maximum of an empty")])  # fmt: skip
@@ -280,7 +297,9 @@ JOINED = {
 @pytest.mark.parametrize("name", JOINED)
 def test_joined(name, mesh):
     function, tensors = JOINED[name]
-    check(function, tensors, simulate(mesh), limit=8, seed=len(name), grad="_chunk_cat" not in name)
+    check_rule(
+        function, [tensors], [simulate(mesh)], limit=8, seed=len(name), grad="_chunk_cat" not in name, tolerance=1e-10
+    )
 
 
 def test_nothing_moves_where_layouts_agree():
@@ -329,11 +348,12 @@ def on_gloo(rank, world_size, shape):
     mesh = device_mesh(shape)
     for name in ("mul", "lerp", "mm", "norm", "norm, 3.5", "max"):
         function, tensors = FORMS[name]
-        check(function, tensors, mesh, limit=2, seed=3, tolerance=1e-9)
-    check(lambda *t: f("norm")(t, float("inf")), a, mesh, limit=2, grad=False)
-    check(lambda *t: f("max")(t), a, mesh, limit=2, grad=False)
+        check_rule(function, [tensors], [mesh], limit=2, seed=3, tolerance=1e-9)
+    check_rule(lambda *t: f("norm")(t, float("inf")), [a], [mesh], limit=2, grad=False, tolerance=1e-10)
+    check_rule(lambda *t: f("max")(t), [a], [mesh], limit=2, grad=False, tolerance=1e-10)
     for name in ("cat", "cat with an empty 1-D tensor", "stack, 1"):
-        check(*JOINED[name], mesh, limit=3, seed=1)
+        function, tensors = JOINED[name]
+        check_rule(function, [tensors], [mesh], limit=3, seed=1, tolerance=1e-10)
     check_clipping(mesh, range(2))
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from shardwise import simulate
-from tests.harness import compare, layouts_of, seeded, spread_out
+from shardwise.testing import spread_out
+from tests.values import compare, layouts_of, seeded
 
 MODULES = {
     "linear": (lambda: nn.Linear(6, 4), [(3, 5, 6)]),

@@ -9,7 +9,8 @@ from torch import nn
 
 import shardwise
 from shardwise import Partial, Replicate, Shard, distribute_tensor, simulate
-from tests.harness import check, compare, seeded, spread_out
+from shardwise.testing import check_rule, spread_out
+from tests.values import compare, seeded
 from tests.workers import device_mesh, run_ranks
 
 MESHES = [(3,), (2, 2), (2, 1, 3)]
@@ -46,7 +47,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_simulated(name, mesh):
     function, shapes = CASES[name]
-    check(function, seeded(*shapes), simulate(mesh), limit=6, seed=len(name))
+    check_rule(function, [seeded(*shapes)], [simulate(mesh)], limit=6, seed=len(name), tolerance=1e-10)
 
 
 FORMS = {
@@ -142,8 +143,8 @@ def test_whole_statistics_move_nothing():
 def on_gloo(rank, world_size):
     for name in ["layer norm", "group norm", "batch norm", "batch norm eval", "instance norm", "normalize"]:
         function, shapes = CASES[name]
-        check(function, seeded(*shapes), device_mesh((2, 2)), limit=3)
-        check(function, seeded(*shapes), device_mesh((4,)), limit=2)
+        check_rule(function, [seeded(*shapes)], [device_mesh((2, 2))], limit=3, tolerance=1e-10)
+        check_rule(function, [seeded(*shapes)], [device_mesh((4,))], limit=2, tolerance=1e-10)
 
 
 def test_processes():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwise import Partial, Replicate, Shard, simulate
-from shardwise.testing import check_rule
-from tests.harness import compare, seeded, spread_out
+from shardwise.testing import check_rule, spread_out
+from tests.values import compare, seeded
 
 ATEN = torch.ops.aten
 

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import Partial, Replicate, Shard, debug, simulate
-from tests.harness import check, compare, seeded, spread_out
+from shardwise.testing import check_rule, spread_out
+from tests.values import compare, seeded
 from tests.workers import device_mesh, run_ranks
 
 CASES = {
@@ -31,7 +32,7 @@ CASES = {
 @pytest.mark.parametrize("shape", [(3,), (2, 2), (2, 1, 2)], ids=str)
 def test_as_plain_torch(name, shape):
     function, size = CASES[name]
-    check(function, seeded(size), simulate(shape), limit=12, seed=len(name))
+    check_rule(function, [seeded(size)], [simulate(shape)], limit=12, seed=len(name), tolerance=1e-10)
 
 
 @pytest.mark.parametrize("mode", ["constant", "reflect", "replicate", "circular"])
@@ -68,7 +69,7 @@ def test_torch_refuses_what_it_refuses():
 def on_processes(rank, world_size):
     for name in ["constant", "negative", "reflect", "circular", "twice"]:
         function, size = CASES[name]
-        check(function, seeded(size), device_mesh((3,)), limit=5)
+        check_rule(function, [seeded(size)], [device_mesh((3,))], limit=5, tolerance=1e-10)
     x = spread_out(*seeded((6, 2)), device_mesh((3,)), [Replicate()])
     assert F.pad(x, (1, 1)).shape == (6, 4)
 

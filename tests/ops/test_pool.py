@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, debug, simulate
-from tests.harness import check, compare, seeded, spread_out
+from shardwise.testing import check_rule, spread_out
+from tests.values import compare, seeded
 from tests.workers import device_mesh, run_ranks
 
 aten = torch.ops.aten
@@ -59,13 +60,15 @@ CASES = POOLS | IMAGES
 @pytest.mark.parametrize("shape", [(3,), (2, 2), (2, 1, 2)], ids=str)
 def test_as_plain_torch(name, shape):
     function, size = CASES[name]
-    check(function, seeded(size), simulate(shape), limit=5, seed=len(name))
+    check_rule(function, [seeded(size)], [simulate(shape)], limit=5, seed=len(name), tolerance=1e-10)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
 def test_grid_sample(shape):
     x, grid = seeded((3, 2, 4, 5), (3, 6, 4, 2))
-    check(lambda x, g: F.grid_sample(x, g, align_corners=False), [x, grid], simulate(shape), limit=12)
+    check_rule(
+        lambda x, g: F.grid_sample(x, g, align_corners=False), [[x, grid]], [simulate(shape)], limit=12, tolerance=1e-10
+    )
 
 
 def test_the_same_random_regions():
@@ -73,14 +76,14 @@ def test_the_same_random_regions():
         torch.manual_seed(3)
         return F.fractional_max_pool2d(x, 2, output_ratio=(0.6, 0.5), return_indices=True)
 
-    check(pool, seeded((4, 3, 7, 6)), simulate((3,)), limit=8)
+    check_rule(pool, [seeded((4, 3, 7, 6))], [simulate((3,))], limit=8, tolerance=1e-10)
 
 
 def test_backward_op():
     x, g = seeded((3, 4, 6, 6), (3, 4, 3, 3))
     _, where = F.max_pool2d(x, 2, return_indices=True)
     op = lambda g, x: aten.max_pool2d_with_indices_backward(g, x, [2, 2], [2, 2], [0, 0], [1, 1], False, where)  # noqa: E731
-    check(op, [g, x], simulate((3,)), limit=8, grad=False)
+    check_rule(op, [[g, x]], [simulate((3,))], limit=8, grad=False, tolerance=1e-10)
 
 
 EDGES = ["max2", "max2 indices", "avg2", "adaptive avg1", "linear"]
@@ -144,7 +147,7 @@ def test_torch_refuses_what_it_refuses():
 def on_processes(rank, world_size):
     for name in ["max2 indices", "avg2", "adaptive avg2", "pieces", "nearest", "bilinear", "shuffle"]:
         function, size = CASES[name]
-        check(function, seeded(size), device_mesh((3,)), limit=6)
+        check_rule(function, [seeded(size)], [device_mesh((3,))], limit=6, tolerance=1e-10)
     x = spread_out(*seeded((1, 1, 2, 4)), device_mesh((3,)), [Shard(2)], requires_grad=True)  # a rank without rows
     F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 2).sum().redistribute(placements=[Replicate()]).backward()
     assert x.grad.shape == x.shape

@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise import simulate
-from tests.harness import check
+from shardwise.testing import check_rule
 from tests.ops.cases import CASES
 from tests.workers import device_mesh, run_ranks
 
@@ -14,14 +14,14 @@ MESHES = [(3,), (2, 2), (2, 1, 3)]
 @pytest.mark.parametrize("name", CASES)
 def test_simulated(name, mesh):
     function, tensors = CASES[name]
-    check(function, tensors, simulate(mesh), limit=8, seed=len(name))
+    check_rule(function, [tensors], [simulate(mesh)], limit=8, seed=len(name), tolerance=1e-10)
 
 
 def on_gloo(rank, world_size, names, shape):
     for name in names:
         function, tensors = CASES[name]
         try:
-            check(function, tensors, device_mesh(shape), limit=3, seed=len(name) + 1)
+            check_rule(function, [tensors], [device_mesh(shape)], limit=3, seed=len(name) + 1, tolerance=1e-10)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 

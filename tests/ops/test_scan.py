@@ -5,8 +5,9 @@ import torch
 
 import shardwise
 from shardwise import Replicate, Shard, simulate
-from tests.harness import check, compare, spread_out
+from shardwise.testing import check_rule, spread_out
 from tests.ops.cases import x
+from tests.values import compare
 from tests.workers import device_mesh, run_ranks
 
 INF, NAN = float("inf"), float("nan")
@@ -37,7 +38,7 @@ PIECEWISE = [lambda a: a.cumsum(0), lambda a: a.cumprod(0), lambda a: a.logcumsu
 @pytest.mark.parametrize("name", SCANS)
 def test_scans(name, mesh):
     function, tensors = SCANS[name]
-    check(function, tensors, simulate(mesh), limit=6, seed=len(name))
+    check_rule(function, [tensors], [simulate(mesh)], limit=6, seed=len(name), tolerance=1e-10)
 
 
 NOT_FINITE = [
@@ -50,7 +51,7 @@ NOT_FINITE = [
 @pytest.mark.parametrize("values", [*NOT_FINITE, NOT_FINITE[-1].flip(0)], ids=str)
 @pytest.mark.parametrize("name", ["cumsum", "cumprod", "logcumsumexp"])
 def test_not_finite(name, values):
-    check(lambda a: getattr(a, name)(0), [values], simulate((3,)), limit=8, partial=False)
+    check_rule(lambda a: getattr(a, name)(0), [[values]], [simulate((3,))], limit=8, partial=False, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("shape", [(7,), (2, 3), (3, 1), (1, 3)], ids=str)
@@ -62,8 +63,8 @@ def test_second_derivatives(name, shape):
         (first,) = torch.autograd.grad((getattr(a, name)(0) ** 2).sum(), a, create_graph=True)
         return (first * first.cos()).sum()
 
-    check(twice, [x(*shape)], simulate((3,)), partial=False)
-    check(twice, [x(*shape)], simulate((2, 2)), partial=False)
+    check_rule(twice, [[x(*shape)]], [simulate((3,))], partial=False, limit=8, tolerance=1e-10)
+    check_rule(twice, [[x(*shape)]], [simulate((2, 2))], partial=False, limit=8, tolerance=1e-10)
 
 
 def test_half_is_summed_in_float32():
@@ -92,9 +93,9 @@ def test_another_dim_moves_nothing():
 
 def on_processes(rank, world_size):
     for name, (function, tensors) in SCANS.items():
-        check(function, tensors, device_mesh((world_size,)), limit=4, seed=len(name))
+        check_rule(function, [tensors], [device_mesh((world_size,))], limit=4, seed=len(name), tolerance=1e-10)
     test_twice = lambda a: torch.autograd.grad((a.cumprod(0) ** 2).sum(), a, create_graph=True)[0].square().sum()  # noqa: E731
-    check(test_twice, [x(2, 1)], device_mesh((world_size,)), partial=False)
+    check_rule(test_twice, [[x(2, 1)]], [device_mesh((world_size,))], partial=False, limit=8, tolerance=1e-10)
 
 
 def test_processes():

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 from shardwise import Partial, Replicate, Shard, simulate, strict
 from shardwise.debug import ledger
-from tests.harness import check, compare, seeded, spread_out
+from shardwise.testing import check_rule, spread_out
 from tests.random.common import as_torch_draws
+from tests.values import compare, seeded
 from tests.workers import device_mesh, run_ranks
 
 MESHES = [(3,), (2, 2), (2, 1, 3)]
@@ -82,7 +83,7 @@ CASES |= {name: (function, [A]) for name, function in STAY.items()}
 @pytest.mark.parametrize("name", CASES)
 def test_simulated(name, mesh):
     function, tensors = CASES[name]
-    check(function, tensors, simulate(mesh), limit=8, seed=len(name), grad=name != "linspace")
+    check_rule(function, [tensors], [simulate(mesh)], limit=8, seed=len(name), grad=name != "linspace", tolerance=1e-10)
 
 
 CUT = [
@@ -122,7 +123,9 @@ def test_dtypes(dtype):
     x = (A * 3).to(dtype)
     for name, function in STAY.items():
         if name not in ("linear", "trace"):
-            check(function, [x], simulate((3,)), 5, grad=not dtype.is_complex, partial=False, tolerance=1e-3)
+            check_rule(
+                function, [[x]], [simulate((3,))], limit=5, grad=not dtype.is_complex, partial=False, tolerance=1e-3
+            )
 
 
 def test_writes_reach_the_base():
@@ -182,7 +185,7 @@ def test_draws_what_one_device_draws():
             torch.manual_seed(3)
             return draw(m, s)
 
-        check(seeded_draw, [mean, std], simulate((3,)), limit=5, grad=name != "bernoulli")
+        check_rule(seeded_draw, [[mean, std]], [simulate((3,))], limit=5, grad=name != "bernoulli", tolerance=1e-10)
     with pytest.raises(RuntimeError, match="std >= 0"):
         torch.normal(0.0, spread_out(A, simulate((3,)), [Shard(0)]))
 
@@ -213,7 +216,15 @@ def test_errors_are_torchs(call):
 def on_gloo(rank, world_size):
     for name, (function, tensors) in CASES.items():
         try:
-            check(function, tensors, device_mesh((2, 2)), limit=2, seed=len(name) + 1, grad=name != "linspace")
+            check_rule(
+                function,
+                [tensors],
+                [device_mesh((2, 2))],
+                limit=2,
+                seed=len(name) + 1,
+                grad=name != "linspace",
+                tolerance=1e-10,
+            )
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import DTensor, LayoutError, Partial, Shard, StrictError, debug, distribute_tensor, strict
-from shardwise.surface import grad_placements
-from tests.harness import check
+from shardwise.autograd.gradients import grad_placements
+from shardwise.testing import check_rule
 from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, on_one_axis, same, whole, x
 
 VALUE, WEIGHT = x(5, 4), x(5, 4, seed=3)
@@ -196,7 +196,15 @@ def double_backward(mesh):
         return run
 
     for name, function in SECOND.items():
-        check(squared_gradient(function), [VALUE, WEIGHT], mesh, limit=5 if is_simulated(mesh) else 2, seed=len(name))
+        check_rule(
+            squared_gradient(function),
+            [[VALUE, WEIGHT]],
+            [mesh],
+            limit=5 if is_simulated(mesh) else 2,
+            seed=len(name),
+            tolerance=1e-10,
+            partial=("sum",),
+        )
 
 
 def backward_with_create_graph(mesh):
@@ -349,7 +357,14 @@ def in_place_recorded(mesh):
     failed = []
     for name, function in IN_PLACE.items():
         try:
-            check(function, [VALUE, WEIGHT], mesh, limit=6 if is_simulated(mesh) else 2, seed=len(name))
+            check_rule(
+                function,
+                [[VALUE, WEIGHT]],
+                [mesh],
+                limit=6 if is_simulated(mesh) else 2,
+                seed=len(name),
+                tolerance=1e-10,
+            )
         except AssertionError as error:
             failed.append(f"{name}: {error}")
     assert not failed, "\n\n".join(failed)

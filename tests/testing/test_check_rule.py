@@ -50,7 +50,30 @@ def test_wrong_gradients_are_found():
     assert check_rule(doubled, [X], grad=False)
 
 
-def test_refusals_and_errors_are_told_apart():
+def test_the_tolerance_is_what_the_call_says():
+    def slightly_off(x):
+        return x * (1 + 1e-9) if hasattr(x, "_layout") else x * 1
+
+    assert check_rule(slightly_off, [X], limit=4)  # float64 allows for 1e-7
+    with pytest.raises(AssertionError, match="wrong on sample 0"):
+        check_rule(slightly_off, [X], limit=4, tolerance=1e-10)
+
+
+def test_meshes_and_partial_layouts_are_chosen_by_the_call():
+    seen = []
+
+    def look(x):
+        seen.extend([(x.device_mesh, p) for p in x.placements] if hasattr(x, "_layout") else [])
+        return x * 1
+
+    mesh = simulate(3, axis_names=("tp",))
+    check_rule(look, [X], [mesh, (2,)], partial=False)
+    assert {m for m, _ in seen} == {mesh, simulate((2,))} and not any(p.is_partial() for _, p in seen)
+    check_rule(look, [X], [mesh])
+    assert any(p.is_partial("max") for _, p in seen)
+
+
+def test_refusals_and_errors_differ():
     def refuses(x):
         if hasattr(x, "_layout"):
             raise RuleError("not today")

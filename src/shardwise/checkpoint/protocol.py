@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.autograd.leaves import leaf_local
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.layout.layout import Tile
-from shardwise.surface import leaf_local
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

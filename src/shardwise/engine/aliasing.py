@@ -1,8 +1,8 @@
 """Views that had to be copied. In torch a view shares memory with its base; where a view op had to move data, it
-cannot. So a write to such a copy is repeated on its base, and after a write to the base its copies are taken again;
+cannot. So a write to such a copy is repeated on its base, and after a write to the base its copies are made again;
 autograd records both. Where `strict` forbids the communication, such writes and uses raise instead.
 
-Nothing is kept, and nothing costs, until the first such copy is made.
+Until the first such copy is made, nothing is stored and a write costs nothing extra.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch.utils._pytree import tree_flatten
 from shardwise.context import is_strict
 from shardwise.engine.call_shape import Path, fetch, put
 from shardwise.errors import RuleError
-from shardwise.wrapper import storage_id_of, storage_of
+from shardwise.wrapper import Wrapper, storage_id_of, storage_of
 
 
 class _Copy(NamedTuple):
-    tensor: weakref.ref[Any]  # the copy, or a view of it
-    name: str
+    tensor: weakref.ref[Wrapper]  # the copy, or a view of it
+    name: str  # of the view op
     base: int  # the storage of what it is a copy of
-    kept: Any  # a weak reference to that storage: its address must not be given to another
-    source: Any  # the tensor the view op was called on
-    again: Callable[[Any], Any]  # that call, on another tensor
-    whole: Any  # of a view of a copy: the copy
+    kept: StorageWeakRef  # holds the address of that storage, so that no other storage gets the same number
+    source: Wrapper  # the tensor the view op was called on
+    again: Callable[[Any], Any]  # calls the view op on another tensor
+    whole: Wrapper | None  # of a view of a copy: the copy
 
 
 _of_base: dict[int, list[_Copy]] = {}  # by the storage the view would have shared
@@ -39,17 +39,19 @@ COPIES: dict[int, list[_Copy]] = {}  # by the storage the copy has; empty in nea
 
 
 class _UnderWay(threading.local):
-    """The copies that are brought up to date with their bases, or these with them; ranks may be threads."""
+    """The copies that this thread is bringing up to date with their bases, or their bases with them."""
 
     def __init__(self) -> None:
-        self.copies: list[Any] = []
+        self.copies: list[Wrapper] = []
 
 
 _under_way_here = _UnderWay()
 
 
-def note_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any], path: Path, result: Any, name: str) -> None:
-    """`result` is what func(*args, **kwargs) made of the tensor at `path`; torch would have made views of it."""
+def note_copies(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], path: Path, result: Any, name: str
+) -> None:
+    """Note that func(*args, **kwargs) copied the tensor at `path` into `result`, where torch would make views of it."""
     source = fetch(args, kwargs, path)
 
     def again(base: Any, i: int) -> Any:
@@ -65,20 +67,20 @@ def note_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any], path: Pa
         _note(copy, name, *first, source, functools.partial(again, i=i), None)
 
 
-def note_view(base: Any, view: Any) -> None:
-    """`view` shares memory with `base`: a view of a copy is one more copy."""
+def note_view(base: Wrapper, view: Wrapper) -> None:
+    """Note that `view` shares memory with `base`. If `base` is a copy, so is the view."""
     for copy in COPIES.get(storage_id_of(base), ())[:1]:
         _note(view, *copy[1:-1], _root(copy))
 
 
-def _note(copy: Any, name: str, base: int, *rest: Any) -> None:
+def _note(copy: Wrapper, name: str, base: int, *rest: Any) -> None:
     for table, key in ((_of_base, base), (COPIES, storage_id_of(copy))):
         ref = weakref.ref(copy, functools.partial(_forget, table, key))
         table.setdefault(key, []).append(_Copy(ref, name, base, *rest))
 
 
 def _root(copy: _Copy) -> Any:
-    """The copy whose memory it is."""
+    """The copy itself; of a view of a copy, that copy."""
     return copy.tensor() if copy.whole is None else copy.whole
 
 
@@ -91,7 +93,7 @@ def _forget(table: dict[int, list[_Copy]], key: int, _: Any) -> None:
 
 
 # -- writes ----------------------------------------------------------------------------------------------------------
-def before_write(target: Any, op: str) -> None:
+def before_write(target: Wrapper, op: str) -> None:
     """Raise if `target` is such a copy and its base cannot be written too."""
     for copy in COPIES.get(storage_id_of(target), ())[:1] if COPIES else ():
         if _is_under_way(_root(copy)):
@@ -109,8 +111,9 @@ def before_write(target: Any, op: str) -> None:
             )
 
 
-def after_write(target: Any) -> None:
-    """Repeat a write to a copy on its base; take copies of what was written again, or make their next use raise."""
+def after_write(target: Wrapper) -> None:
+    """Repeat a write to a copy on its base. Make the copies of a base that was written again; under strict(), have
+    their next use raise."""
     if not COPIES:
         return
     storage = storage_id_of(target)
@@ -131,7 +134,7 @@ def after_write(target: Any) -> None:
 
 
 @contextlib.contextmanager
-def _under_way(copy: Any) -> Iterator[None]:
+def _under_way(copy: Wrapper) -> Iterator[None]:
     _under_way_here.copies.append(copy)
     try:
         yield
@@ -139,22 +142,22 @@ def _under_way(copy: Any) -> Iterator[None]:
         _under_way_here.copies.pop()
 
 
-def _is_under_way(copy: Any) -> bool:
+def _is_under_way(copy: Wrapper) -> bool:
     return any(copy is other for other in _under_way_here.copies)
 
 
-def _make_stale(storage: int, tensor: Any) -> None:
-    """Its next use raises, and that of its views."""
+def _make_stale(storage: int, tensor: Wrapper) -> None:
+    """Have the next use of a copy, and of its views, raise."""
     stale = [copy for copy in _of_base[storage] if _root(copy) is tensor]
     _of_base[storage] = [copy for copy in _of_base[storage] if _root(copy) is not tensor]
     for copy in stale:
         view = copy.tensor()
         if view is not None:
-            view._layout = _Stale(copy.name)
+            view._layout = _Stale(copy.name)  # type: ignore[assignment]
 
 
-def _with_view(source: Any, again: Callable[[Any], Any], value: Any) -> Any:
-    """`source` with `value` in the place of its view: a view op's gradient says where each element belongs."""
+def _with_view(source: Wrapper, again: Callable[[Any], Any], value: Wrapper) -> torch.Tensor:
+    """`source` with `value` in place of its view: the gradient of the view op puts each element where it belongs."""
     recorded = torch.is_grad_enabled() and value.requires_grad
 
     def back(seed: Any) -> Any:
@@ -172,14 +175,14 @@ def _with_view(source: Any, again: Callable[[Any], Any], value: Any) -> Any:
         placed = back(value)
     elif value.dtype.itemsize < 8:
         placed = back(value.double())
-    else:  # a double has no room for all of it
+    else:  # 64 bits do not fit into the 53 of a double: in halves
         high, low = back((value >> 32).double()), back((value & 0xFFFFFFFF).double())
         placed = (high.to(value.dtype) << 32) | low.to(value.dtype)
     return torch.where(times > 0, placed.to(source.dtype), source)
 
 
 class _Stale:
-    """Stands in for the layout of a copied view whose base was written: no plan knows it, and asking it raises."""
+    """In place of the layout of a copied view whose base was written: no plan has it, and reading it raises."""
 
     def __init__(self, name: str) -> None:
         self.__dict__["name"] = name

@@ -1,5 +1,8 @@
-"""What torch.autocast does to a call. It casts the arguments of some ops on their way down, which the ranks' own calls
-repeat; but a pending sum must be finished before it is rounded, and the parts of a program are not the op itself.
+"""torch.autocast, which casts the arguments of some ops before it calls them.
+
+Where each rank calls the same op on its local tensors, autocast does the same there. It does not where an operand is a
+Partial sum, which must be summed before it is rounded, nor where the op is computed by a program of other ops. Then we
+cast first and run the call with autocast off.
 """
 
 from __future__ import annotations
@@ -17,19 +20,19 @@ from shardwise.strategy.spec import Factors
 from shardwise.torch_private import ignore_torch_function, is_any_autocast_enabled, make_wrapper
 
 is_on: Callable[[], bool] = is_any_autocast_enabled
-Casts = dict[int, torch.dtype]  # by a tensor's number in the call
-INSIDE: Casts = {-1: torch.float32}  # those of an op that is made of others, some of which are cast
+Casts = dict[int, torch.dtype]  # which tensors of a call are cast, by their number in it, and to what
+INSIDE: Casts = {-1: torch.float32}  # marks a function that torch computes by several ops, of which some are cast
 _DEVICES = ("cpu", "cuda")
 
 
 def state() -> tuple[Any, ...]:
-    """What autocast would do to a call, for the key of its plan."""
+    """What autocast does now, for the key of a plan: the dtype it casts to, per device where it is on."""
     return tuple(torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device))
 
 
 @contextmanager
 def off() -> Iterator[None]:
-    """No autocast: what there was to cast has been."""
+    """Autocast is off inside: what there was to cast has been cast."""
     devices = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
     for device in devices:
         torch.set_autocast_enabled(device, False)
@@ -41,7 +44,7 @@ def off() -> Iterator[None]:
 
 
 class _Probe(torch.Tensor):
-    """A tensor of a device without values, which notes what autocast makes of it."""
+    """A tensor without values that pretends to be on a device, and reports each op that is called on it."""
 
     _meta: torch.Tensor
     _watch: _Watch
@@ -56,10 +59,10 @@ class _Probe(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found: list[_Probe] = []
-        tree_map_only(_Probe, found.append, (args, kwargs or {}))
-        watch = found[0]._watch
-        watch.see(func, found, kwargs or {})
+        probes: list[_Probe] = []
+        tree_map_only(_Probe, probes.append, (args, kwargs or {}))
+        watch = probes[0]._watch
+        watch.note(func, probes, kwargs or {})
         as_meta = lambda t: t._meta if isinstance(t, _Probe) else t.to("meta")  # noqa: E731
         args, kwargs = tree_map_only(torch.Tensor, as_meta, (args, dict(kwargs or {})))
         if "device" in kwargs:
@@ -68,29 +71,37 @@ class _Probe(torch.Tensor):
 
 
 class _Watch:
-    """What a call does, op by op with the dtypes it has, and which of its own tensors it casts before anything else."""
+    """The ops that a call runs, with the dtypes of their tensors, and which tensors of the call it casts first of all.
 
-    def __init__(self, call: CallShape, given: Casts | None = None) -> None:
+    Args:
+        call: The call; it is run on probes.
+        already: Tensors that are cast before the call.
+    """
+
+    def __init__(self, call: CallShape, already: Casts | None = None) -> None:
         self.device = call.layouts[0].device
         self.casts: Casts = {}
         self.ops: list[Any] = []
-        dtypes = {**dict(enumerate(layout.dtype for layout in call.layouts)), **(given or {})}
+        dtypes = {**dict(enumerate(layout.dtype for layout in call.layouts)), **(already or {})}
         metas = [meta_like(layout.replace(dtype=dtypes[i])) for i, layout in enumerate(call.layouts)]
         self.probes = [_Probe.make(meta, self) for meta in metas]
         args, kwargs = call.with_tensors(self.probes)
         with torch.no_grad():
             call.func(*args, **kwargs)
 
-    def see(self, func: Any, given: Sequence[_Probe], kwargs: dict[str, Any]) -> None:
-        number = next((i for i, probe in enumerate(self.probes) if probe is given[0]), None)
+    def note(self, func: Any, probes: Sequence[_Probe], kwargs: dict[str, Any]) -> None:
+        number = next((i for i, probe in enumerate(self.probes) if probe is probes[0]), None)
         if func is torch.ops.aten._to_copy.default and number is not None and len(self.casts) == len(self.ops):
-            self.casts[number] = kwargs.get("dtype", given[0].dtype)
-        self.ops.append((func, [probe._meta.dtype for probe in given]))
+            self.casts[number] = kwargs.get("dtype", probes[0].dtype)
+        self.ops.append((func, [probe._meta.dtype for probe in probes]))
 
 
 def casts_of(call: CallShape) -> Casts | None:
-    """Which tensors of a call autocast casts, and to what, if all else goes as it does without autocast, or INSIDE;
-    None where torch cannot tell without values."""
+    """Which tensors of a call autocast casts, and to what.
+
+    Returns:
+        The casts, if the call does the same on tensors that are cast already; INSIDE if autocast casts something else
+        than the call's own tensors; None where the call cannot be tried without values."""
     try:
         watch = _Watch(call)
         with off():
@@ -102,17 +113,18 @@ def casts_of(call: CallShape) -> Casts | None:
     return watch.casts if watch.ops[len(watch.casts) :] == ops else INSIDE
 
 
-def done_by_ranks(spec: Any, call: CallShape, casts: Casts) -> bool:
-    """Whether the ranks' own calls are cast as the whole one is: they are that op, and nothing cast is pending."""
+def done_by_ranks(spec: object, call: CallShape, casts: Casts) -> bool:
+    """Whether autocast does the right thing in the ranks' own calls: each is that very op, and no operand that is cast
+    is a Partial sum."""
     alone = isinstance(spec, Factors) and spec.local is None and len(spec.outputs) == 1
     return alone and not any(call.layouts[i].is_partial for i in casts)
 
 
 def cast_first(func: Any, call: CallShape, casts: Casts) -> Plan:
-    """The call on tensors that are cast already, with autocast off."""
+    """The plan that casts the tensors and makes the call again with autocast off."""
     targets = [(call.paths[i], dtype) for i, dtype in casts.items()]
 
-    def run(args: Sequence[Any], kwargs: dict[str, Any], locals: Any, local_kwargs: Any) -> Any:
+    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: Any, local_kwargs: Any) -> Any:
         args, kwargs = list(args), dict(kwargs)
         with off():
             for path, dtype in targets:

@@ -1,9 +1,9 @@
-"""A call taken apart: its tensors and the paths to them, for rules (operands) and for shapes (meta tensors)."""
+"""The tensors of a call and where they stand in it, as rules see them (operands) and as meta tensors, for shapes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -12,15 +12,17 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import MeshError
 from shardwise.layout import Layout
+from shardwise.mesh import Mesh
 from shardwise.strategy.spec import Operand
+from shardwise.torch_private import schema_of
 from shardwise.wrapper import Wrapper
 
-Path = tuple[Any, ...]  # an argument's number or name, then positions in lists
+Path = tuple[Any, ...]  # where a tensor stands: the number or name of an argument, then positions in lists
 
 
-def op_name(func: Any) -> str:
-    """The name of an op for people: no overloads, no dunders, no in-place mark."""
-    schema = getattr(func, "_schema", None)
+def op_name(func: Callable[..., Any]) -> str:
+    """The name of an op in messages: without namespace and overload."""
+    schema = schema_of(func)
     if schema is not None:
         return schema.name.removeprefix("aten::")
     name = getattr(func, "__name__", str(func))
@@ -31,8 +33,8 @@ def op_name(func: Any) -> str:
     return name
 
 
-def tensors_in(args: Sequence[Any], kwargs: dict[str, Any], kind: type = Wrapper) -> Iterator[tuple[Path, Any]]:
-    """Every distributed tensor of a call with the path to it, in order; lists and tuples are looked into."""
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any], kind: type = Wrapper) -> Iterator[tuple[Path, Any]]:
+    """Every distributed tensor among the arguments with the path to it, in order; lists and tuples are looked into."""
     for i, value in enumerate(args):
         yield from _tensors(value, (i,), kind)
     for name, value in kwargs.items():
@@ -47,7 +49,8 @@ def _tensors(value: Any, path: Path, kind: type) -> Iterator[tuple[Path, Any]]:
             yield from _tensors(item, (*path, i), kind)
 
 
-def fetch(args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> Any:
+def fetch(args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> Any:
+    """The value at `path`."""
     value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
     for i in path[1:]:
         value = value[i]
@@ -55,7 +58,7 @@ def fetch(args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> Any:
 
 
 def put(args: list[Any], kwargs: dict[str, Any], path: Path, value: Any) -> None:
-    """Set the value at `path`; containers on the way are lists by then."""
+    """Set the value at `path`. Tuples on the way to it become lists."""
     holder: Any = kwargs if isinstance(path[0], str) else args
     for key in path[:-1]:
         if not isinstance(holder[key], list):
@@ -65,10 +68,12 @@ def put(args: list[Any], kwargs: dict[str, Any], path: Path, value: Any) -> None
 
 
 def meta_like(layout: Layout) -> torch.Tensor:
+    """A meta tensor of the global shape."""
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
-def common_mesh(name: str, layouts: Sequence[Layout]) -> Any:
+def common_mesh(name: str, layouts: Sequence[Layout]) -> Mesh:
+    """The mesh of all operands of the op `name`; raises MeshError if there are several."""
     mesh = layouts[0].mesh
     for layout in layouts[1:]:
         if layout.mesh is not mesh:
@@ -80,16 +85,16 @@ def common_mesh(name: str, layouts: Sequence[Layout]) -> Any:
 
 
 class CallShape:
-    """A call with its tensors named: operands for rules, metas for shapes."""
+    """A call: its tensors, the operands that stand for them in rules, and (after `run_meta`) their meta tensors."""
 
-    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         found = list(tensors_in(args, kwargs))
         self.func, self.args, self.kwargs, self.name = func, args, kwargs, op_name(func)
         self.paths = [path for path, _ in found]
         self.tensors = [tensor for _, tensor in found]
         self.layouts: list[Layout] = [t._layout for t in self.tensors]
         self.mesh = common_mesh(self.name, self.layouts)
-        self.metas: list[Any] = []
+        self.metas: list[torch.Tensor] = []
         self._index_of: dict[int, int] = {}  # by a meta tensor's id
         self.operands = [Operand(layout, i) for i, layout in enumerate(self.layouts)]
 
@@ -99,9 +104,9 @@ class CallShape:
         return tree_map_only(Wrapper, lambda _: next(spare), (tuple(self.args), dict(self.kwargs)))
 
     def check(self) -> None:
-        """torch's own error for a call that it refuses, as far as shapes and dtypes tell."""
+        """Raise torch's own error if torch refuses the call for its shapes or dtypes."""
         if not {"device", "generator"}.isdisjoint(self.kwargs):
-            return  # those would make, or draw, more than a meta tensor
+            return  # a meta tensor cannot stand in: a real tensor would be made, or random numbers drawn
         try:
             self.run_meta()
         except NotImplementedError:
@@ -113,7 +118,10 @@ class CallShape:
                 self.refuse(error)
 
     def refuse(self, error: Exception) -> None:
-        """What torch says to zeros, if anything: meta kernels refuse some calls for other reasons than others do."""
+        """Raise the error that the call raises on tensors of zeros, if it raises one.
+
+        `error` is what the call raised on meta tensors. Meta kernels refuse some calls that other kernels compute, and
+        raise errors of other types. Where zeros would take much memory, `error` itself is raised."""
         if sum(math.prod(layout.shape) for layout in self.layouts) > 2**20:
             raise error
         args, kwargs = self.with_tensors([torch.zeros(layout.shape, dtype=layout.dtype) for layout in self.layouts])
@@ -121,8 +129,10 @@ class CallShape:
             self.func(*args, **kwargs)
 
     def run_meta(self, numbers: Collection[int] = ()) -> Any:
-        """The call on meta tensors: global shape, stride and dtype of the result; torch's own errors for bad input.
-        The tensors in `numbers` are given as numbers."""
+        """The result of the call on meta tensors, which has the global shape, stride and dtype. Raises torch's errors.
+
+        Args:
+            numbers: Which of the call's tensors (0-d ones) are passed as numbers."""
         self.metas = [t.item() if i in numbers else meta_like(t._layout) for i, t in enumerate(self.tensors)]
         self._index_of = {id(meta): i for i, meta in enumerate(self.metas)}
         args, kwargs = self.with_tensors(self.metas)
@@ -130,8 +140,10 @@ class CallShape:
             return self.func(*args, **kwargs)
 
     def described(self) -> Any:
-        """The same, but an error is what torch says to values: its meta kernels have errors of other kinds, and some
-        refuse what it computes. Of that nothing is known: NotImplementedError."""
+        """The result of `run_meta`, with errors as torch raises them for real tensors (see `refuse`).
+
+        Raises:
+            NotImplementedError: Where meta kernels refuse a call that torch computes: its result's shape is unknown."""
         try:
             return self.run_meta()
         except NotImplementedError:
@@ -142,19 +154,19 @@ class CallShape:
             self.refuse(error)
             raise NotImplementedError(f"{self.name}: torch cannot tell the shape of what it computes") from error
 
-    def base_of(self, out: Any) -> int | None:
-        """The operand that `out`, a result of `run_meta`, is a view of."""
+    def base_of(self, out: object) -> int | None:
+        """The number of the operand that `out`, a result of `run_meta`, is or is a view of; None for a new tensor."""
         base = self._index_of.get(id(getattr(out, "_base", None)))
         return base if base is not None else self._index_of.get(id(out))
 
 
 def asks_for_a_value(error: Exception) -> bool:
-    """Whether a call on meta tensors failed since it needs the value of one."""
+    """Whether a call on meta tensors failed because it needs the value of one."""
     return any(text in str(error) for text in ("item() cannot be called on meta", "from tensor with meta storage"))
 
 
 def numbers_in(call: CallShape) -> set[int]:
-    """The fewest of the call's 0-d tensors that torch must take as numbers, if that is what the call lacks."""
+    """Which of the call's 0-d tensors must be passed as numbers for torch to accept the call: as few as possible."""
     scalars = [i for i, tensor in enumerate(call.tensors) if not tensor.shape and len(call.tensors) > 1]
     for some in (some for n in range(len(scalars)) for some in combinations(scalars, n + 1)):
         try:

@@ -1,7 +1,7 @@
-"""What happens to an op without a rule: gather its operands and compute it everywhere alike. (Composite ops never get
-here: torch takes them apart on the way down.)
+"""An op without a rule: its operands are gathered and every rank computes all of it. (Composite functions never come
+here: torch calls the ops that they are made of.)
 
-Always right, never cheap: it shows in the ledger with its reason, and strict() refuses it.
+That is always right and never cheap. The ledger shows it with its reason, and strict() refuses it.
 """
 
 from __future__ import annotations
@@ -23,82 +23,105 @@ from shardwise.functions import writes_first
 from shardwise.layout import Layout, contiguous_stride
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
+from shardwise.mesh import Mesh
 from shardwise.move import plan_steps, run_move
+from shardwise.protocols import LocalValue
 from shardwise.strategy.registry import in_place_flag
 from shardwise.torch_private import schema_of
-from shardwise.wrapper import rebind, wrap
+from shardwise.wrapper import Wrapper, rebind, wrap
 
 NO_RULE = "gather, since there is no rule for it, and compute it on every rank"
 
 
-def replicated(func: Any, call: CallShape, reason: str = NO_RULE, check: Callable[..., None] | None = None) -> Plan:
-    """Gather every operand, compute the op on all ranks, write back what the op changes."""
-    mesh, comm = call.mesh, call.mesh.comm
-    whole = [layout.replace(placements=(REPLICATE,) * len(layout.placements)) for layout in call.layouts]
-    moves = [(i, plan_steps(a, b), False) for i, (a, b) in enumerate(zip(call.layouts, whole, strict=True))]
-    moves = [(i, steps, flag) for i, steps, flag in moves if steps]
-    name, paths, layouts, moved = call.name, call.paths, call.layouts, {i for i, _, _ in moves}
-    invoke = comm.bind(func)
-    note = Note(call.name, reason)
-    written = _written_paths(func, call)
-    viewed = _viewed_path(func, call) if moves else None
-    strides = {i: dense_stride(whole[i].shape, whole[i].stride) for i in moved}
-    stored = {
-        i: comm.bind(functools.partial(_stored, stride=stride))
-        for i, stride in strides.items()
-        if stride != contiguous_stride(whole[i].shape)
-    }
+def replicated(
+    func: Callable[..., Any], call: CallShape, reason: str = NO_RULE, check: Callable[..., None] | None = None
+) -> Plan:
+    """The plan that gathers every operand, computes the op on all ranks and writes back what the op changes.
 
-    def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        if moves and is_strict():
-            refuse(name, moves, layouts, whole, [reason] * len(mesh.shape))
-        if check is not None:
-            check(*args, **kwargs)
-        for i in written:
-            before_write(fetch(args, kwargs, paths[i]), name)
-        for i, steps, _ in moves:
-            value = run_move(fetch(args, kwargs, paths[i])._local, comm, steps, note)
-            put(locals, local_kwargs, paths[i], stored[i](value) if i in stored else value)
-        result = invoke(*locals, **local_kwargs)
-        originals = []
-        for i in written:
-            tensor, value = fetch(args, kwargs, paths[i]), fetch(locals, local_kwargs, paths[i])
-            if i in moved:
-                back = run_move(value, comm, plan_steps(whole[i], layouts[i]), note)
-                comm.bind(torch.Tensor.copy_)(tensor._local, back)
-            after_write(tensor)
-            originals.append((value, tensor))
+    Args:
+        func: The function that was called.
+        call: The call.
+        reason: Why, for the ledger.
+        check: A function that sees the arguments of each call first, and may raise.
+    """
+    return _OnAllRanks(func, call, reason, check)
 
-        def rewrapped(x: Any) -> Any:
-            for value, tensor in originals:
-                if comm.same(x, value):
-                    return tensor
-            return _wrap_replicated(x, mesh)
 
-        wrapped = tree_map_only(torch.Tensor, rewrapped, result)
-        if viewed is not None:
-            note_copies(func, args, kwargs, viewed, wrapped, name)
+class _OnAllRanks:
+    """A plan that gathers every operand. It keeps what it needs of the call, but not the call, which holds tensors."""
+
+    def __init__(
+        self, func: Callable[..., Any], call: CallShape, reason: str, check: Callable[..., None] | None
+    ) -> None:
+        self.func, self.name, self.paths, self.now = func, call.name, call.paths, call.layouts
+        self.mesh, self.comm = call.mesh, call.mesh.comm
+        self.reason, self.check, self.note = reason, check, Note(call.name, reason)
+        self.whole = [layout.replace(placements=(REPLICATE,) * len(layout.placements)) for layout in call.layouts]
+        moves = [(i, plan_steps(a, b), False) for i, (a, b) in enumerate(zip(self.now, self.whole, strict=True))]
+        self.moves = [(i, steps, flag) for i, steps, flag in moves if steps]
+        self.moved = {i for i, _, _ in self.moves}
+        self.written = _written_paths(func, call)
+        self.viewed = _viewed_path(func, call) if self.moves else None
+        self.invoke = self.comm.bind(func)
+        strides = {i: dense_stride(self.whole[i].shape, self.whole[i].stride) for i in self.moved}
+        self.in_order = {
+            i: self.comm.bind(functools.partial(_stored, stride=stride))
+            for i, stride in strides.items()
+            if stride != contiguous_stride(self.whole[i].shape)
+        }
+
+    def __call__(
+        self, args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]
+    ) -> Any:
+        if self.moves and is_strict():
+            refuse(self.name, self.moves, self.now, self.whole, [self.reason] * len(self.mesh.shape))
+        if self.check is not None:
+            self.check(*args, **kwargs)
+        for i in self.written:
+            before_write(fetch(args, kwargs, self.paths[i]), self.name)
+        for i, steps, _ in self.moves:
+            value = run_move(fetch(args, kwargs, self.paths[i])._local, self.comm, steps, self.note)
+            put(local_args, local_kwargs, self.paths[i], self.in_order[i](value) if i in self.in_order else value)
+        result = self.invoke(*local_args, **local_kwargs)
+        written = [self._write_back(i, (args, kwargs), (local_args, local_kwargs)) for i in self.written]
+        wrapped = tree_map_only(torch.Tensor, lambda x: self._wrapped(x, written), result)
+        if self.viewed is not None:
+            note_copies(self.func, args, kwargs, self.viewed, wrapped, self.name)
         return wrapped
 
-    return run
+    def _write_back(self, i: int, call: tuple[Any, Any], local_call: tuple[Any, Any]) -> tuple[LocalValue, Wrapper]:
+        """The whole value that the op has written, and the tensor it was written for, which now has its part of it."""
+        tensor, value = fetch(*call, self.paths[i]), fetch(*local_call, self.paths[i])
+        if i in self.moved:
+            back = run_move(value, self.comm, plan_steps(self.whole[i], self.now[i]), self.note)
+            self.comm.bind(torch.Tensor.copy_)(tensor._local, back)
+        after_write(tensor)
+        return value, tensor
+
+    def _wrapped(self, local: LocalValue, written: Sequence[tuple[LocalValue, Wrapper]]) -> Any:
+        """A local result as a distributed tensor: the one that was written, if it is that."""
+        for value, tensor in written:
+            if self.comm.same(local, value):
+                return tensor
+        return _wrap_replicated(local, self.mesh)
 
 
 def _stored(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The value in the memory order it has on one device: some ops fill or read memory in that order."""
+    """The value in the order in memory that it has on one device: some ops fill or read memory in that order."""
     if value.stride() == stride:
         return value
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _wrap_replicated(local: Any, mesh: Any) -> Any:
+def _wrap_replicated(local: LocalValue, mesh: Mesh) -> Any:
     first = mesh.comm.first(local)
     places = [REPLICATE] * len(mesh.shape)
     return wrap(local, Layout.make(mesh, places, tuple(first.shape), first.dtype, first.stride(), first.device))
 
 
-def _viewed_path(func: Any, call: CallShape) -> Path | None:
+def _viewed_path(func: Callable[..., Any], call: CallShape) -> Path | None:
     """The path to the tensor whose memory torch's result would share, if any."""
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     if schema is None or schema.is_mutable or not any(r.alias_info is not None for r in schema.returns):
         return None
     shared = [a.name for a in schema.arguments if a.alias_info is not None]
@@ -106,11 +129,11 @@ def _viewed_path(func: Any, call: CallShape) -> Path | None:
     return next((path for path in call.paths if path[0] in shared or path[0] in [index[n] for n in shared]), None)
 
 
-def _written_paths(func: Any, call: CallShape) -> list[int]:
+def _written_paths(func: Callable[..., Any], call: CallShape) -> list[int]:
     """Which tensors of the call the op writes into."""
     if not writes_first(func):
         return []
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     if schema is None:
         return [i for i, path in enumerate(call.paths) if path[0] == 0]
     found = []
@@ -122,12 +145,13 @@ def _written_paths(func: Any, call: CallShape) -> list[int]:
     return found
 
 
-def written_back(func: Any, call: CallShape) -> Plan:
-    """An in-place op whose result is not laid out like its target: compute it aside, move it, copy it in."""
+def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
+    """The plan of an in-place op whose result has another layout than its target: compute it out of place and copy it
+    into the target, which moves it."""
     call_name = call.name
     functional = not_in_place(func) if in_place_flag(func, call.args, call.kwargs) else functional_form(func)
 
-    def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
+    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         target = args[0]
         if isinstance(target, (list, tuple)):
             values = functional([_to_outlive(one) for one in target], *args[1:], **kwargs)
@@ -147,18 +171,18 @@ def written_back(func: Any, call: CallShape) -> Plan:
 
 
 def _to_outlive(target: Any) -> Any:
-    """What backward needs of a target must outlive the write."""
+    """The target, or a copy where backward will need its value from before the write."""
     return target.clone() if torch.is_grad_enabled() and target.requires_grad else target
 
 
-def rebound(func: Any) -> Plan:
-    """An in-place op that changes its target's shape (unsqueeze_, t_): the target becomes the view."""
+def rebound(func: Callable[..., Any]) -> Plan:
+    """The plan of an in-place op that changes its target's shape (unsqueeze_, t_): the target becomes the view."""
     functional = functional_form(func)
-    return lambda args, kwargs, locals, local_kwargs: rebind(args[0], functional(*args, **kwargs))
+    return lambda args, kwargs, local_args, local_kwargs: rebind(args[0], functional(*args, **kwargs))
 
 
-def not_in_place(func: Any) -> Any:
-    """A function that takes `inplace`, called with inplace=False."""
+def not_in_place(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`func`, which takes an argument `inplace`, with inplace=False."""
     signature = inspect.signature(func)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -169,20 +193,20 @@ def not_in_place(func: Any) -> Any:
     return call
 
 
-def functional_form(func: Any) -> Any:
+def functional_form(func: Callable[..., Any]) -> Any:
     """The out-of-place form of an in-place function, or None."""
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     name = schema.name.removeprefix("aten::") if schema is not None else getattr(func, "__name__", "")
     if name.startswith("__i") and name.endswith("__"):
         return getattr(torch.Tensor, "__" + name[3:], None)
     base = name.removesuffix("_")
     packet = getattr(torch.ops.aten, base, None)
     if schema is not None and packet is not None and _starts_with_tensor(packet):
-        return packet  # it takes what the in-place one takes: Tensor.index_put refuses None
+        return packet  # it accepts what the in-place overload accepts, while Tensor.index_put refuses None
     return getattr(torch.Tensor, base, None) or getattr(torch, base, None)
 
 
 def _starts_with_tensor(packet: Any) -> bool:
-    """Not so polygamma, which takes its number first."""
+    """Whether the op takes its tensor first: polygamma takes a number first."""
     arguments = schema_of(getattr(packet, packet.overloads()[0])).arguments
     return bool(arguments) and "Tensor" in str(arguments[0].type)

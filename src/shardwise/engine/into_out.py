@@ -1,10 +1,10 @@
-"""out=: the result is computed aside, then written into tensors that are there already."""
+"""Calls with out=: the result is computed without it, then written into the tensors that out names."""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,47 +18,52 @@ from shardwise.layout.layout import dense_stride
 from shardwise.torch_private import OpOverload, schema_of
 from shardwise.wrapper import Wrapper, rebind
 
-_OF_FACTORIES = ("dtype", "layout", "device", "pin_memory")  # which the form with `out` may take from it
+_OF_FACTORIES = (
+    "dtype",
+    "layout",
+    "device",
+    "pin_memory",
+)  # an overload with `out` may take these from it
 
 
-def takes_outs(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call names tensors to write its results into."""
+def takes_outs(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call names tensors to write its results into."""
     return all(_is_out(kwargs.get(name)) for name in out_names(func))
 
 
-def _is_out(out: Any) -> bool:
+def _is_out(out: object) -> bool:
     return isinstance(out, Wrapper) or (
         isinstance(out, (tuple, list)) and bool(out) and all(isinstance(o, Wrapper) for o in out)
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def out_names(func: Any) -> tuple[str, ...]:
-    """The arguments that are written: aten's overloads give every result a name of its own."""
-    schema = getattr(func, "_schema", None)
+def out_names(func: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the arguments that are written: `out`, or in aten's overloads one per result."""
+    schema = schema_of(func)
     return ("out",) if schema is None else tuple(a.name for a in schema.arguments if a.is_out) or ("out",)
 
 
-def into_outs(func: Any, call: CallShape) -> Plan:
-    """The plan of such a call. Some ops return nothing then."""
-    call.check()  # some ops write into an `out` of their result's type only
+def into_outs(func: Callable[..., Any], call: CallShape) -> Plan:
+    """The plan of a call that names tensors to write its results into."""
+    call.check()  # raises for ops that accept an `out` of the result's dtype only
     name, names = op_name(func), out_names(func)
     forms = [func] if isinstance(func, OpOverload) else _forms_with_out(name)
     without = _without_out(func) if isinstance(func, OpOverload) else func
     if without is None:
         return replicated(func, call)
-    silent = any(not schema_of(form).returns for form in forms)
-    # normal(0, 1, (3,), out=out) is of its type, normal(x, out=out) of the type of x
+    returns_nothing = any(not schema_of(form).returns for form in forms)
+    # normal(0, 1, (3,), out=out) has the dtype of out, normal(x, out=out) that of x
     of_numbers = all(path[0] in names for path in call.paths)
     typed = bool(forms) and (any if of_numbers else all)(_is_typed_by_out(form) for form in forms)
 
-    def run(args: Any, kwargs: Any, locals: Any, local_kwargs: Any) -> Any:
+    def run(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> Any:
         outs: Any = kwargs[names[0]] if len(names) == 1 else [kwargs[n] for n in names]
         rest = {k: v for k, v in kwargs.items() if k not in names}
-        needs_grad = rest.pop("requires_grad", False)  # of a factory's `out`, not of what is made for it
+        needs_grad = rest.pop("requires_grad", False)  # zeros(3, out=out, requires_grad=True) means `out`
         if typed:
             rest.setdefault("dtype", outs.dtype)
-        with autocast.off():  # torch casts for no `out`
+        with autocast.off():  # which does nothing for calls with `out`
             result = without(*args, **rest)
         if isinstance(outs, Wrapper):
             written = _write(name, outs, result)
@@ -66,16 +71,16 @@ def into_outs(func: Any, call: CallShape) -> Plan:
         for out, value in zip(outs, result, strict=True):
             _check(name, out, value)
         written = [_write(name, out, value) for out, value in zip(outs, result, strict=True)]
-        if silent:
+        if returns_nothing:
             return None
         return written if isinstance(result, list) else type(result)(written)
 
     return run
 
 
-def check_not_resized(name: str, given: Any, wrapped: Any) -> None:
-    """A plain `out` stands for a Replicate one that shares its memory: it cannot become another."""
-    pairs = zip(given, wrapped, strict=True) if isinstance(given, (tuple, list)) else [(given, wrapped)]
+def check_not_resized(name: str, outs: Any, wrapped: Any) -> None:
+    """Raise if a plain `out` should have been resized: only the distributed tensor that shares its memory was."""
+    pairs = zip(outs, wrapped, strict=True) if isinstance(outs, (tuple, list)) else [(outs, wrapped)]
     for plain, out in pairs:
         if isinstance(plain, torch.Tensor) and plain.shape != out.shape:
             raise LayoutError(
@@ -84,7 +89,8 @@ def check_not_resized(name: str, given: Any, wrapped: Any) -> None:
             )
 
 
-def _check(name: str, out: Any, value: Any) -> None:
+def _check(name: str, out: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise, as torch does, if `value` may not be written into `out`."""
     if not torch.can_cast(value.dtype, out.dtype):
         raise RuntimeError(f"{name}: result type {value.dtype} can't be cast to the out's type {out.dtype}")
     if value.requires_grad or (torch.is_grad_enabled() and out.requires_grad):
@@ -95,13 +101,13 @@ def _check(name: str, out: Any, value: Any) -> None:
 
 
 def _write(name: str, out: Any, value: Any) -> Any:
-    """The value goes where `out` lies."""
+    """`out`, with the value written into it."""
     _check(name, out, value)
     return out.copy_(value) if out.shape == value.shape else _resized(name, out, value)
 
 
 def _resized(name: str, out: Any, value: Any) -> Any:
-    """An `out` of another shape becomes one of the result's, as in torch, which warns where elements are lost."""
+    """`out` of another shape, resized to the result's as torch does; with torch's warning where elements are lost."""
     shape, stride = tuple(out.shape), out._layout.stride
     if stride != dense_stride(shape, stride):
         raise RuleError(
@@ -130,20 +136,21 @@ def _overloads(name: str) -> list[Any]:
 
 
 def _without_out(func: Any) -> Any:
-    """The overload that takes the same arguments, and returns what `func` writes into the outs; None: there is none."""
-    wanted = _taken(func, ())
+    """The overload that takes the same arguments and returns what `func` writes into the outs; None without one."""
+    wanted = _arguments(func, ())
     found = [form for form in _overloads(op_name(func)) if not any(a.is_out for a in schema_of(form).arguments)]
-    same = [form for form in found if _taken(form, ()) == wanted]
-    alike = [form for form in found if _taken(form, _OF_FACTORIES) == _taken(func, _OF_FACTORIES)]
+    same = [form for form in found if _arguments(form, ()) == wanted]
+    alike = [form for form in found if _arguments(form, _OF_FACTORIES) == _arguments(func, _OF_FACTORIES)]
     return next(iter(same + alike), None)
 
 
-def _taken(func: Any, less: Sequence[str]) -> list[tuple[str, str]]:
+def _arguments(func: Any, without: Sequence[str]) -> list[tuple[str, str]]:
+    """The names and types of what an overload takes, outs aside."""
     arguments = schema_of(func).arguments
-    return [(a.name, str(a.type)) for a in arguments if not a.is_out and a.name not in less]
+    return [(a.name, str(a.type)) for a in arguments if not a.is_out and a.name not in without]
 
 
 def _is_typed_by_out(form: Any) -> bool:
-    """zeros(3, out=out): what is made has the type of `out`, unless told."""
+    """Whether the result has the dtype of `out` unless the call names one: zeros(3, out=out)."""
     names = [[a.name for a in schema_of(f).arguments] for f in (form, _without_out(form)) if f is not None]
     return len(names) == 2 and "dtype" not in names[0] and "dtype" in names[1]

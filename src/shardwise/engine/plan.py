@@ -1,7 +1,7 @@
 """From a call and a rule to a plan: which operands move, what is called locally, what layout comes out.
 
-A plan is a function run(args, kwargs, locals, local_kwargs): the call's own arguments, and the same with every tensor
-replaced by its local value.
+A plan is a function run(args, kwargs, local_args, local_kwargs): the call's own arguments, and the same arguments with
+the local value in place of each distributed tensor.
 """
 
 from __future__ import annotations
@@ -12,31 +12,45 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from shardwise.comm.base import Comm
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, running
 from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copies, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
-from shardwise.engine.gathered import spread_from_parts
+from shardwise.engine.reduce_to_parts import spread_from_parts
 from shardwise.engine.results import Finish, Results, one_wrapper
 from shardwise.errors import StrictError
 from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
 from shardwise.move.steps import MeshStep, Spread
-from shardwise.strategy.spec import Algorithm, PerCoords
-from shardwise.torch_private import storage_id
-from shardwise.wrapper import shares_memory
+from shardwise.protocols import LocalValue, MeshLike
+from shardwise.strategy.spec import Algorithm, LocalCall, PerCoords, Spec
+from shardwise.torch_private import schema_of, storage_id
+from shardwise.wrapper import Wrapper, shares_memory
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
+Moves = list[tuple[int, tuple[MeshStep, ...], bool]]  # per operand that must change: its number, its steps, and whether
+# all of them only spread, so that no data moves
 
 
-def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | None:
-    """The plan a spec leads to; None where the result cannot be written into the first operand as it is laid out."""
+def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape, in_place: bool) -> Plan | None:
+    """The plan that a rule's answer leads to.
+
+    Args:
+        func: The function that was called.
+        spec: The rule's answer: an `Algorithm`, or a `Spec` that assigns placements.
+        call: The call, with the layouts of its operands.
+        in_place: Whether the result is written into the first operand.
+
+    Returns:
+        The plan; None where the result cannot be written into the first operand in its layout.
+    """
     if isinstance(spec, Algorithm):
         call.check()
         return None if in_place and not spec.writes else _run_program(spec.run, func, call.name)
     results = Results(spec, call, in_place)
     if results.refused:
-        return lambda args, kwargs, locals, local_kwargs: NotImplemented
+        return lambda args, kwargs, local_args, local_kwargs: NotImplemented
     assignment = spec.assign(call.operands, results.metas, in_place)
     if assignment is None:
         return None
@@ -47,7 +61,8 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
     outputs = [] if in_place else results.layouts(call, assignment.outputs)
     split = split_axes(call.mesh, inputs, outputs)
     moves = operand_moves(call, inputs, assignment.splits or [split] * len(inputs))
-    change = apart if results.base is None and getattr(spec, "may_alias", False) else lambda func: func
+    is_new = results.base is None and getattr(spec, "may_alias", False)
+    change = in_new_memory if is_new else lambda func: func
     if assignment.local is None:
         invoke, takes_all = call.mesh.comm.bind(change(func), split), True
     else:
@@ -68,12 +83,14 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
     return _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons)
 
 
-def _run_program(program: Callable[..., Any], func: Any, name: str) -> Plan:
-    """The program of an op: what it communicates is on that op's account. Of a view op it may have made a copy."""
-    schema = getattr(func, "_schema", None)
+def _run_program(program: Callable[..., Any], func: Callable[..., Any], name: str) -> Plan:
+    """The plan that runs the program of an op; its moves are noted in the ledger under the op's name.
+
+    The result of a view op may be a copy then, which is noted too."""
+    schema = schema_of(func)
     views = schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
-    def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
+    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         with running(name):
             result = program(*args, **kwargs)
         if views and not all(shares_memory(args[0], view) for view in tree_flatten(result)[0]):
@@ -83,24 +100,28 @@ def _run_program(program: Callable[..., Any], func: Any, name: str) -> Plan:
     return run
 
 
-def _run_direct(paths: list[Path], wrap_one: Callable[[Any], Any], invoke: Any, takes_all: bool) -> Plan | None:
-    """Nothing moves and one new tensor comes out: as few steps as can be."""
+def _run_direct(
+    paths: list[Path], wrap_one: Callable[[LocalValue], Any], invoke: Callable[..., Any], takes_all: bool
+) -> Plan | None:
+    """The shortest plan, where nothing moves and one new tensor comes out; None for arguments in other places."""
     if takes_all:
-        return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(*locals, **local_kwargs))
+        return lambda args, kwargs, local_args, local_kwargs: wrap_one(invoke(*local_args, **local_kwargs))
     if paths == [(0,)]:
-        return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(locals[0]))
+        return lambda args, kwargs, local_args, local_kwargs: wrap_one(invoke(local_args[0]))
     if paths == [(0,), (1,)]:
-        return lambda args, kwargs, locals, local_kwargs: wrap_one(invoke(locals[0], locals[1]))
+        return lambda args, kwargs, local_args, local_kwargs: wrap_one(invoke(local_args[0], local_args[1]))
     return None
 
 
-def _run_view(paths: list[Path], wrap_one: Callable[[Any], Any], invoke: Any, takes_all: bool) -> Plan | None:
-    """The same for a view of the first argument, which matters if that is a copied view itself."""
+def _run_view(
+    paths: list[Path], wrap_one: Callable[[LocalValue], Any], invoke: Callable[..., Any], takes_all: bool
+) -> Plan | None:
+    """The same where the result is a view of the first argument. That is noted if the argument is a copy of a view."""
     if takes_all or paths != [(0,)]:
         return None
 
-    def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        view = wrap_one(invoke(locals[0]))
+    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        view = wrap_one(invoke(local_args[0]))
         if COPIES:
             note_view(args[0], view)
         return view
@@ -112,43 +133,48 @@ def _run(
     call: CallShape,
     inputs: list[Layout],
     moves: Moves,
-    invoke: Any,
+    invoke: Callable[..., Any],
     takes_all: bool,
     finish: Finish,
     reasons: Sequence[str],
 ) -> Plan:
-    """Move the operands that must move, call locally, wrap."""
-    # what the plan keeps: never the call itself, which holds its tensors
+    """The plan in general: move the operands that must move, call locally, wrap the results."""
+    # a plan must not keep the call itself, which holds its tensors
     name, paths, layouts, comm, note = call.name, call.paths, call.layouts, call.mesh.comm, Note(call.name)
 
-    def run(args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]) -> Any:
+    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if moves and is_strict():
             refuse(name, moves, layouts, inputs, reasons)
         for i, steps, spread_only in moves:
             tensor = fetch(args, kwargs, paths[i])
             value = spread(tensor, steps, note) if spread_only else run_move(tensor._local, comm, steps, note)
-            put(locals, local_kwargs, paths[i], value)
+            put(local_args, local_kwargs, paths[i], value)
         if takes_all:
-            return finish(args, kwargs, invoke(*locals, **local_kwargs))
-        return finish(args, kwargs, invoke(*(fetch(locals, local_kwargs, path) for path in paths)))
+            return finish(args, kwargs, invoke(*local_args, **local_kwargs))
+        return finish(args, kwargs, invoke(*(fetch(local_args, local_kwargs, path) for path in paths)))
 
     return run
 
 
 def _run_in_place(
-    call: CallShape, inputs: list[Layout], moves: Moves, invoke: Any, takes_all: bool, reasons: Sequence[str]
+    call: CallShape,
+    inputs: list[Layout],
+    moves: Moves,
+    invoke: Callable[..., Any],
+    takes_all: bool,
+    reasons: Sequence[str],
 ) -> Plan:
     """The same for an op that writes into its first argument (a tensor, or a list of them) and returns it."""
     name = call.name
     run = _run(call, inputs, moves, invoke, takes_all, lambda args, kwargs, out: args[0], reasons)
 
     def run_in_place(
-        args: Sequence[Any], kwargs: dict[str, Any], locals: list[Any], local_kwargs: dict[str, Any]
+        args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]
     ) -> Any:
         written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
         for target in written:
             before_write(target, name)
-        result = run(args, kwargs, locals, local_kwargs)
+        result = run(args, kwargs, local_args, local_kwargs)
         for target in written:
             after_write(target)
         return result
@@ -156,8 +182,12 @@ def _run_in_place(
     return run_in_place
 
 
-def apart(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func` where its global result is no view: nor may a rank's be one, which a shard is sometimes good for."""
+def in_new_memory(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`func` with a copy of each result that shares memory with its first argument.
+
+    Some functions copy only if they must: reshape of the whole tensor copies, but on a rank's shard it may return a
+    view. The result of the distributed call must not share memory where torch's would not.
+    """
 
     def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         own = lambda out: out.clone() if storage_id(out) == storage_id(x) else out  # noqa: E731
@@ -167,17 +197,17 @@ def apart(func: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def bind_local(comm: Any, local: Any, split: Sequence[int], count: int) -> Callable[..., Any]:
-    """A rule's local call as a function of local values."""
+def bind_local(comm: Comm, local: LocalCall, split: Sequence[int], count: int) -> Callable[..., Any]:
+    """The local call of a rule as a function of `count` local values."""
     if not isinstance(local, PerCoords):
         return comm.bind(local, split)
     bound, value = comm.bind(local.func, split), comm.per_rank(local.of)
     if count == 1:
         return lambda local: bound(local, value)
-    return lambda *locals: bound(*locals, value)
+    return lambda *values: bound(*values, value)
 
 
-def split_axes(mesh: Any, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[int, ...]:
+def split_axes(mesh: MeshLike, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[int, ...]:
     """The axes on which ranks do different work."""
     return tuple(
         axis
@@ -186,11 +216,9 @@ def split_axes(mesh: Any, inputs: Sequence[Layout], outputs: Sequence[Layout]) -
     )
 
 
-Moves = list[tuple[int, tuple[MeshStep, ...], bool]]
-
-
 def operand_moves(call: CallShape, inputs: Sequence[Layout], splits: Sequence[Sequence[int]]) -> Moves:
-    """For each operand that must change, its steps, and whether they only spread (so that no data moves)."""
+    """The moves from the layouts that operands have to those they need; `splits` are the axes that each call is split
+    on, per operand."""
     moves: Moves = []
     for i, (now, need, split) in enumerate(zip(call.layouts, inputs, splits, strict=True)):
         spread_on = tuple(axis for axis in split if need.placements[axis].is_replicate())
@@ -200,8 +228,10 @@ def operand_moves(call: CallShape, inputs: Sequence[Layout], splits: Sequence[Se
     return moves
 
 
-def spread(tensor: Any, steps: tuple[MeshStep, ...], note: Note) -> Any:
-    """A Replicate operand entering a split call. Kept on the tensor, so that several users share one all-reduce."""
+def spread(tensor: Wrapper, steps: tuple[MeshStep, ...], note: Note) -> LocalValue:
+    """The local value with which a Replicate operand enters a split call: its gradient is summed over the ranks.
+
+    It is kept on the tensor, so that several calls share one all-reduce."""
     local = tensor._local
     if not torch.is_grad_enabled():
         return local
@@ -225,7 +255,7 @@ def spread(tensor: Any, steps: tuple[MeshStep, ...], note: Note) -> Any:
 
 
 def refuse(name: str, moves: Moves, now: Sequence[Layout], need: Sequence[Layout], reasons: Sequence[str]) -> None:
-    """Under strict(): say which operand would move, what conflicts, and what to write instead."""
+    """Under strict(): raise if an operand would move, and say which one, what conflicts, and what to write instead."""
     for i, steps, _ in moves:
         if any(step.kind != "local" for step in steps):
             here, there = now[i], need[i]

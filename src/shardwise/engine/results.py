@@ -1,4 +1,4 @@
-"""What a plan returns: local results wrapped with the layouts the plan holds, views noted as such."""
+"""What a plan returns: local results wrapped with the layouts that the plan knows, copies of views noted."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shardwise.engine.aliasing import COPIES, note_copies, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch
 from shardwise.layout import Layout
-from shardwise.strategy.spec import Result
+from shardwise.protocols import LocalValue
+from shardwise.strategy.spec import Result, Spec
 from shardwise.torch_private import is_any_autocast_enabled
 from shardwise.wrapper import shares_memory, wrap, wrapper_of
 
-Finish = Callable[[Sequence[Any], dict[str, Any], Any], Any]  # (arguments, local result) -> the result
+Finish = Callable[[Sequence[Any], dict[str, Any], Any], Any]  # (args, kwargs, local result) -> the call's result
 
 _ONE = tree_flatten(0)[1]
 _NONE = tree_flatten(())[1]
 
 
 class Results:
-    """The outputs of a call as meta tensors (or as the rule knows them), and the container they come in."""
+    """The outputs of a call as meta tensors (or as the rule describes them), and the container they come in."""
 
-    def __init__(self, spec: Any, call: CallShape, in_place: bool) -> None:
+    def __init__(self, spec: Spec, call: CallShape, in_place: bool) -> None:
         known = getattr(spec, "result", None)
         if known is not None:
             flat, self.tree = [known], _ONE
@@ -44,9 +45,11 @@ class Results:
 
     @property
     def single(self) -> bool:
+        """Whether the call returns one tensor."""
         return self.tree.is_leaf() and self.is_tensor == [True]
 
     def layouts(self, call: CallShape, placements: Sequence[Any]) -> list[Layout]:
+        """The layout of each output, from its placements."""
         default = call.layouts[0].device
         made: dict[Any, Layout] = {}  # the results of list ops are mostly alike
         found = []
@@ -57,8 +60,18 @@ class Results:
             found.append(made[key])
         return found
 
-    def finisher(self, outputs: Sequence[Layout], base: Path | None, copied: bool, func: Any, name: str) -> Finish:
-        """Wraps local results; results that are views of the argument at `base` are noted, copies of views as such."""
+    def finisher(
+        self, outputs: Sequence[Layout], base: Path | None, copied: bool, func: Callable[..., Any], name: str
+    ) -> Finish:
+        """A function that wraps local results, and notes which of them torch would have made views.
+
+        Args:
+            outputs: The layouts of the results.
+            base: The path to the argument of which torch's results are views, if they are.
+            copied: Whether ours are copies instead.
+            func: The function that was called.
+            name: Its name in messages.
+        """
         wrap_all = self._wrapper(outputs)
         if base is None or isinstance(base[0], str):
             return lambda args, kwargs, out: wrap_all(out)
@@ -67,7 +80,7 @@ class Results:
         def finish(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
             source = fetch(args, kwargs, base)
             if may_be_same and source._layout.mesh.comm.same(out, source._local):
-                return source  # contiguous() of a contiguous tensor, to() of what it is already
+                return source  # contiguous() of a contiguous tensor, to() of the dtype that it has
             result = wrap_all(out)
             if may_be_same and shares_memory(source, result):
                 return source  # flatten() of a flat tensor
@@ -81,11 +94,12 @@ class Results:
         return finish
 
     def _wrapper(self, outputs: Sequence[Layout]) -> Callable[[Any], Any]:
+        """A function that wraps all local results in the container they come in."""
         if self.single:
             return one_wrapper(outputs[0])
         if self.tree.type in (list, tuple) and len(outputs) == self.tree.num_children == self.tree.num_leaves:
-            kind, of = self.tree.type, {layout: wrapper_of(layout) for layout in outputs}
-            wrappers = [of[layout] for layout in outputs]
+            kind, by_layout = self.tree.type, {layout: wrapper_of(layout) for layout in outputs}
+            wrappers = [by_layout[layout] for layout in outputs]
             return lambda result: kind([wrapped(x) for wrapped, x in zip(wrappers, result, strict=True)])
 
         def wrap_all(result: Any) -> Any:
@@ -97,19 +111,19 @@ class Results:
         return wrap_all
 
 
-def one_wrapper(layout: Layout) -> Callable[[Any], Any]:
-    """Wraps a single local result. Under autocast the local result knows the dtype, meta kernels do not."""
+def one_wrapper(layout: Layout) -> Callable[[LocalValue], Any]:
+    """A function that wraps a single local result. Under autocast its dtype is known only when it is there."""
     if not is_any_autocast_enabled():
         return wrapper_of(layout)
 
-    def wrap_cast(local: Any) -> Any:
+    def wrap_cast(local: LocalValue) -> Any:
         dtype = layout.mesh.comm.first(local).dtype
         return wrap(local, layout if dtype == layout.dtype else layout.replace(dtype=dtype))
 
     return wrap_cast
 
 
-def _device_of(out: Any, default: Any) -> Any:
-    """Where an output lives: where the operands do, unless the op says another place."""
+def _device_of(out: Any, default: torch.device) -> torch.device:
+    """The device of an output: that of the operands (meta tensors say none), unless the op asks for another."""
     device = getattr(out, "device", default)
     return default if device.type == "meta" else device

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.engine.cache import clear_caches
-from shardwise.engine.call import ANY_FLOAT
+from shardwise.engine.keys import ANY_FLOAT
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, Placement, Shard, as_placements
 from shardwise.layout.placement import REPLICATE

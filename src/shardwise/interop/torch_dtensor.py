@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed.tensor as theirs
 
+from shardwise.autograd.gradients import grad_placements
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.layout import parent_sets
 from shardwise.layout.placement import as_placement
 from shardwise.layout.split import Intervals, chunk_pieces, compose, count, normalize
 from shardwise.mesh import as_mesh
-from shardwise.surface import grad_placements
+from shardwise.protocols import MeshLike
 from shardwise.tensor import DTensor
 from shardwise.torch_private import AsyncCollectiveTensor
 
@@ -22,7 +23,14 @@ _StridedShard = theirs.placement_types._StridedShard  # type: ignore[attr-define
 
 
 def from_torch(tensor: theirs.DTensor) -> DTensor:
-    """A DTensor of torch as one of ours, sharing its memory; differentiable."""
+    """A DTensor of torch as one of ours, sharing its memory; differentiable.
+
+    Args:
+        tensor: The tensor of torch.distributed.tensor, on any layout that has one.
+
+    Raises:
+        LayoutError: If it is no DTensor of torch.
+    """
     if not isinstance(tensor, theirs.DTensor):
         raise LayoutError(f"from_torch: expected a DTensor of torch.distributed.tensor, got {type(tensor).__name__}")
     shape, mesh = tuple(tensor.shape), as_mesh(tensor.device_mesh)
@@ -37,7 +45,12 @@ def from_torch(tensor: theirs.DTensor) -> DTensor:
 def to_torch(tensor: DTensor) -> theirs.DTensor:
     """A DTensor of ours as one of torch, sharing its memory; differentiable.
 
-    Explicit sizes and other splits that torch has no placement for raise LayoutError.
+    Args:
+        tensor: The tensor, on a mesh of processes.
+
+    Raises:
+        LayoutError: For explicit sizes and other splits that torch has no placement for.
+        MeshError: For a tensor on a simulated mesh.
     """
     if not isinstance(tensor, DTensor):
         raise LayoutError(f"to_torch: expected a shardwise.DTensor, got {type(tensor).__name__}")
@@ -55,7 +68,7 @@ def to_torch(tensor: DTensor) -> theirs.DTensor:
     )
 
 
-def _ours(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...]) -> tuple[Placement, ...]:
+def _ours(mesh: MeshLike, placements: Sequence[Any], shape: tuple[int, ...]) -> tuple[Placement, ...]:
     out: list[Placement] = []
     for axis, placement in enumerate(placements):
         if isinstance(placement, _StridedShard):
@@ -66,7 +79,9 @@ def _ours(mesh: Any, placements: Sequence[Any], shape: tuple[int, ...]) -> tuple
     return tuple(out)
 
 
-def _theirs(mesh: Any, placements: Sequence[Placement], axis: int, placement: Placement, shape: tuple[int, ...]) -> Any:
+def _theirs(
+    mesh: MeshLike, placements: Sequence[Placement], axis: int, placement: Placement, shape: tuple[int, ...]
+) -> theirs.placement_types.Placement:
     """torch's placement for ours on one axis, the axes before it being laid out as `placements` say."""
     if placement.is_replicate():
         return theirs.Replicate()
@@ -85,9 +100,9 @@ def _theirs(mesh: Any, placements: Sequence[Placement], axis: int, placement: Pl
 
 
 def _strided_rows(
-    mesh: Any, outer: Sequence[Placement], axis: int, dim: int, shape: tuple[int, ...], factor: int
+    mesh: MeshLike, outer: Sequence[Placement], axis: int, dim: int, shape: tuple[int, ...], factor: int
 ) -> tuple[tuple[Intervals, ...], ...]:
-    """What torch's _StridedShard deals out: each parent is cut into `factor` chunks, and each of them over the axis."""
+    """The pieces of torch's _StridedShard: each parent is cut into `factor` chunks, and each chunk over the axis."""
     parts, rows = mesh.shape[axis], []
     for parent in parent_sets(mesh, outer, dim, shape[dim]):
         cut = [

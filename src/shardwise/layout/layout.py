@@ -167,12 +167,6 @@ class Layout:
             if all(any(a <= i < b for a, b in self.held(dim, self.mesh.coords(rank))) for dim, i in enumerate(index))
         )
 
-    def __eq__(self, other: object) -> bool:
-        """Identity; and code that asks whether a tensor's layout is torch.strided hears that it is."""
-        return self is other or (type(other).__name__ == "layout" and str(other) == "torch.strided")
-
-    __hash__ = object.__hash__
-
     def __repr__(self) -> str:
         places = ", ".join(map(str, self.placements))
         return f"Layout({self.shape} {str(self.dtype).removeprefix('torch.')} [{places}] on {self.mesh!r})"

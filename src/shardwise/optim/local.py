@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise import surface
+from shardwise.autograd.leaves import leaf_values
 from shardwise.errors import AutogradError, LayoutError, RuleError
 from shardwise.optim.elementwise import WHOLE, is_elementwise
 from shardwise.optim.twin import Twin
@@ -165,7 +165,7 @@ def _after_step(optimizer: AnyOptimizer, args: Args, kwargs: Kwargs) -> None:
         if group.get("fused"):  # torch's fused kernels write without a trace, and who keeps a copy must know
             for param in group["params"]:
                 if isinstance(param, DTensor):
-                    torch.autograd.graph.increment_version(surface.values(param))
+                    torch.autograd.graph.increment_version(leaf_values(param))
 
 
 register_optimizer_step_pre_hook(_before_step)

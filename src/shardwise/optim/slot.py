@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise import surface
+from shardwise.autograd.leaves import leaf_local, leaf_values
 from shardwise.errors import LayoutError
 from shardwise.optim.elementwise import NUMBERS
 from shardwise.tensor import DTensor
@@ -21,8 +21,8 @@ class Slot:
     """One parameter: its local tensors (one for each distinct value of the ranks played here) and their states."""
 
     def __init__(self, param: DTensor) -> None:
-        self.local, self.layout = surface.leaf_local(param), param._layout
-        self.values: tuple[torch.Tensor, ...] = surface.values(param)
+        self.local, self.layout = leaf_local(param), param._layout
+        self.values: tuple[torch.Tensor, ...] = leaf_values(param)
         self.seen: dict[str, tuple[Any, tuple[Any, ...]]] = {}  # by key: both sides of the state after the last step
         self._unchanged: tuple[list[Any], list[Any]] | None = None  # what both sides held after a step: the short cut
 

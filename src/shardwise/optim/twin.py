@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -103,7 +103,7 @@ class Twin:
                 else:
                     state.pop(param, None)  # the step removed it
                 if slot is not None and aliasing.COPIES:
-                    aliasing.after_write(param)
+                    aliasing.after_write(cast(DTensor, param))
         if self._others or len(self.state) > count:
             self._copy_others(self.state, state, {id(v) for known in self.groups for v in known.local_params})
         for group, known in zip(optimizer.param_groups, self.groups, strict=True):

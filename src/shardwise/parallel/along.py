@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 import torch
 
 from shardwise.api import distribute_tensor
+from shardwise.boundary import enter, leave
 from shardwise.comm.record import Note
-from shardwise.engine.gathered import note_gathered
+from shardwise.engine.reduce_to_parts import note_gathered
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout as TensorLayout
 from shardwise.layout import Placement, Shard
@@ -17,7 +18,7 @@ from shardwise.layout.placement import REPLICATE, as_placement
 from shardwise.mesh import Mesh, as_mesh
 from shardwise.move import move, plan_steps
 from shardwise.parallel.siblings import entered_once
-from shardwise.tensor import DTensor, entered, left
+from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
 # What a style is told of a tensor: its placement on the style's axis, or placements by the names of axes.
@@ -84,7 +85,7 @@ class Along:
         key = None if self.mesh.comm.simulated else (x.shape, x.stride(), x.dtype, x.device, _key(layout))
         known = self._known.get(key)
         if known is not None:
-            return entered(x, known) if watched or x.grad_fn is None else wrap(x, known)
+            return enter(x, known) if watched or x.grad_fn is None else wrap(x, known)
         places = self.places(layout)
         mine = getattr(x, "ranks", (x,))[0].shape  # simulated ranks may differ where a dim is cut
         cut = {p.dim % len(mine) for p in places if isinstance(p, Shard) and -len(mine) <= p.dim < len(mine)}
@@ -138,7 +139,7 @@ class Along:
             return x._local if type(x._local) is torch.Tensor and x._local.grad_fn is not None else x.to_local()
         if not all(p.is_replicate() for p in x.placements):
             return x.to_local()
-        return x.full_tensor() if len(set(comm.spectators)) == 1 else left(x)  # type: ignore[attr-defined]
+        return x.full_tensor() if len(set(comm.spectators)) == 1 else leave(x)  # type: ignore[attr-defined]
 
     def lay_out(self, param: torch.Tensor, placement: Placement, source: int | None) -> DTensor:
         """A parameter or buffer with this placement on the axis; one that is distributed keeps its other axes."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise import surface
+from shardwise.autograd.leaves import leaf_local, leaf_values, loose_writes
 from shardwise.comm.bridge import share
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note
@@ -50,7 +50,7 @@ class Entry:
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
-        return surface.values(self.param)
+        return leaf_values(self.param)
 
     def local(self) -> Any:
         """The leaves as the local value of the ranks played here."""
@@ -109,7 +109,7 @@ class Copies:
         self.coming: Any = None
         self.full = self.alias
         self.versions: tuple[int, ...] | None = None
-        self.loose = [surface.loose_writes(entry.param) for entry in self.entries]
+        self.loose = [loose_writes(entry.param) for entry in self.entries]
         self.values = [value for entry in self.entries for value in entry.values]
         if self.alias:
             self._make_aliases()
@@ -120,7 +120,7 @@ class Copies:
     def _make_aliases(self) -> None:
         """Leaves in the memory of the parameters."""
         for entry in self.entries:
-            local = surface.leaf_local(entry.param)
+            local = leaf_local(entry.param)
             values = local.ranks if isinstance(local, RankTensor) else (local,)
             if self.data.size == 1:
                 self._give_leaves(entry, list(values))
@@ -195,7 +195,7 @@ class Copies:
     # -- gathering ------------------------------------------------------------------------------------------
     def _now(self) -> tuple[int, ...]:
         """What changes when a parameter is written."""
-        loose = [surface.loose_writes(entry.param) for entry in self.entries]
+        loose = [loose_writes(entry.param) for entry in self.entries]
         if loose != self.loose:
             self._written_loosely()
             self.loose = loose
@@ -247,7 +247,7 @@ class Copies:
 
     @staticmethod
     def _value(entry: Entry, rank: int) -> torch.Tensor:
-        local = surface.leaf_local(entry.param)
+        local = leaf_local(entry.param)
         return (local.ranks[rank] if isinstance(local, RankTensor) else local).detach()
 
     @torch.no_grad()

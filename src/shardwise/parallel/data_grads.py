@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise import surface
+from shardwise.autograd.leaves import leaf_local
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note
 from shardwise.errors import AutogradError
@@ -139,7 +139,7 @@ class GradBucket:
 
 
 def _add_gradient(param: Any, parts: list[torch.Tensor]) -> None:
-    comm, mine = param._layout.mesh.comm, surface.leaf_local(param)
+    comm, mine = param._layout.mesh.comm, leaf_local(param)
     local = RankTensor(parts) if comm.simulated else parts[0]
     for value, part in zip(comm.values(mine), comm.pick(comm.structure(mine), local), strict=True):
         if value.grad is None:

@@ -1,5 +1,4 @@
-"""What a rule leaves on the table: layouts that would have been right without communication, and plans that would have
-been cheaper than the one it took."""
+"""Where a rule could do better: layouts for which no communication was needed, and plans that move fewer bytes."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from shardwise.argument_types import MeshArgument
 from shardwise.comm.reduction import reduce_parts
 from shardwise.layout import Layout, Partial, Shard
 from shardwise.mesh import as_mesh
@@ -18,13 +18,14 @@ from shardwise.testing.spread import Combination, Parts, can_add
 from shardwise.testing.trial import Outcome, Reference, different
 
 
-def missed_chance(expected: Reference, mesh: Any, layouts: Combination, seed: int) -> str:
-    """If the op on each rank's own tensors gives the right results in some layout: those layouts; else nothing.
+def missed_chance(expected: Reference, mesh: MeshArgument, layouts: Combination, seed: int) -> str:
+    """The layouts of operands and results, as text, if running the op on the ranks' own tensors gives right results;
+    else an empty text.
 
-    Only layouts in which every rank holds something are asked: of nothing, anything is right."""
+    Layouts under which a rank holds nothing are skipped: any result would be right there."""
     inner = as_mesh(mesh)
     sample = expected.sample
-    if not sample.apart:
+    if not sample.takes_any_sizes:
         return ""
     held = []
     for i, (t, places) in enumerate(zip(sample.tensors, layouts, strict=True)):
@@ -38,7 +39,7 @@ def missed_chance(expected: Reference, mesh: Any, layouts: Combination, seed: in
             torch.manual_seed(0)
             with torch.no_grad():
                 ranks.append(tree_flatten(sample.call([parts.at(inner.coords(rank)) for parts in held]))[0])
-    except Exception:  # the op does not take what a rank holds: no chance
+    except Exception:  # the op does not accept what a rank holds
         return ""
     outs = []
     for i, want in enumerate(expected.outputs):
@@ -64,12 +65,12 @@ def _layout_of(parts: Sequence[Any], want: Any) -> str | None:
 
 
 def pattern(layouts: Combination) -> str:
-    """Layouts as short text: one word an operand."""
+    """Layouts as short text: one word per operand."""
     return " ".join("·".join(map(str, places)) for places in layouts)
 
 
 def is_plain(layouts: Combination) -> bool:
-    """Whether the layouts are what people write: chunks, sums and whole tensors."""
+    """Whether the layouts are common ones: even shards, sums and whole tensors."""
     flat = [p for places in layouts for p in places]
     return all((isinstance(p, Shard) and p.pieces is None) or p.is_replicate() or p == Partial() for p in flat)
 
@@ -81,10 +82,15 @@ def _move_bytes(src: Layout, dst: Layout) -> int:
 
 
 def cheapest_known(
-    expected: Reference, mesh: Any, here: Combination, cost: Outcome, tried: Sequence[tuple[Combination, Outcome]]
+    expected: Reference,
+    mesh: MeshArgument,
+    here: Combination,
+    cost: Outcome,
+    tried: Sequence[tuple[Combination, Outcome]],
 ) -> tuple[int, Combination]:
-    """The fewest bytes of any plan the trials know that leaves no more pending: move the operands to a layout that was
-    tried, run the op there."""
+    """The cheapest way that the trials show: move the operands to a layout that was tried and run the op there.
+
+    Returns its bytes and that layout. Ways whose results leave larger sums pending do not count."""
     inner = as_mesh(mesh)
 
     def moves(there: Combination) -> int:

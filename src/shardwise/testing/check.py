@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardwise.argument_types import MeshArgument
 from shardwise.errors import RuleError
-from shardwise.mesh import simulate
-from shardwise.testing.spread import combinations, with_spare_bits
+from shardwise.mesh import as_mesh, simulate
+from shardwise.testing.spread import Combination, combinations, with_spare_bits
 from shardwise.testing.trial import RIGHT, Outcome, Sample, attempt, reference
 
 
@@ -32,38 +33,59 @@ def as_sample(op: Callable[..., Any], args: Any, kwargs: dict[str, Any] | None =
 def check_rule(
     op: Callable[..., Any],
     samples: Iterable[Any],
-    mesh_shapes: Sequence[tuple[int, ...]] = ((3,), (2, 2)),
+    mesh_shapes: Sequence[tuple[int, ...] | MeshArgument] = ((3,), (2, 2)),
     *,
     limit: int = 40,
     grad: bool = True,
     seed: int = 0,
+    tolerance: float | None = None,
+    partial: bool | Collection[str] = True,
 ) -> int:
-    """Try op(*sample) on simulated meshes with every kind of layout of its tensors (`limit` combinations a sample and
-    mesh): values and gradients must be plain torch's. Returns the number of trials; raises AssertionError at the first
-    that differs.
+    """Try an op with every kind of layout of its tensors: values and gradients must be those of plain torch.
 
-    A sample is a tuple of arguments, a single tensor, or (args, kwargs) with a dict last.
+    Args:
+        op: The function to try.
+        samples: Arguments to try it with. Each is a tuple of arguments, a single tensor, or a pair (args, kwargs).
+        mesh_shapes: The meshes to try it on: shapes of simulated meshes, or meshes. On a mesh of processes, every rank
+            makes this call.
+        limit: How many combinations of layouts to try, per sample and mesh.
+        grad: Whether to compare gradients too.
+        seed: Chooses the layouts, the parts of Partial tensors and the gradients to start from.
+        tolerance: The largest difference that is none, relative and absolute; by default what the dtypes allow.
+        partial: Whether to try Partial layouts too, or of which reductions. The parts of a product have gradients of
+            their own, so an op that returns gradients is tried with ("sum",).
+
+    Returns:
+        The number of trials.
+
+    Raises:
+        AssertionError: At the first trial that differs from plain torch or raises; it says with which layouts.
+        RuleError: For a sample that is none.
 
     >>> check_rule(torch.add, [(torch.randn(5, 3), torch.randn(3))], limit=4)
     8
     """
     trials = 0
     for n, sample in enumerate(samples):
-        call = as_sample(op, *_arguments(sample, n), grad=grad)
+        call = as_sample(op, *_arguments(sample, n), grad=grad, tolerance=tolerance)
         if not call.tensors:
             raise RuleError(f"check_rule: sample {n} = {sample!r} has no tensor; give the op's arguments as a tuple")
         expected = reference(call, seed)
         if expected is None:
             call.call([t.clone() for t in call.tensors])  # plain torch's own error
             raise RuleError(f"check_rule: plain torch cannot run sample {n}")
-        for shape in mesh_shapes:
-            mesh = simulate(tuple(shape))
-            for layouts in combinations(call.tensors, tuple(shape), limit, f"{seed} {n}"):
+        for mesh in map(_mesh, mesh_shapes):
+            shape = as_mesh(mesh).shape
+            for layouts in combinations(call.tensors, shape, limit, f"{seed} {n}", partial):
                 outcome = attempt(expected, mesh, layouts, seed)
                 trials += 1
                 if outcome.verdict != RIGHT:
                     raise AssertionError(_complaint(op, n, call, shape, layouts, outcome))
     return trials
+
+
+def _mesh(mesh: tuple[int, ...] | MeshArgument) -> MeshArgument:
+    return simulate(tuple(mesh)) if isinstance(mesh, (tuple, list)) else mesh
 
 
 def _arguments(sample: Any, n: int) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -76,7 +98,9 @@ def _arguments(sample: Any, n: int) -> tuple[Sequence[Any], dict[str, Any]]:
     return sample, {}
 
 
-def _complaint(op: Any, n: int, call: Sample, shape: Any, layouts: Any, outcome: Outcome) -> str:
+def _complaint(
+    op: Callable[..., Any], n: int, call: Sample, shape: Sequence[int], layouts: Combination, outcome: Outcome
+) -> str:
     name = getattr(op, "__name__", str(op))
     places = "\n".join(
         f"  operand {i} of shape {tuple(t.shape)}: [{', '.join(map(repr, p))}]"

@@ -12,25 +12,26 @@ from typing import Any
 
 import torch
 
+from shardwise.argument_types import MeshArgument
 from shardwise.mesh import simulate
 from shardwise.testing.chances import cheapest_known, is_plain, missed_chance, pattern
 from shardwise.testing.spread import Combination, combinations
 from shardwise.testing.subjects import FORMS, subjects
 from shardwise.testing.trial import RAISED, RIGHT, Outcome, Reference, Sample, attempt, reference
 
-KEPT = 4  # failures and chances written down for an op; all are counted
+KEPT = 4  # failures and missed chances written down per op; all are counted
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is tried: samples of an op, and layouts of a sample on each mesh."""
+    """How much is tried: samples per op, and layouts per sample and mesh."""
 
     samples: int
     other_samples: int  # in forms other than a plain call of the function
     layouts: dict[tuple[int, ...], int]
     other_layouts: dict[tuple[int, ...], int]
     forms: tuple[str, ...] = tuple(FORMS)
-    seconds: int = 90  # an op that takes longer is cut off, and says so
+    seconds: int = 90  # an op that takes longer is stopped, and its record says so
 
 
 QUICK = Effort(2, 1, {(3,): 1, (2, 2): 1}, {(3,): 1}, ("function", "in-place", "ties"), 60)
@@ -39,7 +40,7 @@ FULL = Effort(24, 4, {(4,): 16, (2, 2): 8}, {(3,): 4, (2, 2): 3})
 
 @dataclass
 class Record:
-    """What came out for one operator."""
+    """The results of one operator."""
 
     name: str
     trials: int = 0
@@ -96,7 +97,7 @@ def prove(name: str, effort: Effort = FULL, device: str = "cpu", seed: int = 0) 
                     )
     except _OutOfTime:
         record.cut_off = True
-    except Exception as error:  # of the database or of the device: the others are to go on
+    except Exception as error:  # of the database or of the device: the other operators are tried all the same
         record.trials += 1
         record.verdicts[RAISED] = record.verdicts.get(RAISED, 0) + 1
         record.failures.append(f"the proof ended with {type(error).__name__}: {str(error)[:300]}")
@@ -128,7 +129,7 @@ def _prove_sample(
 
 
 def _note(
-    record: Record, form: str, n: int, shape: Any, sample: Sample, layouts: Combination, outcome: Outcome
+    record: Record, form: str, n: int, shape: tuple[int, ...], sample: Sample, layouts: Combination, outcome: Outcome
 ) -> None:
     record.trials += 1
     record.verdicts[outcome.verdict] = record.verdicts.get(outcome.verdict, 0) + 1
@@ -140,8 +141,8 @@ def _note(
     record.fallbacks = sorted({*record.fallbacks, *outcome.fallbacks})
 
 
-def _weigh(record: Record, expected: Reference, mesh: Any, tried: list[tuple[Combination, Outcome]]) -> None:
-    """What the plans cost against the cheapest that the trials know; and for the documentation, how the op is split."""
+def _weigh(record: Record, expected: Reference, mesh: MeshArgument, tried: list[tuple[Combination, Outcome]]) -> None:
+    """Record what the plans cost next to the cheapest that the trials show, and how the op is split."""
     operand_bytes = sum(t.numel() * t.itemsize for t in expected.sample.tensors)
     splits: dict[str, list[Any]] = {}
     for layouts, outcome in tried:
@@ -160,5 +161,5 @@ def _weigh(record: Record, expected: Reference, mesh: Any, tried: list[tuple[Com
 
 
 def worker_setup() -> None:
-    """One thread a process: the processes share the machine."""
+    """One thread per process: the processes share the machine."""
     torch.set_num_threads(1)

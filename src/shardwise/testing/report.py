@@ -22,7 +22,7 @@ def totals(result: dict[str, Any]) -> dict[str, int]:
 
 
 def table(result: dict[str, Any], everything: bool = False) -> Table:
-    """Operators that are not right, or all; the figures stand in the caption."""
+    """A table of the operators that are not right, or of all; the totals are in its caption."""
     out = Table("operator", "trials", "right", "refused", "wrong", "raised", "bytes / cheapest", "notes")
     for r in result["operators"]:
         if not everything and (r["right"] or not r["trials"]):
@@ -38,7 +38,7 @@ def table(result: dict[str, Any], everything: bool = False) -> Table:
 
 
 def ratio(record: dict[str, Any]) -> str:
-    """Bytes moved over those of the cheapest plans known."""
+    """Bytes moved, divided by those of the cheapest plans known."""
     if record["bytes"] == record["cheapest"]:
         return "1.00" if record["bytes"] else "-"
     return f"{record['bytes'] / record['cheapest']:.2f}" if record["cheapest"] else "∞"
@@ -72,7 +72,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 SHOWN = 6  # layouts shown of an operator
-LONGEST = 60  # characters of one: those of long lists of tensors say little
+LONGEST = 60  # characters per layout: longer ones, of lists of tensors, say little
 
 
 def _row(record: dict[str, Any]) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from shardwise.argument_types import MeshArgument
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
 from shardwise.layout.placement import check_reductions
@@ -19,14 +20,26 @@ from shardwise.tensor import DTensor
 
 def spread_out(
     x: torch.Tensor,
-    mesh: Any,
+    mesh: MeshArgument,
     placements: Sequence[Placement],
     seed: int = 0,
     requires_grad: bool = False,
     holes: bool = False,
 ) -> DTensor:
-    """`x` laid out; the parts of a Partial axis are uneven, of both signs, and reduce to `x` exactly where x has bits
-    to spare (see `with_spare_bits`)."""
+    """A tensor laid out, for tests: Partial layouts too, in parts that are no multiples of each other.
+
+    Args:
+        x: The whole tensor.
+        mesh: The mesh; on one of processes, every rank makes this call.
+        placements: One per mesh axis. The parts of a Partial axis are uneven and of both signs; they reduce to `x`
+            exactly where the values of `x` have bits to spare (see `with_spare_bits`).
+        seed: Chooses the parts.
+        requires_grad: Whether autograd records what is done with it.
+        holes: Whether local tensors use every other element of their memory.
+
+    Returns:
+        A leaf tensor.
+    """
     inner = as_mesh(mesh)
     layout = Layout.make(inner, placements, tuple(x.shape), x.dtype)
     parts = Parts(x, layout, seed, holes)
@@ -78,8 +91,8 @@ def _is_float(x: torch.Tensor) -> bool:
 
 
 def _sum(generator: random.Random, size: int, x: torch.Tensor) -> Share:
-    """Shares of both signs that add up to one, others for each element: what holds for multiples of a tensor only must
-    not pass for linear. They are quarters, so that few bits are lost. A zero is shared as if it were one less one."""
+    """Shares of both signs that add up to one and differ per element: parts that are multiples of the tensor would not
+    show that a rule is wrong. They are quarters, so that few bits are lost. A zero is shared as 1 - 1."""
     step = 4 if _is_float(x) else 1
     noise = torch.Generator().manual_seed(generator.randrange(2**31))
     parts = [torch.randint(-2 * step, 2 * step + 1, x.shape, generator=noise) for _ in range(size - 1)]
@@ -113,7 +126,7 @@ def _product(generator: random.Random, size: int, x: torch.Tensor) -> Share:
 
 def _extreme(sign: int) -> Callable[[random.Random, int, torch.Tensor], Share]:
     def shares(generator: random.Random, size: int, x: torch.Tensor) -> Share:
-        """Every element is whole on one coordinate; the others lie beyond it."""
+        """Every element has its value on one coordinate and a lesser one (or greater, for min) on the others."""
         low = [generator.choice([1, 2, 3]) for _ in range(size)]
         owner = torch.arange(x.numel(), device=x.device).view(x.shape) % size
         if x.dtype is torch.bool:
@@ -165,26 +178,26 @@ _NARROWER = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
 
 
 def with_spare_bits(x: torch.Tensor) -> torch.Tensor:
-    """The number nearest to `x` among those whose shares add up exactly."""
+    """`x`, rounded to numbers whose shares add up exactly."""
     if x.dtype.is_complex:
         return torch.complex(with_spare_bits(x.real), with_spare_bits(x.imag)) if x.dtype != torch.complex32 else x
     return x.to(_NARROWER[x.dtype]).to(x.dtype) if x.dtype in _NARROWER else x
 
 
 def with_holes(t: torch.Tensor) -> torch.Tensor:
-    """The same values in every other place of a memory twice as large."""
+    """The same values in every other element of a memory twice as large."""
     return torch.stack([t.detach(), torch.zeros_like(t)], -1)[..., 0]
 
 
 # -- which layouts -----------------------------------------------------------------------------------------------
 def random_sizes(n: int, parts: int, generator: random.Random) -> tuple[int, ...]:
-    """`parts` sizes >= 0 that add up to n, empty ones likely."""
+    """`parts` sizes >= 0 that add up to n; some are likely to be 0."""
     cuts = sorted(generator.randint(0, n) for _ in range(parts - 1))
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, n], strict=True))
 
 
 def reductions_of(dtype: torch.dtype) -> list[str]:
-    """The reductions a Partial of this dtype may have, sum first."""
+    """The reductions that a Partial of this dtype may have, sum first."""
     found = []
     for op in ("sum", "avg", "product", "max", "min", "bor", "band", "bxor"):
         if dtype is torch.bool and op not in ("max", "min", "bor", "band", "bxor"):
@@ -198,13 +211,13 @@ def reductions_of(dtype: torch.dtype) -> list[str]:
 
 
 def can_add(dtype: torch.dtype) -> bool:
-    """Whether torch has a sum of this dtype that is of this dtype."""
+    """Whether torch has a sum of this dtype whose result has the same dtype."""
     eight_bits = dtype.is_floating_point and dtype.itemsize == 1
     return not eight_bits and dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 
 
 def _reductions_for(x: torch.Tensor) -> list[str]:
-    """The same for one tensor: shares of an infinite value have no sum, and a maximum that is NaN has no gradient."""
+    """The same for one tensor: infinite values cannot be shared in a sum, and a NaN maximum has no gradient."""
     found = reductions_of(x.dtype)
     if not can_add(x.dtype) and x.dtype is not torch.bool:
         return []
@@ -218,7 +231,7 @@ def _reductions_for(x: torch.Tensor) -> list[str]:
 def placements_for(
     x: torch.Tensor, size: int, generator: random.Random, reductions: Sequence[str] = ("sum",)
 ) -> list[Placement]:
-    """Every kind of placement one axis of `size` ranks can give this tensor."""
+    """Every kind of placement that an axis of `size` ranks can have for this tensor."""
     out: list[Placement] = [Replicate()]
     for dim in range(x.dim()):
         out.append(Shard(dim))
@@ -230,8 +243,8 @@ def placements_for(
 def random_placements(
     x: torch.Tensor, mesh_shape: Sequence[int], generator: random.Random, reductions: Sequence[str] = ("sum",)
 ) -> list[Placement]:
-    """Random placements for one tensor; sizes are explicit only where nothing else cuts the same dim, and all Partial
-    axes reduce alike."""
+    """Random placements for one tensor; sizes are explicit only where no other axis cuts the same dim, and all Partial
+    axes have the same reduction."""
     places: list[Placement] = []
     for size in mesh_shape:
         options = placements_for(x, size, generator, reductions)
@@ -247,16 +260,29 @@ def random_placements(
     return places
 
 
-Combination = tuple[tuple[Placement, ...], ...]  # for each tensor, one placement an axis
+Combination = tuple[tuple[Placement, ...], ...]  # per tensor, one placement per axis
 
 
 def combinations(
-    tensors: Sequence[torch.Tensor], mesh_shape: tuple[int, ...], limit: int, seed: Any, reductions: bool = True
+    tensors: Sequence[torch.Tensor],
+    mesh_shape: tuple[int, ...],
+    limit: int,
+    seed: object,
+    reductions: bool | Collection[str] = True,
 ) -> Iterator[Combination]:
     """Layouts of several tensors: on one axis first every placement of each tensor while the others are replicated or
-    cut alike, then a deterministic sample of the rest. No combination comes twice."""
+    cut in the same way, then a deterministic sample of the rest. No combination comes twice.
+
+    Args:
+        tensors: The tensors.
+        mesh_shape: The mesh.
+        limit: How many combinations at most.
+        seed: Chooses the sample.
+        reductions: Whether Partial layouts are among them, or of which reductions.
+    """
     generator = random.Random(f"{seed} {mesh_shape}")
-    allowed = [_reductions_for(t) if reductions else [] for t in tensors]
+    wanted = _SHARES.keys() if reductions is True else reductions or ()
+    allowed = [[op for op in _reductions_for(t) if op in wanted] for t in tensors]
     seen: set[Any] = set()
     whole = (Replicate(),) * len(mesh_shape)
     systematic: list[Combination] = []

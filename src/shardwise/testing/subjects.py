@@ -1,4 +1,4 @@
-"""What there is to prove: PyTorch's databases of operators, of list operators and of modules, as samples in every form
+"""What is proved: the entries of PyTorch's databases of operators, list operators and modules, as samples in every form
 of a call."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Subject(Protocol):
     """One thing to prove."""
 
     def samples(self, form: str, limit: int, device: str = "cpu") -> list[Sample]:
-        """Up to `limit` samples of one form, spread over what the database gives."""
+        """Up to `limit` samples of one form, taken evenly from those of the database."""
 
 
 @lru_cache(maxsize=1)
@@ -133,7 +133,7 @@ class Operator:
             run = _processed(call, raw.output_process_fn_grad)
             values = op.name not in _UNINITIALIZED
             sample = as_sample(run, (raw.input, *raw.args), raw.kwargs, grad=grad, values=values)
-            sample.apart = op.name not in _TRUSTS_SIZES
+            sample.takes_any_sizes = op.name not in _TRUSTS_SIZES
             if op.name in _ON_THE_EDGE and len(sample.tensors) > 1:
                 continue
             if sample.tensors and all(t.layout is torch.strided for t in sample.tensors):
@@ -146,7 +146,7 @@ def _is_float(dtype: torch.dtype) -> bool:
 
 
 def _processed(call: Callable[..., Any], process: Callable[[Any], Any]) -> Callable[..., Any]:
-    """What the database compares: for a result fixed only up to a phase or a sign, that which is fixed."""
+    """The call with the database's processing of its result: where its sign is free, what is fixed."""
     return lambda *args, **kwargs: process(call(*args, **kwargs))
 
 
@@ -160,7 +160,7 @@ def _in_place(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _into(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The result written into tensors that are there already, in another layout than it would have."""
+    """The call with out=: the result is written into tensors with another layout than it would have."""
 
     def target(x: Any) -> Any:
         if not isinstance(x, DTensor):
@@ -211,14 +211,14 @@ class Module:
         if form != "function" or torch.float64 not in self.info.dtypes:
             return []
         torch.manual_seed(0)
-        given = self.info.module_inputs_func(
+        inputs_of = self.info.module_inputs_func(
             self.info, device=device, dtype=torch.float64, requires_grad=False, training=self.training
         )
-        inputs = [i for i in given if i.forward_input is not None]
+        inputs = [i for i in inputs_of if i.forward_input is not None]
         return [self._sample(i, device) for i in chosen(inputs, limit)]
 
-    def _sample(self, given: Any, device: str) -> Sample:
-        make, forward = given.constructor_input, given.forward_input
+    def _sample(self, inputs: Any, device: str) -> Sample:
+        make, forward = inputs.constructor_input, inputs.forward_input
         module = self.info.module_cls(*make.args, **make.kwargs).to(device, torch.float64).train(self.training)
         if any(torch.nn.parameter.is_lazy(p) for p in module.parameters()):
             module(*forward.args, **forward.kwargs)
@@ -228,6 +228,6 @@ class Module:
             buffers = {name: value.clone() for name, value in buffers.items()}
             return functional_call(module, {**parameters, **buffers}, args, kwargs), buffers
 
-        sample = as_sample(run, (buffers, parameters, forward.args, forward.kwargs), apart=False)
+        sample = as_sample(run, (buffers, parameters, forward.args, forward.kwargs), takes_any_sizes=False)
         sample.differentiable[: len(buffers)] = [False] * len(buffers)  # statistics are written, not differentiated
         return sample

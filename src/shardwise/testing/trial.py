@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from shardwise.argument_types import MeshArgument
 from shardwise.comm.record import Entry
 from shardwise.debug.ledger import Ledger
 from shardwise.errors import ShardwiseError
@@ -34,18 +35,19 @@ TOLERANCE = {
 
 @dataclass
 class Sample:
-    """A call to be tried: `call(tensors)` must use the given tensors in place of `tensors`."""
+    """A call to be tried: `call(tensors)` makes it with these tensors in place of the sample's own."""
 
     call: Callable[[list[Any]], Any]
     tensors: list[torch.Tensor]
     grad: bool = True
     values: bool = True  # False where torch promises shapes and dtypes only (empty_like)
     holes: bool = False  # local tensors with gaps in their memory
-    apart: bool = True  # may be called with tensors that do not fit each other: torch's fused modules would crash
+    takes_any_sizes: bool = True  # False where torch would crash on tensors whose sizes do not fit each other
+    tolerance: float | None = None  # the largest difference that is none; by default what the dtypes allow
 
     def __post_init__(self) -> None:
-        # a call is as exact as the least exact of its operands; whole numbers come out whole
-        self.tolerance = max((TOLERANCE.get(t.dtype, 0.0) for t in self.tensors), default=0.0)
+        # a call is as exact as the least exact of its operands
+        self.least_exact = max((TOLERANCE.get(t.dtype, 0.0) for t in self.tensors), default=0.0)
         self.differentiable = [self.grad and (t.dtype.is_floating_point or t.dtype.is_complex) for t in self.tensors]
 
 
@@ -65,8 +67,8 @@ class Reference:
 
 @dataclass
 class Outcome:
-    """How one trial ended, and what it cost: bytes all ranks received forward, and what finishing the sums its results
-    leave pending would take."""
+    """How one trial ended and what it cost: the bytes that all ranks received in forward, and those that it would take
+    to finish the sums that its results leave pending."""
 
     verdict: str
     message: str = ""
@@ -77,16 +79,16 @@ class Outcome:
 
     @property
     def fallbacks(self) -> set[str]:
-        """The reasons of ops that were gathered for want of a better way."""
+        """The ops whose operands were gathered, with the reasons."""
         return {f"{e.op}: {e.reason}" for e in self.entries if e.reason}
 
 
-def _needs_grad(x: Any) -> bool:
+def _needs_grad(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.requires_grad
 
 
 def reference(sample: Sample, seed: int = 0) -> Reference | None:
-    """Plain torch's answer; None where torch itself raises. Gradients are left out where torch has none."""
+    """What plain torch gives for a sample, without gradients where torch has none; None where torch itself raises."""
     for grad in (True, False) if any(sample.differentiable) else (False,):
         leaves = [
             (with_holes(t) if sample.holes else t.detach().clone()).requires_grad_(grad and d)
@@ -111,7 +113,7 @@ def reference(sample: Sample, seed: int = 0) -> Reference | None:
     return None
 
 
-def attempt(expected: Reference, mesh: Any, layouts: Combination, seed: int = 0) -> Outcome:
+def attempt(expected: Reference, mesh: MeshArgument, layouts: Combination, seed: int = 0) -> Outcome:
     """The same call with the tensors laid out."""
     sample = expected.sample
     whole = [Replicate()] * len(as_mesh(mesh).shape)
@@ -124,7 +126,7 @@ def attempt(expected: Reference, mesh: Any, layouts: Combination, seed: int = 0)
                 for i, (t, places, d) in enumerate(zip(sample.tensors, layouts, sample.differentiable, strict=True))
             ]
             torch.manual_seed(0)
-            with log, use("torch"):  # plain torch's numbers are what it is compared with
+            with log, use("torch"):  # the same random numbers as plain torch
                 got = tree_flatten(sample.call(mine))[0]
             message = _difference(got, expected.outputs, sample)
             if not message and expected.roots:
@@ -145,7 +147,7 @@ def attempt(expected: Reference, mesh: Any, layouts: Combination, seed: int = 0)
 
 
 def _pending_bytes(x: DTensor) -> int:
-    """What it takes to finish the sums a result leaves pending."""
+    """The bytes that it takes to finish the sums that a result leaves pending."""
     layout = x._layout
     if not layout.is_partial:
         return 0
@@ -158,7 +160,7 @@ def _difference(got: Sequence[Any], want: Sequence[Any], sample: Sample) -> str:
     if len(got) != len(want):
         return f"{len(got)} results instead of {len(want)}"
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        found = different(g, w, sample.values, sample.tolerance)
+        found = different(g, w, sample.values, sample.least_exact, sample.tolerance)
         if found:
             return f"result {i}: {found}"
     return ""
@@ -170,14 +172,24 @@ def _gradient_difference(got: Sequence[Any], want: Sequence[Any], layouts: Combi
             continue
         if Partial("product") in places:  # each factor has its own gradient, which is no part of the product's
             continue
-        found = "there is none" if g is None else different(g, w, tolerance=sample.tolerance)
+        found = "there is none" if g is None else different(g, w, True, sample.least_exact, sample.tolerance)
         if found:
             return f"gradient of operand {i}: {found}"
     return ""
 
 
-def different(got: Any, want: Any, values: bool = True, tolerance: float = 0.0) -> str:
-    """How `got` differs from what plain torch gives; empty if it does not."""
+def different(
+    got: object, want: object, values: bool = True, least_exact: float = 0.0, tolerance: float | None = None
+) -> str:
+    """How `got` differs from what plain torch gives; empty if it does not.
+
+    Args:
+        got: The result on distributed tensors.
+        want: The result on plain ones.
+        values: Whether to compare values, or only shapes and dtypes.
+        least_exact: The tolerance of the operands' dtypes: a result is not more exact than they are.
+        tolerance: The largest difference that is none; by default what the dtypes allow. Whole numbers must be equal.
+    """
     if not isinstance(want, torch.Tensor):
         same = got == want or (got != got and want != want)
         return "" if same else f"{got!r} instead of {want!r}"
@@ -192,9 +204,12 @@ def different(got: Any, want: Any, values: bool = True, tolerance: float = 0.0) 
     if want.is_sparse:  # a gradient torch made sparse
         want = want.to_dense()
     full = DTensor.full_tensor(got.detach()) if isinstance(got, DTensor) else got.detach()  # type: ignore[arg-type]
-    tolerance = max(TOLERANCE[want.dtype], tolerance) if want.dtype in TOLERANCE else 0.0
+    if tolerance is None:
+        tolerance = max(TOLERANCE[want.dtype], least_exact) if want.dtype in TOLERANCE else 0.0
     scale = 1.0
-    if want.dtype in (torch.bfloat16, torch.float16) and want.numel():  # sums of few bits err by what they pass through
+    if (
+        want.dtype in (torch.bfloat16, torch.float16) and want.numel()
+    ):  # rounding errors of sums grow with the largest value
         scale = max(1.0, want.detach().float().nan_to_num(0, 0, 0).abs().max().item())
     try:
         torch.testing.assert_close(full, want.detach(), rtol=tolerance, atol=tolerance * scale, equal_nan=True)

@@ -1,0 +1,1 @@
+"""The autograd of a distributed tensor, whose graph lives in its local tensors."""

@@ -1,0 +1,145 @@
+"""`requires_grad`, `grad` and `data` of a distributed tensor: asked of, and set on, its local tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.autograd.gradients import as_gradient, distributed_gradient, grad_layout
+from shardwise.autograd.leaves import leaf_local, leaf_values, note_loose_write
+from shardwise.comm.record import Note
+from shardwise.context import is_strict, refuse_in_program
+from shardwise.engine.cache import register_cache
+from shardwise.engine.reduce_to_parts import before_watching
+from shardwise.errors import LayoutError, MeshError
+from shardwise.layout import Layout
+from shardwise.move import plan_steps, run_move
+from shardwise.protocols import LocalValue
+from shardwise.torch_private import without_torch_function
+from shardwise.wrapper import Wrapper, wrap, wrapper_of
+
+
+def set_requires_grad(tensor: Wrapper, flag: bool = True) -> None:
+    """Have autograd record what is done with the tensor, or not."""
+    for value in leaf_values(tensor):
+        value.requires_grad_(flag)
+
+
+def retain_grad(tensor: Wrapper) -> None:
+    """Have backward keep the gradient of a tensor that is no leaf."""
+    before_watching(tensor, "retain_grad")
+    for value in leaf_values(tensor):
+        value.retain_grad()
+
+
+# -- grad --------------------------------------------------------------------------------------------------
+def get_grad(tensor: Wrapper) -> Any:
+    """The gradient as a distributed tensor; the same object as long as the local gradients are the same."""
+    own = tensor.__dict__  # optimizers and clipping ask this of every parameter, several times per step
+    local, shown, layout = leaf_local(tensor), own.get("_shown_grad"), own["_layout"]
+    if type(local) is torch.Tensor:
+        grad = local.grad
+        if shown is not None and shown[0][0] is grad:
+            return shown[1]
+        if grad is not None and not grad.requires_grad and grad.dtype == layout.dtype:
+            wrapped = _gradient_wrapper(layout)(grad)
+            own["_shown_grad"] = ([grad], wrapped)
+            return wrapped
+    held = layout.mesh.comm.values(local)
+    if shown is not None and held[0].grad is shown[0][0] and (len(held) == 1 or _are_grads_of(shown[0], held)):
+        return shown[1]
+    grads = [value.grad for value in held]
+    if grads[0] is None:
+        own.pop("_shown_grad", None)
+        return None
+    wrapped = as_gradient(layout, layout.mesh.comm.rebuild(local, grads))
+    own["_shown_grad"] = (grads, wrapped)
+    return wrapped
+
+
+@functools.lru_cache(maxsize=4096)
+def _gradient_wrapper(layout: Layout) -> Callable[[LocalValue], Any]:
+    return wrapper_of(grad_layout(layout))
+
+
+def _are_grads_of(grads: Sequence[torch.Tensor | None], held: Sequence[torch.Tensor]) -> bool:
+    return all(value.grad is grad for value, grad in zip(held, grads, strict=True))
+
+
+def drop_grad(tensor: Wrapper) -> None:
+    """tensor.grad = None. A gradient that the program holds keeps its values."""
+    local = leaf_local(tensor)
+    if type(local) is torch.Tensor:
+        local.grad = None
+    else:
+        for value in leaf_values(tensor):
+            value.grad = None
+    tensor.__dict__.pop("_shown_grad", None)
+
+
+def set_grad(tensor: Wrapper, grad: torch.Tensor | None) -> None:
+    """tensor.grad = grad, moved to the layout that gradients of this tensor have."""
+    if grad is None:
+        drop_grad(tensor)
+        return
+    own = tensor.__dict__
+    shown: Wrapper = _laid_out_as_gradient(tensor._layout, distributed_gradient(tensor._layout, grad, "grad"))
+    comm = tensor._layout.mesh.comm
+    parts = comm.pick(comm.structure(leaf_local(tensor)), shown._local)
+    is_shared = len(set(map(id, parts))) < len(parts)
+    if is_shared:  # the parts of a sum share its gradient, but each accumulates its own
+        parts = tuple(part.clone() for part in parts)
+    for value, part in zip(leaf_values(tensor), parts, strict=True):
+        value.grad = part
+    if is_shared:
+        own.pop("_shown_grad", None)
+    else:
+        own["_shown_grad"] = (list(parts), shown)
+
+
+def _laid_out_as_gradient(layout: Layout, grad: Wrapper) -> Wrapper:
+    """The gradient in the layout that gradients of a tensor with `layout` have: moved, where it has another."""
+    here = grad._layout
+    wanted = grad_layout(layout).replace(dtype=here.dtype, stride=here.stride, device=here.device)
+    if here.placements == wanted.placements:
+        return grad
+    steps = plan_steps(here, wanted)
+    if is_strict() and any(step.kind != "local" for step in steps):
+        refuse_in_program("grad", here, f"[{', '.join(map(str, wanted.placements))}]")
+    return wrap(run_move(grad._local, here.mesh.comm, steps, Note("grad")), wanted)
+
+
+# -- data --------------------------------------------------------------------------------------------------
+def get_data(tensor: Wrapper) -> Any:
+    """tensor.data: the same memory without a graph."""
+    note_loose_write(tensor)
+    comm, local = tensor._layout.mesh.comm, leaf_local(tensor)
+    return wrap(comm.rebuild(local, [value.data for value in comm.values(local)]), tensor._layout)
+
+
+def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
+    """tensor.data = value: other values (of another dtype or layout, if need be) under the same autograd identity."""
+    if not isinstance(value, Wrapper):
+        raise LayoutError(f"data: expected a DTensor, got {type(value).__name__}; distribute_tensor it first")
+    with without_torch_function():
+        torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    note_loose_write(tensor)
+    comm, local = tensor._layout.mesh.comm, leaf_local(tensor)
+    if value._layout.mesh is not tensor._layout.mesh:
+        raise MeshError(f"data: on {value._layout.mesh!r}, the tensor on {tensor._layout.mesh!r}")
+    if comm.structure(local) != comm.structure(value._local):
+        flag = tensor.requires_grad
+        tensor._local = comm.rebuild(value._local, [v.detach().requires_grad_(flag) for v in comm.values(value._local)])
+        tensor.__dict__.pop("_leaf", None)
+        tensor.__dict__.pop("_hooks", None)
+    else:
+        for mine, theirs in zip(comm.values(local), comm.values(value._local), strict=True):
+            mine.data = theirs
+    tensor._layout = value._layout
+    tensor._spreads = None
+
+
+register_cache("grad wrappers", _gradient_wrapper.cache_info, _gradient_wrapper.cache_clear)

@@ -1,0 +1,138 @@
+"""torch.autograd.backward and torch.autograd.grad on distributed tensors: one backward pass over all local graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from shardwise.autograd.gradients import as_gradient, from_gradient
+from shardwise.autograd.leaves import leaf_local, leaf_values
+from shardwise.comm.record import Note
+from shardwise.context import relaxed
+from shardwise.engine.reduce_to_parts import before_watching
+from shardwise.errors import AutogradError
+from shardwise.layout.placement import REPLICATE
+from shardwise.move import move
+from shardwise.wrapper import Wrapper, wrap
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+Gradients = torch.Tensor | Sequence[torch.Tensor | None] | None
+
+
+def backward(
+    tensors: Tensors,
+    grad_tensors: Gradients = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Tensors | None = None,
+    **_: Any,
+) -> None:
+    """torch.autograd.backward on distributed (and plain) tensors: all ranks start together."""
+    tensors = _as_list(tensors)
+    one = grad_tensors is None or isinstance(grad_tensors, torch.Tensor)
+    grads = [grad_tensors] * len(tensors) if one else list(grad_tensors)  # type: ignore[arg-type]
+    roots, seeds = _starts(tensors, grads, "backward")
+    flat = None if inputs is None else [v for group in _watched(_as_list(inputs), "backward") for v in group]
+    with relaxed():
+        torch.autograd.backward(roots, seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=flat)
+
+
+def grad(
+    outputs: Tensors,
+    inputs: Tensors,
+    grad_outputs: Gradients = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """torch.autograd.grad on distributed tensors."""
+    if is_grads_batched:
+        raise AutogradError("autograd.grad: is_grads_batched is not supported on distributed tensors; loop over them")
+    outputs, inputs = _as_list(outputs), _as_list(inputs)
+    one = isinstance(grad_outputs, torch.Tensor)
+    grads = [grad_outputs] if one else list(grad_outputs or [None] * len(outputs))
+    roots, seeds = _starts(outputs, grads, "autograd.grad")
+    groups = _watched(inputs, "autograd.grad")
+    with relaxed():
+        found = iter(
+            torch.autograd.grad(
+                roots,
+                [value for group in groups for value in group],
+                seeds,
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+                allow_unused=allow_unused,
+                materialize_grads=materialize_grads,
+            )
+        )
+    return tuple(_gathered_up(t, [next(found) for _ in group]) for t, group in zip(inputs, groups, strict=True))
+
+
+def make_dual(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raises: a forward-mode tangent would live in the wrapper, where no op looks."""
+    raise AutogradError(
+        "forward-mode differentiation (make_dual, torch.func.jvp, linearize) of a distributed tensor is not supported: "
+        "its tangent would be lost. Use reverse mode: torch.autograd.grad, torch.func.vjp or jacrev"
+    )
+
+
+def _as_list(tensors: Tensors) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _watched(inputs: Sequence[torch.Tensor], what: str) -> list[tuple[torch.Tensor, ...]]:
+    """The plain tensors of each input, whose gradients somebody wants to see."""
+    for tensor in inputs:
+        before_watching(tensor, what)
+    return [leaf_values(tensor) if isinstance(tensor, Wrapper) else (tensor,) for tensor in inputs]
+
+
+def _gathered_up(tensor: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor | None:
+    """The gradient of an input, from those of its plain tensors."""
+    if not isinstance(tensor, Wrapper) or grads[0] is None:
+        return grads[0]
+    return as_gradient(tensor._layout, tensor._layout.mesh.comm.rebuild(leaf_local(tensor), grads))
+
+
+def _starts(
+    tensors: Sequence[torch.Tensor], grads: Sequence[Any], what: str
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """The plain tensors that a backward pass starts from, and their gradients."""
+    roots: list[torch.Tensor] = []
+    seeds: list[torch.Tensor | None] = []
+    for tensor, seed in zip(tensors, grads, strict=True):
+        outs, start = _roots(tensor, seed, what) if isinstance(tensor, Wrapper) else ([tensor], [seed])
+        roots += outs
+        seeds += start
+    return roots, seeds
+
+
+def _roots(tensor: Wrapper, seed: Any, what: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    layout = tensor._layout
+    if layout.mesh.comm.outside:  # nothing to start from, but the move that made it has a gradient to take part in
+        return [tensor._local], [torch.empty_like(tensor._local)]
+    if any(p.is_partial() and not p.is_partial("sum") for p in layout.placements):
+        tensor = _replicated_partials(tensor)
+        layout = tensor._layout
+    comm = layout.mesh.comm
+    outs = comm.values(tensor._local)
+    if seed is None:
+        if math.prod(layout.shape) != 1:
+            raise RuntimeError(f"{what}: grad can be implicitly created only for scalar outputs")
+        return list(outs), [torch.ones_like(v) for v in outs]
+    local = from_gradient(layout, seed, what)
+    return list(outs), list(comm.pick(comm.structure(tensor._local), local))
+
+
+def _replicated_partials(tensor: Wrapper) -> Wrapper:
+    """The tensor with every Partial that is not a sum reduced, differentiably."""
+    layout = tensor._layout
+    places = [REPLICATE if p.is_partial() and not p.is_partial("sum") else p for p in layout.placements]
+    target = layout.replace(placements=places)
+    return wrap(move(tensor._local, layout, target, Note("backward")), target)

@@ -1,0 +1,34 @@
+"""The local tensors of a distributed tensor that hold its graph and accumulate its gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.protocols import LocalValue
+from shardwise.wrapper import Wrapper
+
+
+def leaf_local(tensor: Wrapper) -> LocalValue:
+    """The local value that accumulates the gradient; where hooks were registered, ops use another one behind them."""
+    return tensor.__dict__.get("_leaf", tensor._local)
+
+
+def leaf_values(tensor: Wrapper) -> tuple[torch.Tensor, ...]:
+    """The plain tensors whose graphs stand for the tensor's: one per process, or one per distinct simulated rank."""
+    return tensor._layout.mesh.comm.values(leaf_local(tensor))
+
+
+def first_leaf(tensor: Wrapper) -> torch.Tensor:
+    """The first of `leaf_values`, whose autograd attributes (requires_grad, is_leaf, ...) are those of all."""
+    return tensor._layout.mesh.comm.first(leaf_local(tensor))
+
+
+def note_loose_write(tensor: Wrapper) -> None:
+    """Count that `.data` was handed out or replaced: such a write raises no version counter, and whoever keeps a copy
+    of the values must know."""
+    tensor._loose_writes += 1
+
+
+def loose_writes(tensor: Wrapper) -> int:
+    """How often `.data` was handed out or replaced."""
+    return tensor._loose_writes

@@ -1,0 +1,78 @@
+"""Where a tensor of the user's becomes a local value of a distributed tensor, and where one comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.argument_types import Placements
+from shardwise.comm.base import Comm
+from shardwise.comm.bridge import share
+from shardwise.comm.rank_tensor import RankTensor
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout, as_placements
+from shardwise.protocols import LocalValue
+from shardwise.torch_private import storage_id
+from shardwise.wrapper import Wrapper, wrap
+
+
+def enter(local: LocalValue, layout: Layout) -> Any:
+    """A local value of the user's as a distributed tensor, differentiable; `layout` is known to fit it."""
+    comm = layout.mesh.comm
+    replicas = [axis for axis, p in enumerate(layout.placements) if p.is_replicate()]
+    local = other_side(comm, share(comm, local, replicas))
+    return wrap(_with_own_memory(comm, local) if type(local) is RankTensor else local, layout)
+
+
+def leave(tensor: Wrapper) -> LocalValue:
+    """The local value of a Replicate tensor, as one tensor that all simulated ranks share."""
+    comm = tensor._layout.mesh.comm
+    local = other_side(comm, share(comm, tensor._local, range(len(tensor._layout.placements))))
+    if type(local) is RankTensor:
+        local.copies = True
+    return local
+
+
+def other_side(comm: Comm, local: LocalValue) -> LocalValue:
+    """The same memory as a tensor with autograd flags, hooks and `.grad` of its own: the user has one, the distributed
+    tensor the other."""
+    if type(local) is not RankTensor:
+        return _alias(local)
+    return comm.rebuild(local, [_alias(value) for value in comm.values(local)])
+
+
+def _alias(value: torch.Tensor) -> torch.Tensor:
+    return value.view_as(value) if value.requires_grad and torch.is_grad_enabled() else value.detach()
+
+
+def _with_own_memory(comm: Comm, local: LocalValue) -> LocalValue:
+    """`local` with a copy for each simulated rank whose memory another rank has too.
+
+    Ranks that hold the same thing (along a Replicate axis) are one tensor, and an op runs once for them. Ranks that
+    hold different things each run it: in shared memory, an in-place op would take effect once per rank.
+    """
+    own: list[torch.Tensor | None] = []
+    taken: set[object] = set()
+    for value in comm.values(local):
+        place = storage_id(value), value.storage_offset()
+        own.append(value.clone() if place in taken else value)
+        taken.add(place)
+    return local if len(taken) == len(own) else comm.rebuild(local, own)
+
+
+def checked_grad_layout(layout: Layout, grad_placements: Placements) -> Layout:
+    """The layout that the user says the gradient of a local tensor has.
+
+    Raises:
+        LayoutError: Where a rank's gradient would not have the shape of its local tensor.
+    """
+    said = layout.replace(placements=as_placements(grad_placements))
+    for coords in layout.mesh.comm.played():
+        if said.local_shape_at(coords) != layout.local_shape_at(coords):
+            raise LayoutError(
+                f"grad_placements = {list(said.placements)}: the rank at {coords} would have a gradient of shape "
+                f"{said.local_shape_at(coords)} for its local tensor of shape {layout.local_shape_at(coords)} under "
+                f"{list(layout.placements)}; use the same Shard, or Replicate() or Partial() where there is none"
+            )
+    return said

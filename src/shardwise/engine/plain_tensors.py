@@ -1,0 +1,82 @@
+"""Plain tensors that meet distributed ones: they count as replicated, unless `strict` refuses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from shardwise.comm.rank_tensor import RankTensor
+from shardwise.context import refuses_plain
+from shardwise.errors import LayoutError, MeshError, StrictError
+from shardwise.layout import Layout
+from shardwise.layout.placement import REPLICATE
+from shardwise.mesh import Mesh
+from shardwise.torch_private import is_transformed
+from shardwise.wrapper import Wrapper, wrap
+
+
+def with_plain_wrapped(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the op `name`, with every plain tensor wrapped as Replicate on the mesh of the others."""
+    _refuse_if_strict(name)
+    kwargs = kwargs or {}
+    mesh = mesh_in((*args, *kwargs.values()))
+    if mesh is None:
+        raise MeshError(f"{name}: no distributed tensor among the arguments")
+    return tuple(_wrapped(a, mesh) for a in args), {k: _wrapped(v, mesh) for k, v in kwargs.items()}
+
+
+def plain_wrapped(name: str, value: torch.Tensor, mesh: Mesh) -> Wrapper:
+    """A plain tensor that `name` was called with, as a Replicate one on `mesh`."""
+    _refuse_if_strict(name)
+    return replicated_plain(value, mesh)
+
+
+def _refuse_if_strict(name: str) -> None:
+    if refuses_plain():
+        raise StrictError(
+            f"{name}: a plain tensor meets a distributed one under strict(); "
+            f"make it a DTensor with distribute_tensor(x, mesh, [Replicate(), ...])"
+        )
+
+
+def mesh_in(values: Iterable[Any]) -> Mesh | None:
+    """The mesh of the first distributed tensor among the values, lists and tuples looked into."""
+    for value in values:
+        if isinstance(value, Wrapper):
+            return value._layout.mesh
+        if isinstance(value, (list, tuple)):
+            mesh = mesh_in(value)
+            if mesh is not None:
+                return mesh
+    return None
+
+
+def has_transformed(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether a tensor of torch.func's transforms is among the arguments: it may hold a distributed one."""
+    tensors, _ = tree_flatten((args, kwargs))
+    return any(isinstance(t, torch.Tensor) and is_transformed(t) for t in tensors)
+
+
+def _wrapped(value: Any, mesh: Mesh) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, Wrapper):
+        return replicated_plain(value, mesh)
+    if isinstance(value, (list, tuple)) and any(isinstance(v, (torch.Tensor, list, tuple)) for v in value):
+        return type(value)(_wrapped(v, mesh) for v in value) if type(value) in (list, tuple) else value
+    return value
+
+
+def replicated_plain(value: torch.Tensor, mesh: Mesh) -> Wrapper:
+    """A plain tensor as a Replicate one on `mesh`, sharing its memory and its autograd history."""
+    if isinstance(value, RankTensor):
+        raise MeshError("a RankTensor meets a DTensor; say how it is laid out: DTensor.from_local(x, mesh, placements)")
+    if value.layout is not torch.strided:
+        raise LayoutError(f"a {value.layout} tensor meets a DTensor, which only dense ones can; use x.to_dense()")
+    layout = Layout.make(
+        mesh, [REPLICATE] * len(mesh.shape), tuple(value.shape), value.dtype, value.stride(), value.device
+    )
+    return wrap(mesh.comm.shared(value), layout)

@@ -1,0 +1,45 @@
+"""Types of what crosses a layer, below all layers.
+
+A step of a move is typed in `comm/base.py` (`Step`), what a rule answers in `strategy/spec.py` (`Spec`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+LocalValue: TypeAlias = torch.Tensor
+"""What the ranks of this process hold of one tensor: a plain tensor on a process group, a `RankTensor` in simulation.
+
+Only backends know which of the two; everything above passes it along."""
+
+Coords: TypeAlias = tuple[int, ...]
+"""Where a rank stands on a mesh: one index per axis."""
+
+
+class MeshLike(Protocol):
+    """What a layout knows of a mesh."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of ranks along each axis."""
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The name of each axis."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks, in the order of their coordinates."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where local tensors live."""
+
+    @property
+    def comm(self) -> Any:
+        """The backend: a `comm.base.Comm`, which stands above this file."""
+
+    def coords(self, rank: int) -> Coords:
+        """The coordinates of a global rank."""
