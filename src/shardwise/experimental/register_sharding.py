@@ -17,8 +17,9 @@ from shardwise.layout import Layout, Placement, Shard, as_placements
 from shardwise.layout.placement import REPLICATE
 from shardwise.spec import TensorMeta
 from shardwise.strategy import registry
-from shardwise.strategy.notation import line_rule, operands_in, parse
-from shardwise.strategy.spec import Assignment, Choice, Factors, Operand, fitting
+from shardwise.strategy.lines import line_rule
+from shardwise.strategy.notation import parse
+from shardwise.strategy.spec import Assignment, Choice, Factors, Operand, fitting, operands_in
 from shardwise.torch_private import OpOverload, OpOverloadPacket, schema_of
 
 Pair = tuple[tuple[Placement, ...], tuple[Placement, ...]]  # outputs, inputs

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from shardwise.rules.pointwise import broadcast
-from shardwise.strategy.notation import operands_in
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand
+from shardwise.strategy.spec import Algorithm, Factors, Operand, operands_in
 from shardwise.wrapper import wrap
 
 
@@ -20,9 +20,9 @@ def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
     given = (*args, *kwargs.values())
     if any(isinstance(a, (torch.device, str)) for a in given):
         return Algorithm(to_device)
-    others, names = list(operands_in(given)), broadcast([x])
+    others = list(operands_in(given))
     if others:  # type_as, to(other): the other gives its dtype only
-        return Factors([names.inputs[0], *([None] * o.ndim for o in others)], names.outputs)
+        return factors("*d, *o!, .. -> *d", [x, *others])
     wanted = [a for a in given if isinstance(a, torch.dtype)]
     same = all(d == x.dtype for d in wanted)
     holds = lambda d: d.itemsize > 1 and (x.dtype.itemsize == 1 or torch.promote_types(d, x.dtype) == d)  # not float8

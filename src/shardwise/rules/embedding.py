@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from shardwise.layout.split import Intervals, positions
 from shardwise.rules.index import by_holders, located, pointable
 from shardwise.strategy.program import reduced
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Factors, Gathered, Operand
 
@@ -37,8 +38,7 @@ def embedding(first: Operand, second: Operand, *args: Any, **kwargs: Any) -> Fac
         pad = -1
     elif pad < 0:
         pad += size
-    where = tuple(None if by_freq else f"i{d}" for d in range(ids.ndim))
-    rows = (None if by_freq else "v", "d")
+    where, rows = ("*i!", "v! d") if by_freq else ("*i", "v d")
 
     def look_up(first: torch.Tensor, second: torch.Tensor, held: tuple[Intervals] | None = None) -> torch.Tensor:
         rows, ids = (first, second) if aten else (second, first)
@@ -49,9 +49,9 @@ def embedding(first: Operand, second: Operand, *args: Any, **kwargs: Any) -> Fac
         found = with_a_column(lambda rows: torch.embedding(rows, at, here), pointable(rows, 0))
         return found.masked_fill(~mine.unsqueeze(-1), 0)
 
-    inputs = [rows, where] if aten else [where, rows]
+    text = f"{rows}, {where} -> *i d" if aten else f"{where}, {rows} -> *i d"
     local = by_holders([0], look_up, look_up, table.index)
-    return Factors(inputs, [(*where, "d")], linear="each", joint=frozenset({table.index}), local=local)
+    return factors(text, [first, second], "each", joint={table.index}, local=local)
 
 
 @program("embedding_renorm", writes=True)

@@ -18,6 +18,7 @@ from shardwise.rules.found import broadcast_shape, select_masked
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.slicing import adds_up, clipped, select, slice_, sum_of
 from shardwise.rules.view import dim_of, unsqueeze
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
 from shardwise.torch_private import assert_async
@@ -263,7 +264,7 @@ def gather(x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -
     """Dims beside `dim` are looked up position by position, as many as the index has: the rest of x is not needed."""
     d = dim_of(dim, x.ndim)
     if x.ndim != index.ndim or not x.ndim:
-        return Factors([(None,) * x.ndim, (None,) * index.ndim], [(None,) * index.ndim], "each", frozenset({0}))
+        return factors("*x!, *i! -> *i", [x, index], "each", joint={0})
     if any(i != d and index.shape[i] < n for i, n in enumerate(x.shape)):
         first = tuple(slice(None if i == d else n) for i, n in enumerate(index.shape))
         return Algorithm(lambda x, dim, index, **kwargs: torch.gather(x[first], dim, index))
@@ -275,8 +276,7 @@ def gather(x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -
 def take(x: Operand, index: Operand) -> Factors | Algorithm:
     if any(p.is_shard() for p in x.layout.placements):
         return Algorithm(lambda x, index: torch.ops.aten.index(x, unravelled(index, x.shape)))
-    names = tuple(f"i{d}" for d in range(index.ndim))
-    return Factors([(None,) * x.ndim, names], [names], "each", frozenset({0}))
+    return factors("*x!, *i -> *i", [x, index], "each", joint={0})
 
 
 def unravelled(index: Any, shape: Sequence[int]) -> list[Any]:

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.split import Intervals, normalize, shift
-from shardwise.rules.view import dim_of, factors_of
-from shardwise.strategy.notation import operands_in
+from shardwise.rules.view import dim_of
+from shardwise.strategy.lines import line
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand
+from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, operands_in
 
 
 @dataclass
@@ -64,15 +65,11 @@ def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Any:
             return None  # torch's own error
         dtype = functools.reduce(torch.promote_types, (op.dtype for op in operands))
         return Algorithm(lambda tensors, *args, **kwargs: torch.cat([tensors[i] for i in kept], dim).to(dtype))
-    names = factors_of(operands[0].ndim, d := dim_of(dim, operands[0].ndim))
-    return Cat(d, Factors([names] * len(operands), [names], linear="joint"))
+    d = dim_of(dim, operands[0].ndim)
+    return Cat(d, factors("*d!dim, .. -> *d", operands, "joint", dim=d))
 
 
-@rule("stack")
-def stack(tensors: Any, dim: int = 0) -> Factors:
-    operands = list(operands_in(tensors))
-    names, d = factors_of(operands[0].ndim), dim_of(dim, operands[0].ndim + 1)
-    return Factors([names] * len(operands), [(*names[:d], None, *names[d:])], linear="joint")
+line("stack", "*d, .. -> *d+dim", "joint", takes="tensors dim=0")
 
 
 @program("pad_sequence")

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from shardwise.layout.placement import REPLICATE
-from shardwise.rules.pointwise import broadcast
-from shardwise.rules.view import dim_of
-from shardwise.strategy.notation import factors, line, operands_in, parse
+from shardwise.strategy.lines import line
 from shardwise.strategy.program import run_local, whole
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Assignment, Choice, Factors, Gathered, Operand, Shard
+from shardwise.strategy.spec import Assignment, Choice, Factors, Gathered, Operand, Shard, operands_in
 
 # `!` marks what must be whole; letters that only outputs have are never cut. The second line is for left=False, the
 # third for right-hand sides that are vectors.
@@ -74,7 +73,7 @@ def checked(lines: Sequence[Any], *args: Any, check_errors: bool = False, **kwar
 
 
 for _names, _text in _LINES.items():
-    _lines = [parse(part) for part in _text.split("|")]
+    _lines = _text.split("|")
     rule(_names)(partial(checked, _lines) if _names.endswith("_ex") else partial(matrices, _lines, None))
 
 
@@ -116,22 +115,14 @@ def _det(x: torch.Tensor) -> Any:
     return tuple(out[tuple(slice(n) for n in x.shape[:-2])] for out in torch.ops.aten._linalg_det(x.sum() + ones))
 
 
-rule("_linalg_det")(partial(matrices, [parse("*b n! n! -> *b, *b n n, *b n")], lambda inputs, outputs: _det))
+rule("_linalg_det")(partial(matrices, ["*b n! n! -> *b, *b n n, *b n"], lambda inputs, outputs: _det))
 _householder = or_empty(torch.linalg.householder_product)
-line("linalg_householder_product", "*b m! n!, *b k! -> *b m n", local=lambda inputs, outputs: _householder)
-_ORMQR = [parse("*b m! k!, *b k!, *b n! r -> *b n r"), parse("*b m! k!, *b k!, *b r n! -> *b r n")]
+line("linalg_householder_product", "*b m! n!, *b k! -> *b m n", call=_householder)
+line("linalg_cross", "*d!dim, *d -> *d", "each", takes="x other dim=-1")
 
 
 @rule("ormqr")
 def ormqr(x: Operand, tau: Operand, other: Operand, left: bool = True, transpose: bool = False) -> Factors:
-    local, line = or_empty(lambda x, tau, other: torch.ormqr(x, tau, other, left, transpose), 2), _ORMQR[not left]
-    return factors(line, [x, tau, other], linear="each", joint=frozenset({2}), local=lambda inputs, outputs: local)
-
-
-@rule("linalg_cross")
-def cross(x: Operand, other: Operand, *, dim: int = -1) -> Factors:
-    """Linear in each; the three components are whole."""
-    spec = broadcast([x, other], linear="each")
-    along = f"d{dim_of(dim, len(spec.outputs[0]))}"
-    spec.inputs = [tuple(None if f == along else f for f in fs) for fs in spec.inputs]
-    return spec
+    local = or_empty(lambda x, tau, other: torch.ormqr(x, tau, other, left, transpose), 2)
+    text = f"*b m! k!, *b k!, {'*b n! r -> *b n r' if left else '*b r n! -> *b r n'}"
+    return factors(text, [x, tau, other], "each", joint={2}, call=local)

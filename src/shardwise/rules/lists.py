@@ -13,11 +13,10 @@ import torch
 from shardwise.layout.placement import REPLICATE, Partial
 from shardwise.rules.halo import leaves_empty
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.reduce import names_of
-from shardwise.strategy.notation import operands_in
 from shardwise.strategy.program import needs_grad, reduced
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import named, rule
-from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, Places
+from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, Places, operands_in
 from shardwise.torch_private import foreach_max, foreach_mul_, foreach_norm, fused_optimizer_steps
 from shardwise.wrapper import wrap, wrapper_of
 
@@ -218,7 +217,7 @@ def foreach_powsum(tensors: Sequence[Operand], ord: Any = 2, dtype: Any = None) 
     """Sums of powers: of what is cut, each rank has a part."""
     if not 0 < ord < math.inf:
         return None
-    return Columns((tensors, ord), {"dtype": dtype}, lambda t, *_, **options: Factors([names_of(t, (), True)[0]], [()]))
+    return Columns((tensors, ord), {"dtype": dtype}, lambda t, *_, **options: factors("*d -> ", [t]))
 
 
 @rule("_amp_foreach_non_finite_check_and_unscale")

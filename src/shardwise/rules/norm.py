@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from shardwise.layout import contiguous_stride
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.halo import leaves_empty
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy.notation import operands_in
+from shardwise.strategy.lines import line
 from shardwise.strategy.program import reduced, run_local, whole, wide
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
+from shardwise.strategy.spec import Algorithm, Factors, Operand, operands_in
 
 
 def over(dims: Any) -> Callable[[Any], Any]:
@@ -51,11 +51,8 @@ def trailing(name: str, normed: Callable[..., Any]) -> None:
         if name.startswith("native") or any(map(x.layout.is_cut, range(kept, x.ndim))):
             of = over(range(kept, x.ndim))
             return Algorithm(lambda x, normalized_shape, *args, **kwargs: normed(reduced(x), of, *args, **kwargs))
-        names = tuple(f"d{i}" if i < kept else None for i in range(x.ndim))
-        others = list(operands_in((*args, *kwargs.values())))
-        same = all(op.dtype == x.dtype for op in others)
-        result = Result(x.shape, x.dtype, contiguous_stride(x.shape)) if same else None
-        return Factors([names, *((None,) * op.ndim for op in others)], [names], result=result)
+        operands = [x, *operands_in((*args, *kwargs.values()))]
+        return factors("*d!dim, *w!, .. -> *d", operands, dim=range(kept, x.ndim), contiguous=True)
 
 
 def _native_layer_norm(x: Any, average: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
@@ -145,7 +142,7 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: b
 
 
 # -- by neighbours, or by a vector's length ----------------------------------------------------------------
-rule("local_response_norm")(lambda x, *args, **kwargs: whole_along(x, (1,), True))
+line("local_response_norm", "n c! *d -> n c *d")
 
 
 @rule("normalize")

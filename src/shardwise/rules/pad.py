@@ -13,9 +13,10 @@ from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Intervals, count, intersect, normalize
 from shardwise.rules.halo import leaves_empty
 from shardwise.strategy.program import reduced
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, unchanged
-from shardwise.strategy.spec import Algorithm, Factors, Operand
+from shardwise.strategy.spec import Algorithm, Operand
 
 Sources = dict[int, torch.Tensor]  # dim -> for every output index, the input index it reads
 
@@ -24,8 +25,7 @@ def copied(x: Operand, sources: Sources) -> Any:
     """Output index i of a dim reads input index sources[dim][i]. Where no such dim is cut the op itself is called,
     unless a rank holds nothing, which kernels refuse."""
     if not any(map(x.layout.is_cut, sources)) and not leaves_empty(x.layout):
-        names = tuple(None if dim in sources else f"d{dim}" for dim in range(x.ndim))
-        return Factors([names], [names], linear="joint", any_partial=True)
+        return factors("*d!dim -> *d", [x], "joint", dim=tuple(sources), any_partial=True)
 
     @cache
     @torch.inference_mode(False)  # for a later backward too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -12,20 +12,15 @@ import torch
 from shardwise.layout.layout import dense_stride
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy.notation import operands_in
 from shardwise.strategy.program import unfinished
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
+from shardwise.strategy.spec import Algorithm, Factors, Operand, Result, operands_in
 
 
-def broadcast(values: Sequence[Any], outputs: int = 1, **more: Any) -> Factors:
-    """Factors of a broadcasting elementwise call: of the operands among these values."""
-    operands = list(operands_in(values))
-    ndim = max(op.ndim for op in operands)
-    aligned = [list(enumerate(op.shape, ndim - op.ndim)) for op in operands]
-    sizes = {i: size for dims in aligned for i, size in dims if size != 1}
-    inputs = [tuple(f"d{i}" if size == sizes.get(i, 1) else None for i, size in dims) for dims in aligned]
-    return Factors(inputs, [tuple(f"d{i}" for i in range(ndim))] * outputs, **more)
+def broadcast(values: Iterable[object], outputs: int = 1, **more: Any) -> Factors:
+    """The answer for a broadcasting elementwise call: of the operands among these values."""
+    return factors("*d, .. -> *d", list(operands_in(values)), outputs=outputs, **more)
 
 
 def pointwise(names: str, *, keeps_float: bool = False, outputs: int = 1, numbers: tuple[str, ...] = ()) -> None:

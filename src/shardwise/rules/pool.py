@@ -17,10 +17,10 @@ from shardwise.comm.base import Coords
 from shardwise.layout import Layout
 from shardwise.layout.split import Interval
 from shardwise.rules.halo import Halo, Reach, cut_like, each, windowed
-from shardwise.strategy.notation import operands_in
 from shardwise.strategy.program import reduced, run_local
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand
+from shardwise.strategy.spec import Algorithm, Factors, Operand, operands_in
 
 ATEN = torch.ops.aten
 
@@ -104,15 +104,15 @@ def leading(call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1,
     """call(*operands), of which so many `last` dims of each are whole and those before them pass; `linear` in the
     first. Kernels refuse tensors without elements, so a rank with nothing to make is spared the call."""
     most = operands[0].ndim - last[0]
-    places = [range(op.ndim - end, -end, -1) for op, end in zip(operands, last)]
-    names = [tuple(f"d{d}" if 0 < d <= most else None for d in dims) for dims in places]
+    terms = ["*b" + "".join(f" x{i}_{d}!" for d in range(end)) for i, end in enumerate(last)]
 
     def local(inputs: list[Layout], outs: list[Layout]) -> Any:
         sizes = outs[0].shape[most:]
         return lambda *v: call(*v) if v[0].numel() else nothing((*v[0].shape[:most], *sizes), v, outs)
 
     rounds = not operands[0].dtype.is_floating_point
-    return Factors(names, [names[0]] * outputs, "none" if rounds else linear, frozenset({0}), local=local)
+    text = f"{', '.join(terms)} -> {terms[0]}"
+    return factors(text, operands, "none" if rounds else linear, joint={0}, outputs=outputs, local=local)
 
 
 def nothing(shape: Sequence[int], values: Sequence[torch.Tensor], outs: Sequence[Layout]) -> Any:

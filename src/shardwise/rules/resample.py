@@ -3,18 +3,18 @@ rows it reads around a rank's own, and what only copies pixels fetches nothing."
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardwise.rules.pad import copied
 from shardwise.rules.pool import ATEN, leading, resizing, spatial
-from shardwise.strategy.notation import line
+from shardwise.strategy.lines import line
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand
+from shardwise.strategy.spec import Factors, Operand
 
 
 def nearest(name: str, dims: int) -> None:
@@ -56,34 +56,18 @@ for _name, _radius in [("bilinear2d", 1), ("bicubic2d", 2), ("lanczos2d", 3)]:
 
 
 # -- from anywhere -----------------------------------------------------------------------------------------
-INPUT: dict[str, Any] = {"linear": "each", "joint": frozenset({0})}  # a sum over the pixels of the first operand
-line("grid_sampler_2d _grid_sampler_2d_cpu_fallback", "n c h! w!, n y x two! -> n c y x", **INPUT)
-line("grid_sampler_3d", "n c d! h! w!, n z y x three! -> n c z y x", **INPUT)
+line("grid_sampler_2d _grid_sampler_2d_cpu_fallback", "n c h! w!, n y x two! -> n c y x", "each", joint={0})
+line("grid_sampler_3d", "n c d! h! w!, n z y x three! -> n c z y x", "each", joint={0})
 
 
 @rule("affine_grid_generator")
 def affine_grid(theta: Operand, size: Sequence[int], align_corners: bool) -> Factors:
     generate = lambda v: ATEN.affine_grid_generator(v, [len(v), *size[1:]], align_corners)
-    outputs = [("n", *[None] * (len(size) - 1))]
-    return Factors([("n", None, None)], outputs, linear="joint", local=lambda inputs, outputs: generate)
+    sizes = " ".join(f"s{i}" for i in range(len(size) - 1))
+    return factors(f"n a! b! -> n {sizes}", [theta], "joint", call=generate)
 
 
 # -- pixels and channels -----------------------------------------------------------------------------------
-def shuffle(names: str, apart: Callable[[Any, int], Any], *together: tuple[int, int]) -> None:
-    """A dim taken apart and put in another order, then dims put together; torch says what is wrong with the sizes."""
-
-    @rule(names)
-    def shuffled(x: Operand, factor: int) -> Algorithm:
-        getattr(torch, names.split()[0])(torch.empty(x.shape, device="meta"), factor)
-
-        def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-            moved = apart(x, factor).clone(memory_format=torch.contiguous_format)  # never a view
-            return functools.reduce(lambda v, dims: v.flatten(*dims), together, moved)
-
-        return Algorithm(run)
-
-
-shuffle("pixel_shuffle", lambda x, r: x.unflatten(-3, (-1, r, r)).movedim((-4, -3), (-3, -1)), (-4, -3), (-2, -1))
-_tiles = lambda x, r: x.unflatten(-1, (-1, r)).unflatten(-3, (-1, r))
-shuffle("pixel_unshuffle", lambda x, r: _tiles(x, r).movedim((-3, -1), (-4, -3)), (-5, -3))
-shuffle("channel_shuffle native_channel_shuffle", lambda x, g: x.unflatten(1, (g, -1)).transpose(1, 2), (1, 2))
+line("pixel_shuffle", "*b (c r r) h w -> *b c (h r) (w r)", takes="x r")
+line("pixel_unshuffle", "*b c (h r) (w r) -> *b (c r r) h w", takes="x r")
+line("channel_shuffle native_channel_shuffle", "n (g c) *s -> n (c g) *s", takes="x g")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +12,14 @@ import torch
 from shardwise.layout import Partial
 from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import count
-from shardwise.rules.reduce import along, whole_along
+from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
+from shardwise.strategy.lines import line
 from shardwise.strategy.program import needs_grad, reduced, run_local, wide
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Algorithm, Operand
 
-rule("cummax cummin")(partial(along, 2))
+line("cummax cummin", "*d!dim -> *d, *d", takes="x dim")
 
 
 def linked(scan: Callable[..., Any], x: torch.Tensor, dim: int, neutral: float) -> torch.Tensor:

@@ -15,6 +15,7 @@ from shardwise.layout.layout import contiguous_stride
 from shardwise.rules.found import broadcast_shape
 from shardwise.rules.index import Indexed, by_holders, clamped, is_mask, located, located_all, unravelled, without_masks
 from shardwise.rules.view import dim_of
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand
 
@@ -84,7 +85,7 @@ def write_elements(op: str, x: Operand, dim: int, index: Operand, src: Any, *res
     reduce = named.get("reduce", rest[0] if rest else None)
     adds = op == "scatter_add" or reduce == "add" or (reduce == "sum" and named.get("include_self", True))
     if x.ndim != index.ndim or not x.ndim:
-        return Factors([(None,) * t.ndim for t in (x, index, *sources)], [(None,) * x.ndim])
+        return factors("*x!, *i!, .. -> *x", [x, index, *sources])
     passes = [e != d and all(t.shape[e] == n for t in (index, *sources)) for e, n in enumerate(shape)]
     dims = [e for e, ok in enumerate(passes) if not ok]
     names = tuple(f"x{e}" for e in range(x.ndim))

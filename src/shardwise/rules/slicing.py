@@ -12,7 +12,8 @@ import torch
 from shardwise.comm.boxes import BITS
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, count, intersect, normalize, positions
-from shardwise.rules.view import carried, dim_of, dims_of, factors_of, ints
+from shardwise.rules.view import carried, dim_of, dims_of, ints
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, flipped, rolled, same_call, sliced, unchanged
 from shardwise.strategy.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
@@ -105,9 +106,7 @@ def tensor_split(x: Operand, where: Any = None, dim: int = 0, **named: Any) -> R
 @rule("unbind unbind_copy")
 def unbind(x: Operand, dim: int = 0) -> Factors:
     """The dim that is taken apart must be whole."""
-    d = dim_of(dim, x.ndim)
-    names = factors_of(x.ndim, d)
-    return Factors([names], [(*names[:d], *names[d + 1 :])] * x.shape[d], linear="joint")
+    return factors("*d!dim -> *d-dim", [x], "joint", dim=dim, outputs=x.shape[dim_of(dim, x.ndim)])
 
 
 @rule("flip")
@@ -141,7 +140,6 @@ def select(x: Operand, dim: int, index: Any) -> Factors | None:
     if isinstance(index, Operand):
         return None
     d = dim_of(dim, x.ndim)
-    names = factors_of(x.ndim) if adds_up(x) else factors_of(x.ndim, d)
     at = index + x.shape[d] if index < 0 else index
 
     def pick(v: torch.Tensor, found: Intervals) -> torch.Tensor:
@@ -153,8 +151,10 @@ def select(x: Operand, dim: int, index: Any) -> Factors | None:
             return lambda v: v.select(d, at)
         return PerCoords(pick, lambda coords: positions(inputs[0].held(d, coords), ((at, at + 1),)))
 
-    more: dict[str, Any] = {"local": local, "aliases": lambda inputs: not inputs[0].is_cut(d), "may_alias": True}
-    return Factors([names], [(*names[:d], *names[d + 1 :])], "joint", reduce={f"d{d}": sum_of(x)}, **more)
+    text = "*d -> *d-dim" if adds_up(x) else "*d!dim -> *d-dim"
+    aliases = lambda inputs: not inputs[0].is_cut(d)
+    more = {"dim": d, "reduce": sum_of(x), "local": local, "aliases": aliases, "may_alias": True}
+    return factors(text, [x], "joint", **more)
 
 
 def adds_up(x: Operand) -> bool:

@@ -10,10 +10,11 @@ import torch
 from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.extreme import Dims, shared_extreme
-from shardwise.rules.reduce import dims_of, gather_parts, names_of, staged, whole_along
+from shardwise.rules.reduce import dims_of, gather_parts, staged, whole_along
 from shardwise.strategy.program import reduced, run_local, whole, wide
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand
+from shardwise.strategy.spec import Algorithm, Operand
 
 
 # -- variances ---------------------------------------------------------------------------------------------
@@ -59,8 +60,7 @@ def vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False
     """Norms of norms; the largest or smallest magnitude as an extreme; and a count."""
     dims = dims_of(dim, x.ndim)
     if ord == 0:
-        ins, outs = names_of(x, dims, keepdim)
-        return Factors([ins], [outs])
+        return factors("*d -> *d-dim", [x], dim=dims, keepdim=keepdim)
     if -math.inf < ord < 0:
         return whole_along(x, dims, keepdim)
 
@@ -115,7 +115,7 @@ program("allclose")(lambda *args, **kwargs: bool(torch.isclose(*args, **kwargs).
 @rule("histc")
 def histc(x: Operand, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     if min != max or 0 in x.shape:
-        return Factors([names_of(x, (), True)[0]], [("bin",)])
+        return factors("*d -> bin", [x])
 
     def run(x: Any, *args: Any, **named: Any) -> Any:
         low, high = (edge.item() for edge in x.aminmax())

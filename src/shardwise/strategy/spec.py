@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ from shardwise.move.cost import cost_of
 MOST_CUTS = 16  # of an axis that operands cut in more ways than this, the first ones are considered
 
 Places = tuple[Placement, ...]
+Names = Sequence[str | None]  # the factor of each dim, None where it must be whole
 LocalCall = Any  # a function of the operands' local values, in order, or PerCoords
 
 
@@ -61,6 +62,15 @@ class Operand:
             if other != axis and isinstance(p, Shard):
                 n /= self.layout.mesh.shape[other]
         return n
+
+
+def operands_in(values: Iterable[Any]) -> Iterator[Operand]:
+    """The operands among the arguments, lists looked into."""
+    for value in values:
+        if isinstance(value, Operand):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from operands_in(value)
 
 
 class PerCoords:

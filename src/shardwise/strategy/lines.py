@@ -1,0 +1,76 @@
+"""Rules that are nothing but a line of the notation."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from typing import Any
+
+import torch
+
+from shardwise.strategy.notation import parse
+from shardwise.strategy.reading import factors, rearranged
+from shardwise.strategy.registry import Rule, rule
+from shardwise.strategy.spec import Algorithm, Factors, Operand, operands_in
+
+
+def line(names: str, text: str, linear: str = "none", **more: Any) -> None:
+    """Register a rule that is nothing but its line; arguments as of `line_rule`."""
+    rule(names)(line_rule(text, linear, **more))
+
+
+def line_rule(text: str, linear: str = "none", takes: str | inspect.Signature = "", **more: Any) -> Rule:
+    """The rule a line stands for.
+
+    Args:
+        text: The line.
+        linear: As in `Factors`.
+        takes: The arguments of the op, as ``"x dim=-1 keepdim=False"``: those named `dim` and `keepdim` are what the
+            line means by them, and numbers are the sizes of the factors of their name. Without it, tensors are taken
+            in the order of the call, by position.
+        more: As of `factors`.
+
+    Returns:
+        A rule that answers None for a call whose tensors do not fit the line.
+    """
+    parsed, signature = parse(text), _signature(takes) if isinstance(takes, str) else takes
+    by_name = signature != _NO_NAMES
+
+    def from_line(*args: Any, **kwargs: Any) -> Factors | Algorithm | None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        operands = list(operands_in(given.values()))
+        if any(isinstance(value, Operand) for value in given.get("named", {}).values()) or not parsed.fits(operands):
+            return None  # tensors by name may come in any order: below, torch gives them by position
+        if parsed.rearranges:
+            return rearranged(parsed, operands[0], {k: v for k, v in given.items() if isinstance(v, int)})
+        if not by_name:
+            return factors(text, operands, linear, **more)
+        dim, keepdim = given.get("dim"), given.get("keepdim", False)
+        if isinstance(dim, (bool, str, torch.dtype)):
+            return None  # another form of the call, with something else in this place
+        every = isinstance(dim, (list, tuple)) and not dim  # as torch has it
+        return factors(text, operands, linear, dim=None if every else dim, keepdim=keepdim, **more)
+
+    from_line.__doc__ = text
+    if by_name:
+        from_line.__signature__ = signature  # type: ignore[attr-defined]
+    return from_line
+
+
+def _signature(takes: str) -> inspect.Signature:
+    """
+    >>> _signature("x dim=-1")
+    <Signature (x, dim=-1, *rest, **named)>
+    """
+    found = []
+    for word in takes.split():
+        name, _, default = word.partition("=")
+        value = ast.literal_eval(default) if default else inspect.Parameter.empty
+        found.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value))
+    rest = inspect.Parameter("rest", inspect.Parameter.VAR_POSITIONAL)
+    return inspect.Signature([*found, rest, inspect.Parameter("named", inspect.Parameter.VAR_KEYWORD)])
+
+
+_NO_NAMES = _signature("")
