@@ -104,7 +104,9 @@ def leading(call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1,
     """call(*operands), of which so many `last` dims of each are whole and those before them pass; `linear` in the
     first. Kernels refuse tensors without elements, so a rank with nothing to make is spared the call."""
     most = operands[0].ndim - last[0]
-    terms = ["*b" + "".join(f" x{i}_{d}!" for d in range(end)) for i, end in enumerate(last)]
+    more = [max(op.ndim - end - most, 0) for op, end in zip(operands, last)]  # dims in front that x does not have
+    whole = lambda i, count, name: " ".join(f"{name}{i}_{d}!" for d in range(count))
+    terms = [f"{whole(i, more[i], 'm')} *b {whole(i, end, 'x')}" for i, end in enumerate(last)]
 
     def local(inputs: list[Layout], outs: list[Layout]) -> Any:
         sizes = outs[0].shape[most:]
