@@ -52,7 +52,7 @@ def build_plan(func: Any, spec: Any, call: CallShape, in_place: bool) -> Plan | 
         invoke, takes_all = call.mesh.comm.bind(change(func), split), True
     else:
         local = assignment.local(inputs, outputs)
-        local = PerCoords(change(local.func), local.of) if isinstance(local, PerCoords) else change(local)
+        local = PerCoords(change(local.func), local.value_at) if isinstance(local, PerCoords) else change(local)
         invoke, takes_all = bind_local(call.mesh.comm, local, split, len(inputs)), False
     if in_place:
         return _run_in_place(call, inputs, moves, invoke, takes_all, assignment.reasons)
@@ -171,7 +171,7 @@ def bind_local(comm: Any, local: Any, split: Sequence[int], count: int) -> Calla
     """A rule's local call as a function of local values."""
     if not isinstance(local, PerCoords):
         return comm.bind(local, split)
-    bound, value = comm.bind(local.func, split), comm.per_rank(local.of)
+    bound, value = comm.bind(local.func, split), comm.per_rank(local.value_at)
     if count == 1:
         return lambda local: bound(local, value)
     return lambda *locals: bound(*locals, value)

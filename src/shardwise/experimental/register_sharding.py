@@ -87,7 +87,7 @@ def give(op: Any, rule: Callable[..., Any], replace: bool) -> None:
     if schema is not None and schema.is_mutable:
         raise RuleError(f"{op} writes into an argument: {schema}; register an op that returns its result instead")
     rule.__signature__ = signature(op)  # type: ignore[attr-defined]
-    registry.give(op, rule, replace)
+    registry.set_user_rule(op, rule, replace)
     ANY_FLOAT.discard(op)
     clear_caches()
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from shardwise.comm.base import Coords
 from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Interval, Intervals, count
-from shardwise.rules.halo import Halo, Halos, Reach, cut_like, each, leaves_empty, windowed
 from shardwise.rules.view import dim_of
+from shardwise.strategy.halo import Halo, Halos, Reach, cut_like, each, leaves_empty, windowed
 from shardwise.strategy.program import run_local, whole
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
@@ -147,7 +147,7 @@ def convolution(
 
     def run(x: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
         x, *others = (t.redistribute(placements=p) for t, p in zip((x, weight, bias), plan.inputs))
-        return run_local(local.func, [windowed(x, halos), *others], output, local.of)
+        return run_local(local.func, [windowed(x, halos), *others], output, local.value_at)
 
     return Algorithm(run)
 

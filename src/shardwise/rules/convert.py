@@ -17,13 +17,13 @@ from shardwise.wrapper import wrap
 @rule("to type_as")
 def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
     """A Partial sum survives a cast that loses nothing; before one that rounds, the sum is taken."""
-    given = (*args, *kwargs.values())
-    if any(isinstance(a, (torch.device, str)) for a in given):
+    arguments = (*args, *kwargs.values())
+    if any(isinstance(a, (torch.device, str)) for a in arguments):
         return Algorithm(to_device)
-    others = list(operands_in(given))
+    others = list(operands_in(arguments))
     if others:  # type_as, to(other): the other gives its dtype only
         return factors("*d, *o!, .. -> *d", [x, *others])
-    wanted = [a for a in given if isinstance(a, torch.dtype)]
+    wanted = [a for a in arguments if isinstance(a, torch.dtype)]
     same = all(d == x.dtype for d in wanted)
     holds = lambda d: d.itemsize > 1 and (x.dtype.itemsize == 1 or torch.promote_types(d, x.dtype) == d)  # not float8
     keeps = same or all(d.to_real().is_floating_point and holds(d) for d in wanted)

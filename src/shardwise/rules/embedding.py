@@ -30,10 +30,10 @@ def embedding(first: Operand, second: Operand, *args: Any, **kwargs: Any) -> Fac
     aten = first.dtype not in (torch.int32, torch.int64) or second.ndim != 2  # a table of numbers has two dims
     ids, table = (second, first) if aten else (first, second)
     options = ("padding_idx", *(() if aten else ("max_norm", "norm_type")), "scale_grad_by_freq", "sparse")
-    given = dict(zip(options, args)) | kwargs
-    if given.get("max_norm") is not None:
+    arguments = dict(zip(options, args)) | kwargs
+    if arguments.get("max_norm") is not None:
         return None  # torch takes it apart: first embedding_renorm_, then a plain look-up
-    size, pad, by_freq = table.shape[0], given.get("padding_idx"), given.get("scale_grad_by_freq", False)
+    size, pad, by_freq = table.shape[0], arguments.get("padding_idx"), arguments.get("scale_grad_by_freq", False)
     if pad is None or (aten and pad == -1):
         pad = -1
     elif pad < 0:
@@ -69,10 +69,12 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Any:
     holds them, the others with weight zero. With `sparse`, the gradient is dense all the same."""
     bound = inspect.signature(F.embedding_bag).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments | {"sparse": False}
-    ids, table, mode, pad, by_freq = map(given.__getitem__, "input weight mode padding_idx scale_grad_by_freq".split())
-    operands = {name: x for name, x in given.items() if isinstance(x, Operand)}
-    if given["max_norm"] is not None:
+    arguments = bound.arguments | {"sparse": False}
+    ids, table, mode, pad, by_freq = map(
+        arguments.__getitem__, "input weight mode padding_idx scale_grad_by_freq".split()
+    )
+    operands = {name: x for name, x in arguments.items() if isinstance(x, Operand)}
+    if arguments["max_norm"] is not None:
         return Gathered("gather, since max_norm rewrites the rows it looks up, and compute it on every rank")
     bags = "b" if ids.ndim == 2 and not by_freq else None
     rows = None if mode == "max" or by_freq else "v"
@@ -82,7 +84,7 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Any:
     linear = frozenset(operands[name].index for name in ("weight", "per_sample_weights") if name in operands)
 
     def bags_of(values: Sequence[torch.Tensor], **changes: Any) -> torch.Tensor:
-        local = given | {name: values[x.index] for name, x in operands.items()} | changes
+        local = arguments | {name: values[x.index] for name, x in operands.items()} | changes
         return with_a_column(lambda rows: F.embedding_bag(**local | {"weight": rows}), local["weight"])
 
     def bags_of_mine(*values: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from shardwise.layout import Layout
 from shardwise.layout.layout import contiguous_stride
 from shardwise.layout.split import Intervals
-from shardwise.rules.found import broadcast_shape, select_masked
+from shardwise.rules.data_dependent import broadcast_shape, select_masked
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.slicing import adds_up, clipped, select, slice_, sum_of
 from shardwise.rules.view import dim_of, unsqueeze

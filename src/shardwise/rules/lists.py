@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from shardwise.layout.placement import REPLICATE, Partial
-from shardwise.rules.halo import leaves_empty
 from shardwise.rules.pointwise import broadcast
+from shardwise.strategy.halo import leaves_empty
 from shardwise.strategy.program import needs_grad, reduced
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import named, rule
@@ -156,17 +156,17 @@ def together(
         for i in pending:
             tensors[i] = reduced(tensors[i])
         for (axes, own), positions in groups.items():
-            layout, locals = tensors[positions[0]]._layout, [tensors[i]._local for i in positions]
+            layout, values = tensors[positions[0]]._layout, [tensors[i]._local for i in positions]
             comm, everywhere, kind = layout.mesh.comm, [REPLICATE] * len(layout.placements), (dtype or own).to_real()
             if axes:
-                parts = comm.bind(part, axes)(locals)
+                parts = comm.bind(part, axes)(values)
                 places = [Partial(reduce_op) if a in axes else REPLICATE for a in range(len(everywhere))]
-                vector = layout.replace(shape=(len(locals),), placements=places, dtype=comm.first(parts).dtype)
+                vector = layout.replace(shape=(len(values),), placements=places, dtype=comm.first(parts).dtype)
                 whole = wrap(parts, vector).redistribute(placements=everywhere)
                 finish = lambda sums, kind=kind: (after(sums) if after else sums).to(kind).unbind()  # noqa: E731
                 numbers = comm.bind(finish)(whole._local)
             else:
-                numbers = comm.bind(op)(locals)
+                numbers = comm.bind(op)(values)
             one = wrapper_of(layout.replace(shape=(), placements=everywhere, dtype=kind))
             for i, number in zip(positions, numbers, strict=True):
                 found[i] = one(number)

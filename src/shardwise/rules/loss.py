@@ -43,10 +43,10 @@ def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | N
     def by_number(*args: Any, **kwargs: Any) -> Any:
         """aten's spelling, with a number for the reduction, as a call of torch.nn.functional's."""
         overloads = getattr(torch.ops.aten, name)
-        arguments = [a.name for a in schema_of(getattr(overloads, overloads.overloads()[0])).arguments]
-        given = dict(zip(arguments, args)) | kwargs
-        reduction = REDUCTIONS[given.pop("reduction", 1)]
-        return func(given.pop(arguments[0]), given.pop(arguments[1]), reduction=reduction, **given)
+        names = [a.name for a in schema_of(getattr(overloads, overloads.overloads()[0])).arguments]
+        arguments = dict(zip(names, args)) | kwargs
+        reduction = REDUCTIONS[arguments.pop("reduction", 1)]
+        return func(arguments.pop(names[0]), arguments.pop(names[1]), reduction=reduction, **arguments)
 
     def by_parts(*args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
         losses = func(*args, reduction="none", **kwargs)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from shardwise.layout.placement import REPLICATE
-from shardwise.rules.halo import leaves_empty
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
+from shardwise.strategy.halo import leaves_empty
 from shardwise.strategy.lines import line
-from shardwise.strategy.program import reduced, run_local, whole, wide
+from shardwise.strategy.program import reduced, run_local, sum_dtype, whole
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand, operands_in
@@ -27,7 +27,7 @@ def over(dims: Any) -> Callable[[Any], Any]:
 def scaled(x: Any, average: Any, eps: Any, weight: Any, bias: Any, known: Any = None, centre: bool = True) -> Any:
     """x normalised, and its mean, variance and inverse deviation, where not `known`: in float32 for halves, as torch
     does, and the mean first, since a difference of large sums loses digits."""
-    v = x.to(wide(x.dtype))
+    v = x.to(sum_dtype(x.dtype))
     mean, var = known or (average(v) if centre else None, None)
     centred = v if mean is None else v - mean
     var = average(centred * centred) if var is None else var
@@ -49,8 +49,8 @@ def trailing(name: str, normed: Callable[..., Any]) -> None:
     def over_trailing(x: Operand, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
         kept = x.ndim - (1 if isinstance(normalized_shape, int) else len(normalized_shape))
         if name.startswith("native") or any(map(x.layout.is_cut, range(kept, x.ndim))):
-            of = over(range(kept, x.ndim))
-            return Algorithm(lambda x, normalized_shape, *args, **kwargs: normed(reduced(x), of, *args, **kwargs))
+            average = over(range(kept, x.ndim))
+            return Algorithm(lambda x, normalized_shape, *args, **kwargs: normed(reduced(x), average, *args, **kwargs))
         operands = [x, *operands_in((*args, *kwargs.values()))]
         return factors("*d!dim, *w!, .. -> *d", operands, dim=range(kept, x.ndim), contiguous=True)
 
@@ -135,9 +135,9 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: b
                     if kept is not None:
                         kept.copy_((1 - momentum) * kept + momentum * new.flatten())
         out = y, *(t.flatten().to(dtype) if training else x.new_empty(0, dtype=dtype) for t in (now, inverse))
-    for given, used in zip((mean, var), moved[2:], strict=True):
-        if training and used is not given:
-            given.copy_(used)
+    for kept, used in zip((mean, var), moved[2:], strict=True):
+        if training and used is not kept:
+            kept.copy_(used)
     return out
 
 
@@ -148,8 +148,8 @@ line("local_response_norm", "n c! *d -> n c *d")
 @rule("normalize")
 def normalize(x: Operand, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, **kwargs: Any) -> Factors | None:
     """By its parts, a norm and a quotient, where the dim is cut."""
-    given = isinstance(dim, int) and not kwargs and not x.layout.is_cut(dim_of(dim, x.ndim))
-    return whole_along(x, (dim_of(dim, x.ndim),), True) if given else None
+    local = isinstance(dim, int) and not kwargs and not x.layout.is_cut(dim_of(dim, x.ndim))
+    return whole_along(x, (dim_of(dim, x.ndim),), True) if local else None
 
 
 @program("_weight_norm")

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Intervals, count, intersect, normalize
-from shardwise.rules.halo import leaves_empty
+from shardwise.strategy.halo import leaves_empty
 from shardwise.strategy.program import reduced
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
@@ -83,7 +83,7 @@ def pad_(x: Operand, pad: Sequence[int], mode: str = "constant", value: Any = No
     if any(isinstance(p, Partial) and (value or p.reduce_op not in ("sum", "avg")) for p in x.layout.placements):
         return Algorithm(lambda x, *args, **kwargs: torch.constant_pad_nd(reduced(x), pad, value or 0))
 
-    def given(layout: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> tuple[int, ...]:
+    def padding_at(layout: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> tuple[int, ...]:
         """My part of the padding, less what negative padding takes from me."""
         found: list[int] = []
         for dim, (left, right) in sides.items():
@@ -93,7 +93,7 @@ def pad_(x: Operand, pad: Sequence[int], mode: str = "constant", value: Any = No
                 found.append(count(intersect(has, normalize([after]))) - count(intersect(had, normalize([before]))))
         return tuple(found)
 
-    return kept_with(x, sources, call_with(lambda v, mine: torch.constant_pad_nd(v, mine, value or 0), given))
+    return kept_with(x, sources, call_with(lambda v, mine: torch.constant_pad_nd(v, mine, value or 0), padding_at))
 
 
 rule("constant_pad_nd")(lambda x, pad, value=0: pad_(x, pad, "constant", value))

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.comm.base import Coords
 from shardwise.layout import Layout
 from shardwise.layout.split import Interval
-from shardwise.rules.halo import Halo, Reach, cut_like, each, windowed
+from shardwise.strategy.halo import Halo, Reach, cut_like, each, windowed
 from shardwise.strategy.program import reduced, run_local
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
@@ -77,7 +77,7 @@ def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], U
     outs = [cut_like(x.layout, halos, meta) for meta in metas]
 
     @cache
-    def of(coords: Coords) -> Any:
+    def part_at(coords: Coords) -> Any:
         parts = [halos[d].reach.part(halos[d], coords) if d in cut else (0, sizes[d], 0) for d in planes]  # type: ignore[attr-defined]
         return outs[0].local_shape_at(coords), *zip(*parts, strict=True)
 
@@ -93,7 +93,7 @@ def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], U
             found[1] = reduce(lambda flat, at: flat * at[2] + at[0] + at[1], places, torch.zeros_like(found[1]))
         return one_or_all(found)
 
-    return Algorithm(lambda x, *args, **kwargs: run_local(local, [windowed(x, halos)], one_or_all(outs), of))
+    return Algorithm(lambda x, *args, **kwargs: run_local(local, [windowed(x, halos)], one_or_all(outs), part_at))
 
 
 def one_or_all(results: Sequence[Any]) -> Any:

@@ -13,7 +13,7 @@ import torch
 from shardwise.layout.layout import Layout, parent_sets, shards_from_table
 from shardwise.layout.split import count, normalize
 from shardwise.strategy.lines import line
-from shardwise.strategy.program import reduced, whole, wide
+from shardwise.strategy.program import reduced, sum_dtype, whole
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand
@@ -46,17 +46,27 @@ def mean(x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> F
         dtype = outputs[0].dtype
         if not any(inputs[0].is_cut(d) for d in dims):
             return lambda v: torch.mean(v, dims, keepdim, dtype=dtype)
-        return lambda v: (v.sum(dims, keepdim, dtype=wide(dtype)) / n).to(dtype)
+        return lambda v: (v.sum(dims, keepdim, dtype=sum_dtype(dtype)) / n).to(dtype)
 
     return factors("*d -> *d-dim", [x], "joint", dim=dims, keepdim=keepdim, local=local)
 
 
 # -- two stages --------------------------------------------------------------------------------------------
-def gather_parts(func: Callable[..., Any], x: Any, dims: tuple[int, ...], rows: int = 1, of: Any = None) -> list[Any]:
-    """What func(value, dims, True[, of(coords)]) leaves on each rank, side by side along `dims`, and those gathered.
+def gather_parts(
+    func: Callable[..., Any], x: Any, dims: tuple[int, ...], rows: int = 1, value_at: Callable[..., Any] | None = None
+) -> list[Any]:
+    """The results of reducing what each rank holds, side by side along `dims` and gathered.
 
-    Func gives a tuple; of a reduced dim it leaves `rows` rows, or as many as a rank holds. One that holds none leaves
-    none, so no reduction needs a neutral element: there func reduces a new dim of size 1, to stay in the same graph.
+    A rank that holds nothing adds nothing, so no reduction needs a neutral element: there `func` reduces a new dim of
+    size 1, to build the same graph as on other ranks.
+
+    Args:
+        func: func(value, dims, True[, value_at(coords)]) gives a tuple; it leaves `rows` rows of a reduced dim, or as
+            many as a rank holds.
+        x: The tensor to reduce.
+        dims: The reduced dims.
+        rows: How many rows `func` leaves of each.
+        value_at: The last argument of `func`, by coordinates.
     """
     layout, comm = x._layout, x._layout.mesh.comm
     shape, places = list(layout.shape), list(layout.placements)
@@ -77,7 +87,7 @@ def gather_parts(func: Callable[..., Any], x: Any, dims: tuple[int, ...], rows: 
         for axis, shard in zip(layout.axes_of(dim), shards, strict=True):
             places[axis] = shard
     split = tuple(axis for axis, p in enumerate(places) if not p.is_replicate())
-    results = comm.bind(local, split)(x._local, *([] if of is None else [comm.per_rank(of)]))
+    results = comm.bind(local, split)(x._local, *([] if value_at is None else [comm.per_rank(value_at)]))
     stage = layout.replace(shape=tuple(shape), placements=tuple(places))
     return [whole(wrap(part, stage.replace(dtype=comm.first(part).dtype)), dims) for part in results]
 

@@ -37,8 +37,8 @@ def smooth(name: str, dims: int, radius: int, antialias: bool = False) -> None:
     def weigh_pixels(x: Operand, output_size: Sequence[int], align_corners: bool, *scales: Any) -> Any:
         if output_size is None:
             return None
-        given = zip(x.shape[-dims:], output_size, scales, strict=False)
-        if align_corners or any(scale is not None and n * scale != m for n, m, scale in given):
+        sizes = zip(x.shape[-dims:], output_size, scales, strict=False)
+        if align_corners or any(scale is not None and n * scale != m for n, m, scale in sizes):
             call = lambda v: getattr(ATEN, name)(v, output_size, align_corners, *scales)  # no units: nothing repeats
             return leading(call, [x], [dims], linear="joint")
         reach = lambda i, n, m: resizing(n, m, math.ceil(radius * max(n / m, 1)) + 1 if antialias else radius)

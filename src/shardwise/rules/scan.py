@@ -15,7 +15,7 @@ from shardwise.layout.split import count
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
 from shardwise.strategy.lines import line
-from shardwise.strategy.program import needs_grad, reduced, run_local, wide
+from shardwise.strategy.program import needs_grad, reduced, run_local, sum_dtype
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Algorithm, Operand
 
@@ -47,7 +47,7 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
         return whole_along(x, (along,), True, linear="joint" if scan is torch.cumsum and kept == x.dtype else "none")
 
     def by_pieces(x: Any, dim: int, kept: Any) -> Any:
-        x = reduced(x).to(wide(kept))
+        x = reduced(x).to(sum_dtype(kept))
         if scan is torch.cumprod and needs_grad(x):  # behind a zero torch has no gradient, not even of NaNs
             zero = x == 0
             x = torch.where(zero.cumsum(dim) > zero, x.detach(), x)
@@ -56,7 +56,7 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
         starts = sorted(start for held in sets for start, _ in held)
         number = {start: i for i, start in enumerate(starts)}
 
-        def of(coords: Any) -> Any:
+        def pieces_at(coords: Any) -> Any:
             """The numbers and the sizes of the pieces that a rank holds."""
             held = layout.held(dim, coords)
             return tuple(number[start] for start, _ in held), tuple(stop - start for start, stop in held)
@@ -77,8 +77,8 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
 
         shape = (*x.shape[:dim], len(starts), *x.shape[dim + 1 :])
         places = [Partial() if p.is_shard(dim) else p for p in layout.placements]
-        rows = run_local(totals, [x], layout.replace(shape=shape, placements=places), of)
-        return run_local(scanned, [x, reduced(rows)], layout.replace(shape=layout.shape), of).to(kept)
+        rows = run_local(totals, [x], layout.replace(shape=shape, placements=places), pieces_at)
+        return run_local(scanned, [x, reduced(rows)], layout.replace(shape=layout.shape), pieces_at).to(kept)
 
 
 def log_total(x: torch.Tensor, dim: int) -> torch.Tensor:

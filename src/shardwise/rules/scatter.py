@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.layout.layout import contiguous_stride
-from shardwise.rules.found import broadcast_shape
+from shardwise.rules.data_dependent import broadcast_shape
 from shardwise.rules.index import Indexed, by_holders, clamped, is_mask, located, located_all, unravelled, without_masks
 from shardwise.rules.view import dim_of
 from shardwise.strategy.reading import factors
@@ -33,7 +33,7 @@ class Written(Factors):
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
         assignment = super().assign(operands, outputs, pinned)
         suffix = "_" if pinned else ""
-        write = lambda *locals: self.write(suffix, *locals)
+        write = lambda *values: self.write(suffix, *values)
         write.__name__ = "write" + suffix  # as torch marks what writes into its first argument
         if assignment is not None:
             layout = operands[0].layout.replace(placements=assignment.inputs[0])
@@ -47,7 +47,7 @@ def linear_in(source: int, adds: bool) -> dict[str, Any]:
     return {"linear": "joint", "joint": frozenset({0, source}), "addends": frozenset({0} if adds else ())}
 
 
-# -- one index a row ---------------------------------------------------------------------------------------
+# -- one index for each row --------------------------------------------------------------------------------
 def write_rows(op: str, x: Operand, dim: int, index: Operand, source: Any, *rest: Any, **named: Any) -> Factors:
     """x.op(dim, index, source, *rest): row index[j] of x meets row j of the source (index_fill: a value for all)."""
     d, adds, fills = dim_of(dim, x.ndim), op == "index_add", op == "index_fill"
@@ -62,8 +62,8 @@ def write_rows(op: str, x: Operand, dim: int, index: Operand, source: Any, *rest
         inputs.append(theirs if alike else (None,) * source.ndim)
     size = x.shape[d] if x.ndim else 1
 
-    def write(suffix: str, x: torch.Tensor, index: torch.Tensor, *given: Any) -> torch.Tensor:
-        *sources, (held,) = given
+    def write(suffix: str, x: torch.Tensor, index: torch.Tensor, *others: Any) -> torch.Tensor:
+        *sources, (held,) = others
         at, mine = located(index.reshape(-1), held, size, RuntimeError if adds else IndexError, from_end=fills)
         picked = mine.nonzero().squeeze(1)
         values = [s if fills else (s if s.ndim else s.reshape(1)).index_select(d, picked) for s in sources] or [source]
@@ -77,7 +77,7 @@ for _op in ("index_add", "index_copy", "index_fill", "index_reduce"):
     rule(_op)(functools.partial(write_rows, _op))
 
 
-# -- one index an element ----------------------------------------------------------------------------------
+# -- one index for each element ----------------------------------------------------------------------------
 def write_elements(op: str, x: Operand, dim: int, index: Operand, src: Any, *rest: Any, **named: Any) -> Factors:
     """x.op(dim, index, src, *rest). Dims of one size pass position by position; of the others a rank that holds a
     part of x looks at all of the index."""
@@ -92,10 +92,10 @@ def write_elements(op: str, x: Operand, dim: int, index: Operand, src: Any, *res
     rows = "i" if adds and sources and src.shape[d] == index.shape[d] else None
     theirs = tuple(names[e] if ok else rows if e == d else None for e, ok in enumerate(passes))
 
-    def write(suffix: str, x: torch.Tensor, index: torch.Tensor, *given: Any) -> torch.Tensor:
+    def write(suffix: str, x: torch.Tensor, index: torch.Tensor, *others: Any) -> torch.Tensor:
         if suffix and not x.is_contiguous():
-            return x.copy_(write("", x.clone(), index, *given))
-        *sources, held = given
+            return x.copy_(write("", x.clone(), index, *others))
+        *sources, held = others
         flat, mine = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool)
         for e, step in enumerate(contiguous_stride(x.shape)):
             line = torch.arange(index.shape[e], device=index.device)
@@ -130,8 +130,8 @@ def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = Fals
     theirs = tuple(n if n and at.size[n] == k else None for n, k in zip(into, values.shape, strict=True))
     inputs = [tuple(None if n in wholly else n for n in names) for names in (at.names, *at.index_names, theirs)]
 
-    def write(suffix: str, x: torch.Tensor, *given: Any) -> torch.Tensor:
-        *found, values, held = given
+    def write(suffix: str, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        *found, values, held = others
         places, mine = located_all(found, held, at.sizes)
         looked = broadcast_shape(*(i.shape for i in found))
         picked = mine.expand(looked).reshape(-1).nonzero().squeeze(1)

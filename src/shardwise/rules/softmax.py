@@ -11,7 +11,7 @@ import torch
 from shardwise.layout import Partial, Shard
 from shardwise.rules.reduce import dims_of, staged, whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy.program import reduced, run_local, wide
+from shardwise.strategy.program import reduced, run_local, sum_dtype
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Operand
 
@@ -46,7 +46,7 @@ def softmax_rule(names: str, finish: Callable[..., Any], instead: Callable[[Any]
             return whole_along(x, (dim,), True)
 
         def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-            x = reduced(x).to(wide(kept))
+            x = reduced(x).to(sum_dtype(kept))
             return finish(x, *exponentials(x, (dim,), instead)).to(kept)
 
         return Algorithm(run)
@@ -64,7 +64,7 @@ def logsumexp(x: Operand, dim: Any, keepdim: bool = False) -> Any:
     kept = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
 
     def run(x: Any) -> Any:
-        _, total, largest = exponentials(x.to(wide(kept)), dims, torch.isinf)
+        _, total, largest = exponentials(x.to(sum_dtype(kept)), dims, torch.isinf)
         result = (total.log() + largest).to(kept)
         return result if keepdim else result.squeeze(dims)
 
@@ -74,7 +74,8 @@ def logsumexp(x: Operand, dim: Any, keepdim: bool = False) -> Any:
 def backward_program(name: str, formula: Callable[..., Any]) -> None:
     @program(name)
     def run(grad: Any, output: Any, dim: int, input_dtype: Any) -> Any:
-        return formula(reduced(grad).to(wide(grad.dtype)), reduced(output).to(wide(output.dtype)), dim).to(input_dtype)
+        grad, output = (reduced(t).to(sum_dtype(t.dtype)) for t in (grad, output))
+        return formula(grad, output, dim).to(input_dtype)
 
 
 backward_program("_softmax_backward_data", lambda g, y, dim: (g - reduced((g * y).sum(dim, True))) * y)

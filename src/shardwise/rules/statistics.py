@@ -11,7 +11,7 @@ from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.extreme import Dims, shared_extreme
 from shardwise.rules.reduce import dims_of, gather_parts, staged, whole_along
-from shardwise.strategy.program import reduced, run_local, whole, wide
+from shardwise.strategy.program import reduced, run_local, sum_dtype, whole
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Algorithm, Operand
@@ -23,7 +23,7 @@ def _deviation(name: str) -> None:
     means = name.endswith("mean")
 
     def own(v: torch.Tensor, dims: Dims, keepdim: bool) -> tuple[torch.Tensor, ...]:
-        var, mean = torch.var_mean(v.to(wide(v.dtype)), dims, correction=0, keepdim=True)
+        var, mean = torch.var_mean(v.to(sum_dtype(v.dtype)), dims, correction=0, keepdim=True)
         return var, mean, torch.full_like(var, math.prod(v.shape[d] for d in dims), requires_grad=False)
 
     @rule(name)
@@ -39,8 +39,8 @@ def _deviation(name: str) -> None:
         def run(x: Any) -> Any:
             var, mean, n = gather_parts(own, x, dims)
             centre = (mean * n).sum(dims, True) / size
-            apart = mean - centre
-            total = ((var + (apart * apart.conj()).real) * n).sum(dims, True) / (size - less)
+            distance = mean - centre
+            total = ((var + (distance * distance.conj()).real) * n).sum(dims, True) / (size - less)
             if name.startswith("std"):  # torch has no gradient where it is 0
                 total = total.masked_fill(total == 0, 1).sqrt().masked_fill(total == 0, 0)
             found = total.to(x.dtype.to_real()), centre.to(x.dtype)
@@ -99,13 +99,13 @@ def renorm(x: Operand, p: float, dim: int, maxnorm: float) -> Any:
         return whole_along(x, rest, True)
 
     def run(x: Any) -> Any:
-        norm = torch.linalg.vector_norm(x, p, rest, True, dtype=wide(x.dtype))
+        norm = torch.linalg.vector_norm(x, p, rest, True, dtype=sum_dtype(x.dtype))
         return x * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1.0).to(x.dtype)
 
     return staged(x, rest, True, run)
 
 
-# -- comparisons: every rank hears the same answer ---------------------------------------------------------
+# -- comparisons: every rank gets the same answer ----------------------------------------------------------
 program("dist")(lambda x, other, p=2: torch.linalg.vector_norm(x - other, p))
 program("equal")(lambda x, other: x.shape == other.shape and bool((x == other).all()))
 program("allclose")(lambda *args, **kwargs: bool(torch.isclose(*args, **kwargs).all()))

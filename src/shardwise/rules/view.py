@@ -28,10 +28,10 @@ def dims_of(dims: int | Sequence[int], ndim: int) -> list[int]:
     return [dim_of(d, ndim) for d in ((dims,) if isinstance(dims, int) else dims)]
 
 
-def ints(given: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
+def ints(sizes: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
     """view(2, 3), view((2, 3)) and view(size=(2, 3)) alike. What follows a tuple is something else, as strides."""
-    given = given or tuple(named.values()) or ((),)
-    return tuple(given[0] if isinstance(given[0], (tuple, list)) else given)
+    sizes = sizes or tuple(named.values()) or ((),)
+    return tuple(sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes)
 
 
 def carried(where: Mapping[int, int] | range, local: Any, changes: Mapping[int, SetMap] | None = None) -> Relayout:

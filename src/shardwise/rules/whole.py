@@ -43,8 +43,8 @@ def as_strided(x: Operand, *args: Any, **kwargs: Any) -> Gathered:
 
 def _is_no_part(x: Any, *args: Any, storage_offset: Any = None, **kwargs: Any) -> None:
     """Raise if a storage offset is given for a part of another tensor: it counts from the start of that one."""
-    given = storage_offset is not None or any(isinstance(a, int) for a in args)
-    if not given or all(p.is_replicate() for p in x.placements):
+    has_offset = storage_offset is not None or any(isinstance(a, int) for a in args)
+    if not has_offset or all(p.is_replicate() for p in x.placements):
         return
     if any(v.untyped_storage().nbytes() != v.numel() * v.itemsize for v in x._layout.mesh.comm.values(x._local)):
         raise RuleError(

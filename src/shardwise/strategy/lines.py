@@ -39,15 +39,17 @@ def line_rule(text: str, linear: str = "none", takes: str | inspect.Signature = 
     def from_line(*args: Any, **kwargs: Any) -> Factors | Algorithm | None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
-        operands = list(operands_in(given.values()))
-        if any(isinstance(value, Operand) for value in given.get("named", {}).values()) or not parsed.fits(operands):
+        arguments = bound.arguments
+        operands = list(operands_in(arguments.values()))
+        if any(isinstance(value, Operand) for value in arguments.get("named", {}).values()):
             return None  # tensors by name may come in any order: below, torch gives them by position
+        if not parsed.fits(operands):
+            return None
         if parsed.rearranges:
-            return rearranged(parsed, operands[0], {k: v for k, v in given.items() if isinstance(v, int)})
+            return rearranged(parsed, operands[0], {k: v for k, v in arguments.items() if isinstance(v, int)})
         if not by_name:
             return factors(text, operands, linear, **more)
-        dim, keepdim = given.get("dim"), given.get("keepdim", False)
+        dim, keepdim = arguments.get("dim"), arguments.get("keepdim", False)
         if isinstance(dim, (bool, str, torch.dtype)):
             return None  # another form of the call, with something else in this place
         every = isinstance(dim, (list, tuple)) and not dim  # as torch has it

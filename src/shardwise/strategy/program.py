@@ -32,13 +32,18 @@ def run_local(
     func: Callable[..., Any],
     operands: Sequence[Any],
     outputs: Layout | Sequence[Layout],
-    of: Callable[[Coords], Any] | None = None,
+    value_at: Callable[[Coords], Any] | None = None,
 ) -> Any:
-    """func(*local values[, of(coords)]) on every rank, its results wrapped as `outputs` (one layout, or one a result).
+    """What `func` makes of the values that each rank holds, as distributed tensors.
 
-    Operands are distributed tensors, `Windowed` ones, or anything else, which goes in as it is. Where an axis splits
-    the work (an operand or a result is not Replicate there), the operands that are Replicate are spread: their
-    gradients add up. The layouts of the results are the caller's promise.
+    Where an axis splits the work (an operand or a result is not Replicate there), the operands that are Replicate are
+    spread: their gradients add up.
+
+    Args:
+        func: Called on every rank with its values of the operands, and `value_at` of its coordinates if there is one.
+        operands: Distributed tensors, `Windowed` ones, or anything else, which is passed on as it is.
+        outputs: The layout of the result, or one for each result. They are the caller's promise.
+        value_at: The last argument of `func`, by coordinates.
     """
     wanted = [outputs] if isinstance(outputs, Layout) else list(outputs)
     tensors = [op.tensor if isinstance(op, Windowed) else op for op in operands]
@@ -49,9 +54,10 @@ def run_local(
         for axis in range(len(mesh.shape))
         if any(not layout.placements[axis].is_replicate() for layout in (*layouts, *wanted))
     )
-    locals = [_local(op, split) for op in operands]
-    call = mesh.comm.bind(func, split)
-    result = call(*locals, mesh.comm.per_rank(of)) if of is not None else call(*locals)
+    values = [_local(op, split) for op in operands]
+    if value_at is not None:
+        values.append(mesh.comm.per_rank(value_at))
+    result = mesh.comm.bind(func, split)(*values)
     if isinstance(outputs, Layout):
         return _wrapped(result, outputs)
     return tuple(_wrapped(local, layout) for local, layout in zip(result, wanted, strict=True))
@@ -110,6 +116,6 @@ def needs_grad(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def wide(dtype: Any) -> Any:
-    """The dtype to add up in."""
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums of values of `dtype` are taken in: float32 for halves."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -24,7 +24,7 @@ _rules: dict[str, Rule] = {}
 _any_float: set[str] = set()
 _numbers: dict[str, tuple[str | int, ...]] = {}
 _families: dict[str, str] = {}  # the file of the rule's line
-_given: dict[Any, Rule] = {}  # rules of the user's: by overload or function
+_user_rules: dict[Any, Rule] = {}  # rules of the user's: by overload or function
 _hidden: set[str] = set()  # names of aten ops that have one: torch is to take their functions apart
 _by_function: dict[Any, Found | None] = {}
 
@@ -112,11 +112,11 @@ def program(names: str, writes: bool = False) -> Callable[[Callable[..., Any]], 
     return register
 
 
-def give(op: Any, function: Rule, replace: bool) -> None:
+def set_user_rule(op: Any, function: Rule, replace: bool) -> None:
     """Make `function` the rule of one overload or function, before any of ours."""
-    if op in _given and not replace:
+    if op in _user_rules and not replace:
         raise RuleError(f"{op} has a rule already, registered by you; pass replace=True to give it another")
-    _given[op] = function
+    _user_rules[op] = function
     namespace, _, name = schema_of(op).name.partition("::") if schema_of(op) is not None else ("", "", "")
     if namespace == "aten":
         _hidden.update({name, name.lstrip("_")})  # softmax must arrive as _softmax
@@ -141,8 +141,8 @@ def find(func: Any) -> Found | None:
 
 def _find(func: Any) -> Found | None:
     schema = getattr(func, "_schema", None)
-    if func in _given:
-        return Found(_given[func], getattr(func, "__name__", str(func)), False, False, ())
+    if func in _user_rules:
+        return Found(_user_rules[func], getattr(func, "__name__", str(func)), False, False, ())
     if schema is not None:
         namespace = schema.name.partition("::")[0]
         if namespace in _COLLECTIVES:
@@ -210,6 +210,6 @@ def by_name(name: str) -> Found | None:
     return _named(name, name.endswith("_"))
 
 
-def given() -> dict[Any, Rule]:
+def user_rules() -> dict[Any, Rule]:
     """The rules the user has registered, by overload or function."""
-    return dict(_given)
+    return dict(_user_rules)

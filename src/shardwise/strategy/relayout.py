@@ -150,12 +150,12 @@ def same_call(
 
 
 def call_with(
-    func: Callable[..., Any], of: Callable[[Layout, list[Layout], tuple[int, ...]], Any]
+    func: Callable[..., Any], value_at: Callable[[Layout, list[Layout], tuple[int, ...]], Any]
 ) -> Callable[[list[Layout], list[Layout]], LocalCall]:
-    """func(x, value), where value = of(input layout, output layouts, coords) on each rank."""
+    """func(x, value) on each rank, where value = value_at(input layout, output layouts, coords)."""
 
     def make(inputs: list[Layout], outputs: list[Layout]) -> LocalCall:
-        return PerCoords(func, lambda coords: of(inputs[0], outputs, coords))
+        return PerCoords(func, lambda coords: value_at(inputs[0], outputs, coords))
 
     return make
 

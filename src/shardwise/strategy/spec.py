@@ -74,10 +74,10 @@ def operands_in(values: Iterable[Any]) -> Iterator[Operand]:
 
 
 class PerCoords:
-    """A local call whose last argument is `of(coords)` on each rank."""
+    """A local call whose last argument is `value_at(coords)`, another one for each rank."""
 
-    def __init__(self, func: Callable[..., Any], of: Callable[[tuple[int, ...]], Any]) -> None:
-        self.func, self.of = func, of
+    def __init__(self, func: Callable[..., Any], value_at: Callable[[tuple[int, ...]], Any]) -> None:
+        self.func, self.value_at = func, value_at
 
 
 @dataclass

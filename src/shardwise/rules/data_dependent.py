@@ -27,14 +27,14 @@ def in_order(x: Any, dims: Sequence[int], by: Any = None) -> tuple[Any, int]:
 
     Where nothing cuts these dims of `x` but something cuts `by`, which covers them, that is how `x` is cut."""
     lead = next((d for d in dims if x.shape[d] != 1), dims[0]) if dims else 0
-    places = given = x._layout.placements
+    places = wanted = x._layout.placements
     axes = [a for a, p in enumerate(places) if p.is_shard() and p.dim in dims]
     if not axes and by is not None:
-        given = [p.at(p.dim + dims[0]) if p.is_shard() else p for p in by._layout.placements]
-        axes = [a for a, p in enumerate(given) if p.is_shard()]
+        wanted = [p.at(p.dim + dims[0]) if p.is_shard() else p for p in by._layout.placements]
+        axes = [a for a, p in enumerate(wanted) if p.is_shard()]
         axes = axes if all(places[a].is_replicate() for a in axes) else []
-    kept = all(given[a].dim == lead and (given[a].pieces is None or given[a].sizes is not None) for a in axes)
-    target = [p if a not in axes else given[a] if kept else Shard(lead) for a, p in enumerate(places)]
+    kept = all(wanted[a].dim == lead and (wanted[a].pieces is None or wanted[a].sizes is not None) for a in axes)
+    target = [p if a not in axes else wanted[a] if kept else Shard(lead) for a, p in enumerate(places)]
     return x.redistribute(placements=target), lead
 
 

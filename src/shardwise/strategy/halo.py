@@ -2,7 +2,7 @@
 
     halos = {d: Halo(layout, d, Reach(n, outputs, kernel, stride, ...))}  # for every dim of x that slides and is cut
     output = cut_like(layout, halos, result)                              # its split of these dims
-    run_local(func, [windowed(x, halos), ...], output, of=...)
+    run_local(func, [windowed(x, halos), ...], output, ...)
 
 A rank makes one interval of outputs, or none, and asks for one interval of inputs, whoever holds them. What its window
 has beyond the ends of x is for func to pad.
