@@ -120,6 +120,10 @@ def check_line(op: Any, line: str, linear: str) -> None:
                 f"{op}: line = {line!r} has {twice[0]!r} twice in one term: no cut of it fits both dims; write "
                 f"{twice[0] + '!'!r}, a dim that must be whole, or two names"
             )
+    if parsed.names_dims and "dim" not in signature(op).parameters:
+        raise RuleError(
+            f"{op}: line = {line!r} speaks of `dim`, but the op has no argument of that name: {signature(op)}"
+        )
     schema = getattr(op, "_schema", None)
     if schema is None:
         return
@@ -137,7 +141,7 @@ def check_line(op: Any, line: str, linear: str) -> None:
 
 
 def _from_line(op: Any, line: str, linear: str, reduce: str) -> Callable[..., Any]:
-    rule = line_rule(line, linear)
+    rule = line_rule(line, linear, signature(op))
 
     def from_line(*args: Any, **kwargs: Any) -> Checked:
         spec = rule(*args, **kwargs)

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.rules.pad import copied
 from shardwise.rules.pool import ATEN, leading, resizing, spatial
-from shardwise.strategy.lines import line
+from shardwise.strategy.lines import line, rearrangement
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Factors, Operand
@@ -68,6 +68,6 @@ def affine_grid(theta: Operand, size: Sequence[int], align_corners: bool) -> Fac
 
 
 # -- pixels and channels -----------------------------------------------------------------------------------
-line("pixel_shuffle", "*b (c r r) h w -> *b c (h r) (w r)", takes="x r")
-line("pixel_unshuffle", "*b c (h r) (w r) -> *b (c r r) h w", takes="x r")
-line("channel_shuffle native_channel_shuffle", "n (g c) *s -> n (c g) *s", takes="x g")
+rearrangement("pixel_shuffle", "*b (c r r) h w -> *b c (h r) (w r)", takes="x r")
+rearrangement("pixel_unshuffle", "*b c (h r) (w r) -> *b (c r r) h w", takes="x r")
+rearrangement("channel_shuffle native_channel_shuffle", "n (g c) *s -> n (c g) *s", takes="x g")

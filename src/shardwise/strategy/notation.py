@@ -15,14 +15,13 @@
 | `..`       | the tensor before it, as often as there are more                                                        |
 
 A factor that only inputs have is reduced: where it is cut, every rank has a part of the result. A factor that only
-results have is never cut. A line of one tensor that has the same factors on both sides, some of them in brackets, moves
-elements to other places and does nothing else: ``"n (g c) *s -> n (c g) *s"``.
+results have is never cut.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -92,11 +91,9 @@ class Line:
         return all(term.fits(op.ndim) for term, op in zip(self.terms(len(operands)), operands, strict=True))
 
     @property
-    def rearranges(self) -> bool:
-        """Whether the line only moves elements to other places."""
-        sides = [[name for term in side for name in _single_factors(term)] for side in (self.inputs, self.outputs)]
-        merged = any(word.inner for term in (*self.inputs, *self.outputs) for word in term.words)
-        return merged and len(self.inputs) == 1 and sorted(sides[0]) == sorted(sides[1])
+    def names_dims(self) -> bool:
+        """Whether the line speaks of the call's argument `dim`."""
+        return any(word.named for term in (*self.inputs, *self.outputs) for word in term.words)
 
 
 @lru_cache(4096)
@@ -110,7 +107,11 @@ def parse(text: str) -> Line:
         raise RuleError(f"rule line {text!r} has no '->'")
     terms = left.split(",")
     repeats = terms[-1].strip() == ".."
-    return Line(text, tuple(map(_term, terms[: len(terms) - repeats])), tuple(map(_term, right.split(","))), repeats)
+    inputs = tuple(map(_term, terms[: len(terms) - repeats]))
+    for term, written in zip(inputs, terms):
+        if len(term.words) - term.single > 1:
+            raise RuleError(f"rule term {written.strip()!r}: two groups of any number of dims; which has how many?")
+    return Line(text, inputs, tuple(map(_term, right.split(","))), repeats)
 
 
 def _term(text: str) -> Term:
@@ -127,8 +128,3 @@ def _term(text: str) -> Term:
         inner = tuple(groups.get("inner", "").split())
         words.append(Word(groups["name"], bool(groups.get("many")), "!" in marks and not named, named, inner))
     return Term(tuple(words), optional, text.startswith("+"))
-
-
-def _single_factors(term: Term) -> Iterator[str]:
-    for word in term.words:
-        yield from (word.name, *word.inner)
