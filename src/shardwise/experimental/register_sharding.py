@@ -122,7 +122,8 @@ def check_line(op: Any, line: str, linear: str) -> None:
             )
     if parsed.names_dims and "dim" not in signature(op).parameters:
         raise RuleError(
-            f"{op}: line = {line!r} speaks of `dim`, but the op has no argument of that name: {signature(op)}"
+            f"{op}: line = {line!r} has a mark with `dim`, but {signature(op)} has no argument of that name; name the "
+            f"dims one by one"
         )
     schema = getattr(op, "_schema", None)
     if schema is None:
