@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from shardwise.attention.blocks import How
 from shardwise.attention.sequence import CutAttention, along_cuts, keys_alone_are_cut
 from shardwise.layout.layout import dense_stride
-from shardwise.strategy.program import reduced
+from shardwise.strategy.program import Tensor, reduced
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, Result, operands_in
+from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, Result, operands_in
 from shardwise.torch_private import attention_math
 
 
@@ -22,7 +22,7 @@ from shardwise.torch_private import attention_math
 def attention(
     query: Operand, key: Operand, value: Operand, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
+) -> Answer:  # fmt: skip
     if dropout_p > 0.0:
         return Algorithm(attention_by_definition)
     three, mask = (query, key, value), None if isinstance(attn_mask, Operand) else attn_mask
@@ -46,8 +46,8 @@ def attention(
 
 
 def _over_cuts(
-    attend: CutAttention, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any
-) -> Any:
+    attend: CutAttention, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+) -> Tensor:
     if keys_alone_are_cut(query._layout, key._layout, value._layout):
         return reduced(attention_by_definition(query, key, value, attn_mask, *args, **kwargs))
     return attend([query, key, value] if attn_mask is None else [query, key, value, attn_mask])
@@ -68,7 +68,7 @@ def cpu_kernel(
 ) -> Factors:  # fmt: skip
     """What torch makes of attention inside its own functions (multi_head_attention_forward): batch and heads pass."""
 
-    def attend(dtype: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> Any:
+    def attend(dtype: torch.dtype | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> Any:
         if q.numel():
             kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             return kernel(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)

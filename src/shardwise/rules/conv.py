@@ -16,10 +16,10 @@ from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Interval, Intervals, count
 from shardwise.rules.view import dim_of
 from shardwise.strategy.halo import Halo, Halos, Reach, cut_like, each, leaves_empty, windowed
-from shardwise.strategy.program import run_local, whole
+from shardwise.strategy.program import Tensor, run_local, whole
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, PerCoords, Result
+from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, PerCoords, Result
 
 
 class Scatter(Reach):
@@ -111,7 +111,7 @@ LINES = {  # (groups, transposed)
 @rule("convolution _convolution convolution_overrideable")
 def convolution(
     x: Operand, weight: Operand, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
-    transposed: bool = False, output_padding: Any = 0, groups: int = 1, *flags: Any, spatial: int = 0,
+    transposed: bool = False, output_padding: Any = 0, groups: int = 1, *flags: object, spatial: int = 0,
 ) -> Factors | Algorithm | None:  # fmt: skip
     """Factors; where a spatial dim is to be cut, a program with halos."""
     spatial, extra = spatial or weight.ndim - 2, output_padding if transposed else 0
@@ -145,7 +145,7 @@ def convolution(
     output = cut_like(inputs[0], halos, out, plan.outputs[0])
     local = conv.local(x.shape[c], halos, output)
 
-    def run(x: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def run(x: Tensor, weight: Tensor, bias: Tensor = None, *args: object, **kwargs: object) -> Tensor:
         x, *others = (t.redistribute(placements=p) for t, p in zip((x, weight, bias), plan.inputs))
         return run_local(local.func, [windowed(x, halos), *others], output, local.value_at)
 
@@ -168,7 +168,7 @@ for _n in (1, 2, 3):
 
 # -- windows as they are -----------------------------------------------------------------------------------
 @rule("aten::unfold unfold_copy")
-def windows(x: Operand, dimension: int, size: int, step: int) -> Any:
+def windows(x: Operand, dimension: int, size: int, step: int) -> Answer:
     """Along a dim that is cut, ranks get halos."""
     d = dim_of(dimension, x.ndim)
     if not x.layout.is_cut(d) or not 0 <= size <= x.shape[d] or step <= 0:
@@ -193,12 +193,12 @@ def windows_added(x: Operand, input_sizes: Any, dim: int, size: int, step: int) 
 
 
 @rule("im2col")
-def columns(x: Operand, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+def columns(x: Operand, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Answer:
     """F.unfold: where more than the batch is cut, windows along both dims, laid side by side."""
     if x.ndim not in (3, 4) or not any(x.layout.is_cut(d) for d in range(x.ndim - 3, x.ndim)):
         return factors("*n c! h! w! -> *n k s", [x], "joint")
 
-    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(x: Tensor, *args: object, **kwargs: object) -> Tensor:
         (kh, kw), (eh, ew), (ph, pw), (sh, sw) = (each(v, 2) for v in (kernel_size, dilation, padding, stride))
         rows = F.pad(x, (pw, pw, ph, ph)).unfold(-2, eh * (kh - 1) + 1, sh)[..., ::eh]
         both = rows.unfold(-2, ew * (kw - 1) + 1, sw)[..., ::ew]  # channels, rows, columns, kernel rows and columns
@@ -208,7 +208,7 @@ def columns(x: Operand, kernel_size: Any, dilation: Any, padding: Any, stride: A
 
 
 @rule("col2im")
-def fold(x: Operand, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+def fold(x: Operand, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Answer:
     """F.fold: a rank adds up the columns it holds, and the sum over the ranks is pending."""
     c, size, columns = x.ndim - 2, math.prod(each(kernel_size, 2)), x.shape[-1]
     if c not in (0, 1) or x.shape[c] % size or not (x.layout.is_cut(c) or x.layout.is_cut(c + 1)):
@@ -221,7 +221,7 @@ def fold(x: Operand, output_size: Any, kernel_size: Any, dilation: Any, padding:
         summed = F.fold(every.flatten(c, c + 1), output_size, kernel_size, dilation, padding, stride)
         return summed.narrow(c, 0, x.shape[c])
 
-    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(x: Tensor, *args: object, **kwargs: object) -> Tensor:
         x = x.unflatten(c, (-1, size))
         if x._layout.is_cut(c + 1) or any(p.is_partial() and p != Partial() for p in x.placements):
             x = whole(x, (c + 1,))

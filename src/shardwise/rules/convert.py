@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from shardwise.rules.pointwise import broadcast
+from shardwise.strategy.program import Tensor
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, operands_in
+from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, operands_in
 from shardwise.wrapper import wrap
 
 
@@ -30,7 +31,7 @@ def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
     return broadcast([x], linear="joint" if keeps else "none", any_partial=same, may_alias="memory_format" in kwargs)
 
 
-def cast_to(dtype: torch.dtype, x: Operand, *args: Any, **kwargs: Any) -> Any:
+def cast_to(dtype: torch.dtype, x: Operand, *args: object, **kwargs: object) -> Any:
     return cast(x, dtype)
 
 
@@ -41,12 +42,12 @@ rule("byte")(partial(cast_to, torch.uint8))
 
 
 @rule("type")
-def type_(x: Operand, dtype: Any = None, **kwargs: Any) -> Any:
+def type_(x: Operand, dtype: torch.dtype | None = None, **kwargs: object) -> Answer:
     """x.type(dtype) is a cast; x.type() and x.type("torch.FloatTensor") are torch's own business."""
     return cast(x, dtype) if isinstance(dtype, torch.dtype) else None
 
 
-def to_device(x: Any, *args: Any, **kwargs: Any) -> Any:
+def to_device(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """x.to(device, dtype, ...): first the cast, then each local tensor to the device."""
     for dtype in (a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)):
         x = x.to(dtype)
@@ -56,17 +57,17 @@ def to_device(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @program("_to_copy")
-def to_copy(x: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **unused: Any) -> Any:
+def to_copy(x: Tensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **unused: object) -> Tensor:
     """aten's cast names a device even where it stays."""
     x = x.clone() if dtype is None or dtype == x.dtype else x.to(dtype)
     return x if device is None else to_device(x, device, memory_format=memory_format or torch.preserve_format)
 
 
 @program("cpu")
-def to_cpu(x: Any, **kwargs: Any) -> Any:
+def to_cpu(x: Tensor, **kwargs: Any) -> Tensor:
     return to_device(x, "cpu", **kwargs)
 
 
 @program("cuda")
-def to_cuda(x: Any, device: Any = None, **kwargs: Any) -> Any:
+def to_cuda(x: Tensor, device: Any = None, **kwargs: Any) -> Tensor:
     return to_device(x, "cuda" if device is None else device, **kwargs)

@@ -16,13 +16,14 @@ from shardwise.layout import Partial, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import sizes_to_pieces
-from shardwise.strategy.program import reduced, run_local, whole
+from shardwise.strategy.program import Tensor, reduced, run_local, whole
+from shardwise.strategy.reading import Named
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Operand
+from shardwise.strategy.spec import Algorithm, Answer, Operand
 from shardwise.wrapper import wrap
 
 
-def in_order(x: Any, dims: Sequence[int], by: Any = None) -> tuple[Any, int]:
+def in_order(x: Tensor, dims: Sequence[int], by: Tensor = None) -> tuple[Any, int]:
     """`x` with `dims` cut along one of them only (the one returned), an interval a rank, in the order of the ranks.
 
     Where nothing cuts these dims of `x` but something cuts `by`, which covers them, that is how `x` is cut."""
@@ -38,7 +39,7 @@ def in_order(x: Any, dims: Sequence[int], by: Any = None) -> tuple[Any, int]:
     return x.redistribute(placements=target), lead
 
 
-def as_found(out: Any, dim: int, axes: Sequence[int]) -> Any:
+def as_found(out: Tensor, dim: int, axes: Sequence[int]) -> Tensor:
     """`out`, of which ranks along `axes` found different sizes of `dim`, with its true layout."""
     layout, mesh = out._layout, out._layout.mesh
     sizes = [mesh.shape[a] for a in axes]
@@ -56,7 +57,7 @@ def as_found(out: Any, dim: int, axes: Sequence[int]) -> Any:
     return wrap(out._local, layout.replace(shape=shape, placements=places))
 
 
-def found_along(func: Callable[..., Any], x: Any, by: Any, at: int) -> Any:
+def found_along(func: Callable[..., Any], x: Tensor, by: Tensor, at: int) -> Tensor:
     """func(x, by) of what each rank holds, where the dims of `by` stand in `x` from `at` on and become one there."""
     dims = range(at, at + by.dim())
     x, lead = in_order(x, dims, by)
@@ -83,13 +84,13 @@ def select_masked(x: Any, mask: Any, at: int) -> Any:
 
 
 @program("masked_select")
-def masked_select(x: Any, mask: Any) -> Any:
+def masked_select(x: Tensor, mask: Tensor) -> Tensor:
     shape = broadcast_shape(x.shape, mask.shape) or (1,)
     return select_masked(x.expand(shape), mask.expand(shape), 0)
 
 
 @program("nonzero argwhere")
-def nonzero(x: Any, *, as_tuple: bool = False) -> Any:
+def nonzero(x: Tensor, *, as_tuple: bool = False) -> Tensor:
     x = reduced(x.detach().reshape(1) if as_tuple and not x.dim() else x.detach())
     x, lead = in_order(x, range(x.dim()))
     layout, axes = x._layout, x._layout.axes_of(lead)
@@ -102,14 +103,14 @@ def nonzero(x: Any, *, as_tuple: bool = False) -> Any:
 
 
 @program("nonzero_static")
-def nonzero_static(x: Any, *, size: int, fill_value: int = -1) -> Any:
+def nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
     found = torch.nonzero(x)[:size]
     return torch.cat([found, found.new_full((size - found.shape[0], x.dim()), fill_value)])
 
 
 # -- how often ---------------------------------------------------------------------------------------------
 @rule("repeat_interleave")
-def repeat_interleave(x: Operand, repeats: Any = None, dim: Any = None, *, output_size: Any = None) -> Any:
+def repeat_interleave(x: Operand, repeats: Any = None, dim: Named = None, *, output_size: Any = None) -> Answer:
     return None if isinstance(repeats, int) else Algorithm(_repeat)  # a number of times: torch takes it apart
 
 
@@ -124,7 +125,7 @@ def _repeat(x: Any, repeats: Any = None, dim: Any = None, *, output_size: Any = 
 
 
 @program("bincount")
-def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
+def bincount(x: Tensor, weights: Any = None, minlength: int = 0) -> Tensor:
     """As many bins as the largest value anyone holds asks for; the counts of all ranks add up."""
     x, size = reduced(x), minlength
     if x.numel():
@@ -142,18 +143,20 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
 
 # -- distinct values ---------------------------------------------------------------------------------------
 @program("unique")
-def unique(x: Any, sorted: Any = True, return_inverse: Any = False, return_counts: Any = False, dim: Any = None) -> Any:
+def unique(
+    x: Tensor, sorted: Any = True, return_inverse: Any = False, return_counts: Any = False, dim: Any = None
+) -> Any:
     func = functools.partial(torch.unique, sorted=sorted)
     return distinct(func, reduced(x.detach()), dim, return_inverse, return_counts)
 
 
 @program("unique_consecutive")
-def unique_consecutive(x: Any, return_inverse: bool = False, return_counts: bool = False, dim: Any = None) -> Any:
+def unique_consecutive(x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: Any = None) -> Tensor:
     x = in_order(reduced(x.detach()), range(x.dim()) if dim is None else [dim % x.dim()])[0]
     return distinct(torch.unique_consecutive, x, dim, return_inverse, return_counts)
 
 
-def distinct(func: Callable[..., Any], x: Any, dim: int | None, where: bool = True, how_many: bool = True) -> Any:
+def distinct(func: Callable[..., Any], x: Tensor, dim: int | None, where: bool = True, how_many: bool = True) -> Tensor:
     """The distinct values of what `func` finds on each rank; if asked, where each element's is and how many it has."""
     x = x if dim is None else whole(x.movedim(dim, 0), range(1, x.dim()))
     find = functools.partial(func, return_inverse=True, return_counts=True, dim=None if dim is None else 0)

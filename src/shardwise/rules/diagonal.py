@@ -15,7 +15,7 @@ from shardwise.layout import Layout
 from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import Intervals, count
 from shardwise.rules.view import carried, dims_of
-from shardwise.strategy.program import run_local, whole
+from shardwise.strategy.program import Tensor, run_local, whole
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.relayout import Relayout, call_with, sliced
@@ -48,14 +48,14 @@ program("trace")(lambda x: x.diagonal().sum())
 
 
 @program("diag_embed")
-def diag_embed(x: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
     """Rows stay with their elements."""
     down, right = max(-offset, 0), max(offset, 0)
     square = x.unsqueeze(-1).expand(*x.shape, x.shape[-1]).tril().triu()
     return F.pad(square, (right, down, down, right)).movedim((-2, -1), (dim1, dim2)).contiguous()
 
 
-def triangle(clears: Callable[[Any, Any], Any], x: Operand, diagonal: int = 0, **kwargs: Any) -> Factors | Algorithm:
+def triangle(clears: Callable[[Any, Any], Any], x: Operand, diagonal: int = 0, **kwargs: object) -> Factors | Algorithm:
     """Zeros are zero under every reduction, so nothing pending is in the way."""
     layout, pair = x.layout, (x.ndim - 2, x.ndim - 1)
     if x.ndim < 2 or not any(map(layout.is_cut, pair)):
@@ -78,7 +78,7 @@ def put_back(view: Callable[..., Any], x: Operand, src: Operand, *where: Any, **
     held = [parent_sets(x.mesh, x.layout.placements, d, n) for d, n in enumerate(x.shape)]
     pieces = [d for d, sets in enumerate(held) if any(len(intervals) > 1 for intervals in sets)]
 
-    def run(x: Any, src: Any, *where: Any, **named: Any) -> Any:
+    def run(x: Tensor, src: Tensor, *where: Any, **named: Any) -> Tensor:
         out = whole(x, pieces).clone()
         view(out, *where, **named).copy_(src)
         return out

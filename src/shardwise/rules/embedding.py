@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 from shardwise.layout.split import Intervals, positions
 from shardwise.rules.index import by_holders, located, pointable
-from shardwise.strategy.program import reduced
+from shardwise.strategy.program import Tensor, reduced
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Factors, Gathered, Operand
+from shardwise.strategy.spec import Answer, Factors, Gathered, Operand
 
 
 def with_a_column(look_up: Callable[[Any], Any], table: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def embedding(first: Operand, second: Operand, *args: Any, **kwargs: Any) -> Fac
 
 
 @program("embedding_renorm", writes=True)
-def renorm(table: Any, ids: Any, max_norm: float, norm_type: float) -> Any:
+def renorm(table: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> Tensor:
     """Shorten the rows that are looked up, each to the same length however often it is."""
     ids = ids.reshape(-1)
     rows = reduced(table.index_select(0, ids))
@@ -64,7 +64,7 @@ def renorm(table: Any, ids: Any, max_norm: float, norm_type: float) -> Any:
 
 
 @rule("embedding_bag")
-def embedding_bag(*args: Any, **kwargs: Any) -> Any:
+def embedding_bag(*args: Any, **kwargs: Any) -> Answer:
     """``b i, v d -> b d``, or all ids in one line with the offsets of the bags. Rows that are cut are summed by who
     holds them, the others with weight zero. With `sparse`, the gradient is dense all the same."""
     bound = inspect.signature(F.embedding_bag).bind(*args, **kwargs)

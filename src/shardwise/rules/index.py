@@ -18,9 +18,10 @@ from shardwise.rules.data_dependent import broadcast_shape, select_masked
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.slicing import adds_up, clipped, select, slice_, sum_of
 from shardwise.rules.view import dim_of, unsqueeze
+from shardwise.strategy.program import Tensor
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
+from shardwise.strategy.spec import Algorithm, Answer, Factors, LocalCall, Operand, PerCoords
 from shardwise.torch_private import assert_async
 from shardwise.wrapper import Wrapper, shares_memory
 
@@ -90,7 +91,7 @@ def viewed(x: Any, actions: Sequence[Action]) -> Any:
 
 
 @rule("__getitem__")
-def getitem(x: Any, index: Any) -> Any:
+def getitem(x: Any, index: Any) -> Answer:
     if isinstance(x, Operand):  # else a plain tensor, at indices that are distributed
         actions, left = basic_actions(spelled_out(index, x.ndim), x.shape)
         if all(entry is None for entry in left) and len(actions) < 2:
@@ -106,7 +107,7 @@ def take_item(x: Any, index: Any) -> Any:
 
 
 @program("__setitem__", writes=True)
-def put_item(x: Any, index: Any, value: Any) -> Any:
+def put_item(x: Tensor, index: Tensor, value: Tensor) -> Tensor:
     """Write through a view where the index is basic, with index_put_ where it is not."""
     entries = spelled_out(index, x.dim())
     if any(isinstance(entry, torch.Tensor) or type(entry) is bool for entry in entries):
@@ -289,7 +290,7 @@ def unravelled(index: Any, shape: Sequence[int]) -> list[Any]:
 
 
 @program("_unsafe_masked_index")
-def masked_index(x: Any, mask: Any, indices: Sequence[Any], fill: Any) -> Any:
+def masked_index(x: Tensor, mask: Tensor, indices: Sequence[Any], fill: Any) -> Tensor:
     return torch.ops.aten.index(x, clamped(x, indices)).masked_fill(~mask, fill)
 
 

@@ -16,9 +16,10 @@ from shardwise.layout.layout import shards_from_table
 from shardwise.layout.split import Intervals, normalize, shift
 from shardwise.rules.view import dim_of
 from shardwise.strategy.lines import line
+from shardwise.strategy.program import Tensor
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, operands_in
+from shardwise.strategy.spec import Algorithm, Answer, Assignment, Factors, Operand, operands_in
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Cat:
 
 
 @rule("cat concat concatenate")
-def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Any:
+def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Answer:
     operands, dim = list(operands_in(tensors)), dim if axis is None else axis
     if len({op.ndim for op in operands}) != 1:
         # torch lets an empty 1-D tensor join anything: it counts for the dtype of the result only
@@ -73,7 +74,7 @@ line("stack", "*d, .. -> *d+dim", "joint", takes="tensors dim=0")
 
 
 @program("pad_sequence")
-def padded(sequences: Any, batch_first: bool = False, padding_value: Any = 0.0, padding_side: str = "right") -> Any:
+def padded(sequences: Tensor, batch_first: bool = False, padding_value: Any = 0.0, padding_side: str = "right") -> Any:
     most, left = max(map(len, sequences)), padding_side == "left"
     sides = [(most - len(s), 0) if left else (0, most - len(s)) for s in sequences]
     rows = [F.pad(s, (0, 0) * (s.dim() - 1) + side, value=padding_value) for s, side in zip(sequences, sides)]

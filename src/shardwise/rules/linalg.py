@@ -11,7 +11,7 @@ import torch
 
 from shardwise.layout.placement import REPLICATE
 from shardwise.strategy.lines import line
-from shardwise.strategy.program import run_local, whole
+from shardwise.strategy.program import Tensor, run_local, whole
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Assignment, Choice, Factors, Gathered, Operand, Shard, operands_in
@@ -78,7 +78,7 @@ for _names, _text in _LINES.items():
 
 
 @program("_linalg_check_errors")
-def check_errors(info: Any, api_name: str, *, is_matrix: bool) -> None:
+def check_errors(info: Tensor, api_name: str, *, is_matrix: bool) -> None:
     torch.ops.aten._linalg_check_errors(info.full_tensor(), api_name, is_matrix=is_matrix)
 
 
@@ -86,7 +86,7 @@ program("cholesky")(lambda x, upper=False: torch.linalg.cholesky(x, upper=upper)
 
 
 @program("geqrf")
-def geqrf(x: Any) -> Any:
+def geqrf(x: Tensor) -> Tensor:
     """A program, since torch has no meta kernel for it."""
     x = whole(x, (x.ndim - 2, x.ndim - 1))
     tau = x._layout.replace(shape=(*x.shape[:-2], min(x.shape[-2:])))

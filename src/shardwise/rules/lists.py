@@ -13,7 +13,7 @@ import torch
 from shardwise.layout.placement import REPLICATE, Partial
 from shardwise.rules.pointwise import broadcast
 from shardwise.strategy.halo import leaves_empty
-from shardwise.strategy.program import needs_grad, reduced
+from shardwise.strategy.program import Tensor, needs_grad, reduced
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import named, rule
 from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, Places, operands_in
@@ -140,7 +140,7 @@ for _func in fused_optimizer_steps:
 
 # -- one exchange for a list -------------------------------------------------------------------------------
 def together(
-    tensors: Sequence[Operand], op: Any, part: Any, reduce_op: str, after: Any = None, dtype: Any = None
+    tensors: Sequence[Operand], op: Any, part: Any, reduce_op: str, after: Any = None, dtype: torch.dtype | None = None
 ) -> Any:
     """One number a tensor, for a whole list, of `dtype` or else the tensors'. Of whole tensors `op` makes them. Tensors
     of one dtype that are cut along the same axes travel together: `part` makes a vector of what a rank holds, those are
@@ -151,7 +151,7 @@ def together(
         groups.setdefault((axes, t.dtype), []).append(i)
     pending = [i for i, t in enumerate(tensors) if t.layout.is_partial]
 
-    def run(tensors: Any) -> Any:
+    def run(tensors: Tensor) -> Tensor:
         tensors, found = list(tensors), [None] * len(tensors)
         for i in pending:
             tensors[i] = reduced(tensors[i])
@@ -187,7 +187,7 @@ def one_each(tensors: Sequence[Operand], alone: Any, op: Any, *more: Any, **opti
 
 
 @rule("_foreach_norm")
-def norms(tensors: Sequence[Operand], ord: Any = 2, dtype: Any = None) -> Algorithm:
+def norms(tensors: Sequence[Operand], ord: Any = 2, dtype: torch.dtype | None = None) -> Algorithm:
     """Without gradients the p-th powers of the ranks' norms add up, in double precision so that nothing overflows."""
     power = ord if ord and math.isfinite(ord) else 1
 
@@ -213,7 +213,7 @@ def maxima(tensors: Sequence[Operand]) -> Algorithm:
 
 
 @rule("_foreach_powsum")
-def foreach_powsum(tensors: Sequence[Operand], ord: Any = 2, dtype: Any = None) -> Columns | None:
+def foreach_powsum(tensors: Sequence[Operand], ord: Any = 2, dtype: torch.dtype | None = None) -> Columns | None:
     """Sums of powers: of what is cut, each rank has a part."""
     if not 0 < ord < math.inf:
         return None
@@ -226,7 +226,7 @@ def unscale(tensors: Sequence[Operand], found_inf: Operand, inv_scale: Operand) 
     part = lambda values: torch.stack([v.isfinite().logical_not().any() for v in values]).float()  # noqa: E731
     flags = together(tensors, lambda values: part(values).unbind(), part, "max", dtype=torch.float32)
 
-    def run(tensors: Any, found_inf: Any, inv_scale: Any) -> None:
+    def run(tensors: Tensor, found_inf: Tensor, inv_scale: Tensor) -> None:
         found_inf.copy_(torch.maximum(found_inf, torch.stack(flags(tensors)).amax()))
         foreach_mul_(tensors, inv_scale.to(tensors[0].dtype).reshape(()))
 

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals
 from shardwise.rules.pointwise import broadcast
+from shardwise.strategy.program import Tensor
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, PerCoords, Result, operands_in
+from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, PerCoords, Result, operands_in
 from shardwise.torch_private import assert_async, schema_of
 
 REDUCTIONS = ("none", "mean", "sum")  # aten gives the number
@@ -27,7 +28,7 @@ def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | N
     func: Callable[..., Any] = getattr(F, name)
 
     @rule(names)
-    def loss(*args: Any, reduction: Any = None, **kwargs: Any) -> Any:
+    def loss(*args: Any, reduction: Any = None, **kwargs: Any) -> Answer:
         operands = list(operands_in((*args, *kwargs.values())))
         if not isinstance(reduction, str):
             return Algorithm(by_number)
@@ -62,7 +63,7 @@ def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | N
         return losses.mean()
 
 
-def per_sample(operands: list[Operand], *settings: Any) -> Factors:
+def per_sample(operands: list[Operand], *settings: object) -> Factors:
     """The margins of one sample need all of its classes."""
     (x, target), text = operands[:2], "*x!, .. -> "
     if x.ndim:
@@ -140,7 +141,7 @@ def over_count(func: Any, x: Any, target: Any, weight: Any = None, *, ignore_ind
     return total / counted_weight(target, weight, ignore_index, total.dtype)
 
 
-def counted_weight(target: Any, weight: Any, ignore_index: int, dtype: Any) -> Any:
+def counted_weight(target: Any, weight: Any, ignore_index: int, dtype: torch.dtype | None) -> Any:
     counted = target != ignore_index
     weights = counted if weight is None else weight.detach()[target.masked_fill(~counted, 0)] * counted
     return weights.sum().to(dtype)
@@ -152,7 +153,7 @@ def per_class(operands: list[Operand], statics: Any, reduction: str) -> Factors 
     (x, target), dim = operands[:2], classes_of(operands[0])
     indices = not target.dtype.is_floating_point
 
-    def by_parts(x: Any, target: Any, weight: Any = None, *, ignore_index: int, **kwargs: Any) -> Any:
+    def by_parts(x: Any, target: Any, weight: Any = None, *, ignore_index: int, **kwargs: object) -> Any:
         return F.nll_loss(F.log_softmax(x, dim), target, weight, ignore_index=ignore_index, reduction=reduction)
 
     if x.layout.is_cut(dim):
@@ -167,7 +168,7 @@ loss_rule("cross_entropy", per_class, over_count)
 
 
 @program("nll_loss_forward nll_loss2d_forward")
-def nll_loss_forward(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+def nll_loss_forward(x: Tensor, target: Tensor, weight: Tensor, reduction: int, ignore_index: int) -> Tensor:
     loss = F.nll_loss(x, target, weight, ignore_index=ignore_index, reduction=REDUCTIONS[reduction])
     counted = reduction or x.dim() == 1  # as torch's kernel does
     return loss, counted_weight(target, weight, ignore_index, x.dtype) if counted else x.new_zeros(())
@@ -175,8 +176,16 @@ def nll_loss_forward(x: Any, target: Any, weight: Any, reduction: int, ignore_in
 
 @program("linear_cross_entropy")
 def linear_cross_entropy(
-    x: Any, matrix: Any, target: Any, *, linear_bias: Any, ignore_index: Any, options: Any, weight: Any, **more: Any
-) -> Any:
+    x: Tensor,
+    matrix: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Any,
+    ignore_index: Any,
+    options: Any,
+    weight: Any,
+    **more: Any,
+) -> Tensor:
     """A weight of more dims makes a loss of as many; `options` say how to do it in chunks, here every rank does one."""
     if options is not None and weight is not None and not target.dtype.is_floating_point:
         weight = weight.detach()  # in chunks, torch takes one that needs a gradient and gives it none

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.strategy.lines import line
+from shardwise.strategy.program import Tensor
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Factors, Operand
@@ -24,7 +25,7 @@ line("linear", "*b k, n k, +n? -> *b n", "each", takes="x weight bias=None", con
 
 
 @rule("matmul")
-def matmul(x: Operand, other: Operand, **kwargs: Any) -> Factors:
+def matmul(x: Operand, other: Operand, **kwargs: object) -> Factors:
     """Vectors stand for a row on the left and a column on the right."""
     left, right = ("k" if x.ndim == 1 else "*b m k"), ("k" if other.ndim == 1 else "*b k n")
     out = "*b " * (max(x.ndim, other.ndim) > 2) + "m " * (x.ndim > 1) + "n" * (other.ndim > 1)
@@ -53,7 +54,7 @@ plus_product("addr", "m, n -> m n")
 
 
 @program("addmv")
-def addmv(addend: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def addmv(addend: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """By its parts: torch's kernel does not broadcast the addend of an empty product."""
     if not addend.dtype.to_real().is_floating_point:
         alpha, beta = int(alpha), int(beta)
@@ -75,7 +76,7 @@ def einsum(equation: str, *operands: Any) -> Factors | None:
 
 
 @rule("_trilinear")
-def trilinear(x: Operand, y: Operand, z: Operand, *without: Any, **kwargs: Any) -> Factors:
+def trilinear(x: Operand, y: Operand, z: Operand, *without: Any, **kwargs: object) -> Factors:
     """What bilinear is made of: `without` says which dims of the product each of the three, and the sum, lacks."""
     every = range(x.ndim + len(without[0]))
     *inputs, output = (tuple(f"d{d}" for d in every if d not in lacks) for lacks in without[:4])
@@ -99,7 +100,7 @@ line("pdist _pdist_forward", "n! k! -> m")  # every row meets every other
 
 
 @program("block_diag")
-def block_diag(*tensors: Any) -> Any:
+def block_diag(*tensors: Any) -> Tensor:
     blocks = [torch.atleast_2d(t) for t in (tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors)]
     ends = list(accumulate(b.shape[1] for b in blocks))
     return torch.cat([F.pad(b, (end - b.shape[1], ends[-1] - end)) for b, end in zip(blocks, ends, strict=True)])

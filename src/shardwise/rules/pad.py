@@ -16,7 +16,7 @@ from shardwise.strategy.program import reduced
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, unchanged
-from shardwise.strategy.spec import Algorithm, Operand
+from shardwise.strategy.spec import Algorithm, Answer, Operand
 
 Sources = dict[int, torch.Tensor]  # dim -> for every output index, the input index it reads
 
@@ -75,7 +75,7 @@ def sources_of(mode: str, n: int, left: int, right: int) -> torch.Tensor:
 
 
 @rule("pad")
-def pad_(x: Operand, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
+def pad_(x: Operand, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Answer:
     sides = {x.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}  # from the last dim on
     sources = {dim: sources_of(mode, x.shape[dim], *side) for dim, side in sides.items()}
     if mode != "constant":

@@ -63,7 +63,7 @@ def linear(names: str, **more: Any) -> None:
     """Ops of one operand: a Partial sum stays one."""
 
     @rule(names, any_float=True)
-    def linear_in_one(x: Operand, *args: Any, **kwargs: Any) -> Factors:
+    def linear_in_one(x: Operand, *args: object, **kwargs: object) -> Factors:
         return broadcast([x], linear="joint", **more)
 
 
@@ -93,14 +93,14 @@ def add(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
 
 
 @rule("mul multiply", any_float=True)
-def mul(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
+def mul(x: Any, other: Any, *args: object, **kwargs: object) -> Factors:
     """Linear in each, also by a number; but parts of both signs times infinity have no sum."""
     endless = any(isinstance(v, float) and math.isinf(v) for v in (x, other))
     return broadcast([x, other], linear="none" if endless else "each")
 
 
 @rule("div divide true_divide", any_float=True)
-def div(x: Any, other: Any, *, rounding_mode: Any = None, **kwargs: Any) -> Factors:
+def div(x: Any, other: Any, *, rounding_mode: Any = None, **kwargs: object) -> Factors:
     """Linear in what a number divides. Parts of both signs over zero have no sum, and a tensor may hold zeros."""
     over = rounding_mode is None and not isinstance(other, Operand) and other != 0 and x.dtype.is_floating_point
     return broadcast([x, other], linear="joint" if over else "none")
@@ -121,7 +121,7 @@ def where(condition: Any, *args: Any, **kwargs: Any) -> Factors | None:
 
 
 @rule("copy", any_float=True)
-def copy(x: Operand, y: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm:
+def copy(x: Operand, y: Operand, *args: object, **kwargs: object) -> Factors | Algorithm:
     """The target takes the source's values: a Partial target takes a Partial source of its dtype."""
     if x.layout.is_partial and x.dtype != y.dtype:
         return Algorithm(lambda x, y, *args, **kwargs: x.copy_(y.to(x.dtype)), writes=True)

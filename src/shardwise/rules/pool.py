@@ -20,7 +20,7 @@ from shardwise.strategy.halo import Halo, Reach, cut_like, each, windowed
 from shardwise.strategy.program import reduced, run_local
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, operands_in
+from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, operands_in
 
 ATEN = torch.ops.aten
 
@@ -128,7 +128,7 @@ def slides(name: str, dims: int, dilated: bool, **more: Any) -> None:
     """Windows of one size."""
 
     @rule(name)
-    def pool(x: Operand, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **named: Any) -> Any:
+    def pool(x: Operand, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **named: Any) -> Answer:
         named.pop("return_indices", None)  # of torch.nn.functional, whose function of this name always returns them
         k, p = each(kernel_size, dims), each(padding, dims)
         s, e = each(stride or k, dims), each((args or (named.get("dilation", 1),))[0] if dilated else 1, dims)
@@ -140,7 +140,7 @@ def adapts(name: str, dims: int, **more: Any) -> None:
     """Windows for a size."""
 
     @rule(name)
-    def pool(x: Operand, output_size: Any) -> Any:
+    def pool(x: Operand, output_size: Any) -> Answer:
         call = lambda v, sizes: getattr(ATEN, name)(v, sizes or each(output_size, dims))
         return spatial(x, dims, call, lambda i, n, m: resizing(n, m), **more)
 

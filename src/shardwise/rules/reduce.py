@@ -13,8 +13,8 @@ import torch
 from shardwise.layout.layout import Layout, parent_sets, shards_from_table
 from shardwise.layout.split import count, normalize
 from shardwise.strategy.lines import line
-from shardwise.strategy.program import reduced, sum_dtype, whole
-from shardwise.strategy.reading import factors
+from shardwise.strategy.program import Tensor, reduced, sum_dtype, whole
+from shardwise.strategy.reading import Named, factors
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand
 from shardwise.wrapper import wrap
@@ -37,7 +37,7 @@ line("all", "*d -> *d-dim", takes=_REDUCED, reduce="band")
 
 
 @rule("mean")
-def mean(x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Factors:
+def mean(x: Operand, dim: Named = None, keepdim: bool = False, **kwargs: object) -> Factors:
     """The parts are sums over the global count, so uneven shards weigh what they should."""
     dims = dims_of(dim, x.ndim)
     n = math.prod(x.shape[d] for d in dims)
@@ -53,8 +53,8 @@ def mean(x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> F
 
 # -- two stages --------------------------------------------------------------------------------------------
 def gather_parts(
-    func: Callable[..., Any], x: Any, dims: tuple[int, ...], rows: int = 1, value_at: Callable[..., Any] | None = None
-) -> list[Any]:
+    func: Callable[..., Any], x: Tensor, dims: tuple[int, ...], rows: int = 1, value_at: Any = None
+) -> list[Tensor]:
     """The results of reducing what each rank holds, side by side along `dims` and gathered.
 
     A rank that holds nothing adds nothing, so no reduction needs a neutral element: there `func` reduces a new dim of

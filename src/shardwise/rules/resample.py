@@ -14,14 +14,14 @@ from shardwise.rules.pool import ATEN, leading, resizing, spatial
 from shardwise.strategy.lines import line, rearrangement
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Factors, Operand
+from shardwise.strategy.spec import Answer, Factors, Operand
 
 
 def nearest(name: str, dims: int) -> None:
     """Which pixel an output reads is torch's own answer, read off a ramp."""
 
     @rule(f"{name}{dims}d")
-    def copy_pixels(x: Operand, output_size: Sequence[int], *scales: Any) -> Any:
+    def copy_pixels(x: Operand, output_size: Sequence[int], *scales: Any) -> Answer:
         if output_size is None:
             return None  # factors instead, which torch makes sizes of
         dtype, read = torch.promote_types(x.dtype, torch.float32), getattr(ATEN, f"{name}1d")
@@ -34,7 +34,7 @@ def smooth(name: str, dims: int, radius: int, antialias: bool = False) -> None:
     """Outputs that weigh the inputs around them; antialiased, `radius` counts steps of the coarser grid of the two."""
 
     @rule(name)
-    def weigh_pixels(x: Operand, output_size: Sequence[int], align_corners: bool, *scales: Any) -> Any:
+    def weigh_pixels(x: Operand, output_size: Sequence[int], align_corners: bool, *scales: Any) -> Answer:
         if output_size is None:
             return None
         sizes = zip(x.shape[-dims:], output_size, scales, strict=False)

@@ -15,9 +15,9 @@ from shardwise.layout.split import count
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
 from shardwise.strategy.lines import line
-from shardwise.strategy.program import needs_grad, reduced, run_local, sum_dtype
+from shardwise.strategy.program import Tensor, needs_grad, reduced, run_local, sum_dtype
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Operand
+from shardwise.strategy.spec import Algorithm, Answer, Operand
 
 line("cummax cummin", "*d!dim -> *d, *d", takes="x dim")
 
@@ -36,7 +36,7 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
     """Ops (x, dim) that keep the shape; total(piece, dim) is one row."""
 
     @rule(names)
-    def cumulative(x: Operand, dim: int, *, dtype: Any = None) -> Any:
+    def cumulative(x: Operand, dim: int, *, dtype: torch.dtype | None = None) -> Answer:
         along = dim_of(dim, x.ndim)
         kept = dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
         branches = scan is torch.logcumsumexp and x.dtype.is_complex  # torch's logarithm depends on the way there
@@ -46,7 +46,7 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
             return Algorithm(lambda x, *args, **kwargs: by_pieces(x, along, kept))
         return whole_along(x, (along,), True, linear="joint" if scan is torch.cumsum and kept == x.dtype else "none")
 
-    def by_pieces(x: Any, dim: int, kept: Any) -> Any:
+    def by_pieces(x: Tensor, dim: int, kept: Any) -> Tensor:
         x = reduced(x).to(sum_dtype(kept))
         if scan is torch.cumprod and needs_grad(x):  # behind a zero torch has no gradient, not even of NaNs
             zero = x == 0
@@ -56,7 +56,7 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
         starts = sorted(start for held in sets for start, _ in held)
         number = {start: i for i, start in enumerate(starts)}
 
-        def pieces_at(coords: Any) -> Any:
+        def pieces_at(coords: tuple[int, ...]) -> Any:
             """The numbers and the sizes of the pieces that a rank holds."""
             held = layout.held(dim, coords)
             return tuple(number[start] for start, _ in held), tuple(stop - start for start, stop in held)

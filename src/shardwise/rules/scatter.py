@@ -15,9 +15,10 @@ from shardwise.layout.layout import contiguous_stride
 from shardwise.rules.data_dependent import broadcast_shape
 from shardwise.rules.index import Indexed, by_holders, clamped, is_mask, located, located_all, unravelled, without_masks
 from shardwise.rules.view import dim_of
+from shardwise.strategy.program import Tensor
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand
+from shardwise.strategy.spec import Algorithm, Answer, Assignment, Factors, Operand
 
 
 @dataclass
@@ -118,7 +119,7 @@ for _op in ("scatter", "scatter_add", "scatter_reduce"):
 
 # -- x[indices] = values -----------------------------------------------------------------------------------
 @rule("index_put _unsafe_index_put _index_put_impl")
-def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = False, unsafe: Any = False) -> Any:
+def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = False, unsafe: Any = False) -> Answer:
     starts = [sum(i.ndim if is_mask(i) else 1 for i in indices[:n]) for n in range(len(indices))]
     if any(is_mask(i) and i.shape != x.shape[d : d + i.ndim] for d, i in zip(starts, indices, strict=True)):
         raise IndexError(f"index_put: a mask among the indices has not the shape of its dims of x, {tuple(x.shape)}")
@@ -157,18 +158,18 @@ def _put_by_masks(x: Any, indices: Sequence[Any], values: Any, accumulate: bool 
 
 
 @program("put")
-def put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     line, source = x if x.dim() else x.reshape(1), source.reshape(index.shape)
     return torch.ops.aten.index_put(line, unravelled(index, line.shape), source, accumulate).reshape(x.shape)
 
 
 @program("_unsafe_masked_index_put_accumulate")
-def masked_index_put(x: Any, mask: Any, indices: Sequence[Any], values: Any) -> Any:
+def masked_index_put(x: Tensor, mask: Tensor, indices: Sequence[Any], values: Tensor) -> Tensor:
     return torch.ops.aten.index_put(x, clamped(x, indices), values.masked_fill(~mask, 0), True)
 
 
 @program("masked_scatter")
-def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
+def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """The k-th place where the mask is true takes element k of the source."""
     shape = broadcast_shape(x.shape, mask.shape)
     x, mask = x.expand(shape), mask.expand(shape)

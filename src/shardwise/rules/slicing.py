@@ -120,7 +120,7 @@ rule("flipud")(functools.partial(flip, dims=0))
 
 
 @rule("roll")
-def roll(x: Operand, shifts: Any, dims: Any = ()) -> Relayout | Algorithm:
+def roll(x: Operand, shifts: Any, dims: int | Sequence[int] = ()) -> Relayout | Algorithm:
     """A rank rolls what it holds by as many indices as wrap around."""
     by, along = ((shifts,) if isinstance(shifts, int) else tuple(shifts)), dims_of(dims, x.ndim)
     if not along and len(by) == 1:
@@ -153,7 +153,7 @@ def select(x: Operand, dim: int, index: Any) -> Factors | None:
 
     text = "*d -> *d-dim" if adds_up(x) else "*d!dim -> *d-dim"
     aliases = lambda inputs: not inputs[0].is_cut(d)
-    more = {"dim": d, "reduce": sum_of(x), "local": local, "aliases": aliases, "may_alias": True}
+    more: dict[str, Any] = {"dim": d, "reduce": sum_of(x), "local": local, "aliases": aliases, "may_alias": True}
     return factors(text, [x], "joint", **more)
 
 

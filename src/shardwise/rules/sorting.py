@@ -31,7 +31,7 @@ def lookup(x: Operand | float, *args: Any, **kwargs: Any) -> Factors:
 
 
 @rule("searchsorted")
-def searchsorted(sorted_sequence: Operand, input: Any, *, sorter: Operand | None = None, **kwargs: Any) -> Factors:
+def searchsorted(sorted_sequence: Operand, input: Any, *, sorter: Operand | None = None, **kwargs: object) -> Factors:
     """A row of the input is looked up in the same row of the sorted ones, or all of it in the only one."""
     rows = "*r s!, *r i, *r s!? -> *r i" if sorted_sequence.ndim > 1 else "s!, *d, s!? -> *d"
     text = rows if isinstance(input, Operand) else "*s!, .. -> "

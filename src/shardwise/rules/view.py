@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from shardwise.strategy.lines import line
-from shardwise.strategy.reading import factors
+from shardwise.strategy.program import Tensor
+from shardwise.strategy.reading import Named, factors
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.relayout import Carried, Relayout, SetMap, call_with, regrouped, repeated, same_call, unchanged
 from shardwise.strategy.spec import Factors, Operand
@@ -115,7 +116,7 @@ def movedim(x: Operand, source: Any, destination: Any) -> Relayout:
 
 
 @program("rot90")
-def rot90(x: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
+def rot90(x: Tensor, k: int = 1, dims: Any = (0, 1)) -> Tensor:
     """A quarter turn flips one of the two dims and swaps them."""
     flips, swapped = ((), dims[1:], dims, dims[:1])[k % 4], dims if k % 2 else dims[:1] * 2
     return x.flip(flips).transpose(*swapped)
@@ -128,7 +129,7 @@ def unsqueeze(x: Operand, dim: int) -> Relayout:
 
 
 @rule("squeeze squeeze_copy")
-def squeeze(x: Operand, dim: Any = None) -> Relayout:
+def squeeze(x: Operand, dim: Named = None) -> Relayout:
     asked = range(x.ndim) if dim is None else dims_of(dim, x.ndim)
     gone = tuple(d for d, size in enumerate(x.shape) if size == 1 and d in asked)
     kept = [d for d in range(x.ndim) if d not in gone]

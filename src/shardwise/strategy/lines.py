@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.strategy.notation import parse
 from shardwise.strategy.reading import factors, rearranged
-from shardwise.strategy.registry import Rule, rule
+from shardwise.strategy.registry import R, rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand, operands_in
 
 
@@ -20,7 +20,9 @@ def line(names: str, text: str, linear: str = "none", **more: Any) -> None:
     rule(names)(line_rule(text, linear, **more))
 
 
-def line_rule(text: str, linear: str = "none", takes: str | inspect.Signature = "", **more: Any) -> Rule:
+def line_rule(
+    text: str, linear: str = "none", takes: str | inspect.Signature = "", **more: Any
+) -> Callable[..., Factors | None]:
     """The rule a line stands for.
 
     Args:
@@ -77,7 +79,7 @@ def _bound(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[st
     return bound.arguments
 
 
-def _described(function: Rule, text: str, signature: inspect.Signature) -> Rule:
+def _described(function: R, text: str, signature: inspect.Signature) -> R:
     """The function with what people and the engine read off a rule: its line, and the arguments it takes."""
     function.__doc__ = text
     function.__signature__ = signature  # type: ignore[attr-defined]

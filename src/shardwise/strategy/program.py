@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,17 +20,20 @@ from shardwise.move.window import Needs, Windows
 from shardwise.torch_private import is_any_autocast_enabled
 from shardwise.wrapper import Wrapper, wrap
 
+# A distributed tensor as programs use it: torch's methods, `redistribute`, `_layout` and `_local`. DTensor is above.
+Tensor: TypeAlias = Any
+
 
 class Windowed:
     """A tensor of which every rank gets the indices `needs[dim](coords)` of some dims, cut or not: with halos."""
 
-    def __init__(self, tensor: Any, needs: dict[int, Needs]) -> None:
+    def __init__(self, tensor: Tensor, needs: dict[int, Needs]) -> None:
         self.tensor, self.needs = tensor, needs
 
 
 def run_local(
     func: Callable[..., Any],
-    operands: Sequence[Any],
+    operands: Sequence[object],
     outputs: Layout | Sequence[Layout],
     value_at: Callable[[Coords], Any] | None = None,
 ) -> Any:
@@ -41,7 +44,7 @@ def run_local(
 
     Args:
         func: Called on every rank with its values of the operands, and `value_at` of its coordinates if there is one.
-        operands: Distributed tensors, `Windowed` ones, or anything else, which is passed on as it is.
+        operands: Tensor tensors, `Windowed` ones, or anything else, which is passed on as it is.
         outputs: The layout of the result, or one for each result. They are the caller's promise.
         value_at: The last argument of `func`, by coordinates.
     """
@@ -63,14 +66,15 @@ def run_local(
     return tuple(_wrapped(local, layout) for local, layout in zip(result, wanted, strict=True))
 
 
-def _wrapped(local: Any, layout: Layout) -> Any:
-    """Under autocast the local result knows the dtype."""
+def _wrapped(local: torch.Tensor, layout: Layout) -> Tensor:
+    """A result with its layout. Under autocast the local result knows the dtype."""
     if is_any_autocast_enabled():
         layout = layout.replace(dtype=layout.mesh.comm.first(local).dtype)
     return wrap(local, layout)
 
 
 def _local(operand: Any, split: tuple[int, ...]) -> Any:
+    """What `func` gets of an operand: spread along `split`, with the indices it asks for."""
     windowed = isinstance(operand, Windowed)
     tensor = operand.tensor if windowed else operand
     if not isinstance(tensor, Wrapper):
@@ -89,7 +93,7 @@ def _local(operand: Any, split: tuple[int, ...]) -> Any:
     return run_steps(comm, windows.steps, local, note)
 
 
-def whole(x: Any, dims: Sequence[int] | None = None) -> Any:
+def whole(x: Tensor, dims: Sequence[int] | None = None) -> Tensor:
     """`x` with these dims (None: all) gathered and nothing pending."""
     places = [
         REPLICATE if p.is_partial() or (p.is_shard() and (dims is None or p.dim in dims)) else p
@@ -98,12 +102,12 @@ def whole(x: Any, dims: Sequence[int] | None = None) -> Any:
     return x.redistribute(placements=places)
 
 
-def reduced(x: Any) -> Any:
+def reduced(x: Tensor) -> Tensor:
     """`x` with nothing pending, cut as it was."""
     return whole(x, ())
 
 
-def unfinished(x: Any) -> Any:
+def unfinished(x: Tensor) -> Tensor:
     """`x` with what is pending taken for finished: for ops that look at its shape and not at its values."""
     layout = x._layout
     places = [REPLICATE if p.is_partial() else p for p in layout.placements]
@@ -111,7 +115,7 @@ def unfinished(x: Any) -> Any:
     return wrap(share(layout.mesh.comm, x.detach()._local, pending), layout.replace(placements=places))
 
 
-def needs_grad(*tensors: Any) -> bool:
+def needs_grad(*tensors: Tensor) -> bool:
     """Whether the program must be differentiable."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 

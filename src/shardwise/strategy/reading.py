@@ -130,7 +130,7 @@ class _Reading:
         """The factors of the inputs and of the results."""
         sizes = self.sizes
         free = lambda name, size: name in self.whole or (size != sizes[name] and name not in self.merged)
-        inputs = [
+        inputs: list[Names] = [
             tuple(None if free(*dim) else dim[0] for dim in zip(names, op.shape, strict=True))
             for names, op in zip(self.spelled, self.operands, strict=True)
         ]

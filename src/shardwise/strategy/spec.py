@@ -7,22 +7,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from shardwise.layout import Layout, Partial, Placement, Shard
 from shardwise.layout.placement import REPLICATE
+from shardwise.mesh import Mesh
 from shardwise.move.cost import cost_of
 
 MOST_CUTS = 16  # of an axis that operands cut in more ways than this, the first ones are considered
 
 Places = tuple[Placement, ...]
 Names = Sequence[str | None]  # the factor of each dim, None where it must be whole
-LocalCall = Any  # a function of the operands' local values, in order, or PerCoords
 
 
 class Result(NamedTuple):
     """Shape, dtype and stride of one output, where a rule knows them without asking torch's meta kernels."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: torch.dtype
     strides: tuple[int, ...]
 
     def stride(self) -> tuple[int, ...]:
@@ -46,11 +48,11 @@ class Operand:
         return len(self.layout.shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> torch.dtype:
         return self.layout.dtype
 
     @property
-    def mesh(self) -> Any:
+    def mesh(self) -> Mesh:
         return self.layout.mesh
 
     def bytes_without(self, axis: int) -> float:
@@ -64,7 +66,7 @@ class Operand:
         return n
 
 
-def operands_in(values: Iterable[Any]) -> Iterator[Operand]:
+def operands_in(values: Iterable[object]) -> Iterator[Operand]:
     """The operands among the arguments, lists looked into."""
     for value in values:
         if isinstance(value, Operand):
@@ -80,13 +82,17 @@ class PerCoords:
         self.func, self.value_at = func, value_at
 
 
+LocalCall = Callable[..., Any] | PerCoords  # of the operands' local values, in order
+MakeLocal = Callable[[list[Layout], list[Layout]], LocalCall]  # (layouts of the operands, of the results) -> the call
+
+
 @dataclass
 class Assignment:
     """One decision: what each operand must be, what each output will be, and how to call locally."""
 
     inputs: list[Places]
     outputs: list[Places]
-    local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
+    local: MakeLocal | None = None
     # whether a view op's result shares memory with its operand
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True
     reasons: Sequence[str] = ()  # what each axis does, for messages
@@ -94,12 +100,35 @@ class Assignment:
     splits: Sequence[tuple[int, ...]] | None = None
 
 
-class Spec(Protocol):
-    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
-        """The assignment for these operands; `outputs` are meta tensors of the global results.
+class Described(Protocol):
+    """A result as far as shapes tell: a meta tensor, or a `Result`."""
 
-        With `pinned` the result is written into the first operand, whose layout must stay; None where it cannot.
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def stride(self) -> tuple[int, ...]: ...
+
+
+class Spec(Protocol):
+    """An answer that leads to one local call: `Factors`, `Relayout`, or a class of a family's own."""
+
+    def assign(self, operands: Sequence[Operand], outputs: Sequence[Described], pinned: bool) -> Assignment | None:
+        """What each operand must be and what each result will be.
+
+        Args:
+            operands: The tensors of the call.
+            outputs: The global results.
+            pinned: Whether the result is written into the first operand, whose layout must stay.
+
+        Returns:
+            The assignment; None where the first operand cannot be written as it is laid out.
         """
+
+
+Program = Callable[..., Any]  # an op on distributed tensors, in the call's own arguments
 
 
 @dataclass
@@ -108,7 +137,7 @@ class Algorithm:
 
     `writes` says that it writes into its first argument itself, where the op does; else its result is copied there."""
 
-    run: Callable[..., Any]
+    run: Program
     writes: bool = False
 
 
@@ -120,6 +149,10 @@ class Gathered:
 
     reason: str
     check: Callable[..., None] | None = None
+
+
+# what a rule may answer; None: it has no answer for this form of the call
+Answer = Spec | Algorithm | Gathered | None
 
 
 @dataclass(frozen=True)
@@ -147,13 +180,13 @@ class Factors:
     # parts of any reduction may stay, not of sums only: elements are copied, not computed with
     any_partial: bool = False
     reduce: dict[str, str] = field(default_factory=dict)
-    local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
+    local: MakeLocal | None = None
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # as in Assignment
     may_alias: bool = False  # where torch copies, the local call may return a view all the same: a copy is made then
     result: Result | None = None  # of a single output; without it torch's meta kernel is asked
     addends: frozenset[int] = frozenset()  # operands added to the result: where it is a sum of parts, one part has them
 
-    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
+    def assign(self, operands: Sequence[Operand], outputs: Sequence[Described], pinned: bool) -> Assignment | None:
         if pinned and self.local is not None:
             return None  # what it makes is new
         ins: list[list[Placement]] = [[] for _ in operands]
@@ -193,7 +226,7 @@ class Factors:
     def choices(self, operands: Sequence[Operand], axis: int, before: list[list[Placement]]) -> list[Choice]:
         present = [op.layout.placements[axis] for op in operands]
         found: list[Choice] = []
-        seen: set[Any] = set()
+        seen: set[object] = set()
         cuts = 0
         for i, placement in enumerate(present):
             if isinstance(placement, Shard):
@@ -239,7 +272,7 @@ class Factors:
         return Choice(ins, outs, f"cut factor {factor!r}")
 
 
-def _is_float(dtype: Any) -> bool:
+def _is_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
