@@ -41,8 +41,7 @@ def _function_of(rule: Callable[..., Any]) -> Any:
 
 # -- gathering ---------------------------------------------------------------------------------------------
 def gathering(rule: Callable[..., Any]) -> tuple[bool, list[str]]:
-    """Whether a rule always gathers, and the reasons it may give: read off its code, since a rule may answer otherwise
-    for other arguments."""
+    """Whether a rule always gathers, and its reasons: read from its code, since its answer depends on the arguments."""
     rule = _function_of(rule)
     cells = {n: c.cell_contents for n, c in zip(rule.__code__.co_freevars, rule.__closure__ or (), strict=True)}
     reasons = [v.reason for v in cells.values() if isinstance(v, Gathered)]

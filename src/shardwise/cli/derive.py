@@ -1,5 +1,5 @@
-"""What one op's rule derives for one mesh axis. Of factors, the strategies follow from the rule alone; of anything else
-they are seen by running the op on two simulated ranks, once for every way to lay out its operands."""
+"""The strategies of one op for one mesh axis. Where its rule answers with factors, they follow from the rule alone;
+otherwise the op is run on two simulated ranks, once for every way to lay out its operands."""
 
 from __future__ import annotations
 

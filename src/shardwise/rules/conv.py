@@ -35,7 +35,7 @@ class Scatter(Reach):
 
 @dataclass(frozen=True)
 class Conv:
-    """The static arguments of a convolution, one number a spatial dim."""
+    """The static arguments of a convolution, one number per spatial dim."""
 
     transposed: bool
     stride: tuple[int, ...]

@@ -24,7 +24,7 @@ from shardwise.strategy.spec import Algorithm, Factors, Operand
 
 @rule("diagonal diagonal_copy")
 def diagonal(x: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Relayout:
-    """An element is with who holds its row and its column: both cuts go to the one dim that is left."""
+    """An element stays with the rank that holds its row and its column: both cuts become cuts of the one dim left."""
     length = torch.empty(x.shape, device="meta").diagonal(offset, dim1, dim2).shape[-1]
     starts = dict(zip(dims_of((dim1, dim2), x.ndim), (max(-offset, 0), max(offset, 0)), strict=True))
     rest = [d for d in range(x.ndim) if d not in starts]

@@ -1,5 +1,5 @@
-"""Look-ups in a table. One cut by rows answers for the rows it has and adds zeros for the others; one cut by columns
-answers with those."""
+"""Look-ups in a table. Where rows are cut, every rank looks up those it has and adds zeros for the others; where
+columns are cut, every rank has its columns of the result."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def selected(pick: Callable[[Any, int], Any], x: Tensor, dims: Dims, keepdim: bo
 
 
 def _extremes(name: str) -> None:
-    """All that goes by the name max or min."""
+    """The rules of all ops named after max or min."""
     func, along, place = (getattr(torch, f"{prefix}{name}") for prefix in ("", "a", "arg"))
 
     @rule(f"a{name}")

@@ -40,8 +40,8 @@ def as_index(entry: Any) -> Any:
 
 
 def spelled_out(index: Any, ndim: int) -> list[Any]:
-    """The index as a list with one entry a dim (besides None), the ellipsis written as full slices. As torch has it, a
-    short list of anything but numbers is a tuple."""
+    """The index as a list with one entry per dim (besides None), the ellipsis written as full slices. As in torch, a
+    short list that is not of numbers only is a tuple."""
     short = isinstance(index, list) and len(index) < 32 and not all(isinstance(e, (int, float)) for e in index)
     entries = [as_index(e) for e in (index if short or isinstance(index, tuple) else (index,))]
     used = sum(e.ndim if is_mask(e) else 1 for e in entries if e is not None and e is not ... and type(e) is not bool)
@@ -50,7 +50,7 @@ def spelled_out(index: Any, ndim: int) -> list[Any]:
 
 
 def basic_actions(entries: Sequence[Any], shape: Sequence[int], keep: bool = False) -> tuple[list[Action], list[Any]]:
-    """The selects, slices and new dims of an index, and what is left: one tensor index or None a dim of the result.
+    """The selects, slices and new dims of an index; and what is left for each dim of the result: a tensor or None.
 
     With `keep` an integer is a slice of one, so that the result is always a view of the operand."""
     actions: list[Action] = []
@@ -281,7 +281,7 @@ def take(x: Operand, index: Operand) -> Factors | Algorithm:
 
 
 def unravelled(index: Any, shape: Sequence[int]) -> list[Any]:
-    """One index a dim for indices into the flattened tensor; those outside are so in the first dim."""
+    """One index per dim for indices into the flattened tensor; those out of bounds are so in the first dim."""
     n = math.prod(shape)
     index = torch.where(index < 0, index + n, index)
     index = torch.where(index < 0, n, index)

@@ -24,8 +24,8 @@ from shardwise.strategy.spec import Algorithm, Answer, Assignment, Factors, Oper
 
 @dataclass
 class Cat:
-    """Axes that cut another dim are planned like any factor. Where the same axes cut the joined dim of every operand,
-    they stay, each operand with its own split."""
+    """Axes that cut another dim than the joined one are planned like any factor. Axes that cut the joined dim of every
+    operand stay, each operand with its own split."""
 
     dim: int
     others: Factors  # the joined dim whole

@@ -142,9 +142,9 @@ for _func in fused_optimizer_steps:
 def together(
     tensors: Sequence[Operand], op: Any, part: Any, reduce_op: str, after: Any = None, dtype: torch.dtype | None = None
 ) -> Any:
-    """One number a tensor, for a whole list, of `dtype` or else the tensors'. Of whole tensors `op` makes them. Tensors
-    of one dtype that are cut along the same axes travel together: `part` makes a vector of what a rank holds, those are
-    reduced by `reduce_op`, and `after` makes the numbers of the sums."""
+    """A program that gives one number per tensor of a list, of `dtype` or else of the tensors'. For tensors that are
+    whole, `op` computes them. Tensors of one dtype that are cut along the same axes are reduced in one exchange: `part`
+    makes a vector of what a rank holds, `reduce_op` reduces these, and `after` turns the sums into the numbers."""
     groups: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         axes = tuple(a for a, p in enumerate(t.layout.placements) if p.is_shard() and t.mesh.shape[a] > 1)
@@ -176,7 +176,7 @@ def together(
 
 
 def _filled(values: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
-    """What a rank holds; for nothing, something that leaves the result of the others as it is."""
+    """What a rank holds; in place of a tensor without elements, one of `fill`, which does not change the result."""
     return [v if v.numel() else v.new_full((1,), fill) for v in values]
 
 
@@ -222,7 +222,7 @@ def foreach_powsum(tensors: Sequence[Operand], ord: Any = 2, dtype: torch.dtype 
 
 @rule("_amp_foreach_non_finite_check_and_unscale")
 def unscale(tensors: Sequence[Operand], found_inf: Operand, inv_scale: Operand) -> Algorithm:
-    """Gradients times `inv_scale`, in place; `found_inf` hears on every rank if any has an infinity or NaN."""
+    """Gradients times `inv_scale`, in place; `found_inf` is set on every rank if any has an infinity or NaN."""
     part = lambda values: torch.stack([v.isfinite().logical_not().any() for v in values]).float()  # noqa: E731
     flags = together(tensors, lambda values: part(values).unbind(), part, "max", dtype=torch.float32)
 

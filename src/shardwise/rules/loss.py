@@ -23,7 +23,8 @@ REDUCTIONS = ("none", "mean", "sum")  # aten gives the number
 
 
 def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | None = None) -> None:
-    """A loss of one value an element or sample, as `each` says, then reduced; with a `mean`, `each` knows sums too."""
+    """A loss with one value per element or sample, for which `each` answers, then reduced; with a `mean`, `each` also
+    answers for sums."""
     name = names.split()[0]
     func: Callable[..., Any] = getattr(F, name)
 

@@ -1,5 +1,5 @@
 """Normalisation. Where what is averaged over is whole, torch's kernel runs on what a rank holds; where it is cut, the
-mean and then the variance are all-reduced, a number a channel or row, and gradients flow through both."""
+mean and then the variance are all-reduced, one number per channel or row, and gradients flow through both."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def resizing(n: int, outputs: int, margin: int = 0) -> Units:
 
 
 def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], Units], **more: Any) -> Any:
-    """An op on the last `dims` dims: call(x, sizes of the result, or () for those asked for), with reach(i, n, outputs)
-    of the i-th of the dims. Of two results the second has flat positions in a plane of x."""
+    """An op on the last `dims` dims: call(x, sizes), with () for the sizes the call asks for, and reach(i, n, outputs)
+    for the i-th of these dims. Of two results the second has flat positions in a plane of x."""
     planes = range(x.ndim - dims, x.ndim)
     metas = tree_leaves(call(torch.empty_strided(x.shape, x.layout.stride, dtype=x.dtype, device="meta"), ()))
     sizes = metas[0].shape
@@ -101,8 +101,8 @@ def one_or_all(results: Sequence[Any]) -> Any:
 
 
 def leading(call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1, linear: str = "none") -> Factors:
-    """call(*operands), of which so many `last` dims of each are whole and those before them pass; `linear` in the
-    first. Kernels refuse tensors without elements, so a rank with nothing to make is spared the call."""
+    """call(*operands): the last `last[i]` dims of operand i are whole, those before them pass. `linear` in the first.
+    Kernels refuse tensors without elements, so a rank that has nothing to compute does not call it."""
     most = operands[0].ndim - last[0]
     more = [max(op.ndim - end - most, 0) for op, end in zip(operands, last)]  # dims in front that x does not have
     whole = lambda i, count, name: " ".join(f"{name}{i}_{d}!" for d in range(count))

@@ -87,7 +87,7 @@ like_rule("randint_like", lambda dtype, *bounds: draws.integer(dtype, *bounds))
 
 # -- by value --------------------------------------------------------------------------------------------------------
 def value_rule(name: str, run: Callable[..., Any] | None = None) -> None:
-    """An op whose numbers depend on values: its program, but gathered in torch's stream, and where it has none."""
+    """An op whose numbers depend on values: its program; without one, or in torch's stream, the values are gathered."""
     func = getattr(torch, name)
 
     @program(name)

@@ -18,7 +18,7 @@ from shardwise.strategy.spec import Answer, Factors, Operand
 
 
 def nearest(name: str, dims: int) -> None:
-    """Which pixel an output reads is torch's own answer, read off a ramp."""
+    """An output copies one pixel; which one, torch itself says when it resizes the numbers 0, 1, 2, ..."""
 
     @rule(f"{name}{dims}d")
     def copy_pixels(x: Operand, output_size: Sequence[int], *scales: Any) -> Answer:
@@ -31,7 +31,8 @@ def nearest(name: str, dims: int) -> None:
 
 
 def smooth(name: str, dims: int, radius: int, antialias: bool = False) -> None:
-    """Outputs that weigh the inputs around them; antialiased, `radius` counts steps of the coarser grid of the two."""
+    """Outputs are weighted sums of the inputs around them, `radius` steps away at most: of the input's grid or, with
+    `antialias`, of the coarser of both grids."""
 
     @rule(name)
     def weigh_pixels(x: Operand, output_size: Sequence[int], align_corners: bool, *scales: Any) -> Answer:

@@ -1,5 +1,5 @@
-"""Cumulative ops. Along a cut dim the pieces are scanned apart: their totals are exchanged, one row a piece, and every
-piece goes on from the scan of the totals before it."""
+"""Cumulative ops. Along a cut dim every piece is scanned by itself: the totals are exchanged, one row per piece, and
+every piece continues from the scan of the totals before it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ line("cummax cummin", "*d!dim -> *d, *d", takes="x dim")
 
 
 def linked(scan: Callable[..., Any], x: torch.Tensor, dim: int, neutral: float) -> torch.Tensor:
-    """The scan of what a rank holds. Of no or one element torch's have no second derivatives; other ranks' have,
-    and all must build the same graph."""
+    """The scan of what a rank holds. torch's scans of less than two elements have no second derivatives, but all ranks
+    must build the same graph."""
     if x.numel() == 0:
         return x * x
     if x.numel() == 1 and x.dim():

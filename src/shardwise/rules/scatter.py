@@ -80,8 +80,8 @@ for _op in ("index_add", "index_copy", "index_fill", "index_reduce"):
 
 # -- one index for each element ----------------------------------------------------------------------------
 def write_elements(op: str, x: Operand, dim: int, index: Operand, src: Any, *rest: Any, **named: Any) -> Factors:
-    """x.op(dim, index, src, *rest). Dims of one size pass position by position; of the others a rank that holds a
-    part of x looks at all of the index."""
+    """x.op(dim, index, src, *rest). Dims of equal size pass, position by position; of the others a rank that holds part
+    of x looks at the whole index."""
     d, sources, shape = dim_of(dim, x.ndim), [src] if isinstance(src, Operand) else [], x.shape
     reduce = named.get("reduce", rest[0] if rest else None)
     adds = op == "scatter_add" or reduce == "add" or (reduce == "sum" and named.get("include_self", True))

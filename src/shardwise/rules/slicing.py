@@ -1,4 +1,4 @@
-"""Slices along any dim, cut or not: because splits are exact, a slice of a cut dim is another split, and stays put."""
+"""Slices along any dim, cut or not: splits are exact, so a slice of a cut dim is another split and nothing moves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def slices(dim: int, ranges: Sequence[Range], separate: bool = False) -> Relayou
 
 
 def _local_range(source: Layout, dim: int, wanted: Range, coords: tuple[int, ...]) -> Range:
-    """Where the wanted indices stand in what a rank holds: with a step, that is one interval (`sliced` saw to it)."""
+    """Where the wanted indices are in what a rank holds. With a step it holds one interval: `sliced` requires it."""
     start, stop, step = wanted
     first = start + max(-((start - source.offset_at(dim, coords)) // step), 0) * step
     held = source.held(dim, coords)

@@ -20,7 +20,7 @@ from shardwise.strategy.spec import Factors, Operand
 
 
 def dim_of(dim: int, ndim: int) -> int:
-    """A dim counted from the front. For one out of range the engine asks torch for its own error."""
+    """A dim counted from the front. One out of range raises, and the engine shows torch's own error instead."""
     return range(ndim or 1)[dim]
 
 

@@ -19,7 +19,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, intersect, normalize, repeat, shift
 from shardwise.strategy.spec import Assignment, Described, LocalCall, MakeLocal, Operand, PerCoords, Places
 
-MOST_PIECES = 4096  # a split of more intervals a rank than this is gathered instead
+MOST_PIECES = 4096  # a split with more intervals per rank than this is gathered instead
 
 SetMap = Callable[[Intervals], Intervals | None]
 

@@ -14,7 +14,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import Mesh
 from shardwise.move.cost import cost_of
 
-MOST_CUTS = 16  # of an axis that operands cut in more ways than this, the first ones are considered
+MOST_CUTS = 16  # where operands cut an axis in more ways than this, only the first ones are considered
 
 Places = tuple[Placement, ...]
 Names = Sequence[str | None]  # the factor of each dim, None where it must be whole
@@ -96,7 +96,7 @@ class Assignment:
     # whether a view op's result shares memory with its operand
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True
     reasons: Sequence[str] = ()  # what each axis does, for messages
-    # where a call is many calls in one: for each operand, the axes its own call is split on
+    # for a list op, which is many calls in one: for each operand, the axes that its own call is split on
     splits: Sequence[tuple[int, ...]] | None = None
 
 
@@ -166,7 +166,7 @@ class Choice:
 
 @dataclass
 class Factors:
-    """Named factors, one a dim: a factor that is cut passes through every operand and output that has it.
+    """Named factors, one per dim: a factor that is cut passes through every operand and output that has it.
 
     `inputs[i][d]` names the factor of dim d of operand i; None means the dim must be whole. A factor that no output
     has is reduced: its result is Partial(reduce[factor]). `linear` says which operands may stay Partial: "joint" (all
@@ -176,19 +176,25 @@ class Factors:
     inputs: Sequence[Sequence[str | None]]
     outputs: Sequence[Sequence[str | None]]
     linear: str = "none"
-    joint: frozenset[int] | None = None  # the operands `linear` speaks of; None: all
-    # parts of any reduction may stay, not of sums only: elements are copied, not computed with
-    any_partial: bool = False
+    joint: frozenset[int] | None = None  # the operands that `linear` is about; None: all
+    any_partial: bool = False  # parts of any reduction may stay, not only of sums: elements are only copied
     reduce: dict[str, str] = field(default_factory=dict)
+    # no result is a sum of parts: one without the cut factor is the same on all ranks, or empty if not asked for
+    same: bool = False
     local: MakeLocal | None = None
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # as in Assignment
-    may_alias: bool = False  # where torch copies, the local call may return a view all the same: a copy is made then
+    may_alias: bool = False  # the local call may return a view where torch makes a copy: then it is copied
     result: Result | None = None  # of a single output; without it torch's meta kernel is asked
     addends: frozenset[int] = frozenset()  # operands added to the result: where it is a sum of parts, one part has them
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Described], pinned: bool) -> Assignment | None:
         if pinned and self.local is not None:
             return None  # what it makes is new
+        if self.same:
+            sizes = [len(out.shape) for out in outputs]
+            self.outputs = [
+                names if len(names) == n else (None,) * n for names, n in zip(self.outputs, sizes, strict=True)
+            ]
         ins: list[list[Placement]] = [[] for _ in operands]
         outs: list[list[Placement]] = [[] for _ in self.outputs]
         reasons = []
@@ -206,7 +212,7 @@ class Factors:
     def choose(
         self, operands: Sequence[Operand], axis: int, before: list[list[Placement]], pinned: bool = False
     ) -> Choice | None:
-        """The cheapest choice for one axis; of equal ones the first, and one without a pending sum before one with."""
+        """The cheapest choice for one axis; among equals one without a pending sum, and then the first."""
         best, best_cost = None, (0.0, 0)
         layouts = [op.layout for op in operands]
         some = {op.layout: op for op in operands}  # one operand of each layout: of many, most are alike
@@ -262,7 +268,7 @@ class Factors:
 
     def cut(self, factor: str, shard: Shard) -> Choice:
         """The choice that cuts `factor` the way `shard` does."""
-        part = Partial(self.reduce.get(factor, "sum"))
+        part: Placement = REPLICATE if self.same else Partial(self.reduce.get(factor, "sum"))
         outs: tuple[Placement, ...] = tuple(shard.at(f.index(factor)) if factor in f else part for f in self.outputs)
         added = part if part in outs else REPLICATE
         at = {names: shard.at(names.index(factor)) for names in set(map(tuple, self.inputs)) if factor in names}
@@ -277,7 +283,7 @@ def _is_float(dtype: torch.dtype) -> bool:
 
 
 def fitting(layout: Layout, axis: int, shard: Shard, before: Sequence[Placement]) -> Shard:
-    """The operand's cut, as a chunk split where what it was nested in will not be there."""
+    """The operand's cut; a chunk split instead, where the cut of an axis that it is nested in will change."""
     if shard.pieces is None:
         return shard
     kept = all(
