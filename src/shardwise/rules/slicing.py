@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.boxes import BITS
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, count, intersect, normalize, positions
+from shardwise.move.pack import BITS
 from shardwise.rules.view import carried, dim_of, dims_of, ints
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule

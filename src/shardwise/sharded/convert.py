@@ -18,9 +18,10 @@ from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import Tile, shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, count, normalize
+from shardwise.layout.tiles import Tiles
+from shardwise.layout.tileset import TileSet
 from shardwise.mesh import Mesh, as_mesh
-from shardwise.move.boxes import Boxes
-from shardwise.move.tiles import TileSet
+from shardwise.move.tile_step import run_tiles
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded.owners import ranks_of
 from shardwise.sharded.shard import Shard as TileShard
@@ -82,7 +83,7 @@ def _local_value(tensor: ShardedTensor, layout: Layout) -> torch.Tensor:
     boxes = layout.tiles(me)
     target = layout_tiles(layout)
     plan = plan_between(tensor._tiles, target, tensor.dtype.itemsize)
-    parts = plan.run(tensor._parts, tensor._process_group, Note("to_dtensor"))
+    parts = run_tiles(plan, tensor._parts, tensor._process_group, Note("to_dtensor"))
     if not boxes:
         return parts[0].reshape(layout.local_shape(me))
     value = _joined(parts, layout, me)
@@ -129,7 +130,7 @@ def agreeing_placements(tensor: ShardedTensor, mesh: Mesh) -> list[Any] | None:
     return placements if _holds(layout, table) else None
 
 
-def _sides(boxes: Boxes) -> list[Intervals] | None:
+def _sides(boxes: Tiles) -> list[Intervals] | None:
     """The sets whose product the boxes are; [] where there is no element; None if they are no product."""
     full = boxes.take(boxes.volumes > 0)
     if not len(full):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import DimError
-from shardwise.move.tiles import TileSet
+from shardwise.layout.tileset import TileSet
 from shardwise.sharded.base import ShardedTensorBase, device_of, new_tile
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata
 from shardwise.sharded.owners import communication_device, ranks_of
@@ -142,8 +142,8 @@ def same_tiles(one: HeldTiles, other: HeldTiles) -> bool:
     return (
         len(a.ranks) == len(b.ranks)
         and bool((a.ranks == b.ranks).all())
-        and a.boxes.starts.shape == b.boxes.starts.shape
-        and bool((a.boxes.starts == b.boxes.starts).all() and (a.boxes.ends == b.boxes.ends).all())
+        and a.tiles.starts.shape == b.tiles.starts.shape
+        and bool((a.tiles.starts == b.tiles.starts).all() and (a.tiles.ends == b.tiles.ends).all())
     )
 
 

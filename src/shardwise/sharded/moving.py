@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.record import Note
-from shardwise.move.tiles import TileSet
+from shardwise.layout.tileset import TileSet
+from shardwise.move.tile_step import run_tiles
 from shardwise.sharded import remote
 from shardwise.sharded.checks import wrong_out
 from shardwise.sharded.held import HeldTiles, at_home, same_tiles
@@ -52,7 +53,7 @@ class Movable(HeldTiles):
             into = None
             if out is not None and wrong is None and (out.dtype, out.device) == (parts[0].dtype, parts[0].device):
                 into = [out]
-            got = plan.run(parts, self._process_group, Note("gather"), into=into)
+            got = run_tiles(plan, parts, self._process_group, Note("gather"), into=into)
             if wrong is not None:  # after the exchange: the others are not left waiting
                 raise ValueError(wrong)
             if me == dst and into is None:
@@ -79,7 +80,7 @@ class Movable(HeldTiles):
             )
         flag, leaf = self.requires_grad, self.is_leaf
         plan = plan_between(self._tiles, tiles, self.dtype.itemsize)
-        parts = plan.run(self._parts, self._process_group, note or Note("reshard"))
+        parts = run_tiles(plan, self._parts, self._process_group, note or Note("reshard"))
         mine = [metadata.shards_metadata[i] for i in tiles.rows_of(dist.get_rank())]
         parts = [at_home(part, shard) for part, shard in zip(parts, mine)] or [self._as_empty(parts[0])]
         if flag and leaf and not torch.is_grad_enabled():

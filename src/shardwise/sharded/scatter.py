@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from shardwise.comm.record import Note
 from shardwise.errors import MeshError
+from shardwise.move.tile_step import run_tiles
 from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.sharded.owners import as_group, is_member, ranks_of
 from shardwise.sharded.shard import Shard
@@ -31,7 +32,7 @@ def scatter(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int = 0, process
     plan = plan_between(whole_on(ranks[src_rank], tensor.size()), tiles, tensor.dtype.itemsize)
     me, value = dist.get_rank(), tensor.detach()
     with torch.no_grad():
-        parts = plan.run([value if me == ranks[src_rank] else value.reshape(-1)[:0]], group, Note("shard"))
+        parts = run_tiles(plan, [value if me == ranks[src_rank] else value.reshape(-1)[:0]], group, Note("shard"))
     mine = [metadata.shards_metadata[i] for i in tiles.rows_of(me)]
     return _settled(parts, mine, metadata, spec, group, tiles, value)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.transfer import ALL_GATHER
+from shardwise.comm.messages import ALL_GATHER
 from shardwise.sharded.owners import communication_device
 
 _SLOT = 2048  # bytes that the first collective carries for each rank

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from shardwise.move.tiles import TileSet
+from shardwise.layout.tileset import TileSet
 from shardwise.sharded import registry, remote
 from shardwise.sharded.base import ShardedTensorBase, blank, new_tile
 from shardwise.sharded.checks import check_spec, checked_metadata, in_order

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.move.boxes import Boxes, first_hole, first_overlap
-from shardwise.move.tiles import TilePlan, TileSet
+from shardwise.layout.tiles import Tiles, first_hole, first_overlap
+from shardwise.layout.tileset import TileSet
+from shardwise.move.tiles import TilePlan
 from shardwise.sharded.metadata import ShardMetadata
 from shardwise.sharded.owners import owners, ranks_of
 
@@ -42,7 +43,7 @@ _plans, _tile_sets = _Recent(128), _Recent(512)
 _KEPT_TILES = 64  # with more, comparing keys costs as much as making the arrays
 
 
-def boxes_of(shards: Sequence[ShardMetadata]) -> Boxes:
+def boxes_of(shards: Sequence[ShardMetadata]) -> Tiles:
     """The tiles as arrays; all must have as many dims."""
     ndim = len(shards[0].shard_offsets) if shards else 0
     for shard in shards:
@@ -50,7 +51,7 @@ def boxes_of(shards: Sequence[ShardMetadata]) -> Boxes:
             raise ValueError(f"Found inconsistent ranks for shards: {ndim} and {len(shard.shard_offsets)}")
     starts = np.array([s.shard_offsets for s in shards], dtype=np.int64).reshape(len(shards), ndim)
     sizes = np.array([s.shard_sizes for s in shards], dtype=np.int64).reshape(len(shards), ndim)
-    return Boxes(starts, starts + sizes)
+    return Tiles(starts, starts + sizes)
 
 
 def tiles_of(shards: Sequence[ShardMetadata], group: Any) -> TileSet:
@@ -65,14 +66,14 @@ def tiles_of(shards: Sequence[ShardMetadata], group: Any) -> TileSet:
     return kept[0]
 
 
-def check_disjoint(shards: Sequence[ShardMetadata], boxes: Boxes | None = None) -> None:
+def check_disjoint(shards: Sequence[ShardMetadata], boxes: Tiles | None = None) -> None:
     """Raise ValueError where two tiles overlap, and say which."""
     clash = overlapping(shards, boxes)
     if clash is not None:
         raise ValueError(f"Shards {shards[clash[0]]} and {shards[clash[1]]} overlap")
 
 
-def overlapping(shards: Sequence[ShardMetadata], boxes: Boxes | None = None) -> tuple[int, int] | None:
+def overlapping(shards: Sequence[ShardMetadata], boxes: Tiles | None = None) -> tuple[int, int] | None:
     """The numbers of two tiles that share an element, if any do."""
     if len(shards) <= _FEW:
         return _first_overlap_of_few(shards) if shards else None
@@ -115,7 +116,7 @@ def _covers(shards: Sequence[ShardMetadata], size: Sequence[int]) -> bool:
 
 
 def check_cover(
-    shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int], boxes: Boxes | None = None
+    shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int], boxes: Tiles | None = None
 ) -> None:
     """Raise ValueError where the (disjoint) tiles leave a hole in a tensor of these dims, or reach out of it."""
     if len(shards_metadata) <= _FEW and _covers(shards_metadata, tensor_dims):
@@ -153,4 +154,4 @@ def whole_on(rank: int, size: Sequence[int]) -> TileSet:
     """One tile, the whole tensor, held by `rank`."""
     start = np.zeros((1, len(size)), dtype=np.int64)
     end = np.array(size, dtype=np.int64).reshape(1, len(size))
-    return TileSet.owned(np.array([rank], dtype=np.int64), Boxes(start, end))
+    return TileSet.owned(np.array([rank], dtype=np.int64), Tiles(start, end))

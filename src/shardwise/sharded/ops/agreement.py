@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.messages import ALL_GATHER
 from shardwise.comm.record import Note, listeners, record
-from shardwise.comm.transfer import ALL_GATHER
 from shardwise.sharded.ops.exchange import TilesAxis
 from shardwise.sharded.owners import communication_device, ranks_of
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.record import Note
+from shardwise.move.tile_step import run_tiles
 from shardwise.sharded.metadata import ShardMetadata, TensorProperties
 from shardwise.sharded.owners import rank_of
 from shardwise.sharded.shard import Shard
@@ -59,7 +60,7 @@ def reshard_local_shard(
     before = tiles_of(sharding_spec.build_metadata(st_size, properties).shards_metadata, pg)
     shards = resharding_spec.build_metadata(st_size, properties).shards_metadata
     after, me = tiles_of(shards, pg), dist.get_rank()
-    parts = plan_between(before, after, local_tensor.dtype.itemsize).run([local_tensor], pg, Note("reshard"))
+    parts = run_tiles(plan_between(before, after, local_tensor.dtype.itemsize), [local_tensor], pg, Note("reshard"))
     return [Shard(part, shards[i]) for part, i in zip(parts, after.rows_of(me))], list(shards)
 
 
