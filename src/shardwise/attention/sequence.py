@@ -35,7 +35,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals
 from shardwise.move import plan_steps, run_move, start_move
 from shardwise.move.limit import current_cap, largest_bytes
-from shardwise.strategy.program import sum_dtype
+from shardwise.strategy.program import wide
 from shardwise.strategy.spec import Factors, Operand, fitting
 from shardwise.wrapper import wrap
 
@@ -278,7 +278,7 @@ class AttentionWork:
             wait_behind()
             behind = more if behind is None else [self._bound(torch.add)(a, b) for a, b in zip(behind, more)]
             if len(self.blocks) > 1:
-                behind, wait_behind = self._sent_on(behind, t, note, sum_dtype(self.inputs[1].dtype))
+                behind, wait_behind = self._sent_on(behind, t, note, wide(self.inputs[1].dtype))
             wait()
             came = coming
         wait_behind()
