@@ -38,6 +38,9 @@ def line_rule(
     parsed, signature = parse(text), _signature(takes) if isinstance(takes, str) else takes
 
     def from_line(*args: Any, **kwargs: Any) -> Factors | None:
+        if not kwargs and not parsed.names_dims:  # the common case: no need to know which argument is which
+            operands = list(operands_in(args))
+            return factors(text, operands, linear, **more) if parsed.fits(operands) else None
         arguments = _bound(signature, args, kwargs)
         operands = list(operands_in(arguments.values()))
         if any(isinstance(value, Operand) for value in arguments.get("named", {}).values()):

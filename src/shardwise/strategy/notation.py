@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from shardwise.errors import RuleError
 from shardwise.strategy.spec import Operand
@@ -61,7 +61,7 @@ class Term:
     def whole(self) -> frozenset[str]:
         return frozenset(word.name for word in self.words if word.whole)
 
-    @property
+    @cached_property
     def single(self) -> int:
         """How many dims are written one by one."""
         return sum(not word.many for word in self.words)
@@ -90,7 +90,7 @@ class Line:
             return False
         return all(term.fits(op.ndim) for term, op in zip(self.terms(len(operands)), operands, strict=True))
 
-    @property
+    @cached_property
     def names_dims(self) -> bool:
         """Whether the line speaks of the call's argument `dim`."""
         return any(word.named for term in (*self.inputs, *self.outputs) for word in term.words)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -50,111 +52,132 @@ def factors(
     Returns:
         A name for every dim, None for a dim that must be whole.
     """
-    reading = _Reading(parse(text), operands, dim, keepdim, sizes or {})
-    addends = frozenset(i for i, term in enumerate(reading.terms) if term.addend)
-    if joint is None and addends and linear == "each":
-        joint = frozenset(range(len(operands))) - addends
-    inputs, results = reading.names()
+    named = dim if dim is None or isinstance(dim, int) else tuple(dim)
+    spelling = spelled(text, tuple([op.ndim for op in operands]), named, keepdim)
+    if joint is None and spelling.addends and linear == "each":
+        joint = frozenset(range(len(operands))) - spelling.addends
+    size, alike = _sizes(spelling, operands)
+    whole = {name for name in spelling.merged if not _passes(spelling, name, operands, (sizes or {}).get(name))}
+    inputs: list[Names] = []
+    for names, op in zip(spelling.inputs, operands, strict=True):
+        free = [None if n in spelling.whole or n in whole else n for n in names]
+        if not alike:  # a dim of one element that is broadcast
+            free = [n if n in spelling.merged or k == size[m] else None for n, m, k in zip(free, names, op.shape)]
+        inputs.append(tuple(free))
+    results: list[Names] = [tuple([None if n in whole else n for n in names]) for names in spelling.outputs]
     results = [*results[:-1], *results[-1:] * outputs]
-    spec = Factors(inputs, results, linear, None if joint is None else frozenset(joint), addends=addends, **more)
+    joined = None if joint is None else frozenset(joint)
+    spec = Factors(inputs, results, linear, joined, addends=spelling.addends, **more)
     if reduce != "sum":
-        spec.reduce = {name: reduce for names in spec.inputs for name in names if name}
-    if contiguous:
-        spec.result = reading.result()
+        spec.reduce = {name: reduce for names in inputs for name in names if name}
+    if contiguous and alike:
+        spec.result = _result(spelling, operands, size)
     if call is not None:
         spec.local = lambda inputs, outputs: call
     return spec
 
 
-class _Reading:
-    """A line next to the tensors of one call: the factor of every dim, and how large each factor is."""
+@dataclass(frozen=True)
+class Spelling:
+    """A line for tensors of so many dims: the factor of every dim."""
 
-    def __init__(
-        self, line: Line, operands: Sequence[Operand], dim: Named, keepdim: bool, blocks: Mapping[str, int]
-    ) -> None:
-        self.line, self.operands, self.keepdim = line, operands, keepdim
-        self.terms = line.terms(len(operands))
-        pairs = list(zip(self.terms, operands, strict=True))
-        words = [word for term in (*self.terms, *line.outputs) for word in term.words]
-        self.counts: dict[str, int] = {}  # how many dims a group has
-        for term, op in pairs:
-            for word in term.words:
-                if word.many:
-                    self.counts[word.name] = max(self.counts.get(word.name, 0), op.ndim - term.single)
-        # the dims of a group that the call's `dim` names
-        self.marked = {w.name: dims_named(dim, self.counts[w.name] + (w.named == "+")) for w in words if w.named}
-        self.spelled = [
-            [name for word in term.words for name in self._group(word, op.ndim - term.single)] for term, op in pairs
-        ]
-        merged = {word.name for word in words if word.inner}
-        self.sizes: dict[str, int] = {}
-        self.alike = not merged  # whether all dims of a factor have one size
-        for names, op in zip(self.spelled, operands, strict=True):
-            for name, size in zip(names, op.shape, strict=True):
-                before = self.sizes.get(name, size)
-                self.alike &= before == size
-                self.sizes[name] = max(before, size) if before and size else 0
-        self.whole = {name for word in words for name in self._whole(word)}
-        self.whole |= {name for name in merged if not self._passes(name, blocks.get(name))}
-        self.merged = merged
+    inputs: tuple[tuple[str, ...], ...]
+    outputs: tuple[Names, ...]
+    first: tuple[str, ...]  # the factors of the first result, those that are whole too
+    whole: frozenset[str]
+    merged: frozenset[str]  # factors in brackets: whether they pass depends on sizes and layouts
+    blocks: frozenset[str]  # factors that are blocks in a bracket which only a result has
+    addends: frozenset[int]
 
-    def _group(self, word: Word, many: int) -> list[str]:
-        """The factors a word stands for; a group of fewer dims than others of its name has the rightmost ones."""
-        count = self.counts.get(word.name, 0)
-        return [f"{word.name}{i}" for i in range(count - many, count)] if word.many else [word.name]
 
-    def _whole(self, word: Word) -> Iterator[str]:
-        yield from word.inner
-        if word.whole:
-            yield from self._group(word, self.counts.get(word.name, 0))
-        elif word.named == "!":
-            yield from (f"{word.name}{i}" for i in self.marked[word.name])
-
-    def _passes(self, name: str, count: int | None) -> bool:
-        """Whether a factor in brackets may be cut: where a block is one element, or all ranks have as many blocks."""
-        dims = [(op, names.index(name)) for op, names in zip(self.operands, self.spelled) if name in names]
-        sizes = [op.shape[d] for op, d in dims]
-        count = math.gcd(*sizes) if count is None else count
-        cuts = [(axis, p) for op, d in dims for axis, p in enumerate(op.layout.placements) if p.is_shard(d)]
-        ranks = math.prod(self.operands[0].mesh.shape[axis] for axis in dict(cuts))
-        chunked = all(isinstance(p, Shard) and p.pieces is None for _, p in cuts)
-        return (set(sizes) == {count} and self._are_single(name)) or (chunked and count % ranks == 0)
-
-    def _are_single(self, name: str) -> bool:
-        """Whether the blocks of the results, too, are of one element, if those of the inputs are."""
-        known = {word for term in self.terms for word in term.words}
-        new = [w for term in self.line.outputs for w in term.words if w.name == name and w not in known]
-        return all(self.sizes.get(inner) == 1 for word in new for inner in word.inner)
-
-    def names(self) -> tuple[list[Names], list[Names]]:
-        """The factors of the inputs and of the results."""
-        sizes = self.sizes
-        free = lambda name, size: name in self.whole or (size != sizes[name] and name not in self.merged)
-        inputs: list[Names] = [
-            tuple(None if free(*dim) else dim[0] for dim in zip(names, op.shape, strict=True))
-            for names, op in zip(self.spelled, self.operands, strict=True)
-        ]
-        return inputs, [tuple(self._result_names(term)) for term in self.line.outputs]
-
-    def _result_names(self, term: Term) -> Iterator[str | None]:
+@lru_cache(4096)
+def spelled(text: str, ndims: tuple[int, ...], dim: int | tuple[int, ...] | None, keepdim: bool) -> Spelling:
+    """The line `text` for tensors with `ndims` dims each."""
+    line = parse(text)
+    terms = line.terms(len(ndims))
+    counts: dict[str, int] = {}  # how many dims a group has
+    for term, ndim in zip(terms, ndims, strict=True):
         for word in term.words:
-            names = [None if n in self.whole else n for n in self._group(word, self.counts.get(word.name, 0))]
-            if word.named == "+":
-                names.insert(self.marked[word.name][0], None)
-            elif word.named == "-":
-                gone = self.marked[word.name]
-                names = [None if d in gone else n for d, n in enumerate(names) if self.keepdim or d not in gone]
-            yield from names
+            if word.many:
+                counts[word.name] = max(counts.get(word.name, 0), ndim - term.single)
+    words = [word for term in (*terms, *line.outputs) for word in term.words]
+    marked = {w.name: dims_named(dim, counts[w.name] + (w.named == "+")) for w in words if w.named}
 
-    def result(self) -> Result | None:
-        """A result without gaps of the tensors' common dtype; None where the call may be wrong."""
-        kinds = {op.dtype for op in self.operands if op.dtype.is_floating_point} or {op.dtype for op in self.operands}
-        words = self.line.outputs[0].words
-        names = [name for word in words for name in self._group(word, self.counts.get(word.name, 0))]
-        if not self.alike or len(kinds) != 1 or not self.sizes.keys() >= set(names):
-            return None
-        shape = tuple(self.sizes[name] for name in names)
-        return Result(shape, kinds.pop(), contiguous_stride(shape))
+    def group(word: Word, many: int | None = None) -> list[str]:
+        """The factors of a word; a group of fewer dims than others of its name has the rightmost ones."""
+        count = counts.get(word.name, 0)
+        first = 0 if many is None else count - many
+        return [f"{word.name}{i}" for i in range(first, count)] if word.many else [word.name]
+
+    whole = {name for word in words for name in word.inner}
+    whole |= {name for word in words if word.whole for name in group(word)}
+    whole |= {f"{word.name}{i}" for word in words if word.named == "!" for i in marked[word.name]}
+
+    known = {word for term in terms for word in term.words}
+    new = [word for term in line.outputs for word in term.words if word not in known]
+    return Spelling(
+        tuple(
+            tuple(name for word in term.words for name in group(word, ndim - term.single))
+            for term, ndim in zip(terms, ndims, strict=True)
+        ),
+        tuple(
+            tuple(name for word in term.words for name in _in_result(word, group(word), whole, marked, keepdim))
+            for term in line.outputs
+        ),
+        tuple(name for word in line.outputs[0].words for name in group(word)),
+        frozenset(whole),
+        frozenset(word.name for word in words if word.inner),
+        frozenset(name for word in new for name in word.inner),
+        frozenset(i for i, term in enumerate(terms) if term.addend),
+    )
+
+
+def _in_result(
+    word: Word, names: Sequence[str], whole: Collection[str], marked: Mapping[str, Sequence[int]], keepdim: bool
+) -> list[str | None]:
+    """The factors that a word stands for in a result."""
+    found = [None if name in whole else name for name in names]
+    if word.named == "+":
+        found.insert(marked[word.name][0], None)
+    elif word.named == "-":
+        gone = marked[word.name]
+        found = [None if d in gone else name for d, name in enumerate(found) if keepdim or d not in gone]
+    return found
+
+
+def _sizes(spelling: Spelling, operands: Sequence[Operand]) -> tuple[dict[str, int], bool]:
+    """How large each factor is, and whether all dims of each factor have one size."""
+    sizes: dict[str, int] = {}
+    alike = True
+    for names, op in zip(spelling.inputs, operands, strict=True):
+        for name, size in zip(names, op.shape, strict=True):
+            before = sizes.setdefault(name, size)
+            if before != size:
+                alike = False
+                sizes[name] = max(before, size) if before and size else 0
+    return sizes, alike
+
+
+def _passes(spelling: Spelling, name: str, operands: Sequence[Operand], count: int | None) -> bool:
+    """Whether a factor in brackets may be cut: where a block is one element, or all ranks have as many blocks."""
+    dims = [(op, names.index(name)) for op, names in zip(operands, spelling.inputs) if name in names]
+    sizes = [op.shape[d] for op, d in dims]
+    count = math.gcd(*sizes) if count is None else count
+    cuts = [(axis, p) for op, d in dims for axis, p in enumerate(op.layout.placements) if p.is_shard(d)]
+    ranks = math.prod(operands[0].mesh.shape[axis] for axis in dict(cuts))
+    if all(isinstance(p, Shard) and p.pieces is None for _, p in cuts) and count % ranks == 0:
+        return True
+    size, _ = _sizes(spelling, operands)
+    return set(sizes) == {count} and all(size.get(inner) == 1 for inner in spelling.blocks)
+
+
+def _result(spelling: Spelling, operands: Sequence[Operand], sizes: Mapping[str, int]) -> Result | None:
+    """A result without gaps of the tensors' common dtype; None where they have none, or the call may be wrong."""
+    kinds = {op.dtype for op in operands if op.dtype.is_floating_point} or {op.dtype for op in operands}
+    if len(kinds) != 1 or not sizes.keys() >= set(spelling.first):
+        return None
+    shape = tuple(sizes[name] for name in spelling.first)
+    return Result(shape, kinds.pop(), contiguous_stride(shape))
 
 
 def dims_named(dim: Named, ndim: int) -> tuple[int, ...]:
