@@ -59,6 +59,12 @@ def test_a_line(run):
     ]
 
 
+def test_a_line_with_dims_by_argument(run):
+    code, lines, _ = run("rules", "sum", "--shapes", "4,6", "--args", "dim=1")
+    assert code == 0 and lines[0] == "sum rules/reduce.py *d -> *d-dim"
+    assert "cut d0 S(0) S(0)" in lines and "cut d1 S(1) P(sum)" in lines
+
+
 @pytest.mark.parametrize("spelling", ["aten::mm", "aten.mm.default", "torch.mm"])
 def test_spellings(run, spelling):
     assert run("rules", spelling) == run("rules", "mm")

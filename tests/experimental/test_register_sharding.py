@@ -141,10 +141,10 @@ def test_nothing_moves_where_the_rule_lets_it():
 @pytest.fixture
 def restored():
     """The rules as they were."""
-    kept, hidden = dict(registry._given), set(registry._hidden)
+    kept, hidden = dict(registry._user_rules), set(registry._hidden)
     yield
-    registry._given.clear()
-    registry._given.update(kept)
+    registry._user_rules.clear()
+    registry._user_rules.update(kept)
     registry._hidden.clear()
     registry._hidden.update(hidden)
     registry._by_function.clear()

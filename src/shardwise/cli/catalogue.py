@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from shardwise.strategy import registry
+from shardwise.strategy.registry import Rule
 from shardwise.strategy.spec import Gathered
 from shardwise.torch_private import all_op_names, has_kernel, schema_of
 
@@ -23,32 +24,33 @@ def rule_name(op: str) -> str | None:
     return None if found is None else found.name
 
 
-def in_one_line(rule: Callable[..., Any]) -> str:
+def in_one_line(rule: Rule) -> str:
     """A rule's line, or what its docstring starts with, or what kind of rule it is."""
     always, reasons = gathering(rule)
     if always:
         return reasons[0]
-    rule = _function_of(rule)
-    text = (rule.__doc__ or "").strip().partition("\n")[0]
-    return text or rule.__name__.replace("<lambda>", "a program").replace("_", " ").strip()
+    function = _function_of(rule)
+    text = (function.__doc__ or "").strip().partition("\n")[0]
+    return text or function.__name__.replace("<lambda>", "a program").replace("_", " ").strip()
 
 
-def _function_of(rule: Callable[..., Any]) -> Any:
+def _function_of(rule: Rule) -> types.FunctionType:
     while isinstance(rule, functools.partial):
         rule = rule.func
+    assert isinstance(rule, types.FunctionType)  # or a lambda: rules are written in Python
     return rule
 
 
 # -- gathering ---------------------------------------------------------------------------------------------
-def gathering(rule: Callable[..., Any]) -> tuple[bool, list[str]]:
-    """Whether a rule always gathers, and the reasons it may give: read off its code, since a rule may answer otherwise
-    for other arguments."""
-    rule = _function_of(rule)
-    cells = {n: c.cell_contents for n, c in zip(rule.__code__.co_freevars, rule.__closure__ or (), strict=True)}
+def gathering(rule: Rule) -> tuple[bool, list[str]]:
+    """Whether a rule always gathers, and its reasons: read from its code, since its answer depends on the arguments."""
+    function = _function_of(rule)
+    code_of = function.__code__
+    cells = {n: c.cell_contents for n, c in zip(code_of.co_freevars, function.__closure__ or (), strict=True)}
     reasons = [v.reason for v in cells.values() if isinstance(v, Gathered)]
-    always = bool(reasons) or rule.__annotations__.get("return") == "Gathered"
-    for code in _codes(rule.__code__):
-        named = [rule.__globals__.get(name) for name in code.co_names]
+    always = bool(reasons) or function.__annotations__.get("return") == "Gathered"
+    for code in _codes(code_of):
+        named = [function.__globals__.get(name) for name in code.co_names]
         reasons += [value.reason for value in named if isinstance(value, Gathered)]
         if Gathered in named:
             reasons += [text for text in code.co_consts if isinstance(text, str) and text.startswith("gather")]

@@ -1,5 +1,5 @@
-"""What one op's rule derives for one mesh axis. Of factors, the strategies follow from the rule alone; of anything else
-they are seen by running the op on two simulated ranks, once for every way to lay out its operands."""
+"""The strategies of one op for one mesh axis. Where its rule answers with factors, they follow from the rule alone;
+otherwise the op is run on two simulated ranks, once for every way to lay out its operands."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ import shardwise
 from shardwise.errors import ShardwiseError
 from shardwise.layout import Layout, Partial, Placement, Shard
 from shardwise.layout.placement import REPLICATE
-from shardwise.mesh import as_mesh
+from shardwise.mesh import SimulatedMesh, as_mesh
 from shardwise.strategy.notation import parse
-from shardwise.strategy.spec import Choice, Factors, Operand
+from shardwise.strategy.registry import Rule
+from shardwise.strategy.spec import Answer, Choice, Factors, Operand
+
+Call = tuple[list[Any], dict[str, Any]]  # the arguments of a call, with blanks for tensors
 
 
 class NoSample(Exception):
@@ -48,8 +51,8 @@ class Row:
     """One strategy: placements of the operands and results, and what travels."""
 
     name: str
-    inputs: Sequence[Any]
-    outputs: Sequence[Any]
+    inputs: Sequence[Placement]
+    outputs: Sequence[Placement | str]
     travels: str = ""  # seen where the op was run
     failed: bool = False
 
@@ -64,10 +67,10 @@ class Derivation:
 
 def derive(
     name: str,
-    rule: Callable[..., Any],
+    rule: Rule,
     tensors: Sequence[Blank],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Sequence[object],
+    kwargs: dict[str, object],
 ) -> Derivation:
     """The strategies of `rule` for a call with these tensors; without any, for some that it accepts."""
     mesh = shardwise.simulate(2)
@@ -87,7 +90,7 @@ def derive(
     )
 
 
-def _derived(name: str, rule: Callable[..., Any], call: Any, mesh: Any) -> Derivation | None:
+def _derived(name: str, rule: Rule, call: Call, mesh: SimulatedMesh) -> Derivation | None:
     tensors = [x for x in tree_flatten(call)[0] if isinstance(x, Blank)]
     whole = [REPLICATE] * len(tensors)
     spec = _answer(rule, call, tensors, whole, mesh)
@@ -97,17 +100,17 @@ def _derived(name: str, rule: Callable[..., Any], call: Any, mesh: Any) -> Deriv
     written = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
     found = Derivation(f"{name}({written})", len(tensors), [])
     ways: list[Sequence[Placement]] = [*_ways(tensors), whole]
-    if all(isinstance(_answer(rule, call, tensors, way, mesh), Factors) for way in ways):
+    if isinstance(spec, Factors) and all(isinstance(_answer(rule, call, tensors, way, mesh), Factors) for way in ways):
         _list_factors(found, spec, tensors, mesh)
     else:
         found.rows = [_run(_function(name), call, way, mesh) for way in ways]
     return found
 
 
-_LINE = re.compile(r"[\w\s*!?,]+->[\w\s*!?,]*")
+_LINE = re.compile(r"[\w\s*!?,().+-]+->[\w\s*!?,().+-]*")
 
 
-def _guesses(rule: Callable[..., Any]) -> Iterator[list[Any]]:
+def _guesses(rule: Rule) -> Iterator[list[Any]]:
     """Arguments to try: as a line says, or small matrices, with a dim, in a list, then images."""
     text = (rule.__doc__ or "").strip()
     text = text.split("``")[1] if text.startswith("``") else text
@@ -115,7 +118,8 @@ def _guesses(rule: Callable[..., Any]) -> Iterator[list[Any]]:
         terms = parse(text).inputs
         names = list(dict.fromkeys(name for term in terms for name in term.names))
         sizes = {name: 4 + 2 * i for i, name in enumerate(names)}
-        yield [Blank(tuple(sizes[name] for name in term.names)) for term in terms]
+        if not parse(text).names_dims:
+            yield [Blank(tuple(sizes[name] for name in term.names)) for term in terms]
     x, index, rows = Blank((4, 6)), Blank((8,), torch.int64), Blank((2, 4, 8))
     yield from ([x], [x, x], [x, 0], [[x, x]], [x, x, x], [x, 0, x], [[x, x], [x, x]], [x, 0, index], [index, x])
     yield from (
@@ -127,9 +131,9 @@ def _guesses(rule: Callable[..., Any]) -> Iterator[list[Any]]:
 
 
 def _answer(
-    rule: Callable[..., Any], call: Any, tensors: Sequence[Blank], way: Sequence[Placement], mesh: Any
-) -> Any | None:
-    """What the rule says; None where it does not take such a call, however it says so."""
+    rule: Rule, call: Call, tensors: Sequence[Blank], way: Sequence[Placement], mesh: SimulatedMesh
+) -> Answer | ShardwiseError:
+    """What the rule answers, or the error it raises on purpose; None where it does not take such a call."""
     spare = iter(_operands(tensors, way, mesh))
     args, kwargs = tree_map_only(Blank, lambda _: next(spare), call)
     try:
@@ -140,7 +144,7 @@ def _answer(
         return None
 
 
-def _operands(tensors: Sequence[Blank], way: Sequence[Placement], mesh: Any) -> list[Operand]:
+def _operands(tensors: Sequence[Blank], way: Sequence[Placement], mesh: SimulatedMesh) -> list[Operand]:
     layouts = (Layout.make(as_mesh(mesh), [p], x.shape, x.dtype) for x, p in zip(tensors, way, strict=True))
     return [Operand(layout, i) for i, layout in enumerate(layouts)]
 
@@ -157,7 +161,7 @@ def _ways(tensors: Sequence[Blank]) -> Iterator[list[Placement]]:
 
 
 # -- factors -----------------------------------------------------------------------------------------------
-def _list_factors(found: Derivation, spec: Factors, tensors: Sequence[Blank], mesh: Any) -> None:
+def _list_factors(found: Derivation, spec: Factors, tensors: Sequence[Blank], mesh: SimulatedMesh) -> None:
     for factor in dict.fromkeys(f for names in spec.inputs for f in names if f is not None):
         found.rows.append(_as_row(spec.cut(factor, Shard(0)), f"cut {factor}"))
     pending: dict[Choice, None] = {}
@@ -187,7 +191,7 @@ def _function(name: str) -> Callable[..., Any]:
     return next(getattr(place, bare) for place in places if hasattr(place, bare))
 
 
-def _run(function: Callable[..., Any], call: Any, way: Sequence[Placement], mesh: Any) -> Row:
+def _run(function: Callable[..., Any], call: Call, way: Sequence[Placement], mesh: SimulatedMesh) -> Row:
     """The op as it runs on tensors laid out this way."""
     spare = iter(way)
     made = lambda x: shardwise.distribute_tensor(x.made(), mesh, [next(spare)])

@@ -89,7 +89,7 @@ def all_table() -> Table:
     table = _table("op", "file", "rule")
     for name, (rule, family) in registry.registered().items():
         table.add_row(Text(name), f"rules/{family}.py", Text(catalogue.in_one_line(rule)))
-    for op, rule in registry.given().items():
+    for op, rule in registry.user_rules().items():
         table.add_row(Text(str(op)), "yours", Text(catalogue.in_one_line(rule)))
     return table
 

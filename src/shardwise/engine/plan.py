@@ -67,7 +67,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         invoke, takes_all = call.mesh.comm.bind(change(func), split), True
     else:
         local = assignment.local(inputs, outputs)
-        local = PerCoords(change(local.func), local.of) if isinstance(local, PerCoords) else change(local)
+        local = PerCoords(change(local.func), local.value_at) if isinstance(local, PerCoords) else change(local)
         invoke, takes_all = bind_local(call.mesh.comm, local, split, len(inputs)), False
     if in_place:
         return _run_in_place(call, inputs, moves, invoke, takes_all, assignment.reasons)
@@ -201,7 +201,7 @@ def bind_local(comm: Comm, local: LocalCall, split: Sequence[int], count: int) -
     """The local call of a rule as a function of `count` local values."""
     if not isinstance(local, PerCoords):
         return comm.bind(local, split)
-    bound, value = comm.bind(local.func, split), comm.per_rank(local.of)
+    bound, value = comm.bind(local.func, split), comm.per_rank(local.value_at)
     if count == 1:
         return lambda local: bound(local, value)
     return lambda *values: bound(*values, value)

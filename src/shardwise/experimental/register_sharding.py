@@ -17,8 +17,9 @@ from shardwise.layout import Layout, Placement, Shard, as_placements
 from shardwise.layout.placement import REPLICATE
 from shardwise.spec import TensorMeta
 from shardwise.strategy import registry
-from shardwise.strategy.notation import line_rule, operands_in, parse
-from shardwise.strategy.spec import Assignment, Choice, Factors, Operand, fitting
+from shardwise.strategy.lines import line_rule
+from shardwise.strategy.notation import parse
+from shardwise.strategy.spec import Assignment, Choice, Factors, Operand, fitting, operands_in
 from shardwise.torch_private import OpOverload, OpOverloadPacket, schema_of
 
 Pair = tuple[tuple[Placement, ...], tuple[Placement, ...]]  # outputs, inputs
@@ -86,7 +87,7 @@ def give(op: Any, rule: Callable[..., Any], replace: bool) -> None:
     if schema is not None and schema.is_mutable:
         raise RuleError(f"{op} writes into an argument: {schema}; register an op that returns its result instead")
     rule.__signature__ = signature(op)  # type: ignore[attr-defined]
-    registry.give(op, rule, replace)
+    registry.set_user_rule(op, rule, replace)
     ANY_FLOAT.discard(op)
     clear_caches()
 
@@ -119,6 +120,11 @@ def check_line(op: Any, line: str, linear: str) -> None:
                 f"{op}: line = {line!r} has {twice[0]!r} twice in one term: no cut of it fits both dims; write "
                 f"{twice[0] + '!'!r}, a dim that must be whole, or two names"
             )
+    if parsed.names_dims and "dim" not in signature(op).parameters:
+        raise RuleError(
+            f"{op}: line = {line!r} has a mark with `dim`, but {signature(op)} has no argument of that name; name the "
+            f"dims one by one"
+        )
     schema = getattr(op, "_schema", None)
     if schema is None:
         return
@@ -136,7 +142,7 @@ def check_line(op: Any, line: str, linear: str) -> None:
 
 
 def _from_line(op: Any, line: str, linear: str, reduce: str) -> Callable[..., Any]:
-    rule = line_rule(line, linear)
+    rule = line_rule(line, linear, signature(op))
 
     def from_line(*args: Any, **kwargs: Any) -> Checked:
         spec = rule(*args, **kwargs)

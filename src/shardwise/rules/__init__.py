@@ -1,4 +1,4 @@
-"""The operator rules, one file a family. Importing this package registers them all."""
+"""The operator rules, one file per family. Importing this package registers them all."""
 
 from importlib import import_module
 from pkgutil import iter_modules

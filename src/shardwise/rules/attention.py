@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from shardwise.attention.blocks import How
 from shardwise.attention.sequence import CutAttention, along_cuts, keys_alone_are_cut
 from shardwise.layout.layout import dense_stride
-from shardwise.rules.conv import cut_evenly
-from shardwise.strategy.notation import factors, operands_in, parse
-from shardwise.strategy.program import reduced
+from shardwise.strategy.program import Tensor, reduced
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
+from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, Result, operands_in
 from shardwise.torch_private import attention_math
 
 
@@ -23,35 +22,32 @@ from shardwise.torch_private import attention_math
 def attention(
     query: Operand, key: Operand, value: Operand, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
+) -> Answer:  # fmt: skip
     if dropout_p > 0.0:
         return Algorithm(attention_by_definition)
     three, mask = (query, key, value), None if isinstance(attn_mask, Operand) else attn_mask
     operands, ranks = list(operands_in((*three, attn_mask))), [op.ndim for op in three]
     if min(ranks) < 2 or operands[-1].ndim > max(ranks):
         return None
-    masked = "s!" if operands[-1].ndim == 1 else "*b l s!"
-    spec = factors(parse(f"*b l e!, *b s! e!, *b s! v, {masked} -> *b l v"), operands)
     grouped = enable_gqa and min(ranks) > 2 and query.shape[-3] != key.shape[-3]
-    if grouped:  # heads are cut alike where all divide evenly
-        even = cut_evenly([op.shape[-3] for op in three], three, [op.ndim - 3 for op in three])
-        heads = [spec.inputs[0][-3] if even else None] * 3 + [None]
-        spec.inputs = [(*n[:-3], head, *n[-2:])[-len(n) :] for n, head in zip(spec.inputs, heads)]
+    q, k, v, out = [f"(g {h})" for h in "qkvq"] if grouped else [""] * 4  # heads of a group are cut together
+    masked = "s!" if operands[-1].ndim == 1 else "*b h! l s!" if grouped and operands[-1].ndim > 2 else "*b l s!"
+    text = f"*b {q} l e!, *b {k} s! e!, *b {v} s! v, {masked}? -> *b {out} l v"
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = mask) -> torch.Tensor:
         # fused kernels drop the graph of an empty shard; every rank must build the same one
         kernel = F.scaled_dot_product_attention if q.numel() and v.numel() else attention_by_definition
         return kernel(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    spec.linear, spec.joint, spec.local, spec.result = "each", frozenset({2}), lambda *layouts: attend, _result(*three)
+    spec = factors(text, operands, "each", joint={2}, call=attend, result=_result(*three))
     if not along_cuts(*three, attn_mask, is_causal):
         return spec
     return Algorithm(partial(_over_cuts, CutAttention(spec, How(scale, grouped), is_causal)))
 
 
 def _over_cuts(
-    attend: CutAttention, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any
-) -> Any:
+    attend: CutAttention, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+) -> Tensor:
     if keys_alone_are_cut(query._layout, key._layout, value._layout):
         return reduced(attention_by_definition(query, key, value, attn_mask, *args, **kwargs))
     return attend([query, key, value] if attn_mask is None else [query, key, value, attn_mask])
@@ -72,16 +68,16 @@ def cpu_kernel(
 ) -> Factors:  # fmt: skip
     """What torch makes of attention inside its own functions (multi_head_attention_forward): batch and heads pass."""
 
-    def attend(dtype: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> Any:
+    def attend(dtype: torch.dtype | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> Any:
         if q.numel():
             kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             return kernel(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)
         out = attention_by_definition(q, k, v, mask, 0.0, is_causal, scale=scale)  # the kernel divides by the heads
         return out, q.new_zeros(q.shape[:3], dtype=dtype)
 
-    line = parse("*b l! e!, *b s! e!, *b s! v!, *b l! s! -> *b l! v!, *b l!")
+    text = "*b l! e!, *b s! e!, *b s! v!, *b l! s!? -> *b l! v!, *b l!"
     local = lambda inputs, outputs: partial(attend, outputs[1].dtype)
-    return factors(line, list(operands_in((q, k, v, attn_mask))), local=local)
+    return factors(text, list(operands_in((q, k, v, attn_mask))), local=local)
 
 
 def attention_by_definition(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from shardwise.comm.base import Coords
 from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Interval, Intervals, count
-from shardwise.rules.halo import Halo, Halos, Reach, cut_like, each, leaves_empty, windowed
 from shardwise.rules.view import dim_of
-from shardwise.strategy.notation import line_rule
-from shardwise.strategy.program import run_local, whole
+from shardwise.strategy.halo import Halo, Halos, Reach, cut_like, each, leaves_empty, windowed
+from shardwise.strategy.program import Tensor, run_local, whole
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, PerCoords, Result
+from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, PerCoords, Result
 
 
 class Scatter(Reach):
@@ -35,7 +35,7 @@ class Scatter(Reach):
 
 @dataclass(frozen=True)
 class Conv:
-    """The static arguments of a convolution, one number a spatial dim."""
+    """The static arguments of a convolution, one number per spatial dim."""
 
     transposed: bool
     stride: tuple[int, ...]
@@ -99,10 +99,19 @@ def _padded(x: torch.Tensor, sides: dict[int, Interval]) -> torch.Tensor:
     return F.pad(x, [n for d in reversed(range(x.dim())) for n in sides.get(d, (0, 0))]) if sides else x
 
 
+# With groups, channels in and out are cut together, between groups. The dims before the channels, if any, are batches
+LINES = {  # (groups, transposed)
+    (False, False): "c *s, o c *k!, +o? -> o *s",
+    (False, True): "c *s, c o *k!, +o? -> o *s",
+    (True, False): "(g c) *s, (g o) c *k!, +(g o)? -> (g o) *s",
+    (True, True): "(g c) *s, (g c) o *k!, +(g o)? -> (g o) *s",
+}
+
+
 @rule("convolution _convolution convolution_overrideable")
 def convolution(
     x: Operand, weight: Operand, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
-    transposed: bool = False, output_padding: Any = 0, groups: int = 1, *flags: Any, spatial: int = 0,
+    transposed: bool = False, output_padding: Any = 0, groups: int = 1, *flags: object, spatial: int = 0,
 ) -> Factors | Algorithm | None:  # fmt: skip
     """Factors; where a spatial dim is to be cut, a program with halos."""
     spatial, extra = spatial or weight.ndim - 2, output_padding if transposed else 0
@@ -123,8 +132,9 @@ def convolution(
     operands = [x, weight] if bias is None else [x, weight, bias]
     metas = [torch.empty_strided(op.shape, op.layout.stride, dtype=op.dtype, device="meta") for op in operands]
     out = conv.call(metas, groups)
-    spec = _factors(conv, c, operands)
-    spec.result = Result(tuple(out.shape), out.dtype, out.stride())
+    text = ("n " * c + LINES[groups > 1, transposed]).replace("-> ", "-> " + "n " * c)
+    result = Result(tuple(out.shape), out.dtype, out.stride())
+    spec = factors(text, operands, "each", sizes={"g": groups}, result=result)
     plan: Any = spec.assign(operands, [out], False)
     inputs = [op.layout.replace(placements=p) for op, p in zip(operands, plan.inputs)]
     halos = conv.halos(inputs[0], kernel, out.shape)
@@ -135,34 +145,11 @@ def convolution(
     output = cut_like(inputs[0], halos, out, plan.outputs[0])
     local = conv.local(x.shape[c], halos, output)
 
-    def run(x: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def run(x: Tensor, weight: Tensor, bias: Tensor = None, *args: object, **kwargs: object) -> Tensor:
         x, *others = (t.redistribute(placements=p) for t, p in zip((x, weight, bias), plan.inputs))
-        return run_local(local.func, [windowed(x, halos), *others], output, local.of)
+        return run_local(local.func, [windowed(x, halos), *others], output, local.value_at)
 
     return Algorithm(run)
-
-
-def _factors(conv: Conv, c: int, operands: Sequence[Operand]) -> Factors:
-    """``n c s, o c k! -> n o s``. With groups, channels in and out are cut together: between groups that ranks have
-    equally many of, or anywhere if a group has one of both."""
-    x, weight = operands[:2]
-    names: list[Any] = ["c", "c", "o", "o"] if conv.transposed else ["c", "o", "c", "o"]
-    if conv.groups > 1:
-        single = conv.groups == x.shape[c] == weight.shape[0] and weight.shape[1] == 1
-        together = single or cut_evenly([conv.groups], operands, (c, 0, 0))
-        names = ["g", "g", None, "g"] if together else [None] * 4
-    into, first, second, out = names
-    batch, spatial = ["n"] * c, [f"s{i}" for i in range(x.ndim - c - 1)]
-    ins = [(*batch, into, *spatial), (first, second, *[None] * len(spatial)), (out,)][: len(operands)]
-    return Factors(ins, [(*batch, out, *spatial)], "each", joint=frozenset({0, 1}), addends=frozenset({2}))
-
-
-def cut_evenly(sizes: Sequence[int], operands: Sequence[Operand], dims: Sequence[int]) -> bool:
-    """Whether the axes that cut one of these dims (one an operand) deal out each of the sizes in equal chunks."""
-    placed = [(op.layout.placements, dim) for op, dim in zip(operands, dims)]
-    cuts: list[Any] = [(axis, p) for places, dim in placed for axis, p in enumerate(places) if p.is_shard(dim)]
-    parts = math.prod(operands[0].mesh.shape[axis] for axis in dict(cuts))
-    return all(p.pieces is None for _, p in cuts) and all(n % parts == 0 for n in sizes)
 
 
 def _register(name: str, spatial: int, transposed: bool, order: str) -> None:
@@ -181,12 +168,11 @@ for _n in (1, 2, 3):
 
 # -- windows as they are -----------------------------------------------------------------------------------
 @rule("aten::unfold unfold_copy")
-def windows(x: Operand, dimension: int, size: int, step: int) -> Any:
+def windows(x: Operand, dimension: int, size: int, step: int) -> Answer:
     """Along a dim that is cut, ranks get halos."""
     d = dim_of(dimension, x.ndim)
     if not x.layout.is_cut(d) or not 0 <= size <= x.shape[d] or step <= 0:
-        names = tuple(None if i == d else f"d{i}" for i in range(x.ndim))
-        return Factors([names], [(*names, None)], "joint", any_partial=True, may_alias=True)
+        return factors("*d!dim -> *d size", [x], "joint", dim=d, any_partial=True, may_alias=True)
     shape = (*x.shape[:d], (x.shape[d] - size) // step + 1, *x.shape[d + 1 :], size)
     strides = (*(s * (step if i == d else 1) for i, s in enumerate(x.layout.stride)), x.layout.stride[d])
     halos = {d: Halo(x.layout, d, Reach(x.shape[d], shape[d], size, step))}
@@ -201,19 +187,18 @@ def windows(x: Operand, dimension: int, size: int, step: int) -> Any:
 @rule("unfold_backward")
 def windows_added(x: Operand, input_sizes: Any, dim: int, size: int, step: int) -> Factors:
     """The windows of a dim added up where they came from, as istft does: the other dims pass."""
-    names = tuple(None if i == dim_of(dim, x.ndim - 1) else f"d{i}" for i in range(x.ndim - 1))
     add_up = lambda x, sizes: torch.ops.aten.unfold_backward(x, sizes, dim, size, step)
     local = lambda inputs, outputs: PerCoords(add_up, outputs[0].local_shape_at)
-    return Factors([(*names, None)], [names], "joint", local=local)
+    return factors("*d!dim size! -> *d", [x], "joint", dim=dim, local=local)
 
 
 @rule("im2col")
-def columns(x: Operand, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+def columns(x: Operand, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Answer:
     """F.unfold: where more than the batch is cut, windows along both dims, laid side by side."""
     if x.ndim not in (3, 4) or not any(x.layout.is_cut(d) for d in range(x.ndim - 3, x.ndim)):
-        return line_rule("*n c! h! w! -> *n k! s!", "joint")(x)
+        return factors("*n c! h! w! -> *n k s", [x], "joint")
 
-    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(x: Tensor, *args: object, **kwargs: object) -> Tensor:
         (kh, kw), (eh, ew), (ph, pw), (sh, sw) = (each(v, 2) for v in (kernel_size, dilation, padding, stride))
         rows = F.pad(x, (pw, pw, ph, ph)).unfold(-2, eh * (kh - 1) + 1, sh)[..., ::eh]
         both = rows.unfold(-2, ew * (kw - 1) + 1, sw)[..., ::ew]  # channels, rows, columns, kernel rows and columns
@@ -223,11 +208,11 @@ def columns(x: Operand, kernel_size: Any, dilation: Any, padding: Any, stride: A
 
 
 @rule("col2im")
-def fold(x: Operand, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+def fold(x: Operand, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Answer:
     """F.fold: a rank adds up the columns it holds, and the sum over the ranks is pending."""
     c, size, columns = x.ndim - 2, math.prod(each(kernel_size, 2)), x.shape[-1]
     if c not in (0, 1) or x.shape[c] % size or not (x.layout.is_cut(c) or x.layout.is_cut(c + 1)):
-        return line_rule("*n k! s! -> *n c! h! w!", "joint")(x)
+        return factors("*n k! s! -> *n c h w", [x], "joint")
 
     def add_up(x: torch.Tensor, held: Intervals) -> torch.Tensor:
         at = torch.cat([torch.arange(a, b, device=x.device) for a, b in ((0, 0), *held)])
@@ -236,7 +221,7 @@ def fold(x: Operand, output_size: Any, kernel_size: Any, dilation: Any, padding:
         summed = F.fold(every.flatten(c, c + 1), output_size, kernel_size, dilation, padding, stride)
         return summed.narrow(c, 0, x.shape[c])
 
-    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(x: Tensor, *args: object, **kwargs: object) -> Tensor:
         x = x.unflatten(c, (-1, size))
         if x._layout.is_cut(c + 1) or any(p.is_partial() and p != Partial() for p in x.placements):
             x = whole(x, (c + 1,))

@@ -8,29 +8,30 @@ from typing import Any
 import torch
 
 from shardwise.rules.pointwise import broadcast
-from shardwise.strategy.notation import operands_in
+from shardwise.strategy.program import Tensor
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand
+from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, operands_in
 from shardwise.wrapper import wrap
 
 
 @rule("to type_as")
 def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
     """A Partial sum survives a cast that loses nothing; before one that rounds, the sum is taken."""
-    given = (*args, *kwargs.values())
-    if any(isinstance(a, (torch.device, str)) for a in given):
+    arguments = (*args, *kwargs.values())
+    if any(isinstance(a, (torch.device, str)) for a in arguments):
         return Algorithm(to_device)
-    others, names = list(operands_in(given)), broadcast([x])
+    others = list(operands_in(arguments))
     if others:  # type_as, to(other): the other gives its dtype only
-        return Factors([names.inputs[0], *([None] * o.ndim for o in others)], names.outputs)
-    wanted = [a for a in given if isinstance(a, torch.dtype)]
+        return factors("*d, *o!, .. -> *d", [x, *others])
+    wanted = [a for a in arguments if isinstance(a, torch.dtype)]
     same = all(d == x.dtype for d in wanted)
     holds = lambda d: d.itemsize > 1 and (x.dtype.itemsize == 1 or torch.promote_types(d, x.dtype) == d)  # not float8
     keeps = same or all(d.to_real().is_floating_point and holds(d) for d in wanted)
     return broadcast([x], linear="joint" if keeps else "none", any_partial=same, may_alias="memory_format" in kwargs)
 
 
-def cast_to(dtype: torch.dtype, x: Operand, *args: Any, **kwargs: Any) -> Any:
+def cast_to(dtype: torch.dtype, x: Operand, *args: object, **kwargs: object) -> Any:
     return cast(x, dtype)
 
 
@@ -41,12 +42,12 @@ rule("byte")(partial(cast_to, torch.uint8))
 
 
 @rule("type")
-def type_(x: Operand, dtype: Any = None, **kwargs: Any) -> Any:
+def type_(x: Operand, dtype: torch.dtype | None = None, **kwargs: object) -> Answer:
     """x.type(dtype) is a cast; x.type() and x.type("torch.FloatTensor") are torch's own business."""
     return cast(x, dtype) if isinstance(dtype, torch.dtype) else None
 
 
-def to_device(x: Any, *args: Any, **kwargs: Any) -> Any:
+def to_device(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """x.to(device, dtype, ...): first the cast, then each local tensor to the device."""
     for dtype in (a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)):
         x = x.to(dtype)
@@ -56,17 +57,17 @@ def to_device(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @program("_to_copy")
-def to_copy(x: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **unused: Any) -> Any:
+def to_copy(x: Tensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **unused: object) -> Tensor:
     """aten's cast names a device even where it stays."""
     x = x.clone() if dtype is None or dtype == x.dtype else x.to(dtype)
     return x if device is None else to_device(x, device, memory_format=memory_format or torch.preserve_format)
 
 
 @program("cpu")
-def to_cpu(x: Any, **kwargs: Any) -> Any:
+def to_cpu(x: Tensor, **kwargs: Any) -> Tensor:
     return to_device(x, "cpu", **kwargs)
 
 
 @program("cuda")
-def to_cuda(x: Any, device: Any = None, **kwargs: Any) -> Any:
+def to_cuda(x: Tensor, device: Any = None, **kwargs: Any) -> Tensor:
     return to_device(x, "cuda" if device is None else device, **kwargs)

@@ -9,11 +9,11 @@ import torch
 
 from shardwise.functions import without_size
 from shardwise.layout import Layout, Replicate
-from shardwise.strategy.program import run_local
+from shardwise.strategy.program import Tensor, run_local
 from shardwise.strategy.registry import program
 
 
-def new(method: Any, sized: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
+def new(method: Any, sized: bool, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     mesh, one = x._layout.mesh, x._layout.mesh.comm.first(x._local)
     like = method(one.new_empty(0, device="meta"), *args, **(kwargs | {"device": "meta"}))
     alike, device = sized and like.shape == x.shape, kwargs.get("device") or one.device

@@ -14,22 +14,18 @@ import torch.nn.functional as F
 from shardwise.layout import Layout
 from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import Intervals, count
-from shardwise.rules.view import carried, dims_of, factors_of
-from shardwise.strategy.program import run_local, whole
-from shardwise.strategy.registry import rule
+from shardwise.rules.view import carried, dims_of
+from shardwise.strategy.program import Tensor, run_local, whole
+from shardwise.strategy.reading import factors
+from shardwise.strategy.registry import program, rule
 from shardwise.strategy.relayout import Relayout, call_with, sliced
 from shardwise.strategy.spec import Algorithm, Factors, Operand
 
 
-def meta(x: Operand) -> torch.Tensor:
-    """To ask torch for shapes and for its errors."""
-    return torch.empty(x.shape, device="meta")
-
-
 @rule("diagonal diagonal_copy")
 def diagonal(x: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Relayout:
-    """An element is with who holds its row and its column: both cuts go to the one dim that is left."""
-    length = meta(x).diagonal(offset, dim1, dim2).shape[-1]
+    """An element stays with the rank that holds its row and its column: both cuts become cuts of the one dim left."""
+    length = torch.empty(x.shape, device="meta").diagonal(offset, dim1, dim2).shape[-1]
     starts = dict(zip(dims_of((dim1, dim2), x.ndim), (max(-offset, 0), max(offset, 0)), strict=True))
     rest = [d for d in range(x.ndim) if d not in starts]
     where = {d: i for i, d in enumerate(rest)} | dict.fromkeys(starts, len(rest))
@@ -48,30 +44,22 @@ def diagonal(x: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Relay
     return carried(where, call_with(pick, corner), {d: on_it(start) for d, start in starts.items()})
 
 
-@rule("trace")
-def trace(x: Operand) -> Algorithm | None:
-    return Algorithm(lambda x: x.diagonal().sum()) if x.ndim == 2 else None
+program("trace")(lambda x: x.diagonal().sum())
 
 
-@rule("diag_embed")
-def diag_embed(x: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Algorithm:
+@program("diag_embed")
+def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
     """Rows stay with their elements."""
-    meta(x).diag_embed(offset, dim1, dim2)
     down, right = max(-offset, 0), max(offset, 0)
-
-    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-        square = x.unsqueeze(-1).expand(*x.shape, x.shape[-1]).tril().triu()
-        return F.pad(square, (right, down, down, right)).movedim((-2, -1), (dim1, dim2)).contiguous()
-
-    return Algorithm(run)
+    square = x.unsqueeze(-1).expand(*x.shape, x.shape[-1]).tril().triu()
+    return F.pad(square, (right, down, down, right)).movedim((-2, -1), (dim1, dim2)).contiguous()
 
 
-def triangle(clears: Callable[[Any, Any], Any], x: Operand, diagonal: int = 0, **kwargs: Any) -> Factors | Algorithm:
+def triangle(clears: Callable[[Any, Any], Any], x: Operand, diagonal: int = 0, **kwargs: object) -> Factors | Algorithm:
     """Zeros are zero under every reduction, so nothing pending is in the way."""
     layout, pair = x.layout, (x.ndim - 2, x.ndim - 1)
     if x.ndim < 2 or not any(map(layout.is_cut, pair)):
-        names = factors_of(x.ndim, *pair)
-        return Factors([names], [names], linear="joint", any_partial=True)
+        return factors("*b m! n! -> *b m n", [x], "joint", any_partial=True)
 
     def clear(v: torch.Tensor, held: tuple[Intervals, Intervals]) -> torch.Tensor:
         down, right = (torch.cat([torch.arange(*at, device=v.device) for at in ((0, 0), *h)]) for h in held)
@@ -90,12 +78,13 @@ def put_back(view: Callable[..., Any], x: Operand, src: Operand, *where: Any, **
     held = [parent_sets(x.mesh, x.layout.placements, d, n) for d, n in enumerate(x.shape)]
     pieces = [d for d, sets in enumerate(held) if any(len(intervals) > 1 for intervals in sets)]
 
-    def run(x: Any, src: Any, *where: Any, **named: Any) -> Any:
+    def run(x: Tensor, src: Tensor, *where: Any, **named: Any) -> Tensor:
         out = whole(x, pieces).clone()
         view(out, *where, **named).copy_(src)
         return out
 
-    return Algorithm(run) if view(meta(x), *where, **named).shape == src.shape else None  # torch's own error
+    fits = view(torch.empty(x.shape, device="meta"), *where, **named).shape == src.shape
+    return Algorithm(run) if fits else None  # torch's own error
 
 
 rule("slice_scatter")(functools.partial(put_back, torch.ops.aten.slice))
@@ -105,6 +94,6 @@ rule("diagonal_scatter")(functools.partial(put_back, torch.diagonal))
 @rule("select_scatter")
 def select_scatter(x: Operand, src: Operand, dim: int, index: int) -> Algorithm:
     """A slice of one."""
-    meta(x).select(dim, index)
+    torch.empty(x.shape, device="meta").select(dim, index)  # torch's own error
     at = index % x.shape[dim]
     return Algorithm(lambda x, src, *args, **kwargs: torch.slice_scatter(x, src.unsqueeze(dim), dim, at, at + 1))

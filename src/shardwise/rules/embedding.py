@@ -1,5 +1,5 @@
-"""Look-ups in a table. One cut by rows answers for the rows it has and adds zeros for the others; one cut by columns
-answers with those."""
+"""Look-ups in a table. Where rows are cut, every rank looks up those it has and adds zeros for the others; where
+columns are cut, every rank has its columns of the result."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch.nn.functional as F
 
 from shardwise.layout.split import Intervals, positions
 from shardwise.rules.index import by_holders, located, pointable
-from shardwise.strategy.program import reduced
+from shardwise.strategy.program import Tensor, reduced
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Factors, Gathered, Operand
+from shardwise.strategy.spec import Answer, Factors, Gathered, Operand
 
 
 def with_a_column(look_up: Callable[[Any], Any], table: torch.Tensor) -> torch.Tensor:
@@ -29,16 +30,15 @@ def embedding(first: Operand, second: Operand, *args: Any, **kwargs: Any) -> Fac
     aten = first.dtype not in (torch.int32, torch.int64) or second.ndim != 2  # a table of numbers has two dims
     ids, table = (second, first) if aten else (first, second)
     options = ("padding_idx", *(() if aten else ("max_norm", "norm_type")), "scale_grad_by_freq", "sparse")
-    given = dict(zip(options, args)) | kwargs
-    if given.get("max_norm") is not None:
+    arguments = dict(zip(options, args)) | kwargs
+    if arguments.get("max_norm") is not None:
         return None  # torch takes it apart: first embedding_renorm_, then a plain look-up
-    size, pad, by_freq = table.shape[0], given.get("padding_idx"), given.get("scale_grad_by_freq", False)
+    size, pad, by_freq = table.shape[0], arguments.get("padding_idx"), arguments.get("scale_grad_by_freq", False)
     if pad is None or (aten and pad == -1):
         pad = -1
     elif pad < 0:
         pad += size
-    where = tuple(None if by_freq else f"i{d}" for d in range(ids.ndim))
-    rows = (None if by_freq else "v", "d")
+    where, rows = ("*i!", "v! d") if by_freq else ("*i", "v d")
 
     def look_up(first: torch.Tensor, second: torch.Tensor, held: tuple[Intervals] | None = None) -> torch.Tensor:
         rows, ids = (first, second) if aten else (second, first)
@@ -49,13 +49,13 @@ def embedding(first: Operand, second: Operand, *args: Any, **kwargs: Any) -> Fac
         found = with_a_column(lambda rows: torch.embedding(rows, at, here), pointable(rows, 0))
         return found.masked_fill(~mine.unsqueeze(-1), 0)
 
-    inputs = [rows, where] if aten else [where, rows]
+    text = f"{rows}, {where} -> *i d" if aten else f"{where}, {rows} -> *i d"
     local = by_holders([0], look_up, look_up, table.index)
-    return Factors(inputs, [(*where, "d")], linear="each", joint=frozenset({table.index}), local=local)
+    return factors(text, [first, second], "each", joint={table.index}, local=local)
 
 
 @program("embedding_renorm", writes=True)
-def renorm(table: Any, ids: Any, max_norm: float, norm_type: float) -> Any:
+def renorm(table: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> Tensor:
     """Shorten the rows that are looked up, each to the same length however often it is."""
     ids = ids.reshape(-1)
     rows = reduced(table.index_select(0, ids))
@@ -64,15 +64,17 @@ def renorm(table: Any, ids: Any, max_norm: float, norm_type: float) -> Any:
 
 
 @rule("embedding_bag")
-def embedding_bag(*args: Any, **kwargs: Any) -> Any:
+def embedding_bag(*args: Any, **kwargs: Any) -> Answer:
     """``b i, v d -> b d``, or all ids in one line with the offsets of the bags. Rows that are cut are summed by who
     holds them, the others with weight zero. With `sparse`, the gradient is dense all the same."""
     bound = inspect.signature(F.embedding_bag).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments | {"sparse": False}
-    ids, table, mode, pad, by_freq = map(given.__getitem__, "input weight mode padding_idx scale_grad_by_freq".split())
-    operands = {name: x for name, x in given.items() if isinstance(x, Operand)}
-    if given["max_norm"] is not None:
+    arguments = bound.arguments | {"sparse": False}
+    ids, table, mode, pad, by_freq = map(
+        arguments.__getitem__, "input weight mode padding_idx scale_grad_by_freq".split()
+    )
+    operands = {name: x for name, x in arguments.items() if isinstance(x, Operand)}
+    if arguments["max_norm"] is not None:
         return Gathered("gather, since max_norm rewrites the rows it looks up, and compute it on every rank")
     bags = "b" if ids.ndim == 2 and not by_freq else None
     rows = None if mode == "max" or by_freq else "v"
@@ -82,7 +84,7 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Any:
     linear = frozenset(operands[name].index for name in ("weight", "per_sample_weights") if name in operands)
 
     def bags_of(values: Sequence[torch.Tensor], **changes: Any) -> torch.Tensor:
-        local = given | {name: values[x.index] for name, x in operands.items()} | changes
+        local = arguments | {name: values[x.index] for name, x in operands.items()} | changes
         return with_a_column(lambda rows: F.embedding_bag(**local | {"weight": rows}), local["weight"])
 
     def bags_of_mine(*values: Any) -> torch.Tensor:

@@ -12,14 +12,15 @@ import torch
 from shardwise.layout.split import Intervals
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.reduce import dims_of, gather_parts, staged, whole_along
-from shardwise.strategy.program import needs_grad, run_local
+from shardwise.strategy.program import Tensor, needs_grad, run_local
+from shardwise.strategy.reading import Named
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Operand
+from shardwise.strategy.spec import Answer, Operand
 
 Dims = tuple[int, ...]
 
 
-def shared_extreme(func: Callable[..., Any], x: Any, dims: Dims, keepdim: bool, magnitude: bool = False) -> Any:
+def shared_extreme(func: Callable[..., Any], x: Tensor, dims: Dims, keepdim: bool, magnitude: bool = False) -> Tensor:
     """func(value, dims, keepdim), an extreme (of magnitudes) whose gradient all elements equal to it share.
 
     In two stages torch shares it among ranks, then within each: a rank's part is weighed by how many elements it has.
@@ -44,7 +45,7 @@ def shared_extreme(func: Callable[..., Any], x: Any, dims: Dims, keepdim: bool, 
     return func(run_local(weigh, [tops, counts], tops._layout), dims, keepdim)
 
 
-def selected(pick: Callable[[Any, int], Any], x: Any, dims: Dims, keepdim: bool, rows: int = 1) -> Any:
+def selected(pick: Callable[[Any, int], Any], x: Tensor, dims: Dims, keepdim: bool, rows: int = 1) -> Tensor:
     """Values and indices of the `rows` elements whose places pick(value, dim) gives; several dims count as one."""
     layout, several = x._layout, len(dims) > 1
     dim = 0 if several else dims[0]
@@ -73,21 +74,21 @@ def selected(pick: Callable[[Any, int], Any], x: Any, dims: Dims, keepdim: bool,
 
 
 def _extremes(name: str) -> None:
-    """All that goes by the name max or min."""
+    """The rules of all ops named after max or min."""
     func, along, place = (getattr(torch, f"{prefix}{name}") for prefix in ("", "a", "arg"))
 
     @rule(f"a{name}")
-    def over_dims(x: Operand, dim: Any = (), keepdim: bool = False) -> Any:
+    def over_dims(x: Operand, dim: Named = (), keepdim: bool = False) -> Answer:
         dims = dims_of(dim, x.ndim)
         return staged(x, dims, keepdim, lambda x: shared_extreme(along, x, dims, keepdim))
 
     @rule(f"arg{name}")
-    def places(x: Operand, dim: Any = None, keepdim: bool = False) -> Any:
+    def places(x: Operand, dim: Named = None, keepdim: bool = False) -> Answer:
         dims, pick = dims_of(dim, x.ndim), lambda v, d: place(v, d, True)
         return staged(x, dims, keepdim, lambda x: selected(pick, x.detach(), dims, keepdim)[1])
 
     @rule(name)
-    def either(x: Operand, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
+    def either(x: Operand, dim: Named = None, keepdim: bool = False, *, other: Any = None) -> Answer:
         """Of all elements one value; along a dim values and indices; of two tensors elementwise."""
         if isinstance(dim, Operand) or other is not None:
             return broadcast([x, dim if other is None else other])
@@ -105,13 +106,13 @@ _extremes("min")
 
 
 @rule("aminmax")
-def aminmax(x: Operand, *, dim: Any = None, keepdim: bool = False) -> Any:
+def aminmax(x: Operand, *, dim: Named = None, keepdim: bool = False) -> Answer:
     dims, kind = dims_of(dim, x.ndim), torch.return_types.aminmax
     return staged(x, dims, keepdim, lambda x: kind((x.amin(dims, keepdim), x.amax(dims, keepdim))), outputs=2)
 
 
 @rule("topk")
-def topk(x: Operand, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+def topk(x: Operand, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Answer:
     """The k of each rank's k, where those are fewer than the dim has. Which of equal ones come, torch leaves open."""
     dims = dims_of(dim, x.ndim)
     ranks = math.prod(x.mesh.shape[axis] for d in dims for axis in x.layout.axes_of(d))

@@ -14,12 +14,14 @@ import torch
 from shardwise.layout import Layout
 from shardwise.layout.layout import contiguous_stride
 from shardwise.layout.split import Intervals
-from shardwise.rules.found import broadcast_shape, select_masked
+from shardwise.rules.data_dependent import broadcast_shape, select_masked
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.slicing import adds_up, clipped, select, slice_, sum_of
 from shardwise.rules.view import dim_of, unsqueeze
+from shardwise.strategy.program import Tensor
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
+from shardwise.strategy.spec import Algorithm, Answer, Factors, LocalCall, Operand, PerCoords
 from shardwise.torch_private import assert_async
 from shardwise.wrapper import Wrapper, shares_memory
 
@@ -38,8 +40,8 @@ def as_index(entry: Any) -> Any:
 
 
 def spelled_out(index: Any, ndim: int) -> list[Any]:
-    """The index as a list with one entry a dim (besides None), the ellipsis written as full slices. As torch has it, a
-    short list of anything but numbers is a tuple."""
+    """The index as a list with one entry per dim (besides None), the ellipsis written as full slices. As in torch, a
+    short list that is not of numbers only is a tuple."""
     short = isinstance(index, list) and len(index) < 32 and not all(isinstance(e, (int, float)) for e in index)
     entries = [as_index(e) for e in (index if short or isinstance(index, tuple) else (index,))]
     used = sum(e.ndim if is_mask(e) else 1 for e in entries if e is not None and e is not ... and type(e) is not bool)
@@ -48,7 +50,7 @@ def spelled_out(index: Any, ndim: int) -> list[Any]:
 
 
 def basic_actions(entries: Sequence[Any], shape: Sequence[int], keep: bool = False) -> tuple[list[Action], list[Any]]:
-    """The selects, slices and new dims of an index, and what is left: one tensor index or None a dim of the result.
+    """The selects, slices and new dims of an index; and what is left for each dim of the result: a tensor or None.
 
     With `keep` an integer is a slice of one, so that the result is always a view of the operand."""
     actions: list[Action] = []
@@ -89,7 +91,7 @@ def viewed(x: Any, actions: Sequence[Action]) -> Any:
 
 
 @rule("__getitem__")
-def getitem(x: Any, index: Any) -> Any:
+def getitem(x: Any, index: Any) -> Answer:
     if isinstance(x, Operand):  # else a plain tensor, at indices that are distributed
         actions, left = basic_actions(spelled_out(index, x.ndim), x.shape)
         if all(entry is None for entry in left) and len(actions) < 2:
@@ -105,7 +107,7 @@ def take_item(x: Any, index: Any) -> Any:
 
 
 @program("__setitem__", writes=True)
-def put_item(x: Any, index: Any, value: Any) -> Any:
+def put_item(x: Tensor, index: Tensor, value: Tensor) -> Tensor:
     """Write through a view where the index is basic, with index_put_ where it is not."""
     entries = spelled_out(index, x.dim())
     if any(isinstance(entry, torch.Tensor) or type(entry) is bool for entry in entries):
@@ -263,7 +265,7 @@ def gather(x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -
     """Dims beside `dim` are looked up position by position, as many as the index has: the rest of x is not needed."""
     d = dim_of(dim, x.ndim)
     if x.ndim != index.ndim or not x.ndim:
-        return Factors([(None,) * x.ndim, (None,) * index.ndim], [(None,) * index.ndim], "each", frozenset({0}))
+        return factors("*x!, *i! -> *i", [x, index], "each", joint={0})
     if any(i != d and index.shape[i] < n for i, n in enumerate(x.shape)):
         first = tuple(slice(None if i == d else n) for i, n in enumerate(index.shape))
         return Algorithm(lambda x, dim, index, **kwargs: torch.gather(x[first], dim, index))
@@ -275,12 +277,11 @@ def gather(x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -
 def take(x: Operand, index: Operand) -> Factors | Algorithm:
     if any(p.is_shard() for p in x.layout.placements):
         return Algorithm(lambda x, index: torch.ops.aten.index(x, unravelled(index, x.shape)))
-    names = tuple(f"i{d}" for d in range(index.ndim))
-    return Factors([(None,) * x.ndim, names], [names], "each", frozenset({0}))
+    return factors("*x!, *i -> *i", [x, index], "each", joint={0})
 
 
 def unravelled(index: Any, shape: Sequence[int]) -> list[Any]:
-    """One index a dim for indices into the flattened tensor; those outside are so in the first dim."""
+    """One index per dim for indices into the flattened tensor; those out of bounds are so in the first dim."""
     n = math.prod(shape)
     index = torch.where(index < 0, index + n, index)
     index = torch.where(index < 0, n, index)
@@ -289,7 +290,7 @@ def unravelled(index: Any, shape: Sequence[int]) -> list[Any]:
 
 
 @program("_unsafe_masked_index")
-def masked_index(x: Any, mask: Any, indices: Sequence[Any], fill: Any) -> Any:
+def masked_index(x: Tensor, mask: Tensor, indices: Sequence[Any], fill: Any) -> Tensor:
     return torch.ops.aten.index(x, clamped(x, indices)).masked_fill(~mask, fill)
 
 

@@ -14,16 +14,18 @@ import torch.nn.functional as F
 from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.split import Intervals, normalize, shift
-from shardwise.rules.view import dim_of, factors_of
-from shardwise.strategy.notation import operands_in
+from shardwise.rules.view import dim_of
+from shardwise.strategy.lines import line
+from shardwise.strategy.program import Tensor
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand
+from shardwise.strategy.spec import Algorithm, Answer, Assignment, Factors, Operand, operands_in
 
 
 @dataclass
 class Cat:
-    """Axes that cut another dim are planned like any factor. Where the same axes cut the joined dim of every operand,
-    they stay, each operand with its own split."""
+    """Axes that cut another dim than the joined one are planned like any factor. Axes that cut the joined dim of every
+    operand stay, each operand with its own split."""
 
     dim: int
     others: Factors  # the joined dim whole
@@ -55,7 +57,7 @@ class Cat:
 
 
 @rule("cat concat concatenate")
-def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Any:
+def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Answer:
     operands, dim = list(operands_in(tensors)), dim if axis is None else axis
     if len({op.ndim for op in operands}) != 1:
         # torch lets an empty 1-D tensor join anything: it counts for the dtype of the result only
@@ -64,19 +66,15 @@ def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Any:
             return None  # torch's own error
         dtype = functools.reduce(torch.promote_types, (op.dtype for op in operands))
         return Algorithm(lambda tensors, *args, **kwargs: torch.cat([tensors[i] for i in kept], dim).to(dtype))
-    names = factors_of(operands[0].ndim, d := dim_of(dim, operands[0].ndim))
-    return Cat(d, Factors([names] * len(operands), [names], linear="joint"))
+    d = dim_of(dim, operands[0].ndim)
+    return Cat(d, factors("*d!dim, .. -> *d", operands, "joint", dim=d))
 
 
-@rule("stack")
-def stack(tensors: Any, dim: int = 0) -> Factors:
-    operands = list(operands_in(tensors))
-    names, d = factors_of(operands[0].ndim), dim_of(dim, operands[0].ndim + 1)
-    return Factors([names] * len(operands), [(*names[:d], None, *names[d:])], linear="joint")
+line("stack", "*d, .. -> *d+dim", "joint", takes="tensors dim=0")
 
 
 @program("pad_sequence")
-def padded(sequences: Any, batch_first: bool = False, padding_value: Any = 0.0, padding_side: str = "right") -> Any:
+def padded(sequences: Tensor, batch_first: bool = False, padding_value: Any = 0.0, padding_side: str = "right") -> Any:
     most, left = max(map(len, sequences)), padding_side == "left"
     sides = [(most - len(s), 0) if left else (0, most - len(s)) for s in sequences]
     rows = [F.pad(s, (0, 0) * (s.dim() - 1) + side, value=padding_value) for s, side in zip(sequences, sides)]

@@ -2,84 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from shardwise.layout.placement import REPLICATE
-from shardwise.rules.pointwise import broadcast
-from shardwise.rules.view import dim_of
-from shardwise.strategy.notation import factors, line, operands_in, parse
-from shardwise.strategy.program import run_local, whole
+from shardwise.strategy.lines import line
+from shardwise.strategy.program import Tensor, run_local, whole
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Assignment, Choice, Factors, Gathered, Operand, Shard
+from shardwise.strategy.spec import Answer, Factors, Gathered, Operand, operands_in
 
-# `!` marks what must be whole; letters that only outputs have are never cut. The second line is for left=False, the
-# third for right-hand sides that are vectors.
+# results that have no cut factor are the same on all ranks (the factorization behind a solve) and carry no gradient
 _LINES = {
-    "linalg_cholesky_ex linalg_inv_ex": "*b n! n! -> *b n n, *b",
-    "linalg_lu_factor_ex linalg_ldl_factor_ex": "*b m! n! -> *b m n, *b k, *b",
     "cholesky_inverse linalg_matrix_exp": "*b n! n! -> *b n n",
     "cholesky_solve": "*b n! r, *b n! n! -> *b n r",
     "_linalg_slogdet": "*b n! n! -> *b, *b, *b n n, *b n",
-    "linalg_solve_triangular": "*b n! n!, *b n! r -> *b n r | *b n! n!, *b r n! -> *b r n",
     "triangular_solve": "*b n! r!, *b n! n! -> *b n r, *b n n",
     "linalg_lu": "*b m! n! -> *b m m, *b m k, *b k n",
-    "linalg_lu_solve": "*b n! n!, *b n!, *b n! r -> *b n r | *b n! n!, *b n!, *b r n! -> *b r n",
     "lu_unpack": "*b m! n!, *b k! -> *b m m, *b m k, *b k n",
     "linalg_ldl_solve": "*b n! n!, *b n!, *b n! r -> *b n r",
     "linalg_qr": "*b m! n! -> *b m k, *b k n",
     "_linalg_svd": "*b m! n! -> *b m k, *b k, *b k n",
     "_linalg_eigh linalg_eig": "*b n! n! -> *b n, *b n n",
     "linalg_eigvals": "*b n! n! -> *b n",
-    "linalg_pinv": "*b m! n!, *b?, *b? -> *b n m",
-    "_linalg_solve_ex": "*b n! n!, *b n! r -> *b n r, *b n n, *b n, *b | *b n! n!, *b r n! -> *b r n, *b n n, *b n, *b"
-    "| *b n! n!, *b n! -> *b n, *b n n, *b n, *b",
 }
-
-
-class PerMatrix(Factors):
-    """Nothing is summed: an output without the factor that is cut is the same on all ranks (the factors of a solve), or
-    empty where the call does not ask for it. None of those carries a gradient."""
-
-    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
-        pairs = zip(self.outputs, outputs, strict=True)
-        self.outputs = [names if len(names) == out.dim() else (None,) * out.dim() for names, out in pairs]
-        return super().assign(operands, outputs, pinned)
-
-    def cut(self, factor: str, shard: Shard) -> Choice:
-        choice = super().cut(factor, shard)
-        return replace(choice, outputs=tuple(REPLICATE if p.is_partial() else p for p in choice.outputs))
-
-
-def matrices(lines: Sequence[Any], local: Any, *args: Any, left: bool = True, **kwargs: Any) -> PerMatrix | None:
-    """The first line, or the one for this form of the call."""
-    operands = list(operands_in((*args, *kwargs.values())))
-    if len(operands) > len(list(operands_in(args))) and "tol" not in "".join(kwargs):
-        return None  # named, so in any order: below, torch gives them by position
-    which = int(len(lines) > 1 and not left)
-    if len(lines) > 2 and (operands[1].ndim == 1 or operands[1].shape == operands[0].shape[:-1]):
-        which = 2  # torch's own condition
-    plain = factors(lines[which], operands)
-    return PerMatrix(plain.inputs, plain.outputs, local=local)
-
-
-def checked(lines: Sequence[Any], *args: Any, check_errors: bool = False, **kwargs: Any) -> PerMatrix | Gathered | None:
-    if check_errors:
-        return Gathered("gather, since every rank must hear of an error, and compute it on every rank")
-    return matrices(lines, None, *args, **kwargs)
-
-
 for _names, _text in _LINES.items():
-    _lines = [parse(part) for part in _text.split("|")]
-    rule(_names)(partial(checked, _lines) if _names.endswith("_ex") else partial(matrices, _lines, None))
+    line(_names, _text, same=True)
+line("linalg_pinv", "*b m! n!, *b?, *b? -> *b n m", same=True, takes="x atol=None rtol=None")
+
+
+def with_forms(names: str, text: str, right: str = "", vector: str = "") -> None:
+    """Ops that have another line where the unknown stands on the left (left=False) or is a vector."""
+
+    @rule(names)
+    def form(*args: Any, left: bool = True, check_errors: bool = False, **kwargs: Any) -> Answer:
+        operands = list(operands_in(args))
+        if check_errors:
+            return Gathered("gather, since every rank must learn of an error, and compute it on every rank")
+        if next(operands_in(kwargs.values()), None) is not None:
+            return None  # named, so in any order: below, torch gives them by position
+        if vector and (operands[1].ndim == 1 or operands[1].shape == operands[0].shape[:-1]):  # torch's own condition
+            return factors(vector, operands, same=True)
+        return factors(text if left else right, operands, same=True)
+
+
+with_forms("linalg_cholesky_ex linalg_inv_ex", "*b n! n! -> *b n n, *b")
+with_forms("linalg_lu_factor_ex linalg_ldl_factor_ex", "*b m! n! -> *b m n, *b k, *b")
+with_forms("linalg_solve_triangular", "*b n! n!, *b n! r -> *b n r", "*b n! n!, *b r n! -> *b r n")
+with_forms("linalg_lu_solve", "*b n! n!, *b n!, *b n! r -> *b n r", "*b n! n!, *b n!, *b r n! -> *b r n")
+with_forms(
+    "_linalg_solve_ex",
+    "*b n! n!, *b n! r -> *b n r, *b n n, *b n, *b",
+    "*b n! n!, *b r n! -> *b r n, *b n n, *b n, *b",
+    "*b n! n!, *b n! -> *b n, *b n n, *b n, *b",
+)
 
 
 @program("_linalg_check_errors")
-def check_errors(info: Any, api_name: str, *, is_matrix: bool) -> None:
+def check_errors(info: Tensor, api_name: str, *, is_matrix: bool) -> None:
     torch.ops.aten._linalg_check_errors(info.full_tensor(), api_name, is_matrix=is_matrix)
 
 
@@ -87,7 +68,7 @@ program("cholesky")(lambda x, upper=False: torch.linalg.cholesky(x, upper=upper)
 
 
 @program("geqrf")
-def geqrf(x: Any) -> Any:
+def geqrf(x: Tensor) -> Tensor:
     """A program, since torch has no meta kernel for it."""
     x = whole(x, (x.ndim - 2, x.ndim - 1))
     tau = x._layout.replace(shape=(*x.shape[:-2], min(x.shape[-2:])))
@@ -116,22 +97,14 @@ def _det(x: torch.Tensor) -> Any:
     return tuple(out[tuple(slice(n) for n in x.shape[:-2])] for out in torch.ops.aten._linalg_det(x.sum() + ones))
 
 
-rule("_linalg_det")(partial(matrices, [parse("*b n! n! -> *b, *b n n, *b n")], lambda inputs, outputs: _det))
+line("_linalg_det", "*b n! n! -> *b, *b n n, *b n", same=True, call=_det)
 _householder = or_empty(torch.linalg.householder_product)
-line("linalg_householder_product", "*b m! n!, *b k! -> *b m n", local=lambda inputs, outputs: _householder)
-_ORMQR = [parse("*b m! k!, *b k!, *b n! r -> *b n r"), parse("*b m! k!, *b k!, *b r n! -> *b r n")]
+line("linalg_householder_product", "*b m! n!, *b k! -> *b m n", call=_householder)
+line("linalg_cross", "*d!dim, *d -> *d", "each", takes="x other dim=-1")
 
 
 @rule("ormqr")
 def ormqr(x: Operand, tau: Operand, other: Operand, left: bool = True, transpose: bool = False) -> Factors:
-    local, line = or_empty(lambda x, tau, other: torch.ormqr(x, tau, other, left, transpose), 2), _ORMQR[not left]
-    return factors(line, [x, tau, other], linear="each", joint=frozenset({2}), local=lambda inputs, outputs: local)
-
-
-@rule("linalg_cross")
-def cross(x: Operand, other: Operand, *, dim: int = -1) -> Factors:
-    """Linear in each; the three components are whole."""
-    spec = broadcast([x, other], linear="each")
-    along = f"d{dim_of(dim, len(spec.outputs[0]))}"
-    spec.inputs = [tuple(None if f == along else f for f in fs) for fs in spec.inputs]
-    return spec
+    local = or_empty(lambda x, tau, other: torch.ormqr(x, tau, other, left, transpose), 2)
+    text = f"*b m! k!, *b k!, {'*b n! r -> *b n r' if left else '*b r n! -> *b r n'}"
+    return factors(text, [x, tau, other], "each", joint={2}, call=local)

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from shardwise.layout.placement import REPLICATE, Partial
-from shardwise.rules.halo import leaves_empty
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.reduce import names_of
-from shardwise.strategy.notation import operands_in
-from shardwise.strategy.program import needs_grad, reduced
+from shardwise.strategy.halo import leaves_empty
+from shardwise.strategy.program import Tensor, needs_grad, reduced
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import named, rule
-from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, Places
+from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, Places, operands_in
 from shardwise.torch_private import foreach_max, foreach_mul_, foreach_norm, fused_optimizer_steps
 from shardwise.wrapper import wrap, wrapper_of
 
@@ -141,33 +140,33 @@ for _func in fused_optimizer_steps:
 
 # -- one exchange for a list -------------------------------------------------------------------------------
 def together(
-    tensors: Sequence[Operand], op: Any, part: Any, reduce_op: str, after: Any = None, dtype: Any = None
+    tensors: Sequence[Operand], op: Any, part: Any, reduce_op: str, after: Any = None, dtype: torch.dtype | None = None
 ) -> Any:
-    """One number a tensor, for a whole list, of `dtype` or else the tensors'. Of whole tensors `op` makes them. Tensors
-    of one dtype that are cut along the same axes travel together: `part` makes a vector of what a rank holds, those are
-    reduced by `reduce_op`, and `after` makes the numbers of the sums."""
+    """A program that gives one number per tensor of a list, of `dtype` or else of the tensors'. For tensors that are
+    whole, `op` computes them. Tensors of one dtype that are cut along the same axes are reduced in one exchange: `part`
+    makes a vector of what a rank holds, `reduce_op` reduces these, and `after` turns the sums into the numbers."""
     groups: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         axes = tuple(a for a, p in enumerate(t.layout.placements) if p.is_shard() and t.mesh.shape[a] > 1)
         groups.setdefault((axes, t.dtype), []).append(i)
     pending = [i for i, t in enumerate(tensors) if t.layout.is_partial]
 
-    def run(tensors: Any) -> Any:
+    def run(tensors: Tensor) -> Tensor:
         tensors, found = list(tensors), [None] * len(tensors)
         for i in pending:
             tensors[i] = reduced(tensors[i])
         for (axes, own), positions in groups.items():
-            layout, locals = tensors[positions[0]]._layout, [tensors[i]._local for i in positions]
+            layout, values = tensors[positions[0]]._layout, [tensors[i]._local for i in positions]
             comm, everywhere, kind = layout.mesh.comm, [REPLICATE] * len(layout.placements), (dtype or own).to_real()
             if axes:
-                parts = comm.bind(part, axes)(locals)
+                parts = comm.bind(part, axes)(values)
                 places = [Partial(reduce_op) if a in axes else REPLICATE for a in range(len(everywhere))]
-                vector = layout.replace(shape=(len(locals),), placements=places, dtype=comm.first(parts).dtype)
+                vector = layout.replace(shape=(len(values),), placements=places, dtype=comm.first(parts).dtype)
                 whole = wrap(parts, vector).redistribute(placements=everywhere)
                 finish = lambda sums, kind=kind: (after(sums) if after else sums).to(kind).unbind()  # noqa: E731
                 numbers = comm.bind(finish)(whole._local)
             else:
-                numbers = comm.bind(op)(locals)
+                numbers = comm.bind(op)(values)
             one = wrapper_of(layout.replace(shape=(), placements=everywhere, dtype=kind))
             for i, number in zip(positions, numbers, strict=True):
                 found[i] = one(number)
@@ -177,7 +176,7 @@ def together(
 
 
 def _filled(values: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
-    """What a rank holds; for nothing, something that leaves the result of the others as it is."""
+    """What a rank holds; in place of a tensor without elements, one of `fill`, which does not change the result."""
     return [v if v.numel() else v.new_full((1,), fill) for v in values]
 
 
@@ -188,7 +187,7 @@ def one_each(tensors: Sequence[Operand], alone: Any, op: Any, *more: Any, **opti
 
 
 @rule("_foreach_norm")
-def norms(tensors: Sequence[Operand], ord: Any = 2, dtype: Any = None) -> Algorithm:
+def norms(tensors: Sequence[Operand], ord: Any = 2, dtype: torch.dtype | None = None) -> Algorithm:
     """Without gradients the p-th powers of the ranks' norms add up, in double precision so that nothing overflows."""
     power = ord if ord and math.isfinite(ord) else 1
 
@@ -214,20 +213,20 @@ def maxima(tensors: Sequence[Operand]) -> Algorithm:
 
 
 @rule("_foreach_powsum")
-def foreach_powsum(tensors: Sequence[Operand], ord: Any = 2, dtype: Any = None) -> Columns | None:
+def foreach_powsum(tensors: Sequence[Operand], ord: Any = 2, dtype: torch.dtype | None = None) -> Columns | None:
     """Sums of powers: of what is cut, each rank has a part."""
     if not 0 < ord < math.inf:
         return None
-    return Columns((tensors, ord), {"dtype": dtype}, lambda t, *_, **options: Factors([names_of(t, (), True)[0]], [()]))
+    return Columns((tensors, ord), {"dtype": dtype}, lambda t, *_, **options: factors("*d -> ", [t]))
 
 
 @rule("_amp_foreach_non_finite_check_and_unscale")
 def unscale(tensors: Sequence[Operand], found_inf: Operand, inv_scale: Operand) -> Algorithm:
-    """Gradients times `inv_scale`, in place; `found_inf` hears on every rank if any has an infinity or NaN."""
+    """Gradients times `inv_scale`, in place; `found_inf` is set on every rank if any has an infinity or NaN."""
     part = lambda values: torch.stack([v.isfinite().logical_not().any() for v in values]).float()  # noqa: E731
     flags = together(tensors, lambda values: part(values).unbind(), part, "max", dtype=torch.float32)
 
-    def run(tensors: Any, found_inf: Any, inv_scale: Any) -> None:
+    def run(tensors: Tensor, found_inf: Tensor, inv_scale: Tensor) -> None:
         found_inf.copy_(torch.maximum(found_inf, torch.stack(flags(tensors)).amax()))
         foreach_mul_(tensors, inv_scale.to(tensors[0].dtype).reshape(()))
 

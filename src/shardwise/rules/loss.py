@@ -13,22 +13,23 @@ import torch.nn.functional as F
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.reduce import names_of, whole_along
-from shardwise.strategy.notation import operands_in
+from shardwise.strategy.program import Tensor
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, PerCoords, Result
+from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, PerCoords, Result, operands_in
 from shardwise.torch_private import assert_async, schema_of
 
 REDUCTIONS = ("none", "mean", "sum")  # aten gives the number
 
 
 def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | None = None) -> None:
-    """A loss of one value an element or sample, as `each` says, then reduced; with a `mean`, `each` knows sums too."""
+    """A loss with one value per element or sample, for which `each` answers, then reduced; with a `mean`, `each` also
+    answers for sums."""
     name = names.split()[0]
     func: Callable[..., Any] = getattr(F, name)
 
     @rule(names)
-    def loss(*args: Any, reduction: Any = None, **kwargs: Any) -> Any:
+    def loss(*args: Any, reduction: Any = None, **kwargs: Any) -> Answer:
         operands = list(operands_in((*args, *kwargs.values())))
         if not isinstance(reduction, str):
             return Algorithm(by_number)
@@ -38,16 +39,16 @@ def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | N
         if reduction == "none" or (mean and reduction == "sum"):
             return each(operands, kwargs, reduction)
         if each is not per_alignment and all(op.layout.is_plain for op in operands):
-            return Factors([(None,) * op.ndim for op in operands], [()])
+            return factors("*x!, .. -> ", operands)
         return Algorithm(functools.partial(mean, func) if mean else by_parts)
 
     def by_number(*args: Any, **kwargs: Any) -> Any:
         """aten's spelling, with a number for the reduction, as a call of torch.nn.functional's."""
         overloads = getattr(torch.ops.aten, name)
-        arguments = [a.name for a in schema_of(getattr(overloads, overloads.overloads()[0])).arguments]
-        given = dict(zip(arguments, args)) | kwargs
-        reduction = REDUCTIONS[given.pop("reduction", 1)]
-        return func(given.pop(arguments[0]), given.pop(arguments[1]), reduction=reduction, **given)
+        names = [a.name for a in schema_of(getattr(overloads, overloads.overloads()[0])).arguments]
+        arguments = dict(zip(names, args)) | kwargs
+        reduction = REDUCTIONS[arguments.pop("reduction", 1)]
+        return func(arguments.pop(names[0]), arguments.pop(names[1]), reduction=reduction, **arguments)
 
     def by_parts(*args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
         losses = func(*args, reduction="none", **kwargs)
@@ -63,28 +64,27 @@ def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | N
         return losses.mean()
 
 
-def per_sample(operands: list[Operand], *settings: Any) -> Factors:
-    """``b c!, b.. -> b``: the margins of one sample need all of its classes."""
-    x, target, *weight = operands
-    inputs: list[Any] = [("b", None)[-x.ndim :], ("b", None)[2 - x.ndim :][: target.ndim]]
-    result = Result(x.shape[:-1], x.dtype, (1,) * (x.ndim - 1))
-    return Factors([*inputs, *((None,) for _ in weight)], [("b",)[: x.ndim - 1]], result=result)
+def per_sample(operands: list[Operand], *settings: object) -> Factors:
+    """The margins of one sample need all of its classes."""
+    (x, target), text = operands[:2], "*x!, .. -> "
+    if x.ndim:
+        text = f"*b c!, {'*b c!' if target.ndim == x.ndim else '*b'}, c!? -> *b"
+    return factors(text, operands, contiguous=True)
 
 
-def per_alignment(operands: list[Operand], statics: Any, reduction: str) -> Factors:
-    """``t! b c!, b s!, b, b -> b``; targets all in one row, or lengths that are no tensors, want the batch whole."""
-    logs, shape = operands[0], operands[0].shape[1:-1]
-    result = Result(shape, logs.dtype, (1,) * len(shape))
-    if [op.ndim for op in operands] != [3, 2, 1, 1]:
-        return Factors([(None,) * op.ndim for op in operands], [(None,) * len(shape)], result=result)
+def per_alignment(operands: list[Operand], statics: dict[str, Any], reduction: str) -> Factors:
+    """Samples pass; targets all in one row, or lengths that are no tensors, want the batch whole."""
 
     def aligned(logs: Any, targets: Any, lengths: Any, target_lengths: Any) -> torch.Tensor:
         if not logs.shape[1]:
             return logs.sum((0, 2))  # torch takes no empty batch
         return F.ctc_loss(logs, targets, lengths, target_lengths, reduction="none", **statics)
 
-    inputs = [(None, "b", None), ("b", None), ("b",), ("b",)]
-    return Factors(inputs, [("b",)], local=lambda inputs, outputs: aligned, result=result)
+    logs, shape = operands[0], operands[0].shape[1:-1]
+    result = Result(shape, logs.dtype, (1,) * len(shape))
+    if [op.ndim for op in operands] == [3, 2, 1, 1]:
+        return factors("t! b c!, b s!, b, b -> b", operands, call=aligned, result=result)
+    return factors(f"*x!, .. ->{' b' * len(shape)}", operands, result=result)
 
 
 for _name in (
@@ -103,9 +103,9 @@ def classes_of(x: Any) -> int:
 
 
 def per_target(operands: list[Operand], statics: Any, reduction: str) -> Factors:
-    """``b c d..., b d..., c? -> b d...``. Each rank picks the targets it holds, and has zeros for the others."""
+    """Each rank picks the targets it holds, and has zeros for the others."""
     dim, ignored = classes_of(operands[0]), statics.get("ignore_index", -100)
-    size, (names, batch) = operands[0].shape[dim], names_of(operands[0], (dim,), False)
+    size, batch = operands[0].shape[dim], "b " * dim
 
     def local(inputs: list[Layout], outputs: list[Layout]) -> Any:
         def pick(x: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -118,8 +118,8 @@ def per_target(operands: list[Operand], statics: Any, reduction: str) -> Factors
             return PerCoords(pick, lambda coords: inputs[0].held(dim, coords))
         return lambda x, target, weight=None: F.nll_loss(x, target, weight, ignore_index=ignored, reduction=reduction)
 
-    ins, outs = [names, batch, (names[dim],)][: len(operands)], [batch if reduction == "none" else ()]
-    return Factors(ins, outs, linear="each", joint=frozenset({0}), local=local)
+    text = f"{batch}c *d, {batch}*d, c? -> {f'{batch}*d' if reduction == 'none' else ''}"
+    return factors(text, operands, "each", joint={0}, local=local)
 
 
 def among(held: Intervals, target: torch.Tensor, size: int, ignore_index: int) -> torch.Tensor:
@@ -142,27 +142,26 @@ def over_count(func: Any, x: Any, target: Any, weight: Any = None, *, ignore_ind
     return total / counted_weight(target, weight, ignore_index, total.dtype)
 
 
-def counted_weight(target: Any, weight: Any, ignore_index: int, dtype: Any) -> Any:
+def counted_weight(target: Any, weight: Any, ignore_index: int, dtype: torch.dtype | None) -> Any:
     counted = target != ignore_index
     weights = counted if weight is None else weight.detach()[target.masked_fill(~counted, 0)] * counted
     return weights.sum().to(dtype)
 
 
 def per_class(operands: list[Operand], statics: Any, reduction: str) -> Factors | Algorithm | None:
-    """``b c! d..., b d... -> b d...``, or with probabilities ``b c! d..., b c! d... -> b d...``. Where the classes are
-    cut, a log_softmax and an nll_loss; probabilities and smoothing go by torch's own parts, of which these are two."""
+    """Targets are indices of classes, or probabilities. Where the classes are cut, a log_softmax and an nll_loss;
+    probabilities and smoothing go by torch's own parts, of which these are two."""
     (x, target), dim = operands[:2], classes_of(operands[0])
     indices = not target.dtype.is_floating_point
 
-    def by_parts(x: Any, target: Any, weight: Any = None, *, ignore_index: int, **kwargs: Any) -> Any:
+    def by_parts(x: Any, target: Any, weight: Any = None, *, ignore_index: int, **kwargs: object) -> Any:
         return F.nll_loss(F.log_softmax(x, dim), target, weight, ignore_index=ignore_index, reduction=reduction)
 
     if x.layout.is_cut(dim):
         return Algorithm(by_parts) if indices and not statics["label_smoothing"] else None
-    spec = whole_along(x, (dim,), False)
-    names, batch = spec.inputs[0], spec.outputs[0]
-    ins = [names, batch if indices else names, (None,)][: len(operands)]
-    return Factors(ins, [batch if reduction == "none" else ()])
+    batch = "b " * dim
+    target_text = f"{batch}*d" if indices else f"{batch}c! *d"
+    return factors(f"{batch}c! *d, {target_text}, c!? -> {f'{batch}*d' if reduction == 'none' else ''}", operands)
 
 
 loss_rule("nll_loss nll_loss_nd nll_loss2d", per_target, over_count)
@@ -170,7 +169,7 @@ loss_rule("cross_entropy", per_class, over_count)
 
 
 @program("nll_loss_forward nll_loss2d_forward")
-def nll_loss_forward(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+def nll_loss_forward(x: Tensor, target: Tensor, weight: Tensor, reduction: int, ignore_index: int) -> Tensor:
     loss = F.nll_loss(x, target, weight, ignore_index=ignore_index, reduction=REDUCTIONS[reduction])
     counted = reduction or x.dim() == 1  # as torch's kernel does
     return loss, counted_weight(target, weight, ignore_index, x.dtype) if counted else x.new_zeros(())
@@ -178,8 +177,16 @@ def nll_loss_forward(x: Any, target: Any, weight: Any, reduction: int, ignore_in
 
 @program("linear_cross_entropy")
 def linear_cross_entropy(
-    x: Any, matrix: Any, target: Any, *, linear_bias: Any, ignore_index: Any, options: Any, weight: Any, **more: Any
-) -> Any:
+    x: Tensor,
+    matrix: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Any,
+    ignore_index: Any,
+    options: Any,
+    weight: Any,
+    **more: Any,
+) -> Tensor:
     """A weight of more dims makes a loss of as many; `options` say how to do it in chunks, here every rank does one."""
     if options is not None and weight is not None and not target.dtype.is_floating_point:
         weight = weight.detach()  # in chunks, torch takes one that needs a gradient and gives it none

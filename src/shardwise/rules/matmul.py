@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.layout import contiguous_stride
-from shardwise.strategy.notation import factors, line, parse
+from shardwise.strategy.lines import line
+from shardwise.strategy.program import Tensor
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Factors, Operand, Result
+from shardwise.strategy.spec import Factors, Operand
 
 line("mm", "m k, k n -> m n", linear="each")
 line("bmm", "b m k, b k n -> b m n", linear="each")
@@ -20,25 +21,15 @@ line("dot vdot", "k, k -> ", linear="each")
 line("outer ger", "m, n -> m n", linear="each")
 
 
-@rule("linear")
-def linear(x: Operand, weight: Operand, bias: Operand | None = None) -> Factors | None:
-    """The bias joins the one part of a sum, if k is cut."""
-    operands = [op for op in (x, weight, bias) if op is not None]
-    if not all(isinstance(op, Operand) for op in operands) or [op.ndim for op in operands[1:]] not in ([2], [2, 1]):
-        return None
-    known = x.shape[-1:] == weight.shape[1:] and len({op.dtype for op in operands}) == 1
-    shape = (*x.shape[:-1], weight.shape[0])
-    result = Result(shape, x.dtype, contiguous_stride(shape)) if known else None
-    line = parse("*b k, n k, n? -> *b n")
-    return factors(line, operands, "each", joint=frozenset({0, 1}), addends=frozenset({2}), result=result)
+line("linear", "*b k, n k, +n? -> *b n", "each", takes="x weight bias=None", contiguous=True)
 
 
 @rule("matmul")
-def matmul(x: Operand, other: Operand, **kwargs: Any) -> Factors:
+def matmul(x: Operand, other: Operand, **kwargs: object) -> Factors:
     """Vectors stand for a row on the left and a column on the right."""
     left, right = ("k" if x.ndim == 1 else "*b m k"), ("k" if other.ndim == 1 else "*b k n")
     out = "*b " * (max(x.ndim, other.ndim) > 2) + "m " * (x.ndim > 1) + "n" * (other.ndim > 1)
-    return factors(parse(f"{left}, {right} -> {out}"), [x, other], linear="each")
+    return factors(f"{left}, {right} -> {out}", [x, other], "each")
 
 
 program("rmatmul")(lambda y, x: x @ y)
@@ -47,12 +38,10 @@ program("rmatmul")(lambda y, x: x @ y)
 def plus_product(name: str, text: str) -> None:
     """An addend that is broadcast to the product of two others."""
     out = text.partition("->")[2].split()
-    lines = [parse(f"{' '.join(out[len(out) - ndim :])}, {text}") for ndim in range(len(out) + 1)]
 
     @rule(name)
     def sum_of(addend: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Factors:
-        line = lines[min(addend.ndim, len(out))]
-        spec = factors(line, [addend, x, y], "each", joint=frozenset({1, 2}), addends=frozenset({0}))
+        spec = factors(f"+{' '.join(out[-addend.ndim :] if addend.ndim else ())}, {text}", [addend, x, y], "each")
         if not addend.dtype.to_real().is_floating_point:  # torch's kernels for empty parts do not cast
             spec.local = lambda *_: lambda *xs: getattr(torch, name)(*xs, beta=int(beta), alpha=int(alpha))
         return spec
@@ -65,7 +54,7 @@ plus_product("addr", "m, n -> m n")
 
 
 @program("addmv")
-def addmv(addend: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def addmv(addend: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """By its parts: torch's kernel does not broadcast the addend of an empty product."""
     if not addend.dtype.to_real().is_floating_point:
         alpha, beta = int(alpha), int(beta)
@@ -83,11 +72,11 @@ def einsum(equation: str, *operands: Any) -> Factors | None:
         return None
     if not arrow:
         right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
-    return factors(parse(f"{', '.join(map(' '.join, terms))} -> {' '.join(right)}"), tensors, linear="each")
+    return factors(f"{', '.join(map(' '.join, terms))} -> {' '.join(right)}", tensors, "each")
 
 
 @rule("_trilinear")
-def trilinear(x: Operand, y: Operand, z: Operand, *without: Any, **kwargs: Any) -> Factors:
+def trilinear(x: Operand, y: Operand, z: Operand, *without: Any, **kwargs: object) -> Factors:
     """What bilinear is made of: `without` says which dims of the product each of the three, and the sum, lacks."""
     every = range(x.ndim + len(without[0]))
     *inputs, output = (tuple(f"d{d}" for d in every if d not in lacks) for lacks in without[:4])
@@ -104,15 +93,14 @@ def cdist(x: Operand, y: Operand, p: float = 2.0, compute_mode: Any = _MODES[0])
     mode = compute_mode if isinstance(compute_mode, str) else _MODES[compute_mode or 0]
     if mode == _MODES[0]:
         mode = _MODES[1 if max(x.shape[-2], y.shape[-2]) > 25 else 2]
-    local = lambda inputs, outputs: lambda a, b: torch.cdist(a, b, p, mode)  # noqa: E731
-    return factors(parse("*b m k!, *b n k! -> *b m n"), [x, y], local=local)
+    return factors("*b m k!, *b n k! -> *b m n", [x, y], call=lambda a, b: torch.cdist(a, b, p, mode))
 
 
 line("pdist _pdist_forward", "n! k! -> m")  # every row meets every other
 
 
 @program("block_diag")
-def block_diag(*tensors: Any) -> Any:
+def block_diag(*tensors: Any) -> Tensor:
     blocks = [torch.atleast_2d(t) for t in (tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors)]
     ends = list(accumulate(b.shape[1] for b in blocks))
     return torch.cat([F.pad(b, (end - b.shape[1], ends[-1] - end)) for b, end in zip(blocks, ends, strict=True)])

@@ -1,5 +1,5 @@
 """Normalisation. Where what is averaged over is whole, torch's kernel runs on what a rank holds; where it is cut, the
-mean and then the variance are all-reduced, a number a channel or row, and gradients flow through both."""
+mean and then the variance are all-reduced, one number per channel or row, and gradients flow through both."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from shardwise.layout import contiguous_stride
 from shardwise.layout.placement import REPLICATE
-from shardwise.rules.halo import leaves_empty
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy.notation import operands_in
-from shardwise.strategy.program import reduced, run_local, whole, wide
+from shardwise.strategy.halo import leaves_empty
+from shardwise.strategy.lines import line
+from shardwise.strategy.program import Tensor, reduced, run_local, sum_dtype, whole
+from shardwise.strategy.reading import Named, factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
+from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, operands_in
 
 
 def over(dims: Any) -> Callable[[Any], Any]:
@@ -27,7 +27,7 @@ def over(dims: Any) -> Callable[[Any], Any]:
 def scaled(x: Any, average: Any, eps: Any, weight: Any, bias: Any, known: Any = None, centre: bool = True) -> Any:
     """x normalised, and its mean, variance and inverse deviation, where not `known`: in float32 for halves, as torch
     does, and the mean first, since a difference of large sums loses digits."""
-    v = x.to(wide(x.dtype))
+    v = x.to(sum_dtype(x.dtype))
     mean, var = known or (average(v) if centre else None, None)
     centred = v if mean is None else v - mean
     var = average(centred * centred) if var is None else var
@@ -36,7 +36,7 @@ def scaled(x: Any, average: Any, eps: Any, weight: Any, bias: Any, known: Any = 
     return (out if bias is None else out + bias).to(x.dtype), mean, var, inverse
 
 
-def fits_kernel(x: Any, dims: Any) -> bool:
+def fits_kernel(x: Tensor, dims: Any) -> bool:
     """Whether these dims are whole and no rank's part is empty: some kernels divide by its size."""
     return not any(map(x._layout.is_cut, dims)) and not leaves_empty(x._layout)
 
@@ -46,16 +46,13 @@ def trailing(name: str, normed: Callable[..., Any]) -> None:
     """What stands before the normalised dims passes."""
 
     @rule(name)
-    def over_trailing(x: Operand, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
+    def over_trailing(x: Operand, normalized_shape: Any, *args: Any, **kwargs: Any) -> Answer:
         kept = x.ndim - (1 if isinstance(normalized_shape, int) else len(normalized_shape))
         if name.startswith("native") or any(map(x.layout.is_cut, range(kept, x.ndim))):
-            of = over(range(kept, x.ndim))
-            return Algorithm(lambda x, normalized_shape, *args, **kwargs: normed(reduced(x), of, *args, **kwargs))
-        names = tuple(f"d{i}" if i < kept else None for i in range(x.ndim))
-        others = list(operands_in((*args, *kwargs.values())))
-        same = all(op.dtype == x.dtype for op in others)
-        result = Result(x.shape, x.dtype, contiguous_stride(x.shape)) if same else None
-        return Factors([names, *((None,) * op.ndim for op in others)], [names], result=result)
+            average = over(range(kept, x.ndim))
+            return Algorithm(lambda x, normalized_shape, *args, **kwargs: normed(reduced(x), average, *args, **kwargs))
+        operands = [x, *operands_in((*args, *kwargs.values()))]
+        return factors("*d!dim, *w!, .. -> *d", operands, dim=range(kept, x.ndim), contiguous=True)
 
 
 def _native_layer_norm(x: Any, average: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
@@ -71,7 +68,7 @@ trailing("rms_norm", lambda x, average, weight=None, eps=None: scaled(x, average
 
 # -- over groups of channels -------------------------------------------------------------------------------
 @program("native_group_norm")
-def group_norm(x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> Any:
+def group_norm(x: Tensor, weight: Tensor, bias: Tensor, N: int, C: int, HxW: int, group: int, eps: float) -> Tensor:
     """The averages of channels are small: they are regrouped, however the channels are cut, and not `x`."""
     x = reduced(x)
     dtype = x.dtype if weight is None else weight.dtype
@@ -97,7 +94,9 @@ def group_norm(x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: 
 def batch_norm(names: str, fixed: bool | None = None, reserves: int = 0, copies: bool = False) -> None:
     """A form aten has: with training `fixed`, with reserves for its own backward, or with new statistics returned."""
 
-    def run(x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, *settings: Any, **named: Any) -> Any:
+    def run(
+        x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *settings: Any, **named: Any
+    ) -> Any:
         kept = [running_mean, running_var]
         if isinstance(running_mean, bool):  # no statistics
             kept, settings = [None, None], (*kept, *settings)
@@ -116,7 +115,7 @@ batch_norm("_batch_norm_with_update_functional", True, 1, copies=True)
 batch_norm("_batch_norm_no_update", False, 1)
 
 
-def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: Any, eps: Any) -> Any:
+def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: Any, eps: Any) -> Any:
     """Channels pass, the running statistics follow them, and what was moved of those is written back."""
     layout, dims = x._layout, [d for d in range(x.ndim) if d != 1]
     follow = [p.at(0) if p.is_shard(1) else REPLICATE for p in layout.placements]
@@ -138,24 +137,25 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: b
                     if kept is not None:
                         kept.copy_((1 - momentum) * kept + momentum * new.flatten())
         out = y, *(t.flatten().to(dtype) if training else x.new_empty(0, dtype=dtype) for t in (now, inverse))
-    for given, used in zip((mean, var), moved[2:], strict=True):
-        if training and used is not given:
-            given.copy_(used)
+    for kept, used in zip((mean, var), moved[2:], strict=True):
+        if training and used is not kept:
+            kept.copy_(used)
     return out
 
 
 # -- by neighbours, or by a vector's length ----------------------------------------------------------------
-rule("local_response_norm")(lambda x, *args, **kwargs: whole_along(x, (1,), True))
+line("local_response_norm", "n c! *d -> n c *d")
 
 
 @rule("normalize")
-def normalize(x: Operand, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, **kwargs: Any) -> Factors | None:
+def normalize(x: Operand, p: float = 2.0, dim: Named = 1, eps: float = 1e-12, **kwargs: Any) -> Factors | None:
     """By its parts, a norm and a quotient, where the dim is cut."""
-    given = isinstance(dim, int) and not kwargs and not x.layout.is_cut(dim_of(dim, x.ndim))
-    return whole_along(x, (dim_of(dim, x.ndim),), True) if given else None
+    if not isinstance(dim, int) or kwargs or x.layout.is_cut(dim_of(dim, x.ndim)):
+        return None
+    return whole_along(x, (dim_of(dim, x.ndim),), True)
 
 
 @program("_weight_norm")
-def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
+def weight_norm(v: Any, g: Any, dim: int = 0) -> Tensor:
     others = [d for d in range(v.ndim) if dim == -1 or d != dim]
     return v * (g / torch.linalg.vector_norm(v, 2, others, keepdim=dim != -1))

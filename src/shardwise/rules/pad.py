@@ -11,11 +11,12 @@ import torch
 
 from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Intervals, count, intersect, normalize
-from shardwise.rules.halo import leaves_empty
+from shardwise.strategy.halo import leaves_empty
 from shardwise.strategy.program import reduced
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, unchanged
-from shardwise.strategy.spec import Algorithm, Factors, Operand
+from shardwise.strategy.spec import Algorithm, Answer, Operand
 
 Sources = dict[int, torch.Tensor]  # dim -> for every output index, the input index it reads
 
@@ -24,8 +25,7 @@ def copied(x: Operand, sources: Sources) -> Any:
     """Output index i of a dim reads input index sources[dim][i]. Where no such dim is cut the op itself is called,
     unless a rank holds nothing, which kernels refuse."""
     if not any(map(x.layout.is_cut, sources)) and not leaves_empty(x.layout):
-        names = tuple(None if dim in sources else f"d{dim}" for dim in range(x.ndim))
-        return Factors([names], [names], linear="joint", any_partial=True)
+        return factors("*d!dim -> *d", [x], "joint", dim=tuple(sources), any_partial=True)
 
     @cache
     @torch.inference_mode(False)  # for a later backward too
@@ -75,7 +75,7 @@ def sources_of(mode: str, n: int, left: int, right: int) -> torch.Tensor:
 
 
 @rule("pad")
-def pad_(x: Operand, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
+def pad_(x: Operand, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Answer:
     sides = {x.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}  # from the last dim on
     sources = {dim: sources_of(mode, x.shape[dim], *side) for dim, side in sides.items()}
     if mode != "constant":
@@ -83,7 +83,7 @@ def pad_(x: Operand, pad: Sequence[int], mode: str = "constant", value: Any = No
     if any(isinstance(p, Partial) and (value or p.reduce_op not in ("sum", "avg")) for p in x.layout.placements):
         return Algorithm(lambda x, *args, **kwargs: torch.constant_pad_nd(reduced(x), pad, value or 0))
 
-    def given(layout: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> tuple[int, ...]:
+    def padding_at(layout: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> tuple[int, ...]:
         """My part of the padding, less what negative padding takes from me."""
         found: list[int] = []
         for dim, (left, right) in sides.items():
@@ -93,7 +93,7 @@ def pad_(x: Operand, pad: Sequence[int], mode: str = "constant", value: Any = No
                 found.append(count(intersect(has, normalize([after]))) - count(intersect(had, normalize([before]))))
         return tuple(found)
 
-    return kept_with(x, sources, call_with(lambda v, mine: torch.constant_pad_nd(v, mine, value or 0), given))
+    return kept_with(x, sources, call_with(lambda v, mine: torch.constant_pad_nd(v, mine, value or 0), padding_at))
 
 
 rule("constant_pad_nd")(lambda x, pad, value=0: pad_(x, pad, "constant", value))

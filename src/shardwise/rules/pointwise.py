@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -12,20 +12,15 @@ import torch
 from shardwise.layout.layout import dense_stride
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy.notation import operands_in
 from shardwise.strategy.program import unfinished
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, Result
+from shardwise.strategy.spec import Algorithm, Factors, Operand, Result, operands_in
 
 
-def broadcast(values: Sequence[Any], outputs: int = 1, **more: Any) -> Factors:
-    """Factors of a broadcasting elementwise call: of the operands among these values."""
-    operands = list(operands_in(values))
-    ndim = max(op.ndim for op in operands)
-    aligned = [list(enumerate(op.shape, ndim - op.ndim)) for op in operands]
-    sizes = {i: size for dims in aligned for i, size in dims if size != 1}
-    inputs = [tuple(f"d{i}" if size == sizes.get(i, 1) else None for i, size in dims) for dims in aligned]
-    return Factors(inputs, [tuple(f"d{i}" for i in range(ndim))] * outputs, **more)
+def broadcast(values: Iterable[object], outputs: int = 1, **more: Any) -> Factors:
+    """The answer for a broadcasting elementwise call: of the operands among these values."""
+    return factors("*d, .. -> *d", list(operands_in(values)), outputs=outputs, **more)
 
 
 def pointwise(names: str, *, keeps_float: bool = False, outputs: int = 1, numbers: tuple[str, ...] = ()) -> None:
@@ -68,7 +63,7 @@ def linear(names: str, **more: Any) -> None:
     """Ops of one operand: a Partial sum stays one."""
 
     @rule(names, any_float=True)
-    def linear_in_one(x: Operand, *args: Any, **kwargs: Any) -> Factors:
+    def linear_in_one(x: Operand, *args: object, **kwargs: object) -> Factors:
         return broadcast([x], linear="joint", **more)
 
 
@@ -98,14 +93,14 @@ def add(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
 
 
 @rule("mul multiply", any_float=True)
-def mul(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
+def mul(x: Any, other: Any, *args: object, **kwargs: object) -> Factors:
     """Linear in each, also by a number; but parts of both signs times infinity have no sum."""
     endless = any(isinstance(v, float) and math.isinf(v) for v in (x, other))
     return broadcast([x, other], linear="none" if endless else "each")
 
 
 @rule("div divide true_divide", any_float=True)
-def div(x: Any, other: Any, *, rounding_mode: Any = None, **kwargs: Any) -> Factors:
+def div(x: Any, other: Any, *, rounding_mode: Any = None, **kwargs: object) -> Factors:
     """Linear in what a number divides. Parts of both signs over zero have no sum, and a tensor may hold zeros."""
     over = rounding_mode is None and not isinstance(other, Operand) and other != 0 and x.dtype.is_floating_point
     return broadcast([x, other], linear="joint" if over else "none")
@@ -126,7 +121,7 @@ def where(condition: Any, *args: Any, **kwargs: Any) -> Factors | None:
 
 
 @rule("copy", any_float=True)
-def copy(x: Operand, y: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm:
+def copy(x: Operand, y: Operand, *args: object, **kwargs: object) -> Factors | Algorithm:
     """The target takes the source's values: a Partial target takes a Partial source of its dtype."""
     if x.layout.is_partial and x.dtype != y.dtype:
         return Algorithm(lambda x, y, *args, **kwargs: x.copy_(y.to(x.dtype)), writes=True)

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 from shardwise.comm.base import Coords
 from shardwise.layout import Layout
 from shardwise.layout.split import Interval
-from shardwise.rules.halo import Halo, Reach, cut_like, each, windowed
-from shardwise.strategy.notation import operands_in
+from shardwise.strategy.halo import Halo, Reach, cut_like, each, windowed
 from shardwise.strategy.program import reduced, run_local
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand
+from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, operands_in
 
 ATEN = torch.ops.aten
 
@@ -63,8 +63,8 @@ def resizing(n: int, outputs: int, margin: int = 0) -> Units:
 
 
 def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], Units], **more: Any) -> Any:
-    """An op on the last `dims` dims: call(x, sizes of the result, or () for those asked for), with reach(i, n, outputs)
-    of the i-th of the dims. Of two results the second has flat positions in a plane of x."""
+    """An op on the last `dims` dims: call(x, sizes), with () for the sizes the call asks for, and reach(i, n, outputs)
+    for the i-th of these dims. Of two results the second has flat positions in a plane of x."""
     planes = range(x.ndim - dims, x.ndim)
     metas = tree_leaves(call(torch.empty_strided(x.shape, x.layout.stride, dtype=x.dtype, device="meta"), ()))
     sizes = metas[0].shape
@@ -77,7 +77,7 @@ def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], U
     outs = [cut_like(x.layout, halos, meta) for meta in metas]
 
     @cache
-    def of(coords: Coords) -> Any:
+    def part_at(coords: Coords) -> Any:
         parts = [halos[d].reach.part(halos[d], coords) if d in cut else (0, sizes[d], 0) for d in planes]  # type: ignore[attr-defined]
         return outs[0].local_shape_at(coords), *zip(*parts, strict=True)
 
@@ -93,7 +93,7 @@ def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], U
             found[1] = reduce(lambda flat, at: flat * at[2] + at[0] + at[1], places, torch.zeros_like(found[1]))
         return one_or_all(found)
 
-    return Algorithm(lambda x, *args, **kwargs: run_local(local, [windowed(x, halos)], one_or_all(outs), of))
+    return Algorithm(lambda x, *args, **kwargs: run_local(local, [windowed(x, halos)], one_or_all(outs), part_at))
 
 
 def one_or_all(results: Sequence[Any]) -> Any:
@@ -101,18 +101,20 @@ def one_or_all(results: Sequence[Any]) -> Any:
 
 
 def leading(call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1, linear: str = "none") -> Factors:
-    """call(*operands), of which so many `last` dims of each are whole and those before them pass; `linear` in the
-    first. Kernels refuse tensors without elements, so a rank with nothing to make is spared the call."""
+    """call(*operands): the last `last[i]` dims of operand i are whole, those before them pass. `linear` in the first.
+    Kernels refuse tensors without elements, so a rank that has nothing to compute does not call it."""
     most = operands[0].ndim - last[0]
-    places = [range(op.ndim - end, -end, -1) for op, end in zip(operands, last)]
-    names = [tuple(f"d{d}" if 0 < d <= most else None for d in dims) for dims in places]
+    more = [max(op.ndim - end - most, 0) for op, end in zip(operands, last)]  # dims in front that x does not have
+    whole = lambda i, count, name: " ".join(f"{name}{i}_{d}!" for d in range(count))
+    terms = [f"{whole(i, more[i], 'm')} *b {whole(i, end, 'x')}" for i, end in enumerate(last)]
 
     def local(inputs: list[Layout], outs: list[Layout]) -> Any:
         sizes = outs[0].shape[most:]
         return lambda *v: call(*v) if v[0].numel() else nothing((*v[0].shape[:most], *sizes), v, outs)
 
     rounds = not operands[0].dtype.is_floating_point
-    return Factors(names, [names[0]] * outputs, "none" if rounds else linear, frozenset({0}), local=local)
+    text = f"{', '.join(terms)} -> {terms[0]}"
+    return factors(text, operands, "none" if rounds else linear, joint={0}, outputs=outputs, local=local)
 
 
 def nothing(shape: Sequence[int], values: Sequence[torch.Tensor], outs: Sequence[Layout]) -> Any:
@@ -126,7 +128,7 @@ def slides(name: str, dims: int, dilated: bool, **more: Any) -> None:
     """Windows of one size."""
 
     @rule(name)
-    def pool(x: Operand, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **named: Any) -> Any:
+    def pool(x: Operand, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **named: Any) -> Answer:
         named.pop("return_indices", None)  # of torch.nn.functional, whose function of this name always returns them
         k, p = each(kernel_size, dims), each(padding, dims)
         s, e = each(stride or k, dims), each((args or (named.get("dilation", 1),))[0] if dilated else 1, dims)
@@ -138,7 +140,7 @@ def adapts(name: str, dims: int, **more: Any) -> None:
     """Windows for a size."""
 
     @rule(name)
-    def pool(x: Operand, output_size: Any) -> Any:
+    def pool(x: Operand, output_size: Any) -> Answer:
         call = lambda v, sizes: getattr(ATEN, name)(v, sizes or each(output_size, dims))
         return spatial(x, dims, call, lambda i, n, m: resizing(n, m), **more)
 

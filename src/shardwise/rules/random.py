@@ -12,6 +12,7 @@ from shardwise.random import distributions as draws
 from shardwise.random import values
 from shardwise.random.draw import drawn, fill
 from shardwise.random.generator import TORCH, stream
+from shardwise.strategy.program import Tensor
 from shardwise.strategy.registry import gathered, program, rule
 from shardwise.strategy.spec import Algorithm, Operand
 
@@ -26,7 +27,7 @@ def fill_rule(name: str, distribution: Callable[..., draws.Distribution]) -> Non
     """x.normal_() and the like."""
 
     @rule(name)
-    def fills(x: Operand, *args: Any, generator: Any = None, **kwargs: Any) -> Algorithm:
+    def fills(x: Operand, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Algorithm:
         named = {{"from": "low", "to": "high"}.get(key, key): value for key, value in kwargs.items()}
         return filled(x, distribution(*args, **named))
 
@@ -36,7 +37,7 @@ for _name in ("uniform", "normal", "log_normal", "exponential", "cauchy", "geome
 
 
 @rule("random_")
-def random_(x: Operand, *bounds: Any, generator: Any = None, **named: Any) -> Algorithm:
+def random_(x: Operand, *bounds: Any, generator: torch.Generator | None = None, **named: Any) -> Algorithm:
     if "from" in named:
         bounds = (named["from"], named.get("to"))
     elif "to" in named:
@@ -45,11 +46,11 @@ def random_(x: Operand, *bounds: Any, generator: Any = None, **named: Any) -> Al
 
 
 @rule("bernoulli_")
-def bernoulli_(x: Operand, p: Any = 0.5, generator: Any = None) -> Algorithm:
+def bernoulli_(x: Operand, p: Any = 0.5, generator: torch.Generator | None = None) -> Algorithm:
     if not isinstance(p, Operand):
         return filled(x, draws.bernoulli(p))
 
-    def run(x: Any, p: Any, generator: Any = None) -> Any:
+    def run(x: Tensor, p: Any, generator: torch.Generator | None = None) -> Tensor:
         if stream() == TORCH:
             return x.copy_(values.drawn_whole(torch.Tensor.bernoulli_, x.detach().clone(), p, generator=generator))
         return x.copy_(values.bernoulli_of(p, generator, x))
@@ -62,7 +63,7 @@ def like_rule(name: str, distribution: Callable[..., draws.Distribution]) -> Non
     """rand_like and friends: a new tensor laid out as its model."""
 
     @rule(name, numbers=(1, "high"))
-    def new(x: Operand, *args: Any, dtype: Any = None, **kwargs: Any) -> Algorithm:
+    def new(x: Operand, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Algorithm:
         bounds = [*args, *(kwargs[key] for key in ("low", "high") if key in kwargs)]
         dtype = dtype or x.dtype
         what = distribution(dtype, *bounds)
@@ -71,9 +72,9 @@ def like_rule(name: str, distribution: Callable[..., draws.Distribution]) -> Non
 
 
 def draw_like(
-    x: Any, what: draws.Distribution, dtype: Any = None, device: Any = None, requires_grad: bool = False,
-    memory_format: Any = None, generator: Any = None, **rest: Any,
-) -> Any:  # fmt: skip
+    x: Tensor, what: draws.Distribution, dtype: Any = None, device: Any = None, requires_grad: bool = False,
+    memory_format: Any = None, generator: torch.Generator | None = None, **rest: object,
+) -> Tensor:  # fmt: skip
     layout = x._layout.replace(dtype=dtype or x.dtype, device=x.device if device is None else torch.device(device))
     result = drawn(layout if memory_format != torch.contiguous_format else layout.replace(stride=None), what, generator)
     return result.requires_grad_() if requires_grad else result
@@ -86,15 +87,15 @@ like_rule("randint_like", lambda dtype, *bounds: draws.integer(dtype, *bounds))
 
 # -- by value --------------------------------------------------------------------------------------------------------
 def value_rule(name: str, run: Callable[..., Any] | None = None) -> None:
-    """An op whose numbers depend on values: its program, but gathered in torch's stream, and where it has none."""
+    """An op whose numbers depend on values: its program; without one, or in torch's stream, the values are gathered."""
     func = getattr(torch, name)
 
     @program(name)
-    def draw(*args: Any, **kwargs: Any) -> Any:
+    def draw(*args: Any, **kwargs: Any) -> Tensor:
         return values.drawn_whole(func, *args, **kwargs) if run is None or stream() == TORCH else run(*args, **kwargs)
 
 
-def draw_bernoulli(x: Any, p: Any = None, *, generator: Any = None) -> Any:
+def draw_bernoulli(x: Tensor, p: Any = None, *, generator: torch.Generator | None = None) -> Tensor:
     return values.bernoulli_of(x, generator) if p is None else drawn(x._layout, draws.bernoulli(p), generator)
 
 
@@ -107,11 +108,11 @@ for _name in ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"):
 
 # -- dropout ---------------------------------------------------------------------------------------------------------
 @rule("dropout")
-def dropout(x: Operand, p: float = 0.5, training: bool = True, inplace: bool = False, **aten: Any) -> Algorithm:
+def dropout(x: Operand, p: float = 0.5, training: bool = True, inplace: bool = False, **aten: object) -> Algorithm:
     return Algorithm(run_dropout, writes=inplace)
 
 
-def run_dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **aten: Any) -> Any:
+def run_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **aten: Any) -> Tensor:
     if not aten.get("train", training) or p == 0.0:
         return x
     noise = drawn(x._layout, draws.dropout(p)) if p < 1 else 0.0
@@ -119,7 +120,7 @@ def run_dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = F
 
 
 @program("native_dropout")
-def native_dropout(x: Any, p: float, train: bool | None = None) -> Any:
+def native_dropout(x: Tensor, p: float, train: bool | None = None) -> Tensor:
     if stream() == TORCH:
         return values.drawn_whole(torch.native_dropout, x, p, train)
     if not 0 <= p <= 1:
@@ -129,7 +130,7 @@ def native_dropout(x: Any, p: float, train: bool | None = None) -> Any:
 
 
 @program("rrelu")
-def rrelu(x: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *args: Any, **kw: Any) -> Any:
+def rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: Any, **kw: Any) -> Tensor:
     """Slopes are drawn for the negative elements; without training there is one slope."""
     if not training:
         return F.leaky_relu(x, (lower + upper) / 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -13,8 +12,9 @@ import torch
 
 from shardwise.layout.layout import Layout, parent_sets, shards_from_table
 from shardwise.layout.split import count, normalize
-from shardwise.rules.view import dim_of
-from shardwise.strategy.program import reduced, whole, wide
+from shardwise.strategy.lines import line
+from shardwise.strategy.program import Tensor, reduced, sum_dtype, whole
+from shardwise.strategy.reading import Named, factors
 from shardwise.strategy.registry import rule
 from shardwise.strategy.spec import Algorithm, Factors, Operand
 from shardwise.wrapper import wrap
@@ -28,49 +28,45 @@ def dims_of(dim: Any, ndim: int) -> tuple[int, ...]:
     return tuple(d % ndim for d in ((dim,) if isinstance(dim, int) else dim)) if ndim else ()
 
 
-def names_of(x: Operand, dims: tuple[int, ...], keepdim: bool) -> list[tuple[str | None, ...]]:
-    """The factors of an operand, and those of its result."""
-    names = tuple(f"d{i}" for i in range(x.ndim))
-    return [names, tuple(None if i in dims else n for i, n in enumerate(names) if keepdim or i not in dims)]
-
-
-def parts_reduce(op: str, linear: str, x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    """The parts reduce as the op does."""
-    if isinstance(dim, (torch.dtype, str)):
-        return None
-    ins, outs = names_of(x, dims_of(dim, x.ndim), keepdim)
-    return Factors([ins], [outs], linear=linear, reduce={n: op for n in ins if n})
-
-
-rule("sum")(partial(parts_reduce, "sum", "joint"))
-rule("nansum count_nonzero")(partial(parts_reduce, "sum", "none"))
-rule("prod")(partial(parts_reduce, "product", "none"))
-rule("any")(partial(parts_reduce, "bor", "none"))
-rule("all")(partial(parts_reduce, "band", "none"))
+_REDUCED = "x dim=None keepdim=False"
+line("sum", "*d -> *d-dim", "joint", takes=_REDUCED)
+line("nansum count_nonzero", "*d -> *d-dim", takes=_REDUCED)
+line("prod", "*d -> *d-dim", takes=_REDUCED, reduce="product")
+line("any", "*d -> *d-dim", takes=_REDUCED, reduce="bor")
+line("all", "*d -> *d-dim", takes=_REDUCED, reduce="band")
 
 
 @rule("mean")
-def mean(x: Operand, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Factors:
+def mean(x: Operand, dim: Named = None, keepdim: bool = False, **kwargs: object) -> Factors:
     """The parts are sums over the global count, so uneven shards weigh what they should."""
     dims = dims_of(dim, x.ndim)
-    ins, outs = names_of(x, dims, keepdim)
     n = math.prod(x.shape[d] for d in dims)
 
     def local(inputs: list[Layout], outputs: list[Layout]) -> Callable[..., Any]:
         dtype = outputs[0].dtype
         if not any(inputs[0].is_cut(d) for d in dims):
             return lambda v: torch.mean(v, dims, keepdim, dtype=dtype)
-        return lambda v: (v.sum(dims, keepdim, dtype=wide(dtype)) / n).to(dtype)
+        return lambda v: (v.sum(dims, keepdim, dtype=sum_dtype(dtype)) / n).to(dtype)
 
-    return Factors([ins], [outs], linear="joint", local=local)
+    return factors("*d -> *d-dim", [x], "joint", dim=dims, keepdim=keepdim, local=local)
 
 
 # -- two stages --------------------------------------------------------------------------------------------
-def gather_parts(func: Callable[..., Any], x: Any, dims: tuple[int, ...], rows: int = 1, of: Any = None) -> list[Any]:
-    """What func(value, dims, True[, of(coords)]) leaves on each rank, side by side along `dims`, and those gathered.
+def gather_parts(
+    func: Callable[..., Any], x: Tensor, dims: tuple[int, ...], rows: int = 1, value_at: Any = None
+) -> list[Tensor]:
+    """The results of reducing what each rank holds, side by side along `dims` and gathered.
 
-    Func gives a tuple; of a reduced dim it leaves `rows` rows, or as many as a rank holds. One that holds none leaves
-    none, so no reduction needs a neutral element: there func reduces a new dim of size 1, to stay in the same graph.
+    A rank that holds nothing adds nothing, so no reduction needs a neutral element: there `func` reduces a new dim of
+    size 1, to build the same graph as on other ranks.
+
+    Args:
+        func: func(value, dims, True[, value_at(coords)]) gives a tuple; it leaves `rows` rows of a reduced dim, or as
+            many as a rank holds.
+        x: The tensor to reduce.
+        dims: The reduced dims.
+        rows: How many rows `func` leaves of each.
+        value_at: The last argument of `func`, by coordinates.
     """
     layout, comm = x._layout, x._layout.mesh.comm
     shape, places = list(layout.shape), list(layout.placements)
@@ -91,7 +87,7 @@ def gather_parts(func: Callable[..., Any], x: Any, dims: tuple[int, ...], rows: 
         for axis, shard in zip(layout.axes_of(dim), shards, strict=True):
             places[axis] = shard
     split = tuple(axis for axis, p in enumerate(places) if not p.is_replicate())
-    results = comm.bind(local, split)(x._local, *([] if of is None else [comm.per_rank(of)]))
+    results = comm.bind(local, split)(x._local, *([] if value_at is None else [comm.per_rank(value_at)]))
     stage = layout.replace(shape=tuple(shape), placements=tuple(places))
     return [whole(wrap(part, stage.replace(dtype=comm.first(part).dtype)), dims) for part in results]
 
@@ -105,11 +101,4 @@ def staged(x: Operand, dims: tuple[int, ...], keepdim: bool, run: Callable[[Any]
 
 def whole_along(x: Operand, dims: tuple[int, ...], keepdim: bool, outputs: int = 1, **more: Any) -> Factors:
     """The reduced dims are gathered, the others pass."""
-    return Factors([names_of(x, dims, True)[1]], [names_of(x, dims, keepdim)[1]] * outputs, **more)
-
-
-def along(outputs: int, x: Operand, dim: Any = -1, *args: Any, **kwargs: Any) -> Factors | None:
-    """An op that keeps the shape and needs `dim` whole."""
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        return None
-    return whole_along(x, (dim_of(dim, x.ndim),), True, outputs)
+    return factors("*d!dim -> *d-dim", [x], dim=dims, keepdim=keepdim, outputs=outputs, **more)

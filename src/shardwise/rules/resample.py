@@ -3,25 +3,25 @@ rows it reads around a rank's own, and what only copies pixels fetches nothing."
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardwise.rules.pad import copied
 from shardwise.rules.pool import ATEN, leading, resizing, spatial
-from shardwise.strategy.notation import line
+from shardwise.strategy.lines import line, rearrangement
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand
+from shardwise.strategy.spec import Answer, Factors, Operand
 
 
 def nearest(name: str, dims: int) -> None:
-    """Which pixel an output reads is torch's own answer, read off a ramp."""
+    """An output copies one pixel; which one, torch itself says when it resizes the numbers 0, 1, 2, ..."""
 
     @rule(f"{name}{dims}d")
-    def copy_pixels(x: Operand, output_size: Sequence[int], *scales: Any) -> Any:
+    def copy_pixels(x: Operand, output_size: Sequence[int], *scales: Any) -> Answer:
         if output_size is None:
             return None  # factors instead, which torch makes sizes of
         dtype, read = torch.promote_types(x.dtype, torch.float32), getattr(ATEN, f"{name}1d")
@@ -31,14 +31,15 @@ def nearest(name: str, dims: int) -> None:
 
 
 def smooth(name: str, dims: int, radius: int, antialias: bool = False) -> None:
-    """Outputs that weigh the inputs around them; antialiased, `radius` counts steps of the coarser grid of the two."""
+    """Outputs are weighted sums of the inputs around them, `radius` steps away at most: of the input's grid or, with
+    `antialias`, of the coarser of both grids."""
 
     @rule(name)
-    def weigh_pixels(x: Operand, output_size: Sequence[int], align_corners: bool, *scales: Any) -> Any:
+    def weigh_pixels(x: Operand, output_size: Sequence[int], align_corners: bool, *scales: Any) -> Answer:
         if output_size is None:
             return None
-        given = zip(x.shape[-dims:], output_size, scales, strict=False)
-        if align_corners or any(scale is not None and n * scale != m for n, m, scale in given):
+        sizes = zip(x.shape[-dims:], output_size, scales, strict=False)
+        if align_corners or any(scale is not None and n * scale != m for n, m, scale in sizes):
             call = lambda v: getattr(ATEN, name)(v, output_size, align_corners, *scales)  # no units: nothing repeats
             return leading(call, [x], [dims], linear="joint")
         reach = lambda i, n, m: resizing(n, m, math.ceil(radius * max(n / m, 1)) + 1 if antialias else radius)
@@ -56,34 +57,18 @@ for _name, _radius in [("bilinear2d", 1), ("bicubic2d", 2), ("lanczos2d", 3)]:
 
 
 # -- from anywhere -----------------------------------------------------------------------------------------
-INPUT: dict[str, Any] = {"linear": "each", "joint": frozenset({0})}  # a sum over the pixels of the first operand
-line("grid_sampler_2d _grid_sampler_2d_cpu_fallback", "n c h! w!, n y x two! -> n c y x", **INPUT)
-line("grid_sampler_3d", "n c d! h! w!, n z y x three! -> n c z y x", **INPUT)
+line("grid_sampler_2d _grid_sampler_2d_cpu_fallback", "n c h! w!, n y x two! -> n c y x", "each", joint={0})
+line("grid_sampler_3d", "n c d! h! w!, n z y x three! -> n c z y x", "each", joint={0})
 
 
 @rule("affine_grid_generator")
 def affine_grid(theta: Operand, size: Sequence[int], align_corners: bool) -> Factors:
     generate = lambda v: ATEN.affine_grid_generator(v, [len(v), *size[1:]], align_corners)
-    outputs = [("n", *[None] * (len(size) - 1))]
-    return Factors([("n", None, None)], outputs, linear="joint", local=lambda inputs, outputs: generate)
+    sizes = " ".join(f"s{i}" for i in range(len(size) - 1))
+    return factors(f"n a! b! -> n {sizes}", [theta], "joint", call=generate)
 
 
 # -- pixels and channels -----------------------------------------------------------------------------------
-def shuffle(names: str, apart: Callable[[Any, int], Any], *together: tuple[int, int]) -> None:
-    """A dim taken apart and put in another order, then dims put together; torch says what is wrong with the sizes."""
-
-    @rule(names)
-    def shuffled(x: Operand, factor: int) -> Algorithm:
-        getattr(torch, names.split()[0])(torch.empty(x.shape, device="meta"), factor)
-
-        def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-            moved = apart(x, factor).clone(memory_format=torch.contiguous_format)  # never a view
-            return functools.reduce(lambda v, dims: v.flatten(*dims), together, moved)
-
-        return Algorithm(run)
-
-
-shuffle("pixel_shuffle", lambda x, r: x.unflatten(-3, (-1, r, r)).movedim((-4, -3), (-3, -1)), (-4, -3), (-2, -1))
-_tiles = lambda x, r: x.unflatten(-1, (-1, r)).unflatten(-3, (-1, r))
-shuffle("pixel_unshuffle", lambda x, r: _tiles(x, r).movedim((-3, -1), (-4, -3)), (-5, -3))
-shuffle("channel_shuffle native_channel_shuffle", lambda x, g: x.unflatten(1, (g, -1)).transpose(1, 2), (1, 2))
+rearrangement("pixel_shuffle", "*b (c r r) h w -> *b c (h r) (w r)", takes="x r")
+rearrangement("pixel_unshuffle", "*b c (h r) (w r) -> *b (c r r) h w", takes="x r")
+rearrangement("channel_shuffle native_channel_shuffle", "n (g c) *s -> n (c g) *s", takes="x g")

@@ -1,11 +1,10 @@
-"""Cumulative ops. Along a cut dim the pieces are scanned apart: their totals are exchanged, one row a piece, and every
-piece goes on from the scan of the totals before it."""
+"""Cumulative ops. Along a cut dim every piece is scanned by itself: the totals are exchanged, one row per piece, and
+every piece continues from the scan of the totals before it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,18 +12,19 @@ import torch
 from shardwise.layout import Partial
 from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import count
-from shardwise.rules.reduce import along, whole_along
+from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy.program import needs_grad, reduced, run_local, wide
+from shardwise.strategy.lines import line
+from shardwise.strategy.program import Tensor, needs_grad, reduced, run_local, sum_dtype
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Operand
+from shardwise.strategy.spec import Algorithm, Answer, Operand
 
-rule("cummax cummin")(partial(along, 2))
+line("cummax cummin", "*d!dim -> *d, *d", takes="x dim")
 
 
 def linked(scan: Callable[..., Any], x: torch.Tensor, dim: int, neutral: float) -> torch.Tensor:
-    """The scan of what a rank holds. Of no or one element torch's have no second derivatives; other ranks' have,
-    and all must build the same graph."""
+    """The scan of what a rank holds. torch's scans of less than two elements have no second derivatives, but all ranks
+    must build the same graph."""
     if x.numel() == 0:
         return x * x
     if x.numel() == 1 and x.dim():
@@ -36,7 +36,7 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
     """Ops (x, dim) that keep the shape; total(piece, dim) is one row."""
 
     @rule(names)
-    def cumulative(x: Operand, dim: int, *, dtype: Any = None) -> Any:
+    def cumulative(x: Operand, dim: int, *, dtype: torch.dtype | None = None) -> Answer:
         along = dim_of(dim, x.ndim)
         kept = dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
         branches = scan is torch.logcumsumexp and x.dtype.is_complex  # torch's logarithm depends on the way there
@@ -46,8 +46,8 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
             return Algorithm(lambda x, *args, **kwargs: by_pieces(x, along, kept))
         return whole_along(x, (along,), True, linear="joint" if scan is torch.cumsum and kept == x.dtype else "none")
 
-    def by_pieces(x: Any, dim: int, kept: Any) -> Any:
-        x = reduced(x).to(wide(kept))
+    def by_pieces(x: Tensor, dim: int, kept: Any) -> Tensor:
+        x = reduced(x).to(sum_dtype(kept))
         if scan is torch.cumprod and needs_grad(x):  # behind a zero torch has no gradient, not even of NaNs
             zero = x == 0
             x = torch.where(zero.cumsum(dim) > zero, x.detach(), x)
@@ -56,7 +56,7 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
         starts = sorted(start for held in sets for start, _ in held)
         number = {start: i for i, start in enumerate(starts)}
 
-        def of(coords: Any) -> Any:
+        def pieces_at(coords: tuple[int, ...]) -> Any:
             """The numbers and the sizes of the pieces that a rank holds."""
             held = layout.held(dim, coords)
             return tuple(number[start] for start, _ in held), tuple(stop - start for start, stop in held)
@@ -77,8 +77,8 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
 
         shape = (*x.shape[:dim], len(starts), *x.shape[dim + 1 :])
         places = [Partial() if p.is_shard(dim) else p for p in layout.placements]
-        rows = run_local(totals, [x], layout.replace(shape=shape, placements=places), of)
-        return run_local(scanned, [x, reduced(rows)], layout.replace(shape=layout.shape), of).to(kept)
+        rows = run_local(totals, [x], layout.replace(shape=shape, placements=places), pieces_at)
+        return run_local(scanned, [x, reduced(rows)], layout.replace(shape=layout.shape), pieces_at).to(kept)
 
 
 def log_total(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from shardwise.layout.layout import contiguous_stride
-from shardwise.rules.found import broadcast_shape
+from shardwise.rules.data_dependent import broadcast_shape
 from shardwise.rules.index import Indexed, by_holders, clamped, is_mask, located, located_all, unravelled, without_masks
 from shardwise.rules.view import dim_of
+from shardwise.strategy.program import Tensor
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand
+from shardwise.strategy.spec import Algorithm, Answer, Assignment, Factors, Operand
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Written(Factors):
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
         assignment = super().assign(operands, outputs, pinned)
         suffix = "_" if pinned else ""
-        write = lambda *locals: self.write(suffix, *locals)
+        write = lambda *values: self.write(suffix, *values)
         write.__name__ = "write" + suffix  # as torch marks what writes into its first argument
         if assignment is not None:
             layout = operands[0].layout.replace(placements=assignment.inputs[0])
@@ -46,7 +48,7 @@ def linear_in(source: int, adds: bool) -> dict[str, Any]:
     return {"linear": "joint", "joint": frozenset({0, source}), "addends": frozenset({0} if adds else ())}
 
 
-# -- one index a row ---------------------------------------------------------------------------------------
+# -- one index for each row --------------------------------------------------------------------------------
 def write_rows(op: str, x: Operand, dim: int, index: Operand, source: Any, *rest: Any, **named: Any) -> Factors:
     """x.op(dim, index, source, *rest): row index[j] of x meets row j of the source (index_fill: a value for all)."""
     d, adds, fills = dim_of(dim, x.ndim), op == "index_add", op == "index_fill"
@@ -61,8 +63,8 @@ def write_rows(op: str, x: Operand, dim: int, index: Operand, source: Any, *rest
         inputs.append(theirs if alike else (None,) * source.ndim)
     size = x.shape[d] if x.ndim else 1
 
-    def write(suffix: str, x: torch.Tensor, index: torch.Tensor, *given: Any) -> torch.Tensor:
-        *sources, (held,) = given
+    def write(suffix: str, x: torch.Tensor, index: torch.Tensor, *others: Any) -> torch.Tensor:
+        *sources, (held,) = others
         at, mine = located(index.reshape(-1), held, size, RuntimeError if adds else IndexError, from_end=fills)
         picked = mine.nonzero().squeeze(1)
         values = [s if fills else (s if s.ndim else s.reshape(1)).index_select(d, picked) for s in sources] or [source]
@@ -76,25 +78,25 @@ for _op in ("index_add", "index_copy", "index_fill", "index_reduce"):
     rule(_op)(functools.partial(write_rows, _op))
 
 
-# -- one index an element ----------------------------------------------------------------------------------
+# -- one index for each element ----------------------------------------------------------------------------
 def write_elements(op: str, x: Operand, dim: int, index: Operand, src: Any, *rest: Any, **named: Any) -> Factors:
-    """x.op(dim, index, src, *rest). Dims of one size pass position by position; of the others a rank that holds a
-    part of x looks at all of the index."""
+    """x.op(dim, index, src, *rest). Dims of equal size pass, position by position; of the others a rank that holds part
+    of x looks at the whole index."""
     d, sources, shape = dim_of(dim, x.ndim), [src] if isinstance(src, Operand) else [], x.shape
     reduce = named.get("reduce", rest[0] if rest else None)
     adds = op == "scatter_add" or reduce == "add" or (reduce == "sum" and named.get("include_self", True))
     if x.ndim != index.ndim or not x.ndim:
-        return Factors([(None,) * t.ndim for t in (x, index, *sources)], [(None,) * x.ndim])
+        return factors("*x!, *i!, .. -> *x", [x, index, *sources])
     passes = [e != d and all(t.shape[e] == n for t in (index, *sources)) for e, n in enumerate(shape)]
     dims = [e for e, ok in enumerate(passes) if not ok]
     names = tuple(f"x{e}" for e in range(x.ndim))
     rows = "i" if adds and sources and src.shape[d] == index.shape[d] else None
     theirs = tuple(names[e] if ok else rows if e == d else None for e, ok in enumerate(passes))
 
-    def write(suffix: str, x: torch.Tensor, index: torch.Tensor, *given: Any) -> torch.Tensor:
+    def write(suffix: str, x: torch.Tensor, index: torch.Tensor, *others: Any) -> torch.Tensor:
         if suffix and not x.is_contiguous():
-            return x.copy_(write("", x.clone(), index, *given))
-        *sources, held = given
+            return x.copy_(write("", x.clone(), index, *others))
+        *sources, held = others
         flat, mine = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool)
         for e, step in enumerate(contiguous_stride(x.shape)):
             line = torch.arange(index.shape[e], device=index.device)
@@ -117,7 +119,7 @@ for _op in ("scatter", "scatter_add", "scatter_reduce"):
 
 # -- x[indices] = values -----------------------------------------------------------------------------------
 @rule("index_put _unsafe_index_put _index_put_impl")
-def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = False, unsafe: Any = False) -> Any:
+def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = False, unsafe: Any = False) -> Answer:
     starts = [sum(i.ndim if is_mask(i) else 1 for i in indices[:n]) for n in range(len(indices))]
     if any(is_mask(i) and i.shape != x.shape[d : d + i.ndim] for d, i in zip(starts, indices, strict=True)):
         raise IndexError(f"index_put: a mask among the indices has not the shape of its dims of x, {tuple(x.shape)}")
@@ -129,8 +131,8 @@ def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = Fals
     theirs = tuple(n if n and at.size[n] == k else None for n, k in zip(into, values.shape, strict=True))
     inputs = [tuple(None if n in wholly else n for n in names) for names in (at.names, *at.index_names, theirs)]
 
-    def write(suffix: str, x: torch.Tensor, *given: Any) -> torch.Tensor:
-        *found, values, held = given
+    def write(suffix: str, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        *found, values, held = others
         places, mine = located_all(found, held, at.sizes)
         looked = broadcast_shape(*(i.shape for i in found))
         picked = mine.expand(looked).reshape(-1).nonzero().squeeze(1)
@@ -156,18 +158,18 @@ def _put_by_masks(x: Any, indices: Sequence[Any], values: Any, accumulate: bool 
 
 
 @program("put")
-def put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     line, source = x if x.dim() else x.reshape(1), source.reshape(index.shape)
     return torch.ops.aten.index_put(line, unravelled(index, line.shape), source, accumulate).reshape(x.shape)
 
 
 @program("_unsafe_masked_index_put_accumulate")
-def masked_index_put(x: Any, mask: Any, indices: Sequence[Any], values: Any) -> Any:
+def masked_index_put(x: Tensor, mask: Tensor, indices: Sequence[Any], values: Tensor) -> Tensor:
     return torch.ops.aten.index_put(x, clamped(x, indices), values.masked_fill(~mask, 0), True)
 
 
 @program("masked_scatter")
-def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
+def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """The k-th place where the mask is true takes element k of the source."""
     shape = broadcast_shape(x.shape, mask.shape)
     x, mask = x.expand(shape), mask.expand(shape)

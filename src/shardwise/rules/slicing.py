@@ -1,4 +1,4 @@
-"""Slices along any dim, cut or not: because splits are exact, a slice of a cut dim is another split, and stays put."""
+"""Slices along any dim, cut or not: splits are exact, so a slice of a cut dim is another split and nothing moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, count, intersect, normalize, positions
 from shardwise.move.pack import BITS
-from shardwise.rules.view import carried, dim_of, dims_of, factors_of, ints
+from shardwise.rules.view import carried, dim_of, dims_of, ints
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, flipped, rolled, same_call, sliced, unchanged
 from shardwise.strategy.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
@@ -20,22 +21,22 @@ from shardwise.strategy.spec import Algorithm, Factors, LocalCall, Operand, PerC
 Range = tuple[int, int, int]  # start, stop, step
 
 
-def slices(dim: int, ranges: Sequence[Range], apart: bool = False) -> Relayout:
-    """One output a range of `dim`. Parts that are `apart` are no views to autograd: each may be written without the
+def slices(dim: int, ranges: Sequence[Range], separate: bool = False) -> Relayout:
+    """One output for each range of `dim`. `separate` ones are no views to autograd: each may be written without the
     others counting as changed."""
     carry = lambda d: [[Carried(d, sliced(*r) if d == dim else unchanged)] for r in ranges]
     local_ranges = lambda source, outputs, coords: tuple(_local_range(source, dim, r, coords) for r in ranges)
 
     def cut(v: torch.Tensor, ranges: Sequence[Range]) -> Sequence[torch.Tensor]:
-        if apart:
+        if separate:
             return torch.unsafe_split_with_sizes(v, [stop - start for start, stop, _ in ranges], dim)
         return tuple(_slice(v, dim, *r) for r in ranges)
 
-    return Relayout(len(ranges), carry, call_with(cut, local_ranges), may_alias=not apart)
+    return Relayout(len(ranges), carry, call_with(cut, local_ranges), may_alias=not separate)
 
 
 def _local_range(source: Layout, dim: int, wanted: Range, coords: tuple[int, ...]) -> Range:
-    """Where the wanted indices stand in what a rank holds: with a step, that is one interval (`sliced` saw to it)."""
+    """Where the wanted indices are in what a rank holds. With a step it holds one interval: `sliced` requires it."""
     start, stop, step = wanted
     first = start + max(-((start - source.offset_at(dim, coords)) // step), 0) * step
     held = source.held(dim, coords)
@@ -70,23 +71,23 @@ def narrow(x: Operand, dim: int, start: Any, length: int) -> Relayout | Algorith
 
 
 @rule("split split_with_sizes split_copy split_with_sizes_copy")
-def split(x: Operand, sizes: Any = None, dim: int = 0, apart: bool = False, **named: Any) -> Relayout:
+def split(x: Operand, sizes: Any = None, dim: int = 0, separate: bool = False, **named: Any) -> Relayout:
     d, wanted = dim_of(dim, x.ndim), next(iter(named.values()), sizes)
     if isinstance(wanted, int):
         n = x.shape[d]
         wanted = [min(wanted, n - start) for start in range(0, n, wanted)] if wanted and n else [n]
-    return slices(d, [(end - size, end, 1) for size, end in zip(wanted, itertools.accumulate(wanted))], apart)
+    return slices(d, [(end - size, end, 1) for size, end in zip(wanted, itertools.accumulate(wanted))], separate)
 
 
 @rule("chunk")
-def chunk(x: Operand, chunks: int, dim: int = 0, apart: bool = False) -> Relayout:
+def chunk(x: Operand, chunks: int, dim: int = 0, separate: bool = False) -> Relayout:
     n = x.shape[dim_of(dim, x.ndim)]
     size = -(-n // chunks) if chunks > 0 else 0  # torch's own error for chunks <= 0 comes from the meta call
-    return split(x, size or [0] * chunks, dim, apart)
+    return split(x, size or [0] * chunks, dim, separate)
 
 
-rule("unsafe_split unsafe_split_with_sizes")(functools.partial(split, apart=True))
-rule("unsafe_chunk")(functools.partial(chunk, apart=True))
+rule("unsafe_split unsafe_split_with_sizes")(functools.partial(split, separate=True))
+rule("unsafe_chunk")(functools.partial(chunk, separate=True))
 
 
 @rule("tensor_split")
@@ -104,10 +105,8 @@ def tensor_split(x: Operand, where: Any = None, dim: int = 0, **named: Any) -> R
 
 @rule("unbind unbind_copy")
 def unbind(x: Operand, dim: int = 0) -> Factors:
-    """The dim that is taken apart must be whole."""
-    d = dim_of(dim, x.ndim)
-    names = factors_of(x.ndim, d)
-    return Factors([names], [(*names[:d], *names[d + 1 :])] * x.shape[d], linear="joint")
+    """The dim that is unbound must be whole."""
+    return factors("*d!dim -> *d-dim", [x], "joint", dim=dim, outputs=x.shape[dim_of(dim, x.ndim)])
 
 
 @rule("flip")
@@ -121,7 +120,7 @@ rule("flipud")(functools.partial(flip, dims=0))
 
 
 @rule("roll")
-def roll(x: Operand, shifts: Any, dims: Any = ()) -> Relayout | Algorithm:
+def roll(x: Operand, shifts: Any, dims: int | Sequence[int] = ()) -> Relayout | Algorithm:
     """A rank rolls what it holds by as many indices as wrap around."""
     by, along = ((shifts,) if isinstance(shifts, int) else tuple(shifts)), dims_of(dims, x.ndim)
     if not along and len(by) == 1:
@@ -141,7 +140,6 @@ def select(x: Operand, dim: int, index: Any) -> Factors | None:
     if isinstance(index, Operand):
         return None
     d = dim_of(dim, x.ndim)
-    names = factors_of(x.ndim) if adds_up(x) else factors_of(x.ndim, d)
     at = index + x.shape[d] if index < 0 else index
 
     def pick(v: torch.Tensor, found: Intervals) -> torch.Tensor:
@@ -153,15 +151,17 @@ def select(x: Operand, dim: int, index: Any) -> Factors | None:
             return lambda v: v.select(d, at)
         return PerCoords(pick, lambda coords: positions(inputs[0].held(d, coords), ((at, at + 1),)))
 
-    more: dict[str, Any] = {"local": local, "aliases": lambda inputs: not inputs[0].is_cut(d), "may_alias": True}
-    return Factors([names], [(*names[:d], *names[d + 1 :])], "joint", reduce={f"d{d}": sum_of(x)}, **more)
+    text = "*d -> *d-dim" if adds_up(x) else "*d!dim -> *d-dim"
+    aliases = lambda inputs: not inputs[0].is_cut(d)
+    more: dict[str, Any] = {"dim": d, "reduce": sum_of(x), "local": local, "aliases": aliases, "may_alias": True}
+    return factors(text, [x], "joint", **more)
 
 
 def adds_up(x: Operand) -> bool:
-    """Whether torch can add tensors of this dtype, so that answers of the ranks can be a pending sum."""
+    """Whether torch can add tensors of this dtype: then what the ranks find may be left as a pending sum."""
     return x.dtype not in BITS
 
 
 def sum_of(x: Operand) -> str:
-    """How the answers of the ranks, all but one of them zero, become one."""
+    """The reduction that gives a value which one rank holds and for which all others have zero."""
     return "bor" if x.dtype == torch.bool else "sum"

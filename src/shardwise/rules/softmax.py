@@ -11,12 +11,13 @@ import torch
 from shardwise.layout import Partial, Shard
 from shardwise.rules.reduce import dims_of, staged, whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy.program import reduced, run_local, wide
+from shardwise.strategy.program import Tensor, reduced, run_local, sum_dtype
+from shardwise.strategy.reading import Named
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Operand
+from shardwise.strategy.spec import Algorithm, Answer, Operand
 
 
-def exponentials(x: Any, dims: tuple[int, ...], instead: Callable[[Any], Any] | None = None) -> tuple[Any, Any, Any]:
+def exponentials(x: Tensor, dims: tuple[int, ...], instead: Callable[[Any], Any] | None = None) -> tuple[Any, Any, Any]:
     """exp(x - largest), its sum over `dims` and the largest; where `instead` says so, 0 stands for the largest."""
 
     def largest_held(v: torch.Tensor) -> torch.Tensor:
@@ -36,7 +37,7 @@ def softmax_rule(names: str, finish: Callable[..., Any], instead: Callable[[Any]
     """finish(x, *exponentials(x, ...)) along a cut dim."""
 
     @rule(names)
-    def along(x: Operand, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def along(x: Operand, dim: Named = None, *args: Any, **kwargs: Any) -> Answer:
         if not isinstance(dim, int):
             return None  # torch chooses one, with a warning
         dim, more = dim_of(dim, x.ndim), (*args, *kwargs.values())
@@ -45,8 +46,8 @@ def softmax_rule(names: str, finish: Callable[..., Any], instead: Callable[[Any]
         if not x.layout.is_cut(dim) or not kept.is_floating_point:
             return whole_along(x, (dim,), True)
 
-        def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-            x = reduced(x).to(wide(kept))
+        def run(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+            x = reduced(x).to(sum_dtype(kept))
             return finish(x, *exponentials(x, (dim,), instead)).to(kept)
 
         return Algorithm(run)
@@ -59,12 +60,12 @@ softmax_rule("_safe_softmax", _or_zeros, lambda largest: largest == -torch.inf) 
 
 
 @rule("logsumexp")
-def logsumexp(x: Operand, dim: Any, keepdim: bool = False) -> Any:
+def logsumexp(x: Operand, dim: Named, keepdim: bool = False) -> Answer:
     dims = dims_of(dim, x.ndim)
     kept = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
 
-    def run(x: Any) -> Any:
-        _, total, largest = exponentials(x.to(wide(kept)), dims, torch.isinf)
+    def run(x: Tensor) -> Tensor:
+        _, total, largest = exponentials(x.to(sum_dtype(kept)), dims, torch.isinf)
         result = (total.log() + largest).to(kept)
         return result if keepdim else result.squeeze(dims)
 
@@ -73,8 +74,9 @@ def logsumexp(x: Operand, dim: Any, keepdim: bool = False) -> Any:
 
 def backward_program(name: str, formula: Callable[..., Any]) -> None:
     @program(name)
-    def run(grad: Any, output: Any, dim: int, input_dtype: Any) -> Any:
-        return formula(reduced(grad).to(wide(grad.dtype)), reduced(output).to(wide(output.dtype)), dim).to(input_dtype)
+    def run(grad: Tensor, output: Tensor, dim: int, input_dtype: Any) -> Tensor:
+        grad, output = (reduced(t).to(sum_dtype(t.dtype)) for t in (grad, output))
+        return formula(grad, output, dim).to(input_dtype)
 
 
 backward_program("_softmax_backward_data", lambda g, y, dim: (g - reduced((g * y).sum(dim, True))) * y)

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from shardwise.rules.reduce import along, dims_of, whole_along
-from shardwise.strategy.notation import operands_in
+from shardwise.rules.reduce import dims_of, whole_along
+from shardwise.strategy.lines import line
+from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Factors, Operand
+from shardwise.strategy.spec import Factors, Operand, operands_in
 
-rule("sort")(partial(along, 2))
-rule("argsort")(partial(along, 1))
-rule("msort")(partial(along, 1, dim=0))
-rule("kthvalue")(lambda x, k, dim=-1, keepdim=False: whole_along(x, dims_of(dim, x.ndim), keepdim, outputs=2))
-rule("mode")(lambda x, dim=-1, keepdim=False: whole_along(x, dims_of(dim, x.ndim), keepdim, outputs=2))
+line("sort", "*d!dim -> *d, *d", takes="x dim=-1")
+line("argsort", "*d!dim -> *d", takes="x dim=-1")
+line("msort", "n! *d -> n *d")
+line("kthvalue", "*d!dim -> *d-dim, *d-dim", takes="x k dim=-1 keepdim=False")
+line("mode", "*d!dim -> *d-dim, *d-dim", takes="x dim=-1 keepdim=False")
 
 
 @rule("median nanmedian")
-def median(x: Operand, dim: Any = None, keepdim: bool = False) -> Factors:
+def median(x: Operand, dim: int | None = None, keepdim: bool = False) -> Factors:
     """Of all elements one value; along a dim values and indices."""
     return whole_along(x, dims_of(dim, x.ndim), keepdim, outputs=1 if dim is None else 2)
 
 
 @rule("bucketize isin")
-def lookup(x: Any, *args: Any, rows: int = 0, **kwargs: Any) -> Factors:
-    """Elements of `x` (or a number) are looked up in the others, which are whole; rows (the first dims) in rows."""
-    names = tuple(f"d{i}" for i in range(x.ndim)) if isinstance(x, Operand) else ()
-    operands = sorted(operands_in((x, *args, *kwargs.values())), key=lambda op: op.index)
-    inputs = [names if op is x else (*names[:rows], *(None,) * (op.ndim - rows)) for op in operands]
-    return Factors(inputs, [names])
+def lookup(x: Operand | float, *args: Any, **kwargs: Any) -> Factors:
+    """Elements (or one number) are looked up in the other tensors, which are whole."""
+    operands = list(operands_in((x, *args, *kwargs.values())))
+    return factors("*d, *s!, .. -> *d" if isinstance(x, Operand) else "*s!, .. -> ", operands)
 
 
 @rule("searchsorted")
-def searchsorted(sorted_sequence: Operand, input: Any, *, sorter: Any = None, **kwargs: Any) -> Factors:
-    return lookup(input, sorted_sequence, sorter, rows=sorted_sequence.ndim - 1 if isinstance(input, Operand) else 0)
+def searchsorted(sorted_sequence: Operand, input: Any, *, sorter: Operand | None = None, **kwargs: object) -> Factors:
+    """A row of the input is looked up in the same row of the sorted ones, or all of it in the only one."""
+    rows = "*r s!, *r i, *r s!? -> *r i" if sorted_sequence.ndim > 1 else "s!, *d, s!? -> *d"
+    text = rows if isinstance(input, Operand) else "*s!, .. -> "
+    return factors(text, list(operands_in((sorted_sequence, input, sorter))))

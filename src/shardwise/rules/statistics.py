@@ -10,10 +10,11 @@ import torch
 from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.extreme import Dims, shared_extreme
-from shardwise.rules.reduce import dims_of, gather_parts, names_of, staged, whole_along
-from shardwise.strategy.program import reduced, run_local, whole, wide
+from shardwise.rules.reduce import dims_of, gather_parts, staged, whole_along
+from shardwise.strategy.program import Tensor, reduced, run_local, sum_dtype, whole
+from shardwise.strategy.reading import Named, factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand
+from shardwise.strategy.spec import Algorithm, Answer, Operand
 
 
 # -- variances ---------------------------------------------------------------------------------------------
@@ -22,24 +23,24 @@ def _deviation(name: str) -> None:
     means = name.endswith("mean")
 
     def own(v: torch.Tensor, dims: Dims, keepdim: bool) -> tuple[torch.Tensor, ...]:
-        var, mean = torch.var_mean(v.to(wide(v.dtype)), dims, correction=0, keepdim=True)
+        var, mean = torch.var_mean(v.to(sum_dtype(v.dtype)), dims, correction=0, keepdim=True)
         return var, mean, torch.full_like(var, math.prod(v.shape[d] for d in dims), requires_grad=False)
 
     @rule(name)
     def over_dims(
-        x: Operand, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
-    ) -> Any:
+        x: Operand, dim: Named = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+    ) -> Answer:
         dims, unbiased = (dims_of(None, x.ndim), dim) if isinstance(dim, bool) else (dims_of(dim, x.ndim), unbiased)
         less = correction if correction is not None else 1 if unbiased is None else int(unbiased)
         size = math.prod(x.shape[d] for d in dims)
         if size <= less or not (x.dtype.is_floating_point or x.dtype.is_complex):
             return whole_along(x, dims, keepdim, outputs=1 + means)
 
-        def run(x: Any) -> Any:
+        def run(x: Tensor) -> Tensor:
             var, mean, n = gather_parts(own, x, dims)
             centre = (mean * n).sum(dims, True) / size
-            apart = mean - centre
-            total = ((var + (apart * apart.conj()).real) * n).sum(dims, True) / (size - less)
+            distance = mean - centre
+            total = ((var + (distance * distance.conj()).real) * n).sum(dims, True) / (size - less)
             if name.startswith("std"):  # torch has no gradient where it is 0
                 total = total.masked_fill(total == 0, 1).sqrt().masked_fill(total == 0, 0)
             found = total.to(x.dtype.to_real()), centre.to(x.dtype)
@@ -55,12 +56,11 @@ for _name in ["var", "std", "var_mean", "std_mean"]:
 
 # -- norms -------------------------------------------------------------------------------------------------
 @rule("vector_norm linalg_vector_norm")
-def vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def vector_norm(x: Operand, ord: Any = 2, dim: Named = None, keepdim: bool = False, *, dtype: Any = None) -> Answer:
     """Norms of norms; the largest or smallest magnitude as an extreme; and a count."""
     dims = dims_of(dim, x.ndim)
     if ord == 0:
-        ins, outs = names_of(x, dims, keepdim)
-        return Factors([ins], [outs])
+        return factors("*d -> *d-dim", [x], dim=dims, keepdim=keepdim)
     if -math.inf < ord < 0:
         return whole_along(x, dims, keepdim)
 
@@ -83,7 +83,7 @@ def vector_norm(x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False
 
 
 @rule("norm")
-def norm(x: Operand, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def norm(x: Operand, p: Any = "fro", dim: Named = None, keepdim: bool = False, *, dtype: Any = None) -> Answer:
     """torch.norm of a vector-like kind is linalg.vector_norm; a nuclear norm goes by its parts."""
     order = 2 if p is None or p == "fro" else p
     if isinstance(order, (str, Operand)):
@@ -92,20 +92,20 @@ def norm(x: Operand, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, 
 
 
 @rule("renorm")
-def renorm(x: Operand, p: float, dim: int, maxnorm: float) -> Any:
+def renorm(x: Operand, p: float, dim: int, maxnorm: float) -> Answer:
     """Slices along `dim` whose norm is too large are scaled down."""
     rest = tuple(d for d in range(x.ndim) if d not in dims_of(dim, x.ndim))
     if p <= 0 or maxnorm < 0:
         return whole_along(x, rest, True)
 
-    def run(x: Any) -> Any:
-        norm = torch.linalg.vector_norm(x, p, rest, True, dtype=wide(x.dtype))
+    def run(x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, p, rest, True, dtype=sum_dtype(x.dtype))
         return x * torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1.0).to(x.dtype)
 
     return staged(x, rest, True, run)
 
 
-# -- comparisons: every rank hears the same answer ---------------------------------------------------------
+# -- comparisons: every rank gets the same answer ----------------------------------------------------------
 program("dist")(lambda x, other, p=2: torch.linalg.vector_norm(x - other, p))
 program("equal")(lambda x, other: x.shape == other.shape and bool((x == other).all()))
 program("allclose")(lambda *args, **kwargs: bool(torch.isclose(*args, **kwargs).all()))
@@ -113,11 +113,11 @@ program("allclose")(lambda *args, **kwargs: bool(torch.isclose(*args, **kwargs).
 
 # -- counts add up -----------------------------------------------------------------------------------------
 @rule("histc")
-def histc(x: Operand, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+def histc(x: Operand, bins: int = 100, min: float = 0, max: float = 0) -> Answer:
     if min != max or 0 in x.shape:
-        return Factors([names_of(x, (), True)[0]], [("bin",)])
+        return factors("*d -> bin", [x])
 
-    def run(x: Any, *args: Any, **named: Any) -> Any:
+    def run(x: Tensor, *args: object, **named: object) -> Tensor:
         low, high = (edge.item() for edge in x.aminmax())
         return torch.histc(x, bins, *((low - 1, high + 1) if low == high else (low, high)))
 
@@ -125,7 +125,7 @@ def histc(x: Operand, bins: int = 100, min: float = 0, max: float = 0) -> Any:
 
 
 @program("histogram")
-def histogram(x: Any, bins: Any, *, weight: Any = None, density: bool = False, **span: Any) -> Any:
+def histogram(x: Tensor, bins: Any, *, weight: Tensor = None, density: bool = False, **span: Any) -> Tensor:
     x, n = reduced(x.detach()), bins
     if not isinstance(bins, int):
         bins, n = whole(bins.detach()), bins.shape[0] - 1

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
-from shardwise.strategy.notation import line
-from shardwise.strategy.registry import rule
+from shardwise.strategy.lines import line
+from shardwise.strategy.program import Tensor
+from shardwise.strategy.reading import Named, factors
+from shardwise.strategy.registry import program, rule
 from shardwise.strategy.relayout import Carried, Relayout, SetMap, call_with, regrouped, repeated, same_call, unchanged
-from shardwise.strategy.spec import Algorithm, Factors, Operand
+from shardwise.strategy.spec import Factors, Operand
 
 
 def dim_of(dim: int, ndim: int) -> int:
-    """A dim counted from the front. For one out of range the engine asks torch for its own error."""
+    """A dim counted from the front. One out of range raises, and the engine shows torch's own error instead."""
     return range(ndim or 1)[dim]
 
 
@@ -27,15 +29,10 @@ def dims_of(dims: int | Sequence[int], ndim: int) -> list[int]:
     return [dim_of(d, ndim) for d in ((dims,) if isinstance(dims, int) else dims)]
 
 
-def ints(given: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
+def ints(sizes: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
     """view(2, 3), view((2, 3)) and view(size=(2, 3)) alike. What follows a tuple is something else, as strides."""
-    given = given or tuple(named.values()) or ((),)
-    return tuple(given[0] if isinstance(given[0], (tuple, list)) else given)
-
-
-def factors_of(ndim: int, *whole: int) -> tuple[str | None, ...]:
-    """A factor for every dim but those that must be whole."""
-    return tuple(None if d in whole else f"d{d}" for d in range(ndim))
+    sizes = sizes or tuple(named.values()) or ((),)
+    return tuple(sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes)
 
 
 def carried(where: Mapping[int, int] | range, local: Any, changes: Mapping[int, SetMap] | None = None) -> Relayout:
@@ -74,8 +71,7 @@ def reshape(x: Operand, *shape: Any, may_alias: bool = True, **named: Any) -> Re
     if not sizes or not isinstance(sizes[0], torch.dtype):
         return to_shape(x, filled_in(sizes, math.prod(x.shape)), may_alias)
     # the same bytes as another dtype: one of another size needs the last dim whole, and no part of a sum may stay
-    names = factors_of(x.ndim) if sizes[0].itemsize == x.dtype.itemsize else factors_of(x.ndim, x.ndim - 1)
-    return Factors([names], [names])
+    return factors("*d -> *d" if sizes[0].itemsize == x.dtype.itemsize else "*d n! -> *d n", [x])
 
 
 rule("_unsafe_view _reshape_alias")(functools.partial(reshape, may_alias=False))
@@ -119,13 +115,11 @@ def movedim(x: Operand, source: Any, destination: Any) -> Relayout:
     return permutation([comes[d] if d in comes else next(rest) for d in range(x.ndim)])
 
 
-@rule("rot90")
-def rot90(x: Operand, k: int = 1, dims: Any = (0, 1)) -> Algorithm | None:
+@program("rot90")
+def rot90(x: Tensor, k: int = 1, dims: Any = (0, 1)) -> Tensor:
     """A quarter turn flips one of the two dims and swaps them."""
-    if len(set(dims_of(dims, x.ndim))) != 2 or len(dims) != 2:
-        return None  # torch's own error
     flips, swapped = ((), dims[1:], dims, dims[:1])[k % 4], dims if k % 2 else dims[:1] * 2
-    return Algorithm(lambda x, *args, **kwargs: x.flip(flips).transpose(*swapped))
+    return x.flip(flips).transpose(*swapped)
 
 
 @rule("unsqueeze unsqueeze_copy")
@@ -135,7 +129,7 @@ def unsqueeze(x: Operand, dim: int) -> Relayout:
 
 
 @rule("squeeze squeeze_copy")
-def squeeze(x: Operand, dim: Any = None) -> Relayout:
+def squeeze(x: Operand, dim: Named = None) -> Relayout:
     asked = range(x.ndim) if dim is None else dims_of(dim, x.ndim)
     gone = tuple(d for d, size in enumerate(x.shape) if size == 1 and d in asked)
     kept = [d for d in range(x.ndim) if d not in gone]

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from shardwise.errors import RuleError
 from shardwise.layout.layout import dense_stride
+from shardwise.strategy.program import Tensor
 from shardwise.strategy.registry import gathered, program, rule
-from shardwise.strategy.spec import Gathered, Operand
+from shardwise.strategy.spec import Answer, Gathered, Operand
 from shardwise.wrapper import rebind
 
 _REASONS = {
@@ -29,7 +30,7 @@ rule("lstm gru rnn_tanh rnn_relu")(lambda x, sizes, *_: Gathered(_PACKED) if get
 
 
 @rule("as_strided as_strided_copy as_strided_scatter")
-def as_strided(x: Operand, *args: Any, **kwargs: Any) -> Gathered:
+def as_strided(x: Operand, *args: object, **kwargs: object) -> Gathered:
     """Reads memory, which a gathered tensor has as on one device if that has no holes."""
     stride, dense = x.layout.stride, dense_stride(x.shape, x.layout.stride)
     replicated = all(p.is_replicate() for p in x.layout.placements)
@@ -41,10 +42,10 @@ def as_strided(x: Operand, *args: Any, **kwargs: Any) -> Gathered:
     return Gathered("gather, since it reads memory, and compute it on every rank", _is_no_part)
 
 
-def _is_no_part(x: Any, *args: Any, storage_offset: Any = None, **kwargs: Any) -> None:
+def _is_no_part(x: Tensor, *args: Any, storage_offset: Any = None, **kwargs: object) -> None:
     """Raise if a storage offset is given for a part of another tensor: it counts from the start of that one."""
-    given = storage_offset is not None or any(isinstance(a, int) for a in args)
-    if not given or all(p.is_replicate() for p in x.placements):
+    has_offset = storage_offset is not None or any(isinstance(a, int) for a in args)
+    if not has_offset or all(p.is_replicate() for p in x.placements):
         return
     if any(v.untyped_storage().nbytes() != v.numel() * v.itemsize for v in x._layout.mesh.comm.values(x._local)):
         raise RuleError(
@@ -57,7 +58,7 @@ program("as_strided_", writes=True)(lambda x, *args, **kwargs: rebind(x, x.as_st
 
 
 @program("resize resize_as", writes=True)
-def resize(x: Any, *size: Any, **kwargs: Any) -> Any:
+def resize(x: Tensor, *size: Any, **kwargs: object) -> Tensor:
     """The elements in the order of memory, as far as there is room; after them zeros, where torch leaves anything."""
     wanted = tuple(getattr(size[0], "shape", size[0]) if len(size) == 1 and not isinstance(size[0], int) else size)
     if wanted == tuple(x.shape):
@@ -73,5 +74,5 @@ def resize(x: Any, *size: Any, **kwargs: Any) -> Any:
 
 
 @rule("set_")
-def refused(x: Operand, *args: Any, **kwargs: Any) -> Any:
+def refused(x: Operand, *args: object, **kwargs: object) -> Answer:
     raise RuleError("set_ gives a tensor other memory, and that of this one is on many ranks; use x.data = y")

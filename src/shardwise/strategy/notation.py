@@ -1,32 +1,73 @@
-"""Rules as lines: ``"*b m k, *b k n -> *b m n"``. Parsed once, applied to the shapes of a call.
+"""Rules as lines: ``"*b m k, *b k n -> *b m n"``. A line names the dims of every tensor argument, then of every result.
 
-| written | means                                                                              |
-|---------|------------------------------------------------------------------------------------|
-| `k`     | one dim; the same letter is the same factor wherever it stands                     |
-| `k!`    | a dim that must be whole                                                           |
-| `*b`    | any number of leading dims, aligned at the right and broadcast as torch does       |
-| `n?`    | the operand may be missing                                                         |
-| in inputs only | the result is a Partial sum where the factor is cut                         |
+| written    | means                                                                                                   |
+|------------|---------------------------------------------------------------------------------------------------------|
+| `k`        | one dim; the same name is the same factor wherever it stands: all tensors that have it are cut alike    |
+| `k!`       | a dim that must be whole: it is gathered first                                                          |
+| `*b`       | any number of dims, aligned at the right and broadcast as torch does; at most one such group per tensor |
+| `*b!`      | the same, all of them whole                                                                             |
+| `*d!dim`   | of these dims, those that the call's argument `dim` names are whole (None or empty: all of them)        |
+| `*d-dim`   | in a result: without the dims that `dim` names; they stay, with one element, if `keepdim` is true       |
+| `*d+dim`   | in a result: with a new dim at `dim`, which no rank cuts                                                |
+| `(g c)`    | one dim of g blocks of c elements: a cut between blocks, equally many for each rank, is a cut of `g`    |
+| `n?`       | the tensor may be missing                                                                               |
+| `+n`       | a tensor that is added to the result: where the result is a sum of parts, one part has it               |
+| `..`       | the tensor before it, as often as there are more                                                        |
+
+A factor that only inputs have is reduced: where it is cut, every rank has a part of the result. A factor that only
+results have is never cut.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property, lru_cache
 
 from shardwise.errors import RuleError
-from shardwise.strategy.registry import Rule, rule
-from shardwise.strategy.spec import Factors, Operand
+from shardwise.strategy.spec import Operand
+
+_NAME = r"[^\W\d]\w*"
+_WORDS = re.compile(r"\([^)]*\)\S*|\S+")
+_WORD = re.compile(rf"(?P<many>\*?)(?P<name>{_NAME})(?P<marks>[!?]*|[-+!]dim)")
+_BRACKET = re.compile(rf"\(\s*(?P<name>{_NAME})(?P<inner>(\s+{_NAME})+)\s*\)(?P<marks>\??)")
+
+
+@dataclass(frozen=True)
+class Word:
+    """One word of a term: a dim, or with `many` any number of dims in a row."""
+
+    name: str
+    many: bool = False
+    whole: bool = False
+    named: str = ""  # the mark before `dim`: what becomes of the dims that this argument names
+    inner: tuple[str, ...] = ()  # of a dim in brackets, the factors after the first
 
 
 @dataclass(frozen=True)
 class Term:
-    """One operand of a line."""
+    """One tensor of a line."""
 
-    names: tuple[str, ...]
-    whole: frozenset[str]
+    words: tuple[Word, ...]
     optional: bool
+    addend: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(word.name for word in self.words)
+
+    @property
+    def whole(self) -> frozenset[str]:
+        return frozenset(word.name for word in self.words if word.whole)
+
+    @cached_property
+    def single(self) -> int:
+        """How many dims are written one by one."""
+        return sum(not word.many for word in self.words)
+
+    def fits(self, ndim: int) -> bool:
+        return ndim == self.single or (ndim > self.single and self.single < len(self.words))
 
 
 @dataclass(frozen=True)
@@ -36,8 +77,26 @@ class Line:
     text: str
     inputs: tuple[Term, ...]
     outputs: tuple[Term, ...]
+    repeats: bool  # the last input stands for all tensors that follow
+
+    def terms(self, count: int) -> Sequence[Term]:
+        """The terms of a call with `count` tensors."""
+        return (*self.inputs, *self.inputs[-1:] * (count - len(self.inputs)))[:count]
+
+    def fits(self, operands: Sequence[Operand]) -> bool:
+        """Whether a call with these tensors can be read with this line."""
+        least = sum(not term.optional for term in self.inputs)
+        if len(operands) < least or (len(operands) > len(self.inputs) and not self.repeats):
+            return False
+        return all(term.fits(op.ndim) for term, op in zip(self.terms(len(operands)), operands, strict=True))
+
+    @cached_property
+    def names_dims(self) -> bool:
+        """Whether the line speaks of the call's argument `dim`."""
+        return any(word.named for term in (*self.inputs, *self.outputs) for word in term.words)
 
 
+@lru_cache(4096)
 def parse(text: str) -> Line:
     """
     >>> parse("m k, k n -> m n").outputs[0].names
@@ -46,90 +105,26 @@ def parse(text: str) -> Line:
     left, arrow, right = text.partition("->")
     if not arrow:
         raise RuleError(f"rule line {text!r} has no '->'")
-    return Line(text, tuple(map(_term, left.split(","))), tuple(map(_term, right.split(","))))
+    terms = left.split(",")
+    repeats = terms[-1].strip() == ".."
+    inputs = tuple(map(_term, terms[: len(terms) - repeats]))
+    for term, written in zip(inputs, terms):
+        if len(term.words) - term.single > 1:
+            raise RuleError(f"rule term {written.strip()!r}: two groups of any number of dims; which has how many?")
+    return Line(text, inputs, tuple(map(_term, right.split(","))), repeats)
 
 
 def _term(text: str) -> Term:
-    names, whole, optional = [], set(), False
-    for token in text.split():
-        name = token.rstrip("!?")
-        if not name.lstrip("*").isidentifier():
-            raise RuleError(f"rule term {text.strip()!r}: {token!r} is not a factor")
-        optional |= "?" in token
-        if "!" in token:
-            whole.add(name)
-        names.append(name)
-    return Term(tuple(names), frozenset(whole), optional)
-
-
-def factors(line: Line, operands: Sequence[Operand], linear: str = "none", **more: Any) -> Factors:
-    """The line applied to operands: variadic factors spelled out, broadcast dims of size 1 set free."""
-    sizes: dict[str, int] = {}
-    rank: dict[str, int] = {}
-    for term, op in zip(line.inputs, operands, strict=False):
-        fixed = [n for n in term.names if not n.startswith("*")]
-        for name in term.names:
-            if name.startswith("*"):
-                rank[name] = max(rank.get(name, 0), op.ndim - len(fixed))
-    spelled = [_spell(term, rank, op.ndim) for term, op in zip(line.inputs, operands, strict=False)]
-    for names, op in zip(spelled, operands, strict=True):
-        for name, size in zip(names, op.shape, strict=True):
-            sizes[name] = max(sizes.get(name, 0), size) if sizes.get(name) != 0 and size != 0 else 0
-    whole = frozenset(f for term in line.inputs for f in term.whole)
-    inputs = [
-        tuple(
-            None if name in whole or size != sizes[name] else name for name, size in zip(names, op.shape, strict=True)
-        )
-        for names, op in zip(spelled, operands, strict=True)
-    ]
-    outputs = [tuple(None if n in whole else n for n in _spell(term, rank, None)) for term in line.outputs]
-    return Factors(inputs, outputs, linear, **more)
-
-
-def _spell(term: Term, rank: dict[str, int], ndim: int | None) -> tuple[str, ...]:
-    """The factor of each dim; `*b` of an operand with fewer dims keeps its rightmost ones."""
-    fixed = sum(not n.startswith("*") for n in term.names)
-    out: list[str] = []
-    for name in term.names:
-        if name.startswith("*"):
-            count = rank.get(name, 0)
-            have = count if ndim is None else ndim - fixed
-            out += [f"{name}{i}" for i in range(count - have, count)]
-        else:
-            out.append(name)
-    return tuple(out)
-
-
-def line(names: str, text: str, linear: str = "none", **more: Any) -> None:
-    """Register a rule that is nothing but its line."""
-    rule(names)(line_rule(text, linear, **more))
-
-
-def line_rule(text: str, linear: str = "none", **more: Any) -> Rule:
-    """The rule a line stands for. Tensor operands are taken in the order of the call."""
-    parsed = parse(text)
-    least = sum(not term.optional for term in parsed.inputs)
-
-    def from_line(*args: Any, **kwargs: Any) -> Factors | None:
-        operands = list(operands_in(args))
-        if any(isinstance(value, Operand) for value in kwargs.values()):
-            return None  # named, so in any order: below, torch gives them by position
-        if not least <= len(operands) <= len(parsed.inputs):
-            return None
-        for term, op in zip(parsed.inputs, operands, strict=False):
-            fixed = sum(not n.startswith("*") for n in term.names)
-            if op.ndim != fixed and (op.ndim < fixed or fixed == len(term.names)):
-                return None
-        return factors(parsed, operands, linear, **more)
-
-    from_line.__doc__ = text
-    return from_line
-
-
-def operands_in(values: Sequence[Any]) -> Any:
-    """The operands among the arguments, lists looked into."""
-    for value in values:
-        if isinstance(value, Operand):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from operands_in(value)
+    text = text.strip()
+    words, optional = [], False
+    for token in _WORDS.findall(text.removeprefix("+")):
+        found = _WORD.fullmatch(token) or _BRACKET.fullmatch(token)
+        if found is None:
+            raise RuleError(f"rule term {text!r}: {token!r} is not a factor")
+        groups = found.groupdict("")
+        marks = groups["marks"]
+        optional |= "?" in marks
+        named = marks[0] if marks.endswith("dim") else ""
+        inner = tuple(groups.get("inner", "").split())
+        words.append(Word(groups["name"], bool(groups.get("many")), "!" in marks and not named, named, inner))
+    return Term(tuple(words), optional, text.startswith("+"))

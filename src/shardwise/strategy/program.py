@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,25 +20,33 @@ from shardwise.move.window import Needs, windows_of
 from shardwise.torch_private import is_any_autocast_enabled
 from shardwise.wrapper import Wrapper, wrap
 
+# A distributed tensor as programs use it: torch's methods, `redistribute`, `_layout` and `_local`. DTensor is above.
+Tensor: TypeAlias = Any
+
 
 class Windowed:
     """A tensor of which every rank gets the indices `needs[dim](coords)` of some dims, cut or not: with halos."""
 
-    def __init__(self, tensor: Any, needs: dict[int, Needs]) -> None:
+    def __init__(self, tensor: Tensor, needs: dict[int, Needs]) -> None:
         self.tensor, self.needs = tensor, needs
 
 
 def run_local(
     func: Callable[..., Any],
-    operands: Sequence[Any],
+    operands: Sequence[object],
     outputs: Layout | Sequence[Layout],
-    of: Callable[[Coords], Any] | None = None,
+    value_at: Callable[[Coords], Any] | None = None,
 ) -> Any:
-    """func(*local values[, of(coords)]) on every rank, its results wrapped as `outputs` (one layout, or one a result).
+    """What `func` makes of the values that each rank holds, as distributed tensors.
 
-    Operands are distributed tensors, `Windowed` ones, or anything else, which goes in as it is. Where an axis splits
-    the work (an operand or a result is not Replicate there), the operands that are Replicate are spread: their
-    gradients add up. The layouts of the results are the caller's promise.
+    Where an axis splits the work (an operand or a result is not Replicate there), the operands that are Replicate are
+    spread: their gradients add up.
+
+    Args:
+        func: Called on every rank with its values of the operands, and `value_at` of its coordinates if there is one.
+        operands: Tensor tensors, `Windowed` ones, or anything else, which is passed on as it is.
+        outputs: The layout of the result, or one for each result. They are the caller's promise.
+        value_at: The last argument of `func`, by coordinates.
     """
     wanted = [outputs] if isinstance(outputs, Layout) else list(outputs)
     tensors = [op.tensor if isinstance(op, Windowed) else op for op in operands]
@@ -49,22 +57,24 @@ def run_local(
         for axis in range(len(mesh.shape))
         if any(not layout.placements[axis].is_replicate() for layout in (*layouts, *wanted))
     )
-    locals = [_local(op, split) for op in operands]
-    call = mesh.comm.bind(func, split)
-    result = call(*locals, mesh.comm.per_rank(of)) if of is not None else call(*locals)
+    values = [_local(op, split) for op in operands]
+    if value_at is not None:
+        values.append(mesh.comm.per_rank(value_at))
+    result = mesh.comm.bind(func, split)(*values)
     if isinstance(outputs, Layout):
         return _wrapped(result, outputs)
     return tuple(_wrapped(local, layout) for local, layout in zip(result, wanted, strict=True))
 
 
-def _wrapped(local: Any, layout: Layout) -> Any:
-    """Under autocast the local result knows the dtype."""
+def _wrapped(local: torch.Tensor, layout: Layout) -> Tensor:
+    """A result with its layout. Under autocast the local result knows the dtype."""
     if is_any_autocast_enabled():
         layout = layout.replace(dtype=layout.mesh.comm.first(local).dtype)
     return wrap(local, layout)
 
 
 def _local(operand: Any, split: tuple[int, ...]) -> Any:
+    """What `func` gets of an operand: spread along `split`, with the indices it asks for."""
     windowed = isinstance(operand, Windowed)
     tensor = operand.tensor if windowed else operand
     if not isinstance(tensor, Wrapper):
@@ -83,7 +93,7 @@ def _local(operand: Any, split: tuple[int, ...]) -> Any:
     return run_steps(comm, windows.steps, local, note)
 
 
-def whole(x: Any, dims: Sequence[int] | None = None) -> Any:
+def whole(x: Tensor, dims: Sequence[int] | None = None) -> Tensor:
     """`x` with these dims (None: all) gathered and nothing pending."""
     places = [
         REPLICATE if p.is_partial() or (p.is_shard() and (dims is None or p.dim in dims)) else p
@@ -92,12 +102,12 @@ def whole(x: Any, dims: Sequence[int] | None = None) -> Any:
     return x.redistribute(placements=places)
 
 
-def reduced(x: Any) -> Any:
+def reduced(x: Tensor) -> Tensor:
     """`x` with nothing pending, cut as it was."""
     return whole(x, ())
 
 
-def unfinished(x: Any) -> Any:
+def unfinished(x: Tensor) -> Tensor:
     """`x` with what is pending taken for finished: for ops that look at its shape and not at its values."""
     layout = x._layout
     places = [REPLICATE if p.is_partial() else p for p in layout.placements]
@@ -105,11 +115,14 @@ def unfinished(x: Any) -> Any:
     return wrap(share(layout.mesh.comm, x.detach()._local, pending), layout.replace(placements=places))
 
 
-def needs_grad(*tensors: Any) -> bool:
+def needs_grad(*tensors: Tensor) -> bool:
     """Whether the program must be differentiable."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def wide(dtype: Any) -> Any:
-    """The dtype to add up in."""
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums of values of `dtype` are taken in: float32 for halves."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+wide = sum_dtype  # the name that attention/ still uses

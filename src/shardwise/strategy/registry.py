@@ -7,26 +7,28 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from shardwise.errors import RuleError
 from shardwise.functions import writes_first
-from shardwise.strategy.spec import Algorithm, Gathered
+from shardwise.strategy.spec import Algorithm, Answer, Gathered, Program
 from shardwise.torch_private import function_namespaces, schema_of
 
-Rule = Callable[..., Any]  # (operands and static arguments as in the call) -> spec, or None: no rule for this form
+Rule = Callable[..., Answer]  # (operands and static arguments as in the call) -> how the call may be split
+R = TypeVar("R", bound=Callable[..., Any])
+Function = Any  # a function as torch hands it to us: an overload, a builtin, a Python function, a descriptor
 
 _NAMESPACES = (torch, torch.Tensor, F, torch.special, torch.linalg, *function_namespaces)
 _rules: dict[str, Rule] = {}
 _any_float: set[str] = set()
 _numbers: dict[str, tuple[str | int, ...]] = {}
 _families: dict[str, str] = {}  # the file of the rule's line
-_given: dict[Any, Rule] = {}  # rules of the user's: by overload or function
+_user_rules: dict[Function, Rule] = {}  # rules of the user's: by overload or function
 _hidden: set[str] = set()  # names of aten ops that have one: torch is to take their functions apart
-_by_function: dict[Any, Found | None] = {}
+_by_function: dict[Function, Found | None] = {}
 
 _OPERATORS = {
     "add": "__add__ __radd__ __iadd__",
@@ -67,14 +69,14 @@ class Found(NamedTuple):
     numbers: tuple[str | int, ...]  # arguments that are numbers, even if a 0-d tensor is given
 
 
-def rule(*names: str, any_float: bool = False, numbers: tuple[str | int, ...] = ()) -> Callable[[Rule], Rule]:
+def rule(*names: str, any_float: bool = False, numbers: tuple[str | int, ...] = ()) -> Callable[[R], R]:
     """Register the function below as the rule of these ops (names separated by spaces).
 
     `any_float` promises that nothing the rule answers depends on the value of a float argument that is finite and not
     zero; `numbers` are the names or positions of the arguments torch takes as numbers.
     """
 
-    def register(function: Rule) -> Rule:
+    def register(function: R) -> R:
         for name in (n for text in names for n in text.split()):
             if name in _rules:
                 raise ValueError(f"op {name!r} has a rule already")
@@ -102,21 +104,21 @@ def gathered(names: str, reason: str) -> None:
     rule(names)(lambda *args, **kwargs: answer)
 
 
-def program(names: str, writes: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def program(names: str, writes: bool = False) -> Callable[[Program], Program]:
     """Register the function below as the program of these ops on every layout; `writes` as in `Algorithm`."""
 
-    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+    def register(run: Program) -> Program:
         rule(names)(functools.wraps(run)(lambda *args, **kwargs: Algorithm(run, writes)))
         return run
 
     return register
 
 
-def give(op: Any, function: Rule, replace: bool) -> None:
+def set_user_rule(op: Function, function: Rule, replace: bool) -> None:
     """Make `function` the rule of one overload or function, before any of ours."""
-    if op in _given and not replace:
+    if op in _user_rules and not replace:
         raise RuleError(f"{op} has a rule already, registered by you; pass replace=True to give it another")
-    _given[op] = function
+    _user_rules[op] = function
     namespace, _, name = schema_of(op).name.partition("::") if schema_of(op) is not None else ("", "", "")
     if namespace == "aten":
         _hidden.update({name, name.lstrip("_")})  # softmax must arrive as _softmax
@@ -128,7 +130,7 @@ def named(name: str) -> Rule:
     return _rules[name]
 
 
-def find(func: Any) -> Found | None:
+def find(func: Function) -> Found | None:
     """The rule for a function as torch hands it to us, or None."""
     if func in _by_function:
         return _by_function[func]
@@ -139,10 +141,10 @@ def find(func: Any) -> Found | None:
     return found
 
 
-def _find(func: Any) -> Found | None:
+def _find(func: Function) -> Found | None:
     schema = getattr(func, "_schema", None)
-    if func in _given:
-        return Found(_given[func], getattr(func, "__name__", str(func)), False, False, ())
+    if func in _user_rules:
+        return Found(_user_rules[func], getattr(func, "__name__", str(func)), False, False, ())
     if schema is not None:
         namespace = schema.name.partition("::")[0]
         if namespace in _COLLECTIVES:
@@ -168,7 +170,7 @@ def _find(func: Any) -> Found | None:
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 
 
-def refuse_collective(*args: Any, **kwargs: Any) -> Any:
+def refuse_collective(*args: object, **kwargs: object) -> Answer:
     """A collective is for what a rank holds; on a whole tensor it would mean nothing, or lose its result."""
     raise RuleError(
         "a collective of torch.distributed was called on a distributed tensor; call it on x.to_local(), or say the "
@@ -176,7 +178,7 @@ def refuse_collective(*args: Any, **kwargs: Any) -> Any:
     )
 
 
-def in_place_flag(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def in_place_flag(func: Function, args: Sequence[object], kwargs: dict[str, Any]) -> bool:
     """Whether a call says inplace=True (torch.nn.functional.relu and its like), by name or by position."""
     if "inplace" in kwargs:
         return bool(kwargs["inplace"])
@@ -195,7 +197,7 @@ def _named(name: str, writes: bool) -> Found | None:
     return None
 
 
-def _belongs(func: Any, name: str) -> bool:
+def _belongs(func: Function, name: str) -> bool:
     """Whether the function really is torch's one of that name (a user's own `add` is not)."""
     return any(getattr(space, name, None) == func for space in _NAMESPACES)
 
@@ -210,6 +212,6 @@ def by_name(name: str) -> Found | None:
     return _named(name, name.endswith("_"))
 
 
-def given() -> dict[Any, Rule]:
+def user_rules() -> dict[Function, Rule]:
     """The rules the user has registered, by overload or function."""
-    return dict(_given)
+    return dict(_user_rules)

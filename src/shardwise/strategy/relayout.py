@@ -17,9 +17,9 @@ from shardwise.layout import Layout, Placement
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, intersect, normalize, repeat, shift
-from shardwise.strategy.spec import Assignment, LocalCall, Operand, PerCoords, Places
+from shardwise.strategy.spec import Assignment, Described, LocalCall, MakeLocal, Operand, PerCoords, Places
 
-MOST_PIECES = 4096  # a split of more intervals a rank than this is gathered instead
+MOST_PIECES = 4096  # a split with more intervals per rank than this is gathered instead
 
 SetMap = Callable[[Intervals], Intervals | None]
 
@@ -46,10 +46,10 @@ class Relayout:
 
     outputs: int
     carry: Callable[[int], Sequence[Sequence[Carried]]]
-    local: Callable[[list[Layout], list[Layout]], LocalCall]
+    local: MakeLocal
     may_alias: bool = True  # as in Factors
 
-    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
+    def assign(self, operands: Sequence[Operand], outputs: Sequence[Described], pinned: bool) -> Assignment | None:
         layout = operands[0].layout
         places = list(layout.placements)
         carried: list[tuple[_Cut, list[Carried]]] = []
@@ -142,20 +142,16 @@ def _grid(sizes: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 # -- local calls -------------------------------------------------------------------------------------------
-def same_call(
-    func: Callable[..., Any], *statics: Any, **named: Any
-) -> Callable[[list[Layout], list[Layout]], LocalCall]:
+def same_call(func: Callable[..., Any], *statics: Any, **named: Any) -> MakeLocal:
     """The op itself, with the same static arguments on every rank."""
     return lambda inputs, outputs: lambda x: func(x, *statics, **named)
 
 
-def call_with(
-    func: Callable[..., Any], of: Callable[[Layout, list[Layout], tuple[int, ...]], Any]
-) -> Callable[[list[Layout], list[Layout]], LocalCall]:
-    """func(x, value), where value = of(input layout, output layouts, coords) on each rank."""
+def call_with(func: Callable[..., Any], value_at: Callable[[Layout, list[Layout], tuple[int, ...]], Any]) -> MakeLocal:
+    """func(x, value) on each rank, where value = value_at(input layout, output layouts, coords)."""
 
     def make(inputs: list[Layout], outputs: list[Layout]) -> LocalCall:
-        return PerCoords(func, lambda coords: of(inputs[0], outputs, coords))
+        return PerCoords(func, lambda coords: value_at(inputs[0], outputs, coords))
 
     return make
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from shardwise.layout import Layout, Partial, Placement, Shard
 from shardwise.layout.placement import REPLICATE
+from shardwise.mesh import Mesh
 from shardwise.move.cost import cost_of
 
-MOST_CUTS = 16  # of an axis that operands cut in more ways than this, the first ones are considered
+MOST_CUTS = 16  # where operands cut an axis in more ways than this, only the first ones are considered
 
 Places = tuple[Placement, ...]
-LocalCall = Any  # a function of the operands' local values, in order, or PerCoords
+Names = Sequence[str | None]  # the factor of each dim, None where it must be whole
 
 
 class Result(NamedTuple):
     """Shape, dtype and stride of one output, where a rule knows them without asking torch's meta kernels."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: torch.dtype
     strides: tuple[int, ...]
 
     def stride(self) -> tuple[int, ...]:
@@ -45,11 +48,11 @@ class Operand:
         return len(self.layout.shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> torch.dtype:
         return self.layout.dtype
 
     @property
-    def mesh(self) -> Any:
+    def mesh(self) -> Mesh:
         return self.layout.mesh
 
     def bytes_without(self, axis: int) -> float:
@@ -63,11 +66,24 @@ class Operand:
         return n
 
 
-class PerCoords:
-    """A local call whose last argument is `of(coords)` on each rank."""
+def operands_in(values: Iterable[object]) -> Iterator[Operand]:
+    """The operands among the arguments, lists looked into."""
+    for value in values:
+        if isinstance(value, Operand):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from operands_in(value)
 
-    def __init__(self, func: Callable[..., Any], of: Callable[[tuple[int, ...]], Any]) -> None:
-        self.func, self.of = func, of
+
+class PerCoords:
+    """A local call whose last argument is `value_at(coords)`, another one for each rank."""
+
+    def __init__(self, func: Callable[..., Any], value_at: Callable[[tuple[int, ...]], Any]) -> None:
+        self.func, self.value_at = func, value_at
+
+
+LocalCall = Callable[..., Any] | PerCoords  # of the operands' local values, in order
+MakeLocal = Callable[[list[Layout], list[Layout]], LocalCall]  # (layouts of the operands, of the results) -> the call
 
 
 @dataclass
@@ -76,20 +92,43 @@ class Assignment:
 
     inputs: list[Places]
     outputs: list[Places]
-    local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
+    local: MakeLocal | None = None
     # whether a view op's result shares memory with its operand
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True
     reasons: Sequence[str] = ()  # what each axis does, for messages
-    # where a call is many calls in one: for each operand, the axes its own call is split on
+    # for a list op, which is many calls in one: for each operand, the axes that its own call is split on
     splits: Sequence[tuple[int, ...]] | None = None
 
 
-class Spec(Protocol):
-    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
-        """The assignment for these operands; `outputs` are meta tensors of the global results.
+class Described(Protocol):
+    """A result as far as shapes tell: a meta tensor, or a `Result`."""
 
-        With `pinned` the result is written into the first operand, whose layout must stay; None where it cannot.
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def stride(self) -> tuple[int, ...]: ...
+
+
+class Spec(Protocol):
+    """An answer that leads to one local call: `Factors`, `Relayout`, or a class of a family's own."""
+
+    def assign(self, operands: Sequence[Operand], outputs: Sequence[Described], pinned: bool) -> Assignment | None:
+        """What each operand must be and what each result will be.
+
+        Args:
+            operands: The tensors of the call.
+            outputs: The global results.
+            pinned: Whether the result is written into the first operand, whose layout must stay.
+
+        Returns:
+            The assignment; None where the first operand cannot be written as it is laid out.
         """
+
+
+Program = Callable[..., Any]  # an op on distributed tensors, in the call's own arguments
 
 
 @dataclass
@@ -98,7 +137,7 @@ class Algorithm:
 
     `writes` says that it writes into its first argument itself, where the op does; else its result is copied there."""
 
-    run: Callable[..., Any]
+    run: Program
     writes: bool = False
 
 
@@ -112,6 +151,10 @@ class Gathered:
     check: Callable[..., None] | None = None
 
 
+# what a rule may answer; None: it has no answer for this form of the call
+Answer = Spec | Algorithm | Gathered | None
+
+
 @dataclass(frozen=True)
 class Choice:
     """One way to treat one axis."""
@@ -123,7 +166,7 @@ class Choice:
 
 @dataclass
 class Factors:
-    """Named factors, one a dim: a factor that is cut passes through every operand and output that has it.
+    """Named factors, one per dim: a factor that is cut passes through every operand and output that has it.
 
     `inputs[i][d]` names the factor of dim d of operand i; None means the dim must be whole. A factor that no output
     has is reduced: its result is Partial(reduce[factor]). `linear` says which operands may stay Partial: "joint" (all
@@ -133,19 +176,25 @@ class Factors:
     inputs: Sequence[Sequence[str | None]]
     outputs: Sequence[Sequence[str | None]]
     linear: str = "none"
-    joint: frozenset[int] | None = None  # the operands `linear` speaks of; None: all
-    # parts of any reduction may stay, not of sums only: elements are copied, not computed with
-    any_partial: bool = False
+    joint: frozenset[int] | None = None  # the operands that `linear` is about; None: all
+    any_partial: bool = False  # parts of any reduction may stay, not only of sums: elements are only copied
     reduce: dict[str, str] = field(default_factory=dict)
-    local: Callable[[list[Layout], list[Layout]], LocalCall] | None = None
+    # no result is a sum of parts: one without the cut factor is the same on all ranks, or empty if not asked for
+    same: bool = False
+    local: MakeLocal | None = None
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # as in Assignment
-    may_alias: bool = False  # where torch copies, the local call may return a view all the same: a copy is made then
+    may_alias: bool = False  # the local call may return a view where torch makes a copy: then it is copied
     result: Result | None = None  # of a single output; without it torch's meta kernel is asked
     addends: frozenset[int] = frozenset()  # operands added to the result: where it is a sum of parts, one part has them
 
-    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
+    def assign(self, operands: Sequence[Operand], outputs: Sequence[Described], pinned: bool) -> Assignment | None:
         if pinned and self.local is not None:
             return None  # what it makes is new
+        if self.same:
+            sizes = [len(out.shape) for out in outputs]
+            self.outputs = [
+                names if len(names) == n else (None,) * n for names, n in zip(self.outputs, sizes, strict=True)
+            ]
         ins: list[list[Placement]] = [[] for _ in operands]
         outs: list[list[Placement]] = [[] for _ in self.outputs]
         reasons = []
@@ -163,7 +212,7 @@ class Factors:
     def choose(
         self, operands: Sequence[Operand], axis: int, before: list[list[Placement]], pinned: bool = False
     ) -> Choice | None:
-        """The cheapest choice for one axis; of equal ones the first, and one without a pending sum before one with."""
+        """The cheapest choice for one axis; among equals one without a pending sum, and then the first."""
         best, best_cost = None, (0.0, 0)
         layouts = [op.layout for op in operands]
         some = {op.layout: op for op in operands}  # one operand of each layout: of many, most are alike
@@ -183,7 +232,7 @@ class Factors:
     def choices(self, operands: Sequence[Operand], axis: int, before: list[list[Placement]]) -> list[Choice]:
         present = [op.layout.placements[axis] for op in operands]
         found: list[Choice] = []
-        seen: set[Any] = set()
+        seen: set[object] = set()
         cuts = 0
         for i, placement in enumerate(present):
             if isinstance(placement, Shard):
@@ -219,7 +268,7 @@ class Factors:
 
     def cut(self, factor: str, shard: Shard) -> Choice:
         """The choice that cuts `factor` the way `shard` does."""
-        part = Partial(self.reduce.get(factor, "sum"))
+        part: Placement = REPLICATE if self.same else Partial(self.reduce.get(factor, "sum"))
         outs: tuple[Placement, ...] = tuple(shard.at(f.index(factor)) if factor in f else part for f in self.outputs)
         added = part if part in outs else REPLICATE
         at = {names: shard.at(names.index(factor)) for names in set(map(tuple, self.inputs)) if factor in names}
@@ -229,12 +278,12 @@ class Factors:
         return Choice(ins, outs, f"cut factor {factor!r}")
 
 
-def _is_float(dtype: Any) -> bool:
+def _is_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
 def fitting(layout: Layout, axis: int, shard: Shard, before: Sequence[Placement]) -> Shard:
-    """The operand's cut, as a chunk split where what it was nested in will not be there."""
+    """The operand's cut; a chunk split instead, where the cut of an axis that it is nested in will change."""
     if shard.pieces is None:
         return shard
     kept = all(

@@ -1,6 +1,6 @@
-"""Results whose sizes only the data knows. Every rank finds what it finds in its part; one exchange of counts later the
-result is cut along that dim as it was found, each rank keeping its own. That needs ranks in order: where they are not,
-the operand is first cut along its first dim, which is cheaper than to gather it."""
+"""Results whose sizes depend on the data: nonzero, x[mask], unique, bincount. Every rank computes its part, the ranks
+exchange their counts, and the result is cut into the parts as they are. For that the parts must lie in the order of the
+ranks: where they do not, the operand is first cut along its first dim, which is cheaper than gathering it."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from shardwise.layout import Partial, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import sizes_to_pieces
-from shardwise.strategy.program import reduced, run_local, whole
+from shardwise.strategy.program import Tensor, reduced, run_local, whole
+from shardwise.strategy.reading import Named
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Operand
+from shardwise.strategy.spec import Algorithm, Answer, Operand
 from shardwise.wrapper import wrap
 
 
-def in_order(x: Any, dims: Sequence[int], by: Any = None) -> tuple[Any, int]:
-    """`x` with `dims` cut along one of them only (the one returned), an interval a rank, in the order of the ranks.
+def in_order(x: Tensor, dims: Sequence[int], by: Tensor = None) -> tuple[Any, int]:
+    """`x` with only one of `dims` cut (the one returned): one interval for each rank, in the order of the ranks.
 
-    Where nothing cuts these dims of `x` but something cuts `by`, which covers them, that is how `x` is cut."""
+    Where these dims of `x` are whole and those of `by`, which covers them, are cut, `x` is cut as `by` is."""
     lead = next((d for d in dims if x.shape[d] != 1), dims[0]) if dims else 0
-    places = given = x._layout.placements
+    places = wanted = x._layout.placements
     axes = [a for a, p in enumerate(places) if p.is_shard() and p.dim in dims]
     if not axes and by is not None:
-        given = [p.at(p.dim + dims[0]) if p.is_shard() else p for p in by._layout.placements]
-        axes = [a for a, p in enumerate(given) if p.is_shard()]
+        wanted = [p.at(p.dim + dims[0]) if p.is_shard() else p for p in by._layout.placements]
+        axes = [a for a, p in enumerate(wanted) if p.is_shard()]
         axes = axes if all(places[a].is_replicate() for a in axes) else []
-    kept = all(given[a].dim == lead and (given[a].pieces is None or given[a].sizes is not None) for a in axes)
-    target = [p if a not in axes else given[a] if kept else Shard(lead) for a, p in enumerate(places)]
+    kept = all(wanted[a].dim == lead and (wanted[a].pieces is None or wanted[a].sizes is not None) for a in axes)
+    target = [p if a not in axes else wanted[a] if kept else Shard(lead) for a, p in enumerate(places)]
     return x.redistribute(placements=target), lead
 
 
-def as_found(out: Any, dim: int, axes: Sequence[int]) -> Any:
-    """`out`, of which ranks along `axes` found different sizes of `dim`, with its true layout."""
+def with_counted_size(out: Tensor, dim: int, axes: Sequence[int]) -> Tensor:
+    """`out` with its true layout, once the ranks along `axes` have told each other their sizes of `dim`."""
     layout, mesh = out._layout, out._layout.mesh
     sizes = [mesh.shape[a] for a in axes]
     cells = list(itertools.product(*map(range, sizes)))
     places = [Shard(0) if a in axes else REPLICATE for a in range(len(mesh.shape))]
     one_each = layout.replace(shape=(len(cells),), dtype=torch.int64, placements=places)
-    with relaxed(), torch.no_grad():  # who calls such an op asks for this exchange
+    with relaxed(), torch.no_grad():  # under strict() too: such an op is nothing without this exchange
         counts = whole(run_local(lambda v: torch.tensor([v.shape[dim]], device=v.device), [out], one_each))
         found = mesh.comm.first(counts._local).tolist()
     pieces = dict(zip(cells, sizes_to_pieces(found), strict=True))
@@ -56,8 +57,8 @@ def as_found(out: Any, dim: int, axes: Sequence[int]) -> Any:
     return wrap(out._local, layout.replace(shape=shape, placements=places))
 
 
-def found_along(func: Callable[..., Any], x: Any, by: Any, at: int) -> Any:
-    """func(x, by) of what each rank holds, where the dims of `by` stand in `x` from `at` on and become one there."""
+def chosen_along(func: Callable[..., Any], x: Tensor, by: Tensor, at: int) -> Tensor:
+    """func(x, by) on each rank; the dims of `by` are those of `x` from `at` on, and become one dim there."""
     dims = range(at, at + by.dim())
     x, lead = in_order(x, dims, by)
     layout, axes = x._layout, x._layout.axes_of(lead)
@@ -67,7 +68,7 @@ def found_along(func: Callable[..., Any], x: Any, by: Any, at: int) -> Any:
         for axis, p in enumerate(layout.placements)
     ]
     shape = (*x.shape[:at], 0, *x.shape[dims.stop :])
-    return as_found(run_local(func, [x, by], layout.replace(shape=shape, placements=places)), at, axes)
+    return with_counted_size(run_local(func, [x, by], layout.replace(shape=shape, placements=places)), at, axes)
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
@@ -79,17 +80,17 @@ def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
 # -- where a mask is true ----------------------------------------------------------------------------------
 def select_masked(x: Any, mask: Any, at: int) -> Any:
     """x[:, ..., mask], the mask from dim `at` on."""
-    return found_along(lambda v, m: v[(*(slice(None),) * at, m)], x, mask, at)
+    return chosen_along(lambda v, m: v[(*(slice(None),) * at, m)], x, mask, at)
 
 
 @program("masked_select")
-def masked_select(x: Any, mask: Any) -> Any:
+def masked_select(x: Tensor, mask: Tensor) -> Tensor:
     shape = broadcast_shape(x.shape, mask.shape) or (1,)
     return select_masked(x.expand(shape), mask.expand(shape), 0)
 
 
 @program("nonzero argwhere")
-def nonzero(x: Any, *, as_tuple: bool = False) -> Any:
+def nonzero(x: Tensor, *, as_tuple: bool = False) -> Tensor:
     x = reduced(x.detach().reshape(1) if as_tuple and not x.dim() else x.detach())
     x, lead = in_order(x, range(x.dim()))
     layout, axes = x._layout, x._layout.axes_of(lead)
@@ -97,19 +98,19 @@ def nonzero(x: Any, *, as_tuple: bool = False) -> Any:
     find = lambda v, starts: torch.nonzero(v) + torch.tensor(starts, dtype=torch.int64, device=v.device)
     places = [Shard(0) if axis in axes else REPLICATE for axis in range(len(layout.placements))]
     target = layout.replace(shape=(0, x.dim()), dtype=torch.int64, placements=places)
-    out = as_found(run_local(find, [x], target, starts), 0, axes)
+    out = with_counted_size(run_local(find, [x], target, starts), 0, axes)
     return out.unbind(1) if as_tuple else out
 
 
 @program("nonzero_static")
-def nonzero_static(x: Any, *, size: int, fill_value: int = -1) -> Any:
+def nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
     found = torch.nonzero(x)[:size]
     return torch.cat([found, found.new_full((size - found.shape[0], x.dim()), fill_value)])
 
 
 # -- how often ---------------------------------------------------------------------------------------------
 @rule("repeat_interleave")
-def repeat_interleave(x: Operand, repeats: Any = None, dim: Any = None, *, output_size: Any = None) -> Any:
+def repeat_interleave(x: Operand, repeats: Any = None, dim: Named = None, *, output_size: Any = None) -> Answer:
     return None if isinstance(repeats, int) else Algorithm(_repeat)  # a number of times: torch takes it apart
 
 
@@ -120,15 +121,15 @@ def _repeat(x: Any, repeats: Any = None, dim: Any = None, *, output_size: Any = 
     repeats = repeats.expand(x.shape[d]) if repeats.numel() == 1 else repeats
     if repeats.shape[0] != x.shape[d]:
         raise RuntimeError(f"repeats must have the same size as input along dim {d}, but got {repeats.shape[0]}")
-    return found_along(lambda v, r: v.repeat_interleave(r, d), x, repeats, d)
+    return chosen_along(lambda v, r: v.repeat_interleave(r, d), x, repeats, d)
 
 
 @program("bincount")
-def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """As many bins as the largest value anyone holds asks for; the counts of all ranks add up."""
+def bincount(x: Tensor, weights: Any = None, minlength: int = 0) -> Tensor:
+    """The largest value on any rank says how many bins there are; the counts of all ranks add up."""
     x, size = reduced(x), minlength
     if x.numel():
-        with relaxed():  # as in as_found
+        with relaxed():  # as in with_counted_size
             size, lowest = max(minlength, int(x.max()) + 1), int(x.min())
         if lowest < 0:
             raise RuntimeError(f"bincount only supports 1-d non-negative integral inputs, got {lowest}")
@@ -142,19 +143,21 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
 
 # -- distinct values ---------------------------------------------------------------------------------------
 @program("unique")
-def unique(x: Any, sorted: Any = True, return_inverse: Any = False, return_counts: Any = False, dim: Any = None) -> Any:
+def unique(
+    x: Tensor, sorted: Any = True, return_inverse: Any = False, return_counts: Any = False, dim: Any = None
+) -> Any:
     func = functools.partial(torch.unique, sorted=sorted)
     return distinct(func, reduced(x.detach()), dim, return_inverse, return_counts)
 
 
 @program("unique_consecutive")
-def unique_consecutive(x: Any, return_inverse: bool = False, return_counts: bool = False, dim: Any = None) -> Any:
+def unique_consecutive(x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: Any = None) -> Tensor:
     x = in_order(reduced(x.detach()), range(x.dim()) if dim is None else [dim % x.dim()])[0]
     return distinct(torch.unique_consecutive, x, dim, return_inverse, return_counts)
 
 
-def distinct(func: Callable[..., Any], x: Any, dim: int | None, where: bool = True, how_many: bool = True) -> Any:
-    """The distinct values of what `func` finds on each rank; if asked, where each element's is and how many it has."""
+def distinct(func: Callable[..., Any], x: Tensor, dim: int | None, where: bool = True, how_many: bool = True) -> Tensor:
+    """The distinct values of what `func` finds on each rank; if asked, also where each element's is, and counts."""
     x = x if dim is None else whole(x.movedim(dim, 0), range(1, x.dim()))
     find = functools.partial(func, return_inverse=True, return_counts=True, dim=None if dim is None else 0)
     layout, axes = x._layout, [a for a, p in enumerate(x._layout.placements) if p.is_shard()]
@@ -163,8 +166,8 @@ def distinct(func: Callable[..., Any], x: Any, dim: int | None, where: bool = Tr
     places = (layout if dim is None else layout.replace(shape=x.shape[:1])).replace(dtype=torch.int64)
     counts = layout.replace(shape=(0,), placements=chunks, dtype=torch.int64)
     found = run_local(find, [x], [values, places, counts])
-    merged, inverse, many = as_found(found[0], 0, axes), found[1], as_found(found[2], 0, axes)
-    if axes:  # the candidates of all ranks, and once more
+    merged, inverse, many = with_counted_size(found[0], 0, axes), found[1], with_counted_size(found[2], 0, axes)
+    if axes:  # once more, of the values that all ranks found
         start = functools.partial(merged._layout.offset_at, 0)
         candidates = run_local(torch.add, [inverse], inverse._layout, start)
         merged, again, _ = distinct(func, whole(merged), None if dim is None else 0)

@@ -2,7 +2,7 @@
 
     halos = {d: Halo(layout, d, Reach(n, outputs, kernel, stride, ...))}  # for every dim of x that slides and is cut
     output = cut_like(layout, halos, result)                              # its split of these dims
-    run_local(func, [windowed(x, halos), ...], output, of=...)
+    run_local(func, [windowed(x, halos), ...], output, ...)
 
 A rank makes one interval of outputs, or none, and asks for one interval of inputs, whoever holds them. What its window
 has beyond the ends of x is for func to pad.
@@ -82,7 +82,7 @@ def windowed(x: Any, halos: Halos) -> Windowed:
 
 
 def cut_like(layout: Layout, halos: Halos, result: Any, placements: Any = None) -> Layout:
-    """Of a result (a meta tensor, say) laid out like this, but for these dims: they are split as the outputs are."""
+    """The layout of a result: as `layout` is, except for the sliding dims, which are split as the outputs are."""
     places = list(placements or layout.placements)
     for halo in halos.values():
         shards = shards_from_table(halo.sizes, halo.reach.outputs, halo.table.__getitem__, halo.dim)
@@ -97,6 +97,6 @@ def leaves_empty(layout: Layout) -> bool:
 
 
 def each(value: Any, dims: int) -> tuple[int, ...]:
-    """One number a dim, given as one for all or one each."""
+    """One number per dim, where the call has one for all or one for each."""
     values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     return values * dims if len(values) == 1 else values
