@@ -1,16 +1,17 @@
 """shardwise: tensors that live on many devices and behave as if they lived on one."""
 
+from types import ModuleType
+
 from shardwise import (
     custom_function,
     debug,
-    device_mesh,
     dynamo,
     experimental,
     optim,
     parallel,
-    placement_types,
     random,
     sharded,
+    torch_paths,
 )
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.calibration import calibrate
@@ -43,6 +44,10 @@ __version__ = "0.1.0"
 
 dynamo.keep_out()
 custom_function.take_functions()
+torch_paths.install()
+
+device_mesh: ModuleType
+placement_types: ModuleType
 
 __all__ = [
     "AutogradError",

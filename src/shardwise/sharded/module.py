@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.sharded.owners import as_group, ranks_of
-from shardwise.sharded.plan import ShardingPlan
-from shardwise.sharded.sharder import Sharder
+from shardwise.sharded.plan import Sharder, ShardingPlan
 from shardwise.sharded.spec import ChunkShardingSpec, ShardingSpec
 from shardwise.sharded.telling import tell_all
 from shardwise.sharded.tensor import ShardedTensor

@@ -1,16 +1,14 @@
-"""The names of torch.distributed._shard.sharded_tensor.logger: a log that is silent unless a handler is put in."""
+"""The logger that torch has for sharded tensors: silent unless somebody puts a handler in."""
 
 from __future__ import annotations
 
 import logging
 
-from shardwise.sharded.sharded_tensor.logging_handlers import _log_handlers
-
-__all__: list[str] = []
+_log_handlers: dict[str, logging.Handler] = {"default": logging.NullHandler()}
 
 
 def _get_or_create_logger() -> logging.Logger:
-    """The log of sharded tensors, with the default handler."""
+    """Return the logger of sharded tensors, with the default handler."""
     handler, name = _get_logging_handler()
     logger = logging.getLogger(f"sharding-spec-{name}")
     logger.setLevel(logging.DEBUG)
@@ -24,7 +22,7 @@ def _get_or_create_logger() -> logging.Logger:
 
 
 def _get_logging_handler(destination: str = "default") -> tuple[logging.Handler, str]:
-    """The handler of a destination, and its name."""
+    """Return the handler of a destination, and the name of its class."""
     if destination not in _log_handlers:
         raise KeyError(f"destination: no handler for {destination!r}; there are {sorted(_log_handlers)}")
     handler = _log_handlers[destination]
