@@ -41,6 +41,7 @@ NAMES = {
     "sharded.sharded_tensor.shard": "Shard ShardMetadata",
     "sharded.sharded_tensor.utils": "TensorProperties _flatten_tensor_size _parse_and_validate_remote_device _raise_if_mismatch _validate_output_tensor_for_gather build_global_metadata build_metadata_from_local_shards check_tensor recalc_global_sharded_tensor_metadata validate_non_overlapping_shards_metadata",
     "sharded.sharder": "Sharder",
+    "sharded.saving": "ProcessGroupState _unpickled",
     "sharded.sharding_plan": "api ShardingPlan ShardingPlanner",
     "sharded.sharding_plan.api": "Sharder ShardingPlan ShardingPlanner ShardingSpec",
     "sharded.sharding_spec": "ChunkShardingSpec DevicePlacementSpec EnumerableShardingSpec PlacementSpec ShardMetadata ShardingSpec _infer_sharding_spec_from_shards_metadata api chunk_sharding_spec custom_sharding_spec_op",

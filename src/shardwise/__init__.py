@@ -2,7 +2,8 @@
 
 from types import ModuleType
 
-from shardwise import (
+from shardwise import (  # noqa: F401  (checkpoint: so that it is an attribute)
+    checkpoint,
     custom_function,
     debug,
     dynamo,

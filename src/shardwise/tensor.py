@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise import checkpoint, surface
+from shardwise import checkpoint_protocol, surface
 from shardwise.comm.bridge import collapse, own_each, regrade, share
 from shardwise.comm.record import Note
 from shardwise.comm.simulation import RankTensor
@@ -386,13 +386,13 @@ class DTensor(Wrapper):
 
     # -- torch.distributed.checkpoint -----------------------------------------------------------------------
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return checkpoint.write_items(fqn, object)
+        return checkpoint_protocol.write_items(fqn, object)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return checkpoint.chunk_list(self)
+        return checkpoint_protocol.chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return checkpoint.tensor_shard(self, index)
+        return checkpoint_protocol.tensor_shard(self, index)
 
     # -- torch comes in here --------------------------------------------------------------------------------
     __torch_function__: Any = classmethod(call_function)

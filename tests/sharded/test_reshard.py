@@ -9,7 +9,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise import sharded as S
 from shardwise.move.tile_exchange import GroupExchange
-from shardwise.sharded.tiling import plan_between
+from shardwise.sharded.tiles import plan_between
 from tests.sharded.common import chunks, irregular, on_one, sharded, specs_for, values, whole
 from tests.workers import run_ranks
 
@@ -81,7 +81,7 @@ def odd_memory(rank, world):
         assert st.local_tensor().is_conj()
         assert torch.equal(whole(st.reshard(target)), value.conj().resolve_conj())
         tile = S.Shard(value.t().contiguous().t()[3 * rank : 3 * rank + 3], chunk_of(rank, ranks))
-        holes = S.ShardedTensor._made(
+        holes = S.ShardedTensor._from_parts(
             [tile], sharded(value, chunks(0, ranks)).metadata(), chunks(0, ranks), dist.group.WORLD
         )
         assert not tile.tensor.is_contiguous() and torch.equal(whole(holes.reshard(target)), value)

@@ -59,6 +59,11 @@ class ShardMetadata:
         return hash((*self.shard_offsets, *self.shard_sizes, self.placement))
 
 
+def device_of(shard: ShardMetadata) -> torch.device:
+    """Return the device that the placement of a tile names."""
+    return shard.placement.device()  # type: ignore[union-attr]
+
+
 class MEM_FORMAT_ENCODING(Enum):
     """A torch.memory_format does not pickle; these do."""
 

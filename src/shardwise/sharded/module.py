@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.sharded.owners import as_group, ranks_of
+from shardwise.sharded.groups import all_gather_objects, as_group, ranks_of
 from shardwise.sharded.plan import Sharder, ShardingPlan
 from shardwise.sharded.spec import ChunkShardingSpec, ShardingSpec
-from shardwise.sharded.telling import tell_all
 from shardwise.sharded.tensor import ShardedTensor
 
 
@@ -33,7 +32,7 @@ def _shard_tensor(
 def _check_alike(group: Any, **given: Any) -> None:
     """Raise where ranks were called with different arguments, and say which."""
     ranks, me = ranks_of(group), dist.get_rank()
-    for rank, other in zip(ranks, tell_all(given, group)):
+    for rank, other in zip(ranks, all_gather_objects(given, group)):
         for name, value in given.items():
             if other[name] != value:
                 raise ValueError(

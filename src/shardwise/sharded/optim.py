@@ -98,7 +98,7 @@ class ShardedOptimizer(optim.Optimizer):
             held = self._params[name]
             local = [{} for _ in held]  # type: list[dict[str, Any]]
             for key, value in saved.items():
-                parts = value._like(param)._parts if isinstance(value, ShardedTensor) else [value] * len(held)
+                parts = value._in_tiles_of(param)._parts if isinstance(value, ShardedTensor) else [value] * len(held)
                 for state, part in zip(local, parts):
                     state[key] = part.detach().clone() if isinstance(part, torch.Tensor) else part
             for tensor, state in zip(held, local):

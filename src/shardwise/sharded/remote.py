@@ -15,20 +15,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from shardwise.sharded.owners import communication_device, rpc_is_running
+from shardwise.sharded.groups import Group, as_group, communication_device
+from shardwise.torch_private import rpc_is_running, rpc_workers, wait_for_rrefs
 
 _lock = threading.Lock()
 sharded_tensor_map: dict[int, weakref.ReferenceType[Any]] = {}  # what is alive here, by number
 _next = [0]
 
 
-def check_ready(group: Any) -> None:
-    """RPC must run, with the same ranks as the default process group."""
+def checked_group(process_group: Group | None, init_rrefs: bool) -> Group:
+    """Return the group of a new tensor. With `init_rrefs`, raise where RPC is not ready for it."""
+    group = as_group(process_group)
+    if init_rrefs:
+        _check_ready()
+    return group
+
+
+def _check_ready() -> None:
+    """Raise where RPC does not run, or has other ranks than the default process group."""
     if not rpc_is_running():
         raise RuntimeError(
             "RPC Framework needs to be initialized using torch.distributed.rpc.init_rpc if init_rrefs is set to True"
         )
-    rank, world = rpc.get_worker_info().id, len(rpc.api._get_current_rpc_agent().get_worker_infos())
+    rank, world = rpc.get_worker_info().id, len(rpc_workers())
     if rank != dist.get_rank() or world != dist.get_world_size():
         raise ValueError(
             f"Default ProcessGroup and RPC ranks must be the same for ShardedTensor, found process group rank: "
@@ -50,13 +59,13 @@ class RemoteShards:
         """By rank, RRefs to its shards; `owners` is the rank of each tile, in the order of the metadata."""
         if not rpc_is_running():
             raise RuntimeError("RPC has been shut down: there are no remote shards any more")
-        names = {worker.id: worker.name for worker in rpc.api._get_current_rpc_agent().get_worker_infos()}
+        names = {worker.id: worker.name for worker in rpc_workers()}
         found: dict[int, list[Any]] = {}
         for rank in owners:
             if rank != dist.get_rank():
                 mine = found.setdefault(rank, [])
                 mine.append(rpc.remote(names[rank], _shard_of, (self.number, len(mine))))
-        torch.futures.wait_all([rref._get_future() for held in found.values() for rref in held])  # made, or failed
+        wait_for_rrefs([rref for held in found.values() for rref in held])
         return found
 
 

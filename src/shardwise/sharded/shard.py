@@ -35,7 +35,7 @@ class Shard:
             )
 
     @classmethod
-    def fitting(cls, tensor: torch.Tensor, metadata: ShardMetadata) -> Shard:
+    def unchecked(cls, tensor: torch.Tensor, metadata: ShardMetadata) -> Shard:
         """A shard whose tensor was made for its metadata: nothing is checked."""
         made = object.__new__(cls)
         made.tensor, made.metadata = tensor, metadata

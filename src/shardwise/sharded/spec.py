@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, asremote_device
-from shardwise.sharded.tiling import check_cover, check_disjoint
+from shardwise.sharded.tiles import check_cover, check_disjoint
 from shardwise.torch_private import remote_device
 
 
@@ -43,7 +43,7 @@ class DevicePlacementSpec(PlacementSpec):
 class ShardingSpec(ABC):
     """How tensors are cut into tiles. `build_metadata` is all that a spec of your own must say."""
 
-    scatter: Callable[..., Any]  # set where sharded tensors are made
+    _scatter: Callable[..., Any]  # set by factories.py, which needs the class of tensors, which needs the specs
 
     @abstractmethod
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
@@ -51,7 +51,7 @@ class ShardingSpec(ABC):
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
         """The tensor that `src_rank` of the group holds, cut into tiles that are sent to their owners."""
-        return ShardingSpec.scatter(tensor, self, src_rank, process_group)
+        return ShardingSpec._scatter(tensor, self, src_rank, process_group)
 
 
 @dataclass

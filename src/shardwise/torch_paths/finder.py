@@ -56,11 +56,11 @@ def _fill(module: ModuleType, path: str) -> None:
             setattr(module, name, found)
         return found
 
-    names = sorted([*homes, *_children(path)])
+    listed = sorted([*homes, *_children(path)])
     module.__doc__ = f"The names that torch has in {_torch_path(path)}."
-    module.__dict__.update(__getattr__=find, __dir__=lambda: sorted({*vars(module), *names}))
+    module.__dict__.update(__getattr__=find, __dir__=lambda: sorted({*vars(module), *listed}))
     if not everything_of:
-        module.__dict__["__all__"] = names
+        module.__dict__["__all__"] = listed
 
 
 def _torch_path(path: str) -> str:

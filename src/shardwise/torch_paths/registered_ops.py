@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.sharded.metadata import ShardedTensorMetadata
-from shardwise.sharded.ops import compare, embedding
-from shardwise.sharded.ops import init as fills
+from shardwise.sharded.ops import embedding, fills, methods
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.tensor import ShardedTensor
 
@@ -27,14 +26,14 @@ Parts = tuple[list[Shard], ShardedTensorMetadata]
 
 # -- comparisons ---------------------------------------------------------------------------------------------------
 _COMPARE: dict[Callable[..., bool], Callable[..., bool]] = {
-    torch.equal: compare.equal,
-    torch.allclose: compare.allclose,
+    torch.equal: methods.equal,
+    torch.allclose: methods.allclose,
 }
 
 
 def _communicate_result(result: object, pg: dist.ProcessGroup) -> bool:
     """Whether the result is true on every rank of the group."""
-    return compare.everywhere(bool(result), pg)
+    return methods.true_on_all_ranks(bool(result), pg)
 
 
 def binary_cmp(

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from shardwise.sharded import factories, registry
+from shardwise.sharded import factories
 from shardwise.sharded.metadata import ShardedTensorMetadata
-from shardwise.sharded.ops.init import check_given
-from shardwise.sharded.registry import Op
+from shardwise.sharded.ops import registry
+from shardwise.sharded.ops.fills import check_not_none
+from shardwise.sharded.ops.registry import Function, Op
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.tensor import ShardedTensor, first_sharded
-
-Function = Callable[..., Any]  # a function of torch
 
 
 def _basic_validation(op: Function, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
@@ -112,7 +111,7 @@ tensor_like_creation_op_map: dict[Function, Callable[..., ShardedTensor]] = {
 
 def validate_param(param: object, param_name: str) -> None:
     """Raise ValueError where a parameter is None."""
-    check_given(**{param_name: param})
+    check_not_none(**{param_name: param})
 
 
 def register_tensor_creation_op(op: Function) -> None:

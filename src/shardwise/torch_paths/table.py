@@ -19,12 +19,13 @@ TABLE: dict[str, dict[str, str]] = {
     "sharded.api": {
         "sharded": "ChunkShardingSpec ShardedTensor Sharder ShardingPlan ShardingSpec _collect_local_shard "
         "_reshard_output _shard_tensor load_with_process_group shard_module shard_parameter",
-        "sharded.loading": "_get_current_process_group=current_process_group",
+        "sharded.pickling": "_get_current_process_group=current_process_group",
     },
     "sharded.checkpoint": {"torch.distributed.checkpoint": "*"},
     "sharded.common_op_utils": {"torch_paths.registering": "_basic_validation _register_default_op"},
     "sharded.op_registry_utils": {"torch_paths.registering": "_basic_validation _decorator_func _register_op"},
     "sharded.sharder": {"sharded": "Sharder"},
+    "sharded.saving": {"sharded.pickling": "ProcessGroupState _unpickled"},  # not torch's: for older pickles
     # torch.distributed._shard.sharded_optim
     "sharded.sharded_optim": {"sharded": "ShardedOptimizer ShardedTensor named_params_with_sharded_tensor"},
     "sharded.sharded_optim.api": {"sharded": "ShardedOptimizer ShardedTensor"},
@@ -40,23 +41,23 @@ TABLE: dict[str, dict[str, str]] = {
     "sharded.sharding_spec._internals": {
         "sharded.metadata": "ShardMetadata",
         "sharded.spec": "get_split_size=chunk_size",
-        "sharded.tiling": "check_tensor=check_cover validate_non_overlapping_shards_metadata=check_disjoint",
+        "sharded.tiles": "check_tensor=check_cover validate_non_overlapping_shards_metadata=check_disjoint",
         "torch_paths.tiles": "_check_shard_metadata_pair_overlap _find_1d_overlapping_shards "
         "_find_nd_overlapping_shards get_chunk_sharding_params get_chunked_dim_size",
     },
     "sharded.sharding_spec.api": {
         "sharded": "DevicePlacementSpec EnumerableShardingSpec PlacementSpec ShardMetadata ShardingSpec "
         "custom_sharding_spec_op",
-        "sharded.registry": "_CUSTOM_SHARDING_SPEC_OPS=spec_ops _dispatch_custom_op=dispatch_spec_op "
+        "sharded.ops.registry": "_CUSTOM_SHARDING_SPEC_OPS=spec_ops _dispatch_custom_op=dispatch_spec_op "
         "_has_custom_op=has_spec_op",
         "sharded.spec": "_infer_sharding_spec_from_shards_metadata=spec_of get_split_size=chunk_size",
-        "sharded.tiling": "check_tensor=check_cover validate_non_overlapping_shards_metadata=check_disjoint",
+        "sharded.tiles": "check_tensor=check_cover validate_non_overlapping_shards_metadata=check_disjoint",
         "torch_paths.registering": "_decorator_func",
         "torch_paths.tiles": "get_chunked_dim_size",
     },
     "sharded.sharding_spec.chunk_sharding_spec": {
         "sharded": "ChunkShardingSpec Shard ShardMetadata ShardingSpec",
-        "sharded.owners": "_parse_and_validate_remote_device=check_remote_device",
+        "sharded.groups": "_parse_and_validate_remote_device=check_remote_device",
         "sharded.spec": "get_split_size=chunk_size",
         "torch_paths.tiles": "get_chunked_dim_size narrow_tensor",
     },
@@ -74,19 +75,19 @@ TABLE: dict[str, dict[str, str]] = {
         "sharded": "Shard ShardMetadata ShardedTensor ShardedTensorBase ShardedTensorMetadata ShardingSpec "
         "TensorProperties custom_sharded_op_impl empty full init_from_local_shards ones pre_load_state_dict_hook rand "
         "randn state_dict_hook zeros _sharded_op_impl=custom_sharded_op_impl",
-        "sharded.ops.compare": "allclose equal",
-        "sharded.ops.init": "constant_ kaiming_uniform_ normal_ uniform_",
-        "sharded.registry": "_CUSTOM_SHARDED_OPS=custom_ops",
+        "sharded.ops.methods": "allclose equal",
+        "sharded.ops.fills": "constant_ kaiming_uniform_ normal_ uniform_",
+        "sharded.ops.registry": "_CUSTOM_SHARDED_OPS=custom_ops",
         "torch_paths.registered_ops": "sharded_embedding sharded_embedding_bag",
         "torch_paths.registering": "_decorator_func",
     },
     "sharded.sharded_tensor.api": {
         "sharded": "Shard ShardMetadata ShardedTensor ShardedTensorBase ShardedTensorMetadata TensorProperties",
-        "sharded.owners": "_parse_and_validate_remote_device=check_remote_device",
-        "sharded.registry": "_CUSTOM_SHARDED_OPS=custom_ops _dispatch_custom_op=dispatch_spec_op "
+        "sharded.groups": "_parse_and_validate_remote_device=check_remote_device",
+        "sharded.ops.registry": "_CUSTOM_SHARDED_OPS=custom_ops _dispatch_custom_op=dispatch_spec_op "
         "_has_custom_op=has_spec_op",
         "sharded.remote": "_sharded_tensor_map=sharded_tensor_map",
-        "sharded.tiling": "check_tensor=check_cover validate_non_overlapping_shards_metadata=check_disjoint",
+        "sharded.tiles": "check_tensor=check_cover validate_non_overlapping_shards_metadata=check_disjoint",
         "torch_paths.tiles": "_create_tensor_from_params _flatten_tensor_size _validate_output_tensor_for_gather "
         "build_global_metadata build_metadata_from_local_shards reshard_local_shard reshuffle_local_shard",
     },
@@ -105,9 +106,9 @@ TABLE: dict[str, dict[str, str]] = {
     "sharded.sharded_tensor.utils": {
         "sharded": "TensorProperties",
         "sharded.checks": "_raise_if_mismatch=raise_if_mismatch",
-        "sharded.local_shards": "recalc_global_sharded_tensor_metadata=one_after_the_other",
-        "sharded.owners": "_parse_and_validate_remote_device=check_remote_device",
-        "sharded.tiling": "check_tensor=check_cover validate_non_overlapping_shards_metadata=check_disjoint",
+        "sharded.global_metadata": "recalc_global_sharded_tensor_metadata=put_one_after_the_other",
+        "sharded.groups": "_parse_and_validate_remote_device=check_remote_device",
+        "sharded.tiles": "check_tensor=check_cover validate_non_overlapping_shards_metadata=check_disjoint",
         "torch_paths.tiles": "_flatten_tensor_size _validate_output_tensor_for_gather build_global_metadata "
         "build_metadata_from_local_shards",
     },

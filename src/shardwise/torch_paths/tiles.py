@@ -10,12 +10,12 @@ import torch.distributed as dist
 from shardwise.comm.record import Note
 from shardwise.sharded.base import new_tile
 from shardwise.sharded.checks import wrong_out
-from shardwise.sharded.local_shards import global_metadata, local_metadata
+from shardwise.sharded.global_metadata import global_metadata, local_metadata
+from shardwise.sharded.groups import rank_of
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_size
-from shardwise.sharded.owners import rank_of
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ChunkShardingSpec, ShardingSpec, chunk_size
-from shardwise.sharded.tiling import overlapping, plan_between, tiles_of
+from shardwise.sharded.tiles import move_parts, overlapping, tiles_of
 from shardwise.torch_private import remote_device
 
 
@@ -140,7 +140,7 @@ def reshard_local_shard(
     before = tiles_of(sharding_spec.build_metadata(st_size, properties).shards_metadata, pg)
     shards = resharding_spec.build_metadata(st_size, properties).shards_metadata
     after, me = tiles_of(shards, pg), dist.get_rank()
-    parts = plan_between(before, after, local_tensor.dtype.itemsize).run([local_tensor], pg, Note("reshard"))
+    parts = move_parts([local_tensor], before, after, pg, Note("reshard"))
     return [Shard(part, shards[i]) for part, i in zip(parts, after.rows_of(me))], list(shards)
 
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from shardwise.sharded.groups import is_member
+from shardwise.sharded.ops.bags import Bags, lengths_of
 from shardwise.sharded.ops.lookup import Lookup
 from shardwise.sharded.ops.over_mesh import over_mesh
-from shardwise.sharded.ops.pool import Bags, lengths_of
-from shardwise.sharded.owners import is_member
-from shardwise.sharded.registry import own
+from shardwise.sharded.ops.registry import own
 from shardwise.sharded.tensor import ShardedTensor
 
 _embedding, _embedding_bag = F.embedding, F.embedding_bag

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from shardwise.comm.record import Note
 from shardwise.errors import DimError
+from shardwise.sharded.groups import ranks_of
+from shardwise.sharded.ops.bags import Bags, rows_of
 from shardwise.sharded.ops.exchange import exchange
-from shardwise.sharded.ops.pool import Bags, rows_of
-from shardwise.sharded.owners import ranks_of
 from shardwise.sharded.tensor import ShardedTensor
 
 

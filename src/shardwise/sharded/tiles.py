@@ -1,49 +1,36 @@
-"""The tiles of a tensor as arrays, and the checks on them: no overlap, no hole, nothing outside. All by sweeps."""
+"""The tiles of a tensor as arrays: made, checked (no overlap, no hole, nothing outside), and moved.
+
+Everything that sharded tensors ask of `move/` is asked here.
+"""
 
 from __future__ import annotations
 
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from operator import add, gt
-from typing import Any
 
 import numpy as np
+import torch
 
+from shardwise.comm.record import Note
+from shardwise.engine.cache import PlanCache, register_cache
+from shardwise.layout import Layout
 from shardwise.move.boxes import Boxes, first_hole, first_overlap
 from shardwise.move.tiles import TilePlan, TileSet
+from shardwise.sharded.groups import Group, owners, ranks_of
 from shardwise.sharded.metadata import ShardMetadata
-from shardwise.sharded.owners import owners, ranks_of
+
+__all__ = ["Boxes", "TilePlan", "TileSet"]
 
 
-class _Recent:
-    """What was made for the latest keys."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.lock, self.kept = most, threading.Lock(), OrderedDict[Any, Any]()
-
-    def get(self, key: Any) -> Any:
-        with self.lock:
-            found = self.kept.get(key)
-            if found is not None:
-                self.kept.move_to_end(key)
-        return found
-
-    def put(self, key: Any, value: Any) -> Any:
-        with self.lock:
-            value = self.kept.setdefault(key, value)
-            if len(self.kept) > self.most:
-                self.kept.popitem(last=False)
-        return value
-
-
-_plans, _tile_sets = _Recent(128), _Recent(512)
+_plans, _tile_sets, _layout_tiles = PlanCache(128), PlanCache(512), PlanCache(512)
+for _name, _cache in (("moves", _plans), ("tiles", _tile_sets), ("layouts", _layout_tiles)):
+    register_cache(f"sharded {_name}", _cache.info, _cache.reset)
 _KEPT_TILES = 64  # with more, comparing keys costs as much as making the arrays
 
 
 def boxes_of(shards: Sequence[ShardMetadata]) -> Boxes:
-    """The tiles as arrays; all must have as many dims."""
+    """Return the tiles as arrays. Raise ValueError where they have different numbers of dims."""
     ndim = len(shards[0].shard_offsets) if shards else 0
     for shard in shards:
         if len(shard.shard_offsets) != ndim:
@@ -53,15 +40,18 @@ def boxes_of(shards: Sequence[ShardMetadata]) -> Boxes:
     return Boxes(starts, starts + sizes)
 
 
-def tiles_of(shards: Sequence[ShardMetadata], group: Any) -> TileSet:
-    """The tiles with their owners in a group; for few tiles the same object each time."""
+def tiles_of(shards: Sequence[ShardMetadata], group: Group) -> TileSet:
+    """Return the tiles with their owners in a group; for few tiles the same object each time."""
     if len(shards) > _KEPT_TILES or any(s.placement is None or s.placement.rank() is None for s in shards):
         return TileSet.owned(owners(shards, group), boxes_of(shards))
     key = (tuple(ranks_of(group)), *[(*s.shard_offsets, *s.shard_sizes, id(s.placement)) for s in shards])
     kept = _tile_sets.get(key)
     if kept is None:
         made = TileSet.owned(owners(shards, group), boxes_of(shards))
-        kept = _tile_sets.put(key, (made, [s.placement for s in shards]))  # which live, so their ids stay theirs
+        kept = (made, [s.placement for s in shards])  # kept alive, so that no other object gets one of these ids
+        _tile_sets.add(key, kept)
+    else:
+        _tile_sets.hits += 1
     return kept[0]
 
 
@@ -73,7 +63,7 @@ def check_disjoint(shards: Sequence[ShardMetadata], boxes: Boxes | None = None) 
 
 
 def overlapping(shards: Sequence[ShardMetadata], boxes: Boxes | None = None) -> tuple[int, int] | None:
-    """The numbers of two tiles that share an element, if any do."""
+    """Return the positions of two tiles that share an element, or None."""
     if len(shards) <= _FEW:
         return _first_overlap_of_few(shards) if shards else None
     return first_overlap(boxes_of(shards) if boxes is None else boxes)
@@ -83,8 +73,9 @@ _FEW = 16  # up to so many tiles, looking at all pairs is quicker than making ar
 
 
 def _first_overlap_of_few(shards: Sequence[ShardMetadata]) -> tuple[int, int] | None:
-    """A sweep along the first dim: a tile is compared with those that it starts beside."""
-    ndim, boxes = len(shards[0].shard_offsets), []
+    """Sweep along the first dim: each tile is compared with those that have not ended where it starts."""
+    ndim = len(shards[0].shard_offsets)
+    boxes: list[tuple[Sequence[int], list[int], int]] = []
     for i, shard in enumerate(shards):
         offsets, sizes = shard.shard_offsets, shard.shard_sizes
         if len(offsets) != ndim:
@@ -92,7 +83,7 @@ def _first_overlap_of_few(shards: Sequence[ShardMetadata]) -> tuple[int, int] | 
         if 0 not in sizes:
             boxes.append((offsets, list(map(add, offsets, sizes)), i))
     boxes.sort()
-    beside: list[Any] = []
+    beside: list[tuple[Sequence[int], list[int], int]] = []
     for box in boxes:
         starts, ends, i = box
         beside = [other for other in beside if not ndim or other[1][0] > starts[0]]
@@ -143,14 +134,46 @@ def check_cover(
 
 
 def plan_between(sources: TileSet, targets: TileSet, itemsize: int) -> TilePlan:
-    """The plan of a move, kept for the next time."""
+    """Return the plan of a move between two sets of tiles, kept for the next time."""
     key = (sources.key, targets.key, itemsize)
     found = _plans.get(key)
-    return _plans.put(key, TilePlan(sources, targets, itemsize=itemsize)) if found is None else found
+    if found is None:
+        found = TilePlan(sources, targets, itemsize=itemsize)
+        _plans.add(key, found)
+    else:
+        _plans.hits += 1
+    return found
+
+
+def move_parts(
+    parts: Sequence[torch.Tensor],
+    sources: TileSet,
+    targets: TileSet,
+    group: Group,
+    note: Note,
+    into: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Return this rank's target tiles, given its source tiles. Every rank of the group calls it; differentiable.
+
+    A rank without source tiles passes one empty tensor, and a rank without target tiles gets one. With `into` the
+    target tiles are written into these tensors, and autograd records nothing.
+    """
+    return plan_between(sources, targets, parts[0].dtype.itemsize).run(parts, group, note, into=into)
 
 
 def whole_on(rank: int, size: Sequence[int]) -> TileSet:
-    """One tile, the whole tensor, held by `rank`."""
+    """Return one tile, the whole tensor, held by `rank`."""
     start = np.zeros((1, len(size)), dtype=np.int64)
     end = np.array(size, dtype=np.int64).reshape(1, len(size))
     return TileSet.owned(np.array([rank], dtype=np.int64), Boxes(start, end))
+
+
+def layout_tiles(layout: Layout) -> TileSet:
+    """Return what every rank of a layout holds, replicas included; the same object each time."""
+    found = _layout_tiles.get(layout)
+    if found is None:
+        found = TileSet.of({rank: layout.tiles(rank) for rank in layout.mesh.ranks})
+        _layout_tiles.add(layout, found)
+    else:
+        _layout_tiles.hits += 1
+    return found

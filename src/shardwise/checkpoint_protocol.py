@@ -1,18 +1,18 @@
 """What torch.distributed.checkpoint asks of a tensor: the boxes this process can write, those it wants read, and the
 memory behind each box.
 
-A box is a tile of the layout, so uneven, strided and nested splits need nothing special. Replicas offer the same boxes
-and the checkpoint planner writes each once, sharing the work among the holders. On a simulated mesh this process holds
-every rank's boxes: it writes each once and reads each into every tensor that holds it.
+A box is a tile of the layout, so uneven, strided and nested splits need nothing special. Replicas offer the same boxes,
+and the checkpoint planner writes each box once and shares the work among the holders. On a simulated mesh this process
+holds every rank's boxes: it writes each box once and reads it into every tensor that holds it.
 
-torch.distributed.checkpoint is imported where it is needed: that takes half a second, and a program that comes here has
-done it already.
+torch.distributed.checkpoint is imported inside of functions: the import takes half a second, and a program that calls
+these functions has done it already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
+    from shardwise.tensor import DTensor
+
 Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
 
 
-def write_items(fqn: str, tensor: Any) -> list[WriteItem]:
-    """One item for each distinct box held here."""
+def write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
+    """Return one item for each distinct box held here."""
     layout: Layout = tensor._layout
     _refuse_partial(layout, f"saving {fqn!r}")
     boxes = dict.fromkeys(tile for tile, _, _ in _held(tensor))
@@ -38,8 +40,8 @@ def write_items(fqn: str, tensor: Any) -> list[WriteItem]:
     return items_for(fqn, tensor, list(boxes))
 
 
-def items_for(fqn: str, tensor: Any, boxes: Iterable[Box]) -> list[WriteItem]:
-    """One item for each of these boxes of a tensor."""
+def items_for(fqn: str, tensor: torch.Tensor, boxes: Iterable[Box]) -> list[WriteItem]:
+    """Return one item for each of these boxes of a tensor."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -54,14 +56,14 @@ def items_for(fqn: str, tensor: Any, boxes: Iterable[Box]) -> list[WriteItem]:
     ]
 
 
-def chunk_list(tensor: Any) -> list[ChunkStorageMetadata]:
-    """The boxes to read, one for each piece of memory that holds one."""
+def chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
+    """Return the boxes to read, one for each piece of memory that holds one."""
     _refuse_partial(tensor._layout, "loading into a tensor")
     return [chunk(tile) for tile, _, _ in _held(tensor)]
 
 
-def tensor_shard(tensor: Any, index: MetadataIndex) -> torch.Tensor:
-    """The memory of the box at `index.offset`: a view to write from or read into."""
+def tensor_shard(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
+    """Return the memory of the box at `index.offset`: a view to write from or read into."""
     layout: Layout = tensor._layout
     if 0 in layout.shape:
         return torch.empty(layout.shape, dtype=layout.dtype, device=layout.device)
@@ -80,8 +82,8 @@ def tensor_shard(tensor: Any, index: MetadataIndex) -> torch.Tensor:
     raise LayoutError(f"{index.fqn!r}: no box at {offsets} is held here; there are {[t.offsets for t, _, _ in held]}")
 
 
-def _held(tensor: Any) -> Iterator[tuple[Tile, torch.Tensor, tuple[int, ...]]]:
-    """Every box in every distinct local tensor of this process, with where it starts in there."""
+def _held(tensor: DTensor) -> Iterator[tuple[Tile, torch.Tensor, tuple[int, ...]]]:
+    """Yield each box of each distinct local tensor of this process, with the tensor and where the box starts in it."""
     layout: Layout = tensor._layout
     comm, local = layout.mesh.comm, leaf_local(tensor)
     values = comm.values(local)
@@ -95,12 +97,12 @@ def _held(tensor: Any) -> Iterator[tuple[Tile, torch.Tensor, tuple[int, ...]]]:
 
 
 def _before(layout: Layout, dim: int, coords: tuple[int, ...], offset: int) -> int:
-    """How many indices of `dim` below `offset` are held at `coords`: where a piece starts in the local tensor."""
+    """Return how many indices of `dim` below `offset` are held at `coords`: where a piece starts locally."""
     return sum(b - a for a, b in layout.held(dim, coords) if b <= offset)
 
 
 def chunk(box: Box) -> ChunkStorageMetadata:
-    """A box as checkpoints know it."""
+    """Return a box as torch.distributed.checkpoint has it."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))

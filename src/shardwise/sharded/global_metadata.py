@@ -1,59 +1,50 @@
-"""A sharded tensor from what each rank holds: the ranks tell each other, and every mismatch is named on all of them."""
+"""The metadata of a tensor from the shards that each rank holds: gathered, and every mismatch named on all ranks."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.sharded import remote
-from shardwise.sharded.checks import check_contiguous, in_order, raise_if_mismatch
+from shardwise.sharded.checks import Parts, check_contiguous, in_order, raise_if_mismatch
+from shardwise.sharded.groups import Group, all_gather_objects, check_remote_device, ranks_of
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_size
-from shardwise.sharded.owners import as_group, check_remote_device, is_member, ranks_of
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import in_order_of, spec_of
-from shardwise.sharded.telling import tell_all
-from shardwise.sharded.tensor import ShardedTensor
-from shardwise.sharded.tiling import check_cover, check_disjoint
+from shardwise.sharded.tiles import check_cover, check_disjoint
 
 
-def init_from_local_shards(
-    local_shards: list[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False
-) -> ShardedTensor:
-    """The tensor of this global size of which each rank holds the shards it gives. Every rank of the group calls it."""
-    group = as_group(process_group)
-    if not is_member(group):
-        raise ValueError(f"process_group: rank {dist.get_rank()} is not in it; call this on its ranks only")
-    if init_rrefs:
-        remote.check_ready(group)
+def agreed_parts(local_shards: list[Shard], global_size: Sequence[int | Sequence[int]], group: Group) -> Parts:
+    """Return what a tensor is made of whose shards on each rank are those that the rank passes. One collective."""
     metadata = _agreed(local_shards, global_size, group)
     spec = spec_of(metadata.shards_metadata)
     metadata.shards_metadata = in_order_of(spec, metadata.shards_metadata)
     mine = in_order(local_shards, in_order_of(spec, [shard.metadata for shard in local_shards]))
-    return ShardedTensor._made(mine, metadata, spec, group, init_rrefs=init_rrefs)
+    return mine, metadata, spec
 
 
-def _agreed(local_shards: Any, global_size: Sequence[Any], group: Any) -> ShardedTensorMetadata:
-    """The global metadata; errors of one rank are raised on all, so that none is left waiting."""
-    mine: Any
+def _agreed(
+    local_shards: list[Shard], global_size: Sequence[int | Sequence[int]], group: Group
+) -> ShardedTensorMetadata:
+    """Return the metadata of all ranks; an error of one rank is raised on all, so that none is left waiting."""
+    mine: ShardedTensorMetadata | Exception
     try:
         mine = local_metadata(local_shards, as_size(global_size), group)
     except (ValueError, TypeError, RuntimeError) as error:
         mine = error
-    told = tell_all(mine, group)
+    gathered = all_gather_objects(mine, group)
     if isinstance(mine, Exception):
         raise mine
-    for rank, other in zip(ranks_of(group), told):
+    for rank, other in zip(ranks_of(group), gathered):
         if isinstance(other, Exception):
             raise type(other)(f"rank {rank}: {other}")
-    return global_metadata(told, ranks_of(group))
+    return global_metadata(gathered, ranks_of(group))
 
 
-def local_metadata(local_shards: Any, size: torch.Size, group: Any) -> ShardedTensorMetadata:
-    """What this rank says of its shards; they must be alike."""
+def local_metadata(local_shards: list[Shard], size: torch.Size, group: Group) -> ShardedTensorMetadata:
+    """Return the metadata of this rank's shards, which must have the same properties."""
     if not isinstance(local_shards, (list, tuple)):
         raise TypeError(f"local_shards: expected a list of Shard, got {type(local_shards).__name__}")
     me, shards, first = dist.get_rank(), [], None
@@ -87,17 +78,17 @@ def _check_strided(tensor: torch.Tensor, rank: int) -> None:
 
 
 def global_metadata(
-    told: Sequence[ShardedTensorMetadata | None], ranks: Sequence[int] | None = None, *, recalc: bool = False
+    gathered: Sequence[ShardedTensorMetadata | None], ranks: Sequence[int] | None = None, *, recalc: bool = False
 ) -> ShardedTensorMetadata:
-    """One metadata out of every rank's; ranks without shards agree with anything but another size.
+    """Join the metadata of all ranks. A rank without shards must agree in the size only.
 
-    With `recalc` the shards are rows one after the other, by rank, wherever they say they are.
+    With `recalc` the shards are taken as rows one after the other, by rank, whatever their offsets say.
     """
-    ranks = list(range(len(told))) if ranks is None else ranks
+    ranks = list(range(len(gathered))) if ranks is None else ranks
     shards: list[ShardMetadata] = []
     first: tuple[int, ShardedTensorMetadata] | None = None
     size: tuple[int, torch.Size] | None = None
-    for rank, metadata in zip(ranks, told):
+    for rank, metadata in zip(ranks, gathered):
         if metadata is None:
             continue
         size = size or (rank, metadata.size)
@@ -114,13 +105,13 @@ def global_metadata(
     made = ShardedTensorMetadata(shards, size[1], copy.copy(first[1].tensor_properties))
     if recalc:
         made.shards_metadata = [copy.deepcopy(shard) for shard in shards]
-        one_after_the_other(made, 0)
+        put_one_after_the_other(made, 0)
     check_disjoint(made.shards_metadata)
     check_cover(made.shards_metadata, made.size)
     return made
 
 
-def one_after_the_other(global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int) -> None:
+def put_one_after_the_other(global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int) -> None:
     """Put the shards one after the other along a dim, in place, and make the tensor as long as they are together."""
     at, metadata = 0, global_sharded_tensor_metadata
     for shard in metadata.shards_metadata:
@@ -130,12 +121,3 @@ def one_after_the_other(global_sharded_tensor_metadata: ShardedTensorMetadata, s
     size = list(metadata.size)
     size[sharded_dim] = at
     metadata.size = torch.Size(size)
-
-
-def _from_local_shards(
-    cls: type, local_shards: list[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False
-) -> ShardedTensor:
-    return init_from_local_shards(local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs)
-
-
-ShardedTensor._init_from_local_shards = classmethod(_from_local_shards)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Backward passes from and to sharded tensors: every rank starts from its parts together."""
+"""`torch.autograd.backward` and `grad` from and to sharded tensors: a pass starts from all tiles of a rank at once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwise.sharded.hooks import asked_later
-from shardwise.sharded.registry import own
+from shardwise.sharded.autograd import call_hooks, hooks_called_later
+from shardwise.sharded.ops.registry import own
 from shardwise.sharded.tensor import ShardedTensor
 
 _backward, _grad = torch.autograd.backward, torch.autograd.grad
@@ -19,7 +19,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _starts(tensors: Sequence[Any], grads: Sequence[Any], what: str) -> tuple[list[Any], list[Any]]:
-    """The plain tensors a backward pass starts from, with their gradients."""
+    """Return the plain tensors a backward pass starts from, and their gradients."""
     roots: list[Any] = []
     seeds: list[Any] = []
     for tensor, grad in zip(tensors, grads):
@@ -32,7 +32,7 @@ def _starts(tensors: Sequence[Any], grads: Sequence[Any], what: str) -> tuple[li
         if grad is not None and not isinstance(grad, ShardedTensor):
             raise TypeError(f"{what}: the gradient of a ShardedTensor must be one too, got {type(grad).__name__}")
         roots += tensor._parts
-        seeds += [torch.ones_like(p) for p in tensor._parts] if grad is None else grad._like(tensor)._parts
+        seeds += [torch.ones_like(p) for p in tensor._parts] if grad is None else grad._in_tiles_of(tensor)._parts
     return roots, seeds
 
 
@@ -63,7 +63,7 @@ def _parts(value: Any) -> list[torch.Tensor]:
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     outputs, inputs = _listed(outputs), _listed(inputs)
     roots, seeds = _starts(outputs, _grads_for(outputs, grad_outputs), "grad")
-    with asked_later():
+    with hooks_called_later():
         found = list(_grad(roots, [p for x in inputs for p in _parts(x)], seeds, *args, **kwargs))
     create_graph = kwargs.get("create_graph", args[1] if len(args) > 1 else False)
     result: list[Any] = []
@@ -75,5 +75,5 @@ def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwar
             result.append(None)
         else:
             with torch.set_grad_enabled(create_graph):
-                result.append(x._with_parts(x._hooked(mine)))
+                result.append(x._with_parts(call_hooks(x, mine)))
     return tuple(result)
