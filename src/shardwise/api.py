@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.boxes import take
 from shardwise.errors import AutogradError, LayoutError
 from shardwise.layout import Layout, Partial, Shard, as_placements
 from shardwise.layout.layout import contiguous_stride, dense_stride
 from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.mesh import Mesh, as_mesh
 from shardwise.move import plan_steps
+from shardwise.move.pack import take
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
@@ -107,7 +107,7 @@ def lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> Any:
     whole = layout.replace(placements=(REPLICATE,) * len(layout.placements))
     local = comm.shared(value)
     for step in plan_steps(whole, layout):
-        local = comm.run(step, local)
+        local = step.run(comm, local)
     own = value.untyped_storage().data_ptr()  # the result has memory of its own
     copies = [
         v.clone(memory_format=torch.contiguous_format) if v.untyped_storage().data_ptr() == own else v
@@ -132,7 +132,7 @@ def _deal(value: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
                     placements=[placement if a == axis else REPLICATE for a in range(len(layout.placements))]
                 )
                 for step in plan_steps(one.replace(placements=(REPLICATE,) * len(layout.placements)), one):
-                    value = comm.run(step, value)
+                    value = step.run(comm, value)
     return value
 
 

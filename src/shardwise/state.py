@@ -80,7 +80,7 @@ def _together(tensors: dict[str, DTensor], targets: dict[str, Layout], bucket_by
             moved[name] = tensor.detach().redistribute(there.mesh.source, there.placements)  # type: ignore[attr-defined]
         else:
             plan = plan_across(here, there)
-            parcels[name] = Parcel(plan.exchange, plan.given, plan.taken, plan.ranks, tensor._local.detach())
+            parcels[name] = plan.exchange, tensor._local.detach()
     arrived = exchange_parcels(list(parcels.values()), bucket_bytes, Note("move_state_dict"))
     for name, local in zip(parcels, arrived, strict=True):
         moved[name] = wrap(local, targets[name])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, distribute_tensor, plan_move, simulate
-from shardwise.comm.process_group import ALL_GATHER
+from shardwise.comm.messages import ALL_GATHER
 from shardwise.comm.record import listeners
 from shardwise.errors import CommError, LayoutError, MeshError
 from tests.layout.brute import deal, grid

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise import DTensor, plan_move
+from shardwise.comm.messages import ALL_GATHER
 from shardwise.comm.record import listeners
-from shardwise.comm.transfer import ALL_GATHER
 from tests.layout.brute import deal, grid
 from tests.move.cases import all_parts, check_holds, source
 from tests.move.test_moves_gloo import check_gradients
@@ -62,7 +62,8 @@ class Counted:
 
     def __init__(self):
         self.bytes = 0
-        self.real = {n: getattr(dist, n) for n in ("all_to_all_single", ALL_GATHER, "all_reduce", "batch_isend_irecv")}
+        self.real = {n: getattr(dist, n) for n in ("all_to_all_single", ALL_GATHER, "all_reduce")}
+        self.receive = dist.ProcessGroup.recv
 
     def all_to_all_single(self, out, given, sizes=None, counts=None, group=None, **how):
         me = dist.get_rank(group)
@@ -78,19 +79,21 @@ class Counted:
         self.bytes += 2 * (k - 1) * x.nbytes // k
         return self.real["all_reduce"](x, op, group=group, **how)
 
-    def batch_isend_irecv(self, requests):
-        self.bytes += sum(request.tensor.nbytes for request in requests if request.op is dist.irecv)
-        return self.real["batch_isend_irecv"](requests)
-
     def __enter__(self):
         self.stack = ExitStack()
         for name, stand_in in (
             ("all_to_all_single", self.all_to_all_single),
             (ALL_GATHER, self.all_gather),
             ("all_reduce", self.all_reduce),
-            ("batch_isend_irecv", self.batch_isend_irecv),
         ):
             self.stack.enter_context(mock.patch.object(dist, name, stand_in))
+        counted = self
+
+        def recv(group, tensors, *args):
+            counted.bytes += sum(x.nbytes for x in tensors)
+            return counted.receive(group, tensors, *args)
+
+        self.stack.enter_context(mock.patch.object(dist.ProcessGroup, "recv", recv))
         return self
 
     def __exit__(self, *exc):

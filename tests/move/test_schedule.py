@@ -11,10 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, plan_move, simulate
-from shardwise.comm.boxes import cut_box
 from shardwise.comm.record import Note
-from shardwise.comm.schedule import run_start
 from shardwise.layout import Layout
+from shardwise.layout.region import cut_region, run_start
 from shardwise.layout.split import normalize
 from shardwise.mesh import as_mesh
 from shardwise.move.execute import move
@@ -42,7 +41,7 @@ def test_a_run_is_what_is_contiguous_in_memory(shape):
 
 def test_rounds_of_a_whole_tensor_are_runs():
     for rounds in (2, 3, 5):
-        parts = [cut_box((((0, 6),), ((0, 4),)), rounds, i) for i in range(rounds)]
+        parts = [cut_region((((0, 6),), ((0, 4),)), rounds, i) for i in range(rounds)]
         starts = [run_start(part, (6, 4)) for part in parts]
         assert starts == [24 * 6 * i // rounds // 6 // 4 * 4 for i in range(rounds)]
 
@@ -99,7 +98,7 @@ def test_what_many_need_is_packed_once():
     mesh = simulate((2, 2, 4), device="meta")
     plan = plan_of(mesh, "S0 R S0", "P S1 R", 8192)
     local = math.prod(plan.src.local_shape(0)) + math.prod(plan.dst.local_shape(0))
-    assert kinds(plan)[0] == ("all_to_all", (1, 2)) and plan.steps[0].apart
+    assert kinds(plan)[0] == ("all_to_all", (1, 2)) and plan.steps[0].separate
     assert max(map(plan.peak_bytes, range(16))) <= 1.1 * 4 * local, plan
 
 

@@ -5,6 +5,7 @@ import random
 import torch
 import torch.distributed as dist
 
+from shardwise.move.tile_step import run_tiles
 from shardwise.move.tiles import TilePlan
 from shardwise.sharded import (
     ChunkShardingSpec,
@@ -98,7 +99,9 @@ def whole(tensor):
     ranks = dist.get_process_group_ranks(tensor._process_group)
     everything = ([0] * tensor.dim(), list(tensor.size()))
     with torch.no_grad():
-        return TilePlan(tensor._tiles, {r: [everything] for r in ranks}).run(tensor._parts, tensor._process_group)[0]
+        return run_tiles(
+            TilePlan(tensor._tiles, {r: [everything] for r in ranks}), tensor._parts, tensor._process_group
+        )[0]
 
 
 def values(*size, seed=0, dtype=torch.float64):

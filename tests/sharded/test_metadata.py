@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from shardwise.move.boxes import first_hole, first_overlap
+from shardwise.layout.tiles import first_hole, first_overlap
 from shardwise.sharded import (
     ChunkShardingSpec,
     DevicePlacementSpec,

@@ -1,6 +1,7 @@
 """From any spec to any spec: values, gradients, fewest bytes; on processes."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise import sharded as S
-from shardwise.move.tile_exchange import GroupExchange
+from shardwise.comm.messages import backend_for
+from shardwise.move.tiles import TilePlan
 from shardwise.sharded.tiles import plan_between
 from tests.sharded.common import chunks, irregular, on_one, sharded, specs_for, values, whole
 from tests.workers import run_ranks
@@ -60,13 +62,10 @@ def test_gradients(world):
 
 def by_collective(rank, world):
     """What backends without messages of their own do: one all-to-all."""
-    saved = GroupExchange.sends
-    assert GroupExchange(None).sends(torch.device("cpu")) and not GroupExchange(None).sends(torch.device("cuda"))
-    GroupExchange.sends = lambda self, device: False
-    try:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert backend_for(dist.group.WORLD, cpu) == "gloo" and backend_for(dist.group.WORLD, cuda) != "gloo"
+    with mock.patch.object(TilePlan, "sends_separately", lambda plan, along: False):
         return all_pairs(rank, world, (6, 5)) and with_gradients(rank, world) and dtypes(rank, world)
-    finally:
-        GroupExchange.sends = saved
 
 
 def test_by_one_collective():

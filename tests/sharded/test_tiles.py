@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from shardwise.errors import MoveError
-from shardwise.move.boxes import Boxes, first_hole, first_overlap, meetings
-from shardwise.move.tiles import TilePlan, TileSet
+from shardwise.layout.tiles import Tiles, first_hole, first_overlap, meetings
+from shardwise.layout.tileset import TileSet
+from shardwise.move.tile_step import run_tiles_at_hand
+from shardwise.move.tiles import TilePlan
 from tests.sharded.common import cut_up
 
 
 def dealt(boxes, ranks, generator, copies=1):
-    """Boxes given to ranks, each to some of them."""
+    """Tiles given to ranks, each to some of them."""
     held = {r: [] for r in ranks}
     for box in boxes:
         for r in generator.sample(list(ranks), generator.randint(1, copies)):
@@ -37,7 +39,7 @@ def test_any_tiles_to_any_tiles(seed):
     targets = dealt(cut(), range(2, 7), generator, copies=1 + seed % 2)  # other ranks too
     plan = TilePlan(sources, targets, itemsize=8)
     value = torch.randn(size, dtype=torch.float64)
-    out = plan.run_simulated({r: [part(value, b) for b in boxes] for r, boxes in sources.items()})
+    out = run_tiles_at_hand(plan, {r: [part(value, b) for b in boxes] for r, boxes in sources.items()})
     for r, boxes in targets.items():
         for box, got in zip(boxes, out.get(r, ())):
             assert torch.equal(got, part(value, box))
@@ -53,7 +55,7 @@ def test_gradients_take_the_way_back(seed):
     targets = dealt(cut_up(size, 5, generator), range(4), generator)
     value, weight = torch.randn(size, dtype=torch.float64), torch.randn(size, dtype=torch.float64)
     parts = {r: [part(value, b).requires_grad_() for b in boxes] for r, boxes in sources.items()}
-    out = TilePlan(sources, targets).run_simulated(parts)
+    out = run_tiles_at_hand(TilePlan(sources, targets), parts)
     loss = sum((t**3 * part(weight, b)).sum() for r in targets for b, t in zip(targets[r], out[r]))
     leaves = [t for held in parts.values() for t in held]
     grads = torch.autograd.grad(loss, leaves, create_graph=True)
@@ -69,7 +71,7 @@ def test_what_stays_is_the_same_tensor_and_nothing_travels():
     tiles = {0: [((0, 0), (2, 3))], 1: [((2, 0), (2, 3))]}
     plan = TilePlan(tiles, tiles)
     parts = {0: [torch.ones(2, 3)], 1: [torch.zeros(2, 3)]}
-    out = plan.run_simulated(parts)
+    out = run_tiles_at_hand(plan, parts)
     assert out[0][0] is parts[0][0] and plan.is_local and plan.bytes_in(0) == 0
 
 
@@ -90,7 +92,7 @@ def test_missing_elements_are_named_or_zero():
     with pytest.raises(MoveError, match=r"rank 3 needs the tile at \[2\] of sizes \[5\], of which no rank holds 2"):
         TilePlan({0: [((0,), (5,))]}, {3: [((2,), (5,))]})
     plan = TilePlan({0: [((0,), (5,))]}, {3: [((2,), (5,))]}, holes=True)
-    assert plan.run_simulated({0: [torch.arange(5)]})[3][0].tolist() == [2, 3, 4, 0, 0]
+    assert run_tiles_at_hand(plan, {0: [torch.arange(5)]})[3][0].tolist() == [2, 3, 4, 0, 0]
     with pytest.raises(MoveError, match="boxes of 1 dims, but the sources have 2"):
         TilePlan({0: [((0, 0), (5, 5))]}, {0: [((0,), (5,))]})
 
@@ -99,7 +101,7 @@ def test_missing_elements_are_named_or_zero():
 def test_meetings_against_all_pairs(seed):
     generator = random.Random(seed)
     box = lambda: ([generator.randint(0, 9) for _ in range(2)], [generator.randint(0, 5) for _ in range(2)])
-    one, other = Boxes.of([box() for _ in range(20)]), Boxes.of([box() for _ in range(30)])
+    one, other = Tiles.of([box() for _ in range(20)]), Tiles.of([box() for _ in range(30)])
     both = lambda i, j: (np.minimum(one.ends[i], other.ends[j]) > np.maximum(one.starts[i], other.starts[j])).all()
     want = {(i, j) for i in range(20) for j in range(30) if both(i, j)}
     got = list(zip(*(side.tolist() for side in meetings(one, other))))
@@ -107,18 +109,18 @@ def test_meetings_against_all_pairs(seed):
 
 
 def test_overlaps_and_holes_are_found():
-    boxes = Boxes.of([((0, 0), (2, 4)), ((2, 0), (2, 2)), ((3, 1), (1, 3))])
+    boxes = Tiles.of([((0, 0), (2, 4)), ((2, 0), (2, 2)), ((3, 1), (1, 3))])
     assert first_overlap(boxes) == (1, 2)
     assert first_overlap(boxes.take([0, 1])) is None
-    assert first_overlap(Boxes.of([((0,), (3,)), ((0,), (0,)), ((0,), (3,))])) == (0, 2)
+    assert first_overlap(Tiles.of([((0,), (3,)), ((0,), (0,)), ((0,), (3,))])) == (0, 2)
     assert first_hole(boxes.take([0, 1]), (4, 4)) == ((2, 2), (2, 2))
-    assert first_hole(Boxes.of([((), ())]), ()) is None and first_hole(Boxes.of([], 0), ()) == ((), ())
+    assert first_hole(Tiles.of([((), ())]), ()) is None and first_hole(Tiles.of([], 0), ()) == ((), ())
 
 
 def test_ten_thousand_tiles_take_milliseconds():
     rows, columns = np.divmod(np.arange(10_000), 100)
     starts = np.stack([rows, columns], axis=1) * 50
-    boxes = Boxes(starts, starts + 50)
+    boxes = Tiles(starts, starts + 50)
     sources = TileSet.owned(np.arange(10_000) % 64, boxes)
     targets = TileSet.owned(np.arange(10_000)[::-1] % 48, boxes)
     seconds = []

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise import Partial, Replicate, RuleError, Shard, simulate
-from shardwise.comm.simulation import reduce_parts
+from shardwise.comm.reduction import reduce_parts
 from shardwise.testing import check_rule, spread_out
 from shardwise.testing.chances import cheapest_known, missed_chance
 from shardwise.testing.check import as_sample

@@ -1,4 +1,4 @@
-"""What the layers above need of a backend: run a local function, exchange what a step packs, look at local values.
+"""What the layers above need of a backend: run a local function, collectives, look at local values.
 
 A *local value* is what the ranks this process plays hold of one tensor: a plain tensor on a process group, a
 `RankTensor` in simulation. Only backends know which; everything above passes it along.
@@ -8,59 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 Coords = tuple[int, ...]
-
-
-class Step(Protocol):
-    """One step of a move, as a backend sees it: pure local work around one exchange along some axes.
-
-    A step is either packed (`pack`, one collective, `unpack`) or `routed`: it says which part of its tensor each rank
-    sends to which other (`Routed`)."""
-
-    @property
-    def kind(self) -> str:
-        """all_gather, all_reduce, reduce_scatter, all_to_all or local."""
-
-    @property
-    def axes(self) -> tuple[int, ...]: ...
-
-    @property
-    def crossed(self) -> tuple[int, ...]:
-        """Those of the axes along which anything travels."""
-
-    @property
-    def routed(self) -> bool: ...
-
-    @property
-    def reduce_op(self) -> str: ...
-
-    @property
-    def uniform(self) -> bool:
-        """Whether everyone along the axes gets the same value."""
-
-    @property
-    def fresh(self) -> bool:
-        """Whether a local step may write over what it is given (`pack_fresh`)."""
-
-    @property
-    def partner(self) -> Step:
-        """The step the gradient takes."""
-
-    def bytes_in(self, coords: Coords) -> int:
-        """Bytes the rank at `coords` receives."""
-
-    def pack(self, local: torch.Tensor, coords: Coords) -> Any:
-        """What this rank contributes: a tensor, or one tensor a coordinate."""
-
-    def unpack(self, received: Any, coords: Coords) -> torch.Tensor:
-        """The new local value from what came back."""
-
-    def part_shapes(self, packed: Any, coords: Coords) -> Sequence[tuple[int, ...]]:
-        """The shape of what comes from each rank along the axes."""
 
 
 class Comm(ABC):
@@ -80,8 +32,23 @@ class Comm(ABC):
         """`func` as a function of local values. On `axes` each coordinate gets a value of its own."""
 
     @abstractmethod
-    def run(self, step: Step, local: Any) -> Any:
-        """The local value after `step`, outside of autograd."""
+    def each(self, func: Callable[[torch.Tensor, Coords], torch.Tensor], local: Any, axes: Sequence[int]) -> Any:
+        """`func(value, coords)` for the ranks played here; every coordinate of `axes` gets a value of its own."""
+
+    @abstractmethod
+    def all_reduce(self, local: Any, axes: Sequence[int], reduce_op: str) -> Any:
+        """The parts of everyone along the axes, reduced."""
+
+    def start_all_reduce(
+        self, local: Any, axes: Sequence[int], reduce_op: str, owned: bool
+    ) -> tuple[Any, Callable[[], Any]] | None:
+        """The same, begun: the value there will be (`local` itself, if it is `owned` and can be overwritten), and what
+        waits for it. None where it cannot be begun without waiting."""
+        return None
+
+    @abstractmethod
+    def stack(self, local: Any, axes: Sequence[int]) -> Any:
+        """The values of everyone along the axes, which have one shape, stacked on a new first dim."""
 
     @abstractmethod
     def values(self, local: Any) -> tuple[torch.Tensor, ...]:

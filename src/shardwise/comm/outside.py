@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.base import Coords, PlainComm, Step
+from shardwise.comm.base import Coords, PlainComm
 from shardwise.errors import MeshError
 
 
@@ -39,7 +39,13 @@ class OutsideComm(PlainComm):
     def bind(self, func: Callable[..., Any], axes: Sequence[int] = ()) -> Callable[..., Any]:
         return self._refuse
 
-    def run(self, step: Step, local: Any) -> Any:
+    def each(self, func: Callable[..., Any], local: Any, axes: Sequence[int]) -> Any:
+        self._refuse()
+
+    def all_reduce(self, local: Any, axes: Sequence[int], reduce_op: str) -> Any:
+        self._refuse()
+
+    def stack(self, local: Any, axes: Sequence[int]) -> Any:
         self._refuse()
 
     def shared(self, value: torch.Tensor) -> Any:

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.base import Coords, PlainComm, Step
+from shardwise.comm.base import Coords, PlainComm
 from shardwise.comm.bridge import replaced
+from shardwise.comm.messages import ALL_GATHER, Along, start_all_to_all, start_swap, world_of
 from shardwise.comm.peers import sign_in, who_is_lost
 from shardwise.comm.record import Note, record
-from shardwise.comm.simulation import REDUCTIONS, reduce_parts
-from shardwise.comm.swap import start_all_to_all, start_swap, world_of
-from shardwise.comm.transfer import ALL_GATHER, Along, Transfer
+from shardwise.comm.reduction import REDUCTIONS, reduce_parts
 from shardwise.comm.wire import WIRE, as_wire, from_wire, numel, width
 from shardwise.errors import CommError
 from shardwise.torch_private import is_traced, without_fake_mode
@@ -77,7 +76,7 @@ class ProcessGroupComm(PlainComm):
         for axis in reversed(range(len(self.shape))):
             if self.shape[axis] > 1:
                 record(self, "all_gather", axis, (self.shape[axis] - 1) * table.nbytes, Note("from_local", "sizes"))
-                with self._naming("all_gather", axis):
+                with self.naming("all_gather", axis):
                     table = torch.stack(self._gather((axis,), table, [tuple(table.shape)] * self.shape[axis]))
             else:
                 table = table.unsqueeze(0)
@@ -93,7 +92,7 @@ class ProcessGroupComm(PlainComm):
         """What the coordinate `source` holds."""
         wire = as_wire(local.detach()).clone()
         record(self, "broadcast", axis, 0 if self.coords[axis] == source else wire.nbytes, Note("broadcast"))
-        with self._naming("broadcast", axis):
+        with self.naming("broadcast", axis):
             dist.broadcast(wire, group=self.group(axis), group_src=self._place(axis, source))
         return from_wire(wire, local.dtype, local.shape)
 
@@ -104,7 +103,7 @@ class ProcessGroupComm(PlainComm):
         wires = [torch.nn.functional.pad(w, (0, longest - w.numel())) for w in map(as_wire, parts)]
         out = torch.empty_like(wires[me])
         record(self, "scatter", axis, 0 if me == source else parts[me].nbytes, Note("distribute_tensor"))
-        with self._naming("scatter", axis):
+        with self.naming("scatter", axis):
             in_order = [wires[c[axis]] for c in self._peers((axis,))] if me == source else None
             dist.scatter(out, in_order, group=self.group(axis), group_src=self._place(axis, source))
         mine = parts[me]
@@ -149,62 +148,20 @@ class ProcessGroupComm(PlainComm):
         ranges = [range(k) if a in axes else (self.coords[a],) for a, k in enumerate(self.shape)]
         return list(itertools.product(*ranges))
 
-    def _naming(self, kind: str, axes: int | Sequence[int]) -> _Naming:
+    def naming(self, kind: str, axes: int | Sequence[int]) -> _Naming:
         """A failure inside says which collective on which axes it was."""
         return _Naming(self, kind, (axes,) if isinstance(axes, int) else tuple(axes))
 
-    def run(self, step: Step, local: torch.Tensor) -> torch.Tensor:
-        if step.kind == "local":
-            if step.routed:
-                return step.from_holders(self.coords, lambda coords: local, reduce_parts)  # type: ignore[attr-defined]
-            if step.fresh:
-                return step.pack_fresh(local, self.coords)  # type: ignore[attr-defined]
-            return step.unpack(step.pack(local, self.coords), self.coords)
-        with self._naming(step.kind, step.axes):
-            if step.routed:
-                return Transfer(step, local, self.coords, self.along(step.crossed)).finish()
-            packed = getattr(self, "_" + step.kind)(step, step.pack(local, self.coords))
-        return step.unpack(packed, self.coords)
+    # -- collectives ----------------------------------------------------------------------------------------
+    def each(
+        self, func: Callable[[torch.Tensor, Coords], torch.Tensor], local: torch.Tensor, axes: Sequence[int]
+    ) -> torch.Tensor:
+        return func(local, self.coords)
 
-    def can_start(self, step: Step, local: torch.Tensor) -> bool:
-        """Whether a step can be begun without waiting for it."""
-        if step.routed or step.kind != "all_reduce":
-            return step.routed
-        native = not self._is_ordered(step, local) and self.group(step.axes) is not None
-        return self._is_pair(step) or (native and _reducible(local, step.reduce_op) is not None)
-
-    def start(
-        self, step: Any, local: torch.Tensor, giving: bool = False
-    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-        """Begin a step: the tensor that will hold the result (`local` itself, if it is given away and can), and what
-        waits until it does."""
-        naming = self._naming(step.kind, step.axes)
-        with naming:
-            if step.routed:
-                transfer = Transfer(step, local, self.coords, self.along(step.crossed))
-                out, wait = transfer.out, transfer.finish
-            else:
-                out, wait = self._start_all_reduce(step, step.pack(local, self.coords), giving)
-
-        def finish() -> torch.Tensor:
-            with naming, torch.no_grad():
-                wait()
-            return out
-
-        return out, finish
-
-    def filled_later(self, step: Any, like: torch.Tensor) -> torch.Tensor:
-        """Room for what the last step of a move will give."""
-        layout = step.dst if hasattr(step, "dst") else step.layout
-        return like.new_empty(layout.local_shape_at(self.coords))
-
-    @staticmethod
-    def _is_ordered(step: Step, local: torch.Tensor) -> bool:
-        return local.is_floating_point() and step.reduce_op in ("max", "min")
-
-    # -- packed steps ---------------------------------------------------------------------------------------
-    def _all_gather(self, step: Step, mine: torch.Tensor) -> list[torch.Tensor]:
-        return self._gather(step.axes, mine, step.part_shapes(mine, self.coords))
+    def stack(self, local: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        with self.naming("all_gather", axes):
+            shapes = [tuple(local.shape)] * len(self._everyone(axes))
+            return torch.stack(self._gather(axes, local.contiguous(), shapes))
 
     def _gather(self, axes: Sequence[int], mine: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         """Everyone's tensor, in the order of coordinates; uneven ones travel padded to the longest."""
@@ -222,24 +179,57 @@ class ProcessGroupComm(PlainComm):
         came = dict(zip(self._by_group(axes), rows, strict=True))
         return [from_wire(came[i][:n], mine.dtype, s) for i, (n, s) in enumerate(zip(counts, shapes, strict=True))]
 
-    def _start_all_reduce(
-        self, step: Step, mine: torch.Tensor, giving: bool = False
-    ) -> tuple[torch.Tensor, Callable[[], Any]]:
-        if self._is_pair(step):
-            return self._start_pair(step, mine)
-        out = mine if giving and mine.is_contiguous() else mine.clone(memory_format=torch.contiguous_format)
-        wire = torch.view_as_real(out) if out.is_complex() else out
-        return out, dist.all_reduce(wire, _REDUCE[step.reduce_op], group=self.group(step.axes), async_op=True).wait
+    def all_reduce(self, local: torch.Tensor, axes: Sequence[int], reduce_op: str) -> torch.Tensor:
+        with self.naming("all_reduce", axes):
+            mine = local.contiguous()
+            if self._is_pair(axes):
+                out, wait = self._start_pair(mine, axes, reduce_op)
+                wait()
+                return out
+            wire = _reducible(mine, reduce_op)
+            if wire is None or self.group(axes) is None:
+                return self._reduced_here(mine, axes, reduce_op)
+            ordered = _is_ordered(mine, reduce_op)
+            wire = _ordered(wire, reduce_op) if ordered else wire.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(wire, op=_REDUCE[reduce_op], group=self.group(axes))
+            if ordered:
+                return _unordered(wire, reduce_op).to(mine.dtype)
+            return torch.view_as_complex(wire) if mine.is_complex() else wire
 
-    def _is_pair(self, step: Step) -> bool:
+    def start_all_reduce(
+        self, local: torch.Tensor, axes: Sequence[int], reduce_op: str, owned: bool
+    ) -> tuple[torch.Tensor, Callable[[], Any]] | None:
+        pair = self._is_pair(axes)
+        native = not _is_ordered(local, reduce_op) and _reducible(local, reduce_op) is not None
+        if not pair and (not native or self.group(axes) is None):
+            return None
+        naming, mine = self.naming("all_reduce", axes), local.contiguous()
+        with naming:
+            if pair:
+                out, wait = self._start_pair(mine, axes, reduce_op)
+            else:
+                out = mine if owned else mine.clone(memory_format=torch.contiguous_format)
+                wire = torch.view_as_real(out) if out.is_complex() else out
+                wait = dist.all_reduce(wire, _REDUCE[reduce_op], group=self.group(axes), async_op=True).wait
+
+        def finish() -> torch.Tensor:
+            with naming, torch.no_grad():
+                wait()
+            return out
+
+        return out, finish
+
+    def _is_pair(self, axes: Sequence[int]) -> bool:
         """Whether two ranks that gloo connects reduce: each sends the other all it has, which is as many bytes as
         gloo's own all-reduce takes, and sooner there."""
-        along = self.along(step.axes)
+        along = self.along(axes)
         return len(along.ranks) == 2 and along.group is not None and along.backend == "gloo"
 
-    def _start_pair(self, step: Step, mine: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
+    def _start_pair(
+        self, mine: torch.Tensor, axes: Sequence[int], reduce_op: str
+    ) -> tuple[torch.Tensor, Callable[[], Any]]:
         """In pieces, so that one is reduced while the next travels."""
-        group, reduce = self.group(step.axes), REDUCTIONS[step.reduce_op]
+        group, reduce = self.group(axes), REDUCTIONS[reduce_op]
         mine = mine.resolve_conj().resolve_neg().contiguous()
         out = torch.empty_like(mine)
         length = max(_PAIR_PIECE // out.element_size(), 1)
@@ -257,33 +247,15 @@ class ProcessGroupComm(PlainComm):
 
         return out, wait
 
-    def _all_reduce(self, step: Step, mine: torch.Tensor) -> torch.Tensor:
-        if self._is_pair(step):
-            out, wait = self._start_pair(step, mine)
-            wait()
-            return out
-        wire = _reducible(mine, step.reduce_op)
-        if wire is None or self.group(step.axes) is None:
-            return self._reduced_here(step, mine)
-        ordered = self._is_ordered(step, mine)
-        wire = _ordered(wire, step.reduce_op) if ordered else wire.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(wire, op=_REDUCE[step.reduce_op], group=self.group(step.axes))
-        if ordered:
-            return _unordered(wire, step.reduce_op).to(mine.dtype)
-        return torch.view_as_complex(wire) if mine.is_complex() else wire
-
-    def _reduced_here(self, step: Step, mine: torch.Tensor) -> torch.Tensor:
+    def _reduced_here(self, mine: torch.Tensor, axes: Sequence[int], reduce_op: str) -> torch.Tensor:
         """For what no backend reduces, and ranks without a group: everyone gets a share of all parts, reduces it and
         hands it to the others."""
-        everyone = self._everyone(step.axes)
+        everyone = self._everyone(axes)
         shares = list(mine.reshape(-1).tensor_split(len(everyone)))
         own = tuple(shares[everyone.index(self.coords)].shape)
-        share = reduce_parts(self._swap(step.axes, shares, [own] * len(everyone)), step.reduce_op)
-        whole = self._swap(step.axes, [share] * len(everyone), [tuple(s.shape) for s in shares])
+        share = reduce_parts(self._swap(axes, shares, [own] * len(everyone)), reduce_op)
+        whole = self._swap(axes, [share] * len(everyone), [tuple(s.shape) for s in shares])
         return torch.cat(whole).view(mine.shape)
-
-    def _all_to_all(self, step: Step, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._swap(step.axes, parts, step.part_shapes(parts, self.coords))
 
     def _swap(
         self, axes: Sequence[int], parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
@@ -295,7 +267,7 @@ class ProcessGroupComm(PlainComm):
         counts = [numel(shapes[i]) * width(dtype) for i in order]
         send = torch.cat(wires)
         out = send.new_empty(sum(counts))
-        start_swap(out, counts, send, [w.numel() for w in wires], along.ranks, along.group).wait()
+        start_swap(out, counts, send, [w.numel() for w in wires], along).wait()
         came = dict(zip(order, out.split(counts), strict=True))
         return [from_wire(came[i], dtype, shape) for i, shape in enumerate(shapes)]
 
@@ -329,6 +301,11 @@ class _Naming:
         lost = who_is_lost(error, ranks)
         where = f"mesh axis {names!r} ({len(ranks)} ranks) failed at coordinates {comm.coords}"
         raise CommError(f"{self.kind} on {where}{lost}: {error}") from error
+
+
+def _is_ordered(x: torch.Tensor, op: str) -> bool:
+    """Whether it is reduced as integers of the same order."""
+    return x.is_floating_point() and op in ("max", "min")
 
 
 def _reducible(x: torch.Tensor, op: str) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.comm.base import Comm, Step
+from shardwise.comm.base import Comm
 
 _state = threading.local()
 _HERE = str(Path(__file__).resolve().parents[1])
@@ -62,24 +62,18 @@ def for_backward(note: Note, source: str | None) -> Note:
     return Note(note.op, note.reason, True, source)
 
 
-def record_step(comm: Comm, step: Step, note: Note, heard: list[Any]) -> None:
-    """Tell every listener of one step; next to free when nobody listens."""
-    if heard and step.kind != "local":
-        total = sum(step.bytes_in(coords) for coords in comm.played())
-        _tell(comm, step.kind, step.axes, total, note, heard)
-
-
 def record(comm: Comm, kind: str, axis: int, received: int, note: Note) -> None:
-    """Tell of a communication that is not a step of a move."""
+    """Tell the ledgers open in this thread of a communication that is not a step of a move."""
     heard = listeners()
     if heard:
-        _tell(comm, kind, (axis,), received, note, heard)
+        tell(comm.axis_names[axis], kind, received, note, heard)
 
 
-def _tell(comm: Comm, kind: str, axes: tuple[int, ...], received: int, note: Note, heard: list[Any]) -> None:
-    name, source = "+".join(comm.axis_names[a] for a in axes), note.source or user_line()
+def tell(axis: str, kind: str, received: int, note: Note, heard: list[Any]) -> None:
+    """Tell these ledgers of a communication."""
+    entry = Entry(note.op, kind, axis, received, note.source or user_line(), note.backward, note.reason)
     for listener in heard:
-        listener(Entry(note.op, kind, name, received, source, note.backward, note.reason))
+        listener(entry)
 
 
 def user_line() -> str:

@@ -6,17 +6,19 @@ Each value has its own native autograd graph, so uneven shapes are no special ca
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from shardwise.comm.base import Comm, Coords, Step
+from shardwise.comm.base import Comm, Coords
+from shardwise.comm.reduction import reduce_parts
 from shardwise.errors import LayoutError, MeshError
 from shardwise.functions import writes_first
 from shardwise.torch_private import make_wrapper, reentrant, storage_id
+
+OnGroup = Callable[[list[torch.Tensor], list[Coords]], list[torch.Tensor]]  # values and coordinates of some ranks
 
 
 class PerRank(tuple):
@@ -402,57 +404,30 @@ class SimulatedComm(Comm):
                     values[rank] = values[group[0]]
         return RankTensor(values)
 
-    def run(self, step: Step, local: Any) -> RankTensor:
+    # -- collectives ----------------------------------------------------------------------------------------
+    def per_group(
+        self, func: Callable[[list[torch.Tensor], list[Coords]], list[torch.Tensor]], local: Any, axes: Sequence[int]
+    ) -> RankTensor:
+        """`func(values, coordinates)` for each group of ranks along the axes: what each of them holds afterwards.
+
+        Groups that hold the same objects do the same work: it is done once."""
         values = local.ranks
         out: list[Any] = [None] * len(values)
-        shared: dict[Any, Any] = {}  # groups that hold the same objects do the same work: do it once
-        run = self._route_group if step.routed else self._run_group
-        for group in self.groups(step.axes):
+        shared: dict[Any, Any] = {}
+        for group in self.groups(axes):
             key = tuple(id(values[rank]) for rank in group)
             if key not in shared:
-                shared[key] = run(step, [values[rank] for rank in group], [self.grid[r] for r in group])
+                shared[key] = func([values[rank] for rank in group], [self.grid[rank] for rank in group])
             for rank, value in zip(group, shared[key], strict=True):
                 out[rank] = value
         return RankTensor(out)
 
-    def _run_group(self, step: Step, values: list[torch.Tensor], coords: list[Coords]) -> list[torch.Tensor]:
-        packed = [step.pack(value, c) for value, c in zip(values, coords, strict=True)]
-        if step.uniform:
-            whole = packed if step.kind == "all_gather" else reduce_parts(packed, step.reduce_op)
-            return [step.unpack(whole, coords[0])] * len(values)
-        received: Sequence[Any]
-        if step.kind == "local":
-            received = packed
-        elif step.kind == "reduce_scatter":
-            received = [reduce_parts(column, step.reduce_op) for column in zip(*packed, strict=True)]
-        elif step.kind == "all_to_all":
-            received = list(zip(*packed, strict=True))
-        else:
-            received = [packed] * len(values)
-        return [step.unpack(part, c) for part, c in zip(received, coords, strict=True)]
+    def each(self, func: Callable[[torch.Tensor, Coords], torch.Tensor], local: Any, axes: Sequence[int]) -> RankTensor:
+        return self.per_group(lambda values, coords: list(map(func, values, coords)), local, axes)
 
-    @staticmethod
-    def _route_group(step: Any, values: list[torch.Tensor], coords: list[Coords]) -> list[torch.Tensor]:
-        held = dict(zip(coords, values, strict=True))
-        made: dict[Coords, torch.Tensor] = {}
-        for c in coords:
-            key = step.shared_by(c)
-            if key not in made:
-                made[key] = step.from_holders(c, held.__getitem__, reduce_parts)
-        return [made[step.shared_by(c)] for c in coords]
+    def all_reduce(self, local: Any, axes: Sequence[int], reduce_op: str) -> RankTensor:
+        reduced = lambda values, coords: [reduce_parts([v.contiguous() for v in values], reduce_op)] * len(values)  # noqa: E731
+        return self.per_group(reduced, local, axes)
 
-
-def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """The parts of all ranks reduced, on one device."""
-    return functools.reduce(REDUCTIONS[op], parts[1:], parts[0].clone())
-
-
-REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
+    def stack(self, local: Any, axes: Sequence[int]) -> RankTensor:
+        return self.per_group(lambda values, coords: [torch.stack(values)] * len(values), local, axes)

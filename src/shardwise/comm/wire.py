@@ -22,9 +22,12 @@ def as_wire(x: torch.Tensor) -> torch.Tensor:
     flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
     if x.dtype in WIRE:
         return flat
-    if flat.numel() <= 1:  # contiguous whatever its stride says, but a view of another dtype asks for 1
-        flat = flat.as_strided(flat.shape, (1,))
-    return flat.view(torch.uint8)
+    return as_bytes(flat)
+
+
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous flat tensor: one element may come with any stride, but a view of bytes asks for 1."""
+    return (flat.as_strided(flat.shape, (1,)) if flat.numel() <= 1 else flat).view(torch.uint8)
 
 
 def from_wire(wire: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

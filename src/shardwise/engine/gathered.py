@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.comm.autograd import run_steps
 from shardwise.comm.record import Note
 from shardwise.errors import AutogradError
 from shardwise.layout import Layout
 from shardwise.move import plan_steps
 from shardwise.move.limit import current_cap
+from shardwise.move.node import run_steps
 from shardwise.move.steps import Spread
 
 
@@ -52,7 +52,7 @@ def spread_from_parts(tensor: Any, axes: tuple[tuple[int, ...], ...]) -> Any:
     entering = Spread(layout, (parts.axis,))
     steps = plan_steps(parts.layout, layout, (parts.axis,), current_cap())
     tensor._gathered = _PASSED_BY
-    there = lambda *_: comm.run(entering, values)  # noqa: E731  (the values have come already)
+    there = lambda *_: entering.run(comm, values)  # noqa: E731  (the values have come already)
     return run_steps(comm, steps, parts.local, Note("redistribute"), run=there)
 
 

@@ -21,7 +21,7 @@ from shardwise.engine.results import Finish, Results, one_wrapper
 from shardwise.errors import StrictError
 from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
-from shardwise.move.steps import MoveStep, Spread
+from shardwise.move.steps import MeshStep, Spread
 from shardwise.strategy.spec import Algorithm, PerCoords
 from shardwise.torch_private import storage_id
 from shardwise.wrapper import shares_memory
@@ -186,7 +186,7 @@ def split_axes(mesh: Any, inputs: Sequence[Layout], outputs: Sequence[Layout]) -
     )
 
 
-Moves = list[tuple[int, tuple[MoveStep, ...], bool]]
+Moves = list[tuple[int, tuple[MeshStep, ...], bool]]
 
 
 def operand_moves(call: CallShape, inputs: Sequence[Layout], splits: Sequence[Sequence[int]]) -> Moves:
@@ -200,7 +200,7 @@ def operand_moves(call: CallShape, inputs: Sequence[Layout], splits: Sequence[Se
     return moves
 
 
-def spread(tensor: Any, steps: tuple[MoveStep, ...], note: Note) -> Any:
+def spread(tensor: Any, steps: tuple[MeshStep, ...], note: Note) -> Any:
     """A Replicate operand entering a split call. Kept on the tensor, so that several users share one all-reduce."""
     local = tensor._local
     if not torch.is_grad_enabled():

@@ -1,12 +1,15 @@
 """Layouts: pure integers. Imports nothing above it."""
 
-from shardwise.layout.layout import Layout, Tile, contiguous_stride
+from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard, as_placement, as_placements
+from shardwise.layout.region import Region, contiguous_stride
+from shardwise.layout.tiles import Tile
 
 __all__ = [
     "Layout",
     "Partial",
     "Placement",
+    "Region",
     "Replicate",
     "Shard",
     "Tile",

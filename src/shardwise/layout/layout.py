@@ -11,34 +11,16 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardwise.errors import DimError, LayoutError
 from shardwise.layout.placement import Partial, Placement, Shard, as_placements
+from shardwise.layout.region import Region, contiguous_stride
 from shardwise.layout.split import Intervals, chunk_pieces, compose, count, normalize, positions
-
-
-class Tile(NamedTuple):
-    """A box of global indices that one rank holds."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
+from shardwise.layout.tiles import Tile
 
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Layout] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """
-    >>> contiguous_stride((2, 3, 4))
-    (12, 4, 1)
-    """
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
 
 
 def dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
@@ -165,8 +147,12 @@ class Layout:
         return self.tiles_at(self.mesh.coords(rank))
 
     def tiles_at(self, coords: Sequence[int]) -> tuple[Tile, ...]:
-        sides = [self.held(dim, coords) for dim in range(self.ndim)]
-        return tuple(Tile(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in itertools.product(*sides))
+        boxes = itertools.product(*self.region(coords))
+        return tuple(Tile(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in boxes)
+
+    def region(self, coords: Sequence[int]) -> Region:
+        """The indices of every dim that the rank at `coords` holds."""
+        return tuple(self.held(dim, coords) for dim in range(self.ndim))
 
     def holders(self, index: Sequence[int]) -> tuple[int, ...]:
         """The ranks that hold the element at a global index."""

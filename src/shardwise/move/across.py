@@ -7,21 +7,28 @@ Between a mesh and its own sub-mesh (`mesh["tp"]`, of which every rank sees its 
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-import torch
+import torch.distributed as dist
 
 from shardwise.comm.base import Coords
 from shardwise.comm.bridge import regroup, share
-from shardwise.comm.record import Note, for_backward, listeners
+from shardwise.comm.messages import along_ranks
+from shardwise.comm.record import Note
 from shardwise.errors import MoveError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
-from shardwise.move.bucket import Parcel, exchange_bucket, from_tiles, record_between, tiles_of
+from shardwise.layout.tileset import TileSet
+from shardwise.move.at_hand import Whole
 from shardwise.move.execute import run_move
-from shardwise.move.planner import Steps, peak, plan_steps, without_sums
+from shardwise.move.node import run_steps
+from shardwise.move.planner import peak, plan_steps, without_sums
+from shardwise.move.steps import Step, Steps
 from shardwise.move.tiles import TilePlan
+from shardwise.move.transfer import Transfer
 
 
 @lru_cache(maxsize=1024)
@@ -34,24 +41,65 @@ def plan_across(src: Layout, dst: Layout) -> CrossPlan:
     return CrossPlan(src, dst)
 
 
+@dataclass(frozen=True, eq=False)
+class CrossStep(Step):
+    """What the ranks of one mesh hold, on those of another: nothing is pending before or after."""
+
+    src: Layout
+    dst: Layout
+    plan: TilePlan
+    ranks: tuple[int, ...]  # everyone who takes part
+
+    kind = "all_to_all"
+    where = "meshes"
+
+    @property
+    def partner(self) -> CrossStep:
+        """The gradient of what a rank got goes back to where the source was held."""
+        return CrossStep(self.dst, self.src, self.plan.reverse, self.ranks)
+
+    def comm_after(self, comm: Any) -> Any:
+        return self.dst.mesh.comm
+
+    def bytes_received(self, comm: Any) -> int:
+        return sum(map(self.plan.bytes_in, self.dst.mesh.ranks if comm.simulated else (dist.get_rank(),)))
+
+    def run(self, comm: Any, local: Any) -> Any:
+        if comm.simulated:
+            return self._at_hand(comm, local)
+        out = Transfer(self.plan, (local,), dist.get_rank(), along_ranks(self.ranks, local.device)).finish()
+        return out[0] if out else local.new_empty(0)
+
+    def _at_hand(self, comm: Any, local: Any) -> Any:
+        before = {c: self.src.region(c) for c in map(self.src.mesh.coords, self.src.mesh.ranks)}
+        after = {c: self.dst.region(c) for c in self.dst.mesh.comm.grid}
+        whole = Whole([*before.values(), *after.values()], comm.first(local), zeros=True)
+        for coords, region in before.items():
+            whole.put(region, comm.at(local, coords))
+        made = {coords: whole.take(region) for coords, region in after.items()}
+        grid = self.dst.mesh.comm.grid
+        return self.dst.mesh.comm.assemble(range(len(grid)), [made[coords] for coords in grid])
+
+
 class CrossPlan:
     """What a redistribute to another mesh does: `.steps`, and what they cost each rank."""
 
     def __init__(self, src: Layout, dst: Layout) -> None:
         self.src, self.dst = src, dst
-        self.given = without_sums(src)
-        self.taken = _with_whole_parts(dst)
-        self.before: Steps = plan_steps(src, self.given)
-        self.after: Steps = plan_steps(self.taken, dst)
+        self.leaving = without_sums(src)
+        self.arriving = _with_whole_parts(dst)
+        self.before: Steps = plan_steps(src, self.leaving)
+        self.after: Steps = plan_steps(self.arriving, dst)
 
     @cached_property
-    def exchange(self) -> TilePlan:
-        """Who sends what to whom, by global rank."""
-        tiles = [{rank: layout.tiles(rank) for rank in layout.mesh.ranks} for layout in (self.given, self.taken)]
-        return TilePlan(*tiles, itemsize=self.dst.dtype.itemsize)
+    def exchange(self) -> CrossStep:
+        """From the ranks of the one mesh to those of the other."""
+        sides = TileSet.of_layout(self.leaving), TileSet.of_layout(self.arriving)
+        plan = TilePlan(*sides, itemsize=self.dst.dtype.itemsize)
+        return CrossStep(self.leaving, self.arriving, plan, self.ranks)
 
     @property
-    def steps(self) -> tuple[Any, ...]:
+    def steps(self) -> tuple[Step, ...]:
         return (*self.before, self.exchange, *self.after)
 
     @cached_property
@@ -62,31 +110,31 @@ class CrossPlan:
     def _coords(self, layout: Layout, rank: int) -> Coords | None:
         return layout.mesh.coords(rank) if rank in layout.mesh.ranks else None
 
+    def _sides(self, rank: int) -> list[tuple[Steps, Coords]]:
+        """The steps on each of the meshes that a rank is in."""
+        pairs = ((self.before, self.src), (self.after, self.dst))
+        return [(steps, at) for steps, layout in pairs if (at := self._coords(layout, rank)) is not None]
+
     def bytes_in(self, rank: int) -> int:
         """Bytes `rank` receives."""
-        here, there = self._coords(self.src, rank), self._coords(self.dst, rank)
-        n = sum(step.bytes_in(here) for step in self.before) if here is not None else 0
-        n += sum(step.bytes_in(there) for step in self.after) if there is not None else 0
-        return n + self.exchange.bytes_in(rank)
+        on_meshes = sum(step.bytes_in(at) for steps, at in self._sides(rank) for step in steps)
+        return on_meshes + self.exchange.plan.bytes_in(rank)
 
     def bytes_out(self, rank: int) -> int:
         """Bytes `rank` sends."""
-        here, there = self._coords(self.src, rank), self._coords(self.dst, rank)
-        n = sum(step.bytes_out(here) for step in self.before) if here is not None else 0
-        n += sum(step.bytes_out(there) for step in self.after) if there is not None else 0
-        return n + self.exchange.bytes_out(rank)
+        on_meshes = sum(step.bytes_out(at) for steps, at in self._sides(rank) for step in steps)
+        return on_meshes + self.exchange.plan.bytes_out(rank)
 
     def lower_bound(self, rank: int) -> int:
         """Bytes of the target that `rank` does not hold (where nothing is pending)."""
-        return self.exchange.lower_bound(rank)
+        return self.exchange.plan.lower_bound(rank)
 
     def peak_bytes(self, rank: int) -> int:
         """The most bytes `rank` holds beyond the source: what is on the way, buffers and the result."""
         here, there = self._coords(self.src, rank), self._coords(self.dst, rank)
-        size = self.dst.dtype.itemsize
-        held = _numel(self.given, here) * size if here is not None and self.before else 0
-        got = _numel(self.taken, there) * size if there is not None else 0
-        during = held + got + self.exchange.bytes_in(rank) + self.exchange.bytes_out(rank)
+        held = _bytes(self.leaving, here) if here is not None and self.before else 0
+        got = _bytes(self.arriving, there) if there is not None else 0
+        during = held + got + self.exchange.plan.bytes_in(rank) + self.exchange.plan.bytes_out(rank)
         first = peak(self.before, [here]) if here is not None else 0
         last = got + peak(self.after, [there]) if there is not None else 0
         return max(first, during, last)
@@ -105,11 +153,8 @@ class CrossPlan:
         return self.explain()
 
 
-def _numel(layout: Layout, coords: Coords) -> int:
-    n = 1
-    for size in layout.local_shape_at(coords):
-        n *= size
-    return n
+def _bytes(layout: Layout, coords: Coords) -> int:
+    return math.prod(layout.local_shape_at(coords)) * layout.dtype.itemsize
 
 
 def _with_whole_parts(layout: Layout) -> Layout:
@@ -130,10 +175,10 @@ def move_across(local: Any, src: Layout, dst: Layout, note: Note) -> Any:
     plan = plan_across(src, dst)
     if not src.mesh.comm.outside:
         local = run_move(local, src.mesh.comm, plan.before, note)
-    crossed = _cross(plan, local, note)
+    crossed = run_steps(src.mesh.comm, (plan.exchange,), local, note)
     if dst.mesh.comm.outside:
         return crossed
-    replicas = [a for a, p in enumerate(plan.taken.placements) if p.is_replicate()]
+    replicas = [a for a, p in enumerate(plan.arriving.placements) if p.is_replicate()]
     return run_move(share(dst.mesh.comm, crossed, replicas), dst.mesh.comm, plan.after, note)
 
 
@@ -159,8 +204,8 @@ def _is_view(part: Any, whole: Any) -> bool:
     return tuple(line) == part.ranks
 
 
-def _agree(one: Coords, other: Coords, apart_from: list[int]) -> bool:
-    return all(c == d for a, (c, d) in enumerate(zip(one, other, strict=True)) if a not in apart_from)
+def _agree(one: Coords, other: Coords, except_on: list[int]) -> bool:
+    return all(c == d for a, (c, d) in enumerate(zip(one, other, strict=True)) if a not in except_on)
 
 
 def _spelled_out(layout: Layout, whole: Any) -> Layout:
@@ -178,56 +223,3 @@ def _each_line_its_own(value: Any, dst: Layout) -> Any:
     numbers: dict[Any, int] = {}
     lines = zip(comm.spectators, comm.grid, strict=True)
     return regroup(comm, value, tuple(numbers.setdefault((s, *(c[a] for a in cut)), len(numbers)) for s, c in lines))
-
-
-def _cross(plan: CrossPlan, local: Any, note: Note) -> Any:
-    comm = plan.src.mesh.comm
-    if torch.is_grad_enabled() and any(v.requires_grad for v in comm.values(local)):
-        if comm.simulated:
-            local.used = True
-        box = [plan.exchange, plan.given, plan.taken, plan.ranks, local, note, None]
-        outs = _Cross.apply(box, *comm.values(local))
-        return plan.dst.mesh.comm.assemble(box[-1], outs)
-    return _exchange(plan.exchange, plan.given, plan.taken, plan.ranks, local, note)
-
-
-class _Cross(torch.autograd.Function):
-    """The gradient of what a rank got goes back to a rank it came from; all of it lands where the source was held."""
-
-    @staticmethod
-    def forward(ctx: Any, box: list[Any], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        exchange, given, taken, ranks, local, note, _ = box
-        result = _exchange(exchange, given, taken, ranks, local, note)
-        ctx.move = exchange, given, taken, ranks, note
-        ctx.before, ctx.after = given.mesh.comm.structure(local), taken.mesh.comm.structure(result)
-        ctx.heard = listeners()
-        box[-1] = ctx.after
-        return taken.mesh.comm.values(result)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        exchange, given, taken, ranks, note = ctx.move
-        local = taken.mesh.comm.assemble(ctx.after, grads)
-        back = [exchange.reverse, taken, given, ranks, local, for_backward(note, note.source), None]
-        outs = _Cross.apply(back, *taken.mesh.comm.values(local))
-        return None, *given.mesh.comm.pick(ctx.before, given.mesh.comm.assemble(back[-1], outs))
-
-
-@torch.no_grad()
-def _exchange(exchange: TilePlan, src: Layout, dst: Layout, ranks: tuple[int, ...], local: Any, note: Note) -> Any:
-    if src.mesh.comm.simulated:
-        return _exchange_simulated(exchange, src, dst, local, note)
-    return exchange_bucket([Parcel(exchange, src, dst, ranks, local)], note)[0]
-
-
-def _exchange_simulated(exchange: TilePlan, src: Layout, dst: Layout, local: Any, note: Note) -> Any:
-    comm = src.mesh.comm
-    held = {rank: comm.at(local, src.mesh.coords(rank)) for rank in src.mesh.ranks}
-    parts = {rank: tiles_of(value, src, src.mesh.coords(rank)) for rank, value in held.items()}
-    some = next(iter(held.values()))
-    got = exchange.run_simulated({rank: tiles or [some.new_empty(0)] for rank, tiles in parts.items()})
-    total = sum(exchange.bytes_in(rank) for rank in dst.mesh.ranks)
-    record_between(total, note)
-    made = {c: from_tiles(got.get(r, []), dst, c, some) for r, c in ((r, dst.mesh.coords(r)) for r in dst.mesh.ranks)}
-    everyone = dst.mesh.comm.played()
-    return dst.mesh.comm.assemble(tuple(range(len(everyone))), [made[c] for c in everyone])

@@ -1,30 +1,58 @@
-"""Many moves between meshes in one exchange: what all tensors send to a rank travels as one run of bytes."""
+"""Many moves between meshes in one exchange: what all tensors send to a rank travels as one message of bytes."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.base import Coords
-from shardwise.comm.boxes import Box, build, pick
-from shardwise.comm.record import Note, record
-from shardwise.comm.swap import start_swap, world_of
-from shardwise.layout import Layout
-from shardwise.move.tiles import TilePlan
+from shardwise.comm.messages import Along, along_ranks
+from shardwise.comm.record import Note, listeners, tell
+from shardwise.comm.wire import as_bytes
+from shardwise.layout import Region
+from shardwise.move.across import CrossStep
+from shardwise.move.routes import Piece, Route, Routes, Shape, joined
+from shardwise.move.transfer import Native, Transfer
+
+Parcel = tuple[CrossStep, torch.Tensor]  # a move between meshes, and what this rank holds of the tensor
 
 
-class Parcel(NamedTuple):
-    """One tensor on its way from the ranks of one mesh to those of another, and what this rank holds of it."""
+class _Together:
+    """Several plans as one, of bytes."""
 
-    plan: TilePlan
-    src: Layout
-    dst: Layout
-    ranks: tuple[int, ...]  # everyone who takes part
-    local: torch.Tensor
+    reduce_op = "sum"
+    rounds = 1
+    zeros = False
+
+    def __init__(self, parcels: Sequence[Parcel]) -> None:
+        self.parcels = parcels
+        self.kept: dict[Any, Any] = {}
+
+    def routes(self, member: int) -> Routes:
+        return joined([_in_bytes(step.plan.routes(member), local.itemsize) for step, local in self.parcels])
+
+    def sends_separately(self, along: Along) -> bool:
+        return self.parcels[0][0].plan.sends_separately(along)
+
+    def native(self, along: Along) -> Native | None:
+        return None
+
+
+def _in_bytes(routes: Routes, width: int) -> Routes:
+    """The same routes of tensors whose elements are seen as bytes: the last dim is that much longer."""
+
+    def wide(region: Region) -> Region:
+        last = region[-1] if region else ((0, 1),)
+        return (*region[:-1], tuple((a * width, b * width) for a, b in last))
+
+    def longer(shape: Shape) -> Shape:
+        return (*shape[:-1], (shape[-1] if shape else 1) * width)
+
+    sends = {peer: [Piece(slot, wide(region)) for slot, region in pieces] for peer, pieces in routes.sends.items()}
+    takes = [Route(sources, Piece(slot, wide(region))) for sources, (slot, region) in routes.takes]
+    return Routes(sends, takes, [longer(shape) for shape in routes.held], [longer(shape) for shape in routes.needed])
 
 
 def exchange_parcels(parcels: Sequence[Parcel], bucket_bytes: int, note: Note) -> list[torch.Tensor]:
@@ -32,93 +60,37 @@ def exchange_parcels(parcels: Sequence[Parcel], bucket_bytes: int, note: Note) -
     out: list[torch.Tensor] = []
     bucket: list[Parcel] = []
     size = 0
-    for parcel in parcels:
-        most = max((parcel.plan.bytes_out(rank) for rank in parcel.ranks), default=0)
-        if bucket and (size + most > bucket_bytes or bucket[0].ranks != parcel.ranks):
-            out += exchange_bucket(bucket, note)
+    for step, local in parcels:
+        most = max((step.plan.bytes_out(rank) for rank in step.ranks), default=0)
+        if bucket and (size + most > bucket_bytes or bucket[0][0].ranks != step.ranks):
+            out += _exchange(bucket, note)
             bucket, size = [], 0
-        bucket.append(parcel)
+        bucket.append((step, local))
         size += most
-    return out + (exchange_bucket(bucket, note) if bucket else [])
+    return out + (_exchange(bucket, note) if bucket else [])
 
 
 @torch.no_grad()
-def exchange_bucket(bucket: Sequence[Parcel], note: Note) -> list[torch.Tensor]:
-    """What this rank holds of each tensor afterwards, in one exchange."""
-    me, ranks = dist.get_rank(), bucket[0].ranks
-    sends: dict[int, list[torch.Tensor]] = {rank: [] for rank in ranks}
-    sizes: dict[int, int] = dict.fromkeys(ranks, 0)
-    held: list[list[torch.Tensor]] = []
-    for parcel in bucket:
-        local, width = parcel.local, parcel.local.itemsize
-        tiles = tiles_of(local, parcel.src, parcel.src.mesh.coords(me)) if me in parcel.src.mesh.ranks else []
-        held.append(tiles or [local.new_empty(0)])
-        program = parcel.plan.program(me)
-        wires = program.pack(held[-1]).view(torch.uint8).split([n * width for n in program.send_counts.values()])
-        for rank, wire in zip(program.send_counts, wires, strict=True):
-            sends[rank].append(wire)
-        for rank, n in program.receive_counts.items():
-            sizes[rank] += n * width
-    empty = torch.empty(0, dtype=torch.uint8, device=bucket[0].local.device)
-    packed = torch.cat([empty, *(wire for rank in ranks for wire in sends[rank])])
-    received = packed.new_empty(sum(sizes.values()))
-    counts = [sum(wire.numel() for wire in sends[rank]) for rank in ranks]
-    record_between(received.numel(), note)
-    start_swap(received, [sizes[r] for r in ranks], packed, counts, ranks, world_of(ranks)).wait()
-    came = dict(zip(ranks, received.split([sizes[rank] for rank in ranks]), strict=True))
-    return _unpacked(bucket, held, came, me)
+def _exchange(bucket: Sequence[Parcel], note: Note) -> list[torch.Tensor]:
+    me, (first, like) = dist.get_rank(), bucket[0]
+    if ledgers := listeners():
+        tell(first.where, first.kind, sum(step.plan.bytes_in(me) for step, _ in bucket), note, ledgers)
+    held = [_bytes_of(local) for step, local in bucket if me in step.src.mesh.ranks]
+    sources = held or [torch.empty(0, dtype=torch.uint8, device=like.device)]
+    moved = iter(Transfer(_Together(bucket), sources, me, along_ranks(first.ranks, like.device)).finish())
+    return [
+        _from_bytes(next(moved), step, me, x) if me in step.dst.mesh.ranks else x.new_empty(0) for step, x in bucket
+    ]
 
 
-def _unpacked(
-    bucket: Sequence[Parcel], held: list[list[torch.Tensor]], came: dict[int, torch.Tensor], me: int
-) -> list[torch.Tensor]:
-    out: list[torch.Tensor] = []
-    at = dict.fromkeys(came, 0)
-    for (plan, _, dst, _, local), tiles in zip(bucket, held, strict=True):
-        program = plan.program(me)
-        parts = []
-        for rank, n in program.receive_counts.items():
-            parts.append(came[rank][at[rank] : at[rank] + n * local.itemsize])
-            at[rank] += n * local.itemsize
-        wire = torch.cat(parts).view(local.dtype) if parts else local.new_empty(0)
-        if me in dst.mesh.ranks:
-            out.append(from_tiles(program.unpack(wire, tiles), dst, dst.mesh.coords(me), local))
-        else:
-            out.append(local.new_empty(0))
-    return out
+def _bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor as bytes, with its dims; one dim where it has none."""
+    wide = (*x.shape[:-1], (x.shape[-1] if x.ndim else 1) * x.itemsize)
+    return as_bytes(x.resolve_conj().resolve_neg().contiguous().view(-1)).view(wide)
 
 
-# -- a rank's tensor and its tiles -------------------------------------------------------------------------
-def tiles_of(local: torch.Tensor, layout: Layout, coords: Coords) -> list[torch.Tensor]:
-    """The tiles a rank holds, in the order of `Layout.tiles`."""
-    return [pick(local, box) for box in _boxes(layout, coords)]
-
-
-def from_tiles(tiles: Sequence[torch.Tensor], layout: Layout, coords: Coords, like: torch.Tensor) -> torch.Tensor:
-    """The tensor a rank holds, from its tiles."""
-    boxes, shape = _boxes(layout, coords), layout.local_shape_at(coords)
-    if len(boxes) == 1:
-        return tiles[0].reshape(shape).clone(memory_format=torch.contiguous_format)
-    return build(shape, list(zip(boxes, tiles, strict=False)), like)
-
-
-def _boxes(layout: Layout, coords: Coords) -> list[Box]:
-    """Where each tile stands in the local tensor."""
-    sides = []
-    for dim in range(layout.ndim):
-        at, side = 0, []
-        for a, b in layout.held(dim, coords):
-            side.append(((at, at + b - a),))
-            at += b - a
-        sides.append(side)
-    return list(itertools.product(*sides))
-
-
-class _Between:
-    """What the ledger calls the way between two meshes."""
-
-    axis_names = ("meshes",)
-
-
-def record_between(received: int, note: Note) -> None:
-    record(_Between(), "all_to_all", 0, received, note)  # type: ignore[arg-type]
+def _from_bytes(flat: torch.Tensor | None, step: CrossStep, rank: int, like: torch.Tensor) -> torch.Tensor:
+    """The tensor these are the bytes of; an empty one where this rank gets nothing."""
+    if flat is None:
+        return like.new_empty(0)
+    return flat.view(-1).view(like.dtype).view(step.dst.local_shape(rank))

@@ -9,52 +9,46 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from shardwise.comm.base import Coords
-from shardwise.comm.boxes import Box, box_shape, build, cut_box, pick, place
-from shardwise.comm.schedule import round_of
+from shardwise.comm.messages import Along
+from shardwise.comm.wire import WIRE
 from shardwise.errors import MoveError
-from shardwise.layout import Layout, Partial, Placement, Shard
+from shardwise.layout import Layout, Partial, Placement, Region, Shard
 from shardwise.layout.overlap import holders_of
 from shardwise.layout.placement import REPLICATE
-from shardwise.layout.split import count, intersect, positions
+from shardwise.layout.region import region_size, within
+from shardwise.layout.split import count, intersect
+from shardwise.move.routed import RoutedStep
+from shardwise.move.routes import Piece, Route, Routes, Shape
+from shardwise.move.schedule import round_of
+from shardwise.move.transfer import Native, gather_in_order, reduce_and_scatter
 
-_APART = 1 << 16  # bytes of a rank's tensor
-
-
-class Route(NamedTuple):
-    """A part of a rank's tensor, and the ranks it comes from (the parts of a sum, in order) or goes to."""
-
-    peers: tuple[Coords, ...]
-    box: Box  # positions in the rank's own tensor
+_SEPARATE_BYTES = 1 << 16  # bytes of a rank's tensor
+_SENDING_BACKENDS = ("gloo", "nccl")  # backends that are known to send from rank to rank
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
-    """From `src` to `dst`, which differ on `axes` only (or whose splits there are nested in one that differs).
+class Exchange(RoutedStep):
+    """From `layout` to `dst`, which differ on `axes` only (or whose splits there are nested in one that differs).
 
     On the axes in `spread` the result, Replicate there, enters a call that is split: the gradients add up. What
     travels goes in `rounds` parts, so that buffers stay small. Where a `Padded` step follows, the result stands at its
     place among the zeros of a tensor of the layout `inside`.
     """
 
-    src: Layout
     dst: Layout
-    axes: tuple[int, ...]
     spread: tuple[int, ...] = ()
     rounds: int = 1
     inside: Layout | None = None
-    kept: dict[Any, Any] = field(default_factory=dict)  # what was worked out for a rank
 
-    routed = True
-    uniform = False
-    fresh = False
+    @property
+    def src(self) -> Layout:
+        return self.layout
 
     @cached_property
     def reduces(self) -> tuple[int, ...]:
@@ -91,52 +85,78 @@ class Exchange:
         }
         added = _with(self.dst, others | dict.fromkeys(self.spread, Partial("sum")))
         spread = _with(self.src, others | dict.fromkeys(self.reduces, REPLICATE))
-        return Exchange(added, spread, self.axes, self.reduces, self.rounds)
+        return Exchange(added, self.axes, spread, self.reduces, self.rounds)
 
     # -- who sends what to whom -----------------------------------------------------------------------------
-    def incoming(self, coords: Coords) -> tuple[Route, ...]:
-        """For each part of what `coords` will hold: who has it (itself, where it does)."""
+    def incoming(self, coords: Coords) -> tuple[tuple[tuple[Coords, ...], Region], ...]:
+        """For each part of what `coords` will hold: who has it (itself, where it does), and its place there."""
         found = self.kept.get(("in", coords))
         if found is None:
             found = self.kept["in", coords] = tuple(self._incoming(coords))
         return found
 
-    def outgoing(self, coords: Coords) -> dict[Coords, Box]:
+    def outgoing(self, coords: Coords) -> dict[Coords, Region]:
         """For each rank that gets something from `coords`: the positions it gets (itself included)."""
         found = self.kept.get(("out", coords))
         if found is None:
             found = self.kept["out", coords] = dict(self._outgoing(coords))
         return found
 
-    def _incoming(self, coords: Coords) -> Any:
+    def _incoming(self, coords: Coords) -> Iterator[tuple[tuple[Coords, ...], Region]]:
         pinned = {a: c for a, c in enumerate(coords) if a not in self.axes}
-        needed = [self.dst.held(dim, coords) for dim in range(self.dst.ndim)]
-        places = [self.result.held(dim, coords) for dim in range(self.dst.ndim)]
-        sides = [holders_of(self.src, dim, need, pinned) for dim, need in enumerate(needed)]
+        sides = [holders_of(self.src, dim, need, pinned) for dim, need in enumerate(self.dst.region(coords))]
+        there = self.result.region(coords)
         for choice in itertools.product(*sides):
             holder = dict(pair for spot, _ in choice for pair in spot)
-            box = tuple(positions(held, part) for held, (_, part) in zip(places, choice, strict=True))
             ranges = [
                 range(self.src.mesh.shape[a]) if a in self.reduces else (holder.get(a, c),)
                 for a, c in enumerate(coords)
             ]
-            yield Route(tuple(itertools.product(*ranges)), box)
+            yield tuple(itertools.product(*ranges)), within(there, tuple(part for _, part in choice))
 
-    def _outgoing(self, coords: Coords) -> Any:
+    def _outgoing(self, coords: Coords) -> Iterator[tuple[Coords, Region]]:
         """The same pairs, seen from the sender."""
         fixed = [a for a in range(len(coords)) if a not in self.axes or self.src.placements[a].is_replicate()]
-        pinned = {a: coords[a] for a in fixed}
-        held = [self.src.held(dim, coords) for dim in range(self.src.ndim)]
+        pinned, held = {a: coords[a] for a in fixed}, self.src.region(coords)
         sides = [holders_of(self.dst, dim, have, pinned) for dim, have in enumerate(held)]
         for choice in itertools.product(*sides):
             needer = dict(pair for spot, _ in choice for pair in spot)
-            box = tuple(positions(have, part) for have, (_, part) in zip(held, choice, strict=True))
             ranges = [
                 (pinned[a],) if a in pinned else (needer[a],) if a in needer else range(self.dst.mesh.shape[a])
                 for a in range(len(coords))
             ]
+            region = within(held, tuple(part for _, part in choice))
             for peer in itertools.product(*ranges):
-                yield peer, box
+                yield peer, region
+
+    def routes(self, member: Coords) -> Routes:
+        sends: dict[Any, Sequence[Piece]] = {
+            peer: (Piece(0, region),) for peer, region in self.outgoing(member).items()
+        }
+        takes = [Route(sources, Piece(0, region)) for sources, region in self.incoming(member)]
+        return Routes(sends, takes, (self.src.local_shape_at(member),), (self.result.local_shape_at(member),))
+
+    # -- what ranks hold before and after, where all of them are at hand ------------------------------------
+    def held(self, coords: Coords) -> Region:
+        return self.src.region(coords)
+
+    def needed(self, coords: Coords) -> Region:
+        return self.dst.region(coords)
+
+    def room_for(self, coords: Coords) -> tuple[Shape, Region] | None:
+        if self.inside is None:
+            return None
+        return self.inside.local_shape_at(coords), within(self.inside.region(coords), self.dst.region(coords))
+
+    def part_number(self, coords: Coords) -> int | None:
+        """Of ranks that hold the same, the first has it; of the parts of a sum, which one this is."""
+        number = 0
+        for axis in self.axes:
+            if axis in self.reduces:
+                number = number * self.src.mesh.shape[axis] + coords[axis]
+            elif coords[axis] and self.src.placements[axis].is_replicate():
+                return None
+        return number
 
     @cached_property
     def crossed(self) -> tuple[int, ...]:
@@ -150,63 +170,44 @@ class Exchange:
             for a, c in enumerate(coords)
         )
 
-    # -- local work -----------------------------------------------------------------------------------------
+    # -- how it travels -------------------------------------------------------------------------------------
     @property
     def result(self) -> Layout:
-        """The layout whose local tensors it makes."""
         return self.inside or self.dst
 
-    def result_shape(self, coords: Coords) -> tuple[int, ...]:
-        return self.result.local_shape_at(coords)
+    @property
+    def zeros(self) -> bool:
+        return self.inside is not None
 
-    def new_result(self, like: torch.Tensor, coords: Coords) -> torch.Tensor:
-        return (like.new_empty if self.inside is None else like.new_zeros)(self.result_shape(coords))
-
-    def source_shape(self, coords: Coords) -> tuple[int, ...]:
-        return self.src.local_shape_at(coords)
-
-    def from_holders(self, coords: Coords, value_of: Any, reduce: Any) -> torch.Tensor:
-        """What `coords` will hold, where every holder's tensor is at hand."""
-        own = self.kept.get(("own", coords))
-        if own is not None:
-            return pick(value_of(coords), own).clone(memory_format=torch.contiguous_format)
-        parts, some = [], value_of(coords)
-        for peers, box in self.incoming(coords):
-            taken = [pick(value_of(peer), self.outgoing(peer)[coords]) for peer in peers]
-            parts.append((box, taken[0] if len(taken) == 1 else reduce(taken, self.reduce_op)))
-        shape = self.result_shape(coords)
-        if self.inside is not None:
-            out = self.new_result(some, coords)
-            for box, part in parts:
-                place(out, box, part)
-            return out
-        if len(parts) == 1 and box_shape(parts[0][0]) == shape:
-            part = parts[0][1]
-            if self.kind == "local":
-                self.kept["own", coords] = self.outgoing(coords)[coords]
-            return part.contiguous() if self.reduces else part.clone(memory_format=torch.contiguous_format)
-        return build(shape, parts, some).contiguous()
-
-    def but(self, **changes: Any) -> Exchange:
+    def with_(self, **changes: Any) -> Exchange:
         """The same exchange in other rounds, or with zeros around its result."""
         return replace(self, kept={}, **changes)
 
-    def part(self, box: Box, round: int) -> Box:
-        return cut_box(box, self.rounds, round)
+    def sends_separately(self, along: Along) -> bool:
+        return self.separate and along.backend in _SENDING_BACKENDS
+
+    def native(self, along: Along) -> Native | None:
+        """The collective of the backend that is quicker than sending to each: gloo has none."""
+        if along.group is None or along.backend == "gloo":
+            return None
+        if self.stacks and along.in_order:
+            return gather_in_order
+        even = self.kind == "reduce_scatter" and self.even and self.rounds == 1 and self.reduce_op == "sum"
+        return reduce_and_scatter if even and self.dst.dtype in WIRE and along.backend == "nccl" else None
 
     @cached_property
     def stacks(self) -> bool:
         """Whether an all-gather's parts, one rank after another in memory, are the result."""
         if self.kind != "all_gather":
             return False
-        first = self.incoming((0,) * len(self.src.mesh.shape))
         dims = {self.src.placements[a].dim for a in self.axes}  # type: ignore[attr-defined]
         if len(dims) != 1 or not self.even:
             return False
-        dim = dims.pop()
-        starts = [box[dim][0][0] for _, box in first if box[dim]]
-        outer = math.prod(self.dst.local_shape_at((0,) * len(self.src.mesh.shape))[:dim])
-        return outer == 1 and starts == sorted(starts) and all(len(box[dim]) == 1 for _, box in first)
+        dim, origin = dims.pop(), (0,) * len(self.src.mesh.shape)
+        first = [region[dim] for _, region in self.incoming(origin)]
+        starts = [side[0][0] for side in first if side]
+        outer = math.prod(self.dst.local_shape_at(origin)[:dim])
+        return outer == 1 and starts == sorted(starts) and all(len(side) == 1 for side in first)
 
     @cached_property
     def even(self) -> bool:
@@ -226,16 +227,17 @@ class Exchange:
     def bytes_out(self, coords: Coords) -> int:
         if self.kind == "local":
             return 0
-        sent = (math.prod(box_shape(box)) for peer, box in self.outgoing(coords).items() if peer != coords)
+        sent = (region_size(region) for peer, region in self.outgoing(coords).items() if peer != coords)
         return sum(sent) * self.dst.dtype.itemsize
 
     def buffer_bytes(self, coords: Coords) -> int:
-        """The most bytes of packed parts, out and in, that are alive at once: those of the last and largest round."""
+        """Those of the last round, which is the largest."""
         if self.kind == "local":
             return 0
         found = self.kept.get(("buffers", coords))
         if found is None:
-            last = round_of(self, coords, self.peers(coords), self.rounds - 1, self.apart)
+            peers, number = self.peers(coords), self.rounds - 1
+            last = round_of(self.routes(coords), coords, peers, number, self.rounds, self.separate)
             found = self.kept["buffers", coords] = last.buffers * self.dst.dtype.itemsize
         return found
 
@@ -245,18 +247,17 @@ class Exchange:
         return list(itertools.product(*ranges))
 
     @cached_property
-    def apart(self) -> bool:
-        """Whether everyone sends to each of the others by itself: what many need need not be packed for each of them.
-        (Small parts are packed: one collective takes less time to start.)"""
+    def separate(self) -> bool:
+        """Whether every rank sends each of the others a message of its own: what many need is then packed once, not
+        for each of them. (Small parts go in one collective, which takes less time to start.)"""
         many = math.prod(self.src.mesh.shape[a] for a in self.crossed) > 2
         gathers = not self.reduces and all(self.dst.placements[a].is_replicate() for a in self.crossed)
-        return gathers and many and largest_bytes(self.src) >= _APART
+        return gathers and many and largest_bytes(self.src) >= _SEPARATE_BYTES
 
     def __str__(self) -> str:
-        names = "+".join(self.src.mesh.axis_names[a] for a in self.axes)
         changes = ", ".join(f"{self.src.placements[a]} -> {self.dst.placements[a]}" for a in self.axes)
         rounds = f" in {self.rounds} rounds" if self.rounds > 1 else ""
-        return f"{'slice' if self.kind == 'local' else self.kind} on {names} ({changes}){rounds}"
+        return f"{'slice' if self.kind == 'local' else self.kind} on {self.where} ({changes}){rounds}"
 
 
 def largest_bytes(layout: Layout) -> int:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.autograd import Started, run_steps
 from shardwise.comm.record import Note
 from shardwise.layout import Layout
 from shardwise.move.limit import current_cap
+from shardwise.move.node import Started, run_steps
 from shardwise.move.planner import plan_steps
-from shardwise.move.steps import AllReduce, GatherParts, MoveStep, Spread
+from shardwise.move.steps import AllReduce, GatherParts, MeshStep, Spread
 
 
 def move(local: Any, src: Layout, dst: Layout, note: Note, spread: tuple[int, ...] = ()) -> Any:
@@ -22,19 +22,19 @@ def move(local: Any, src: Layout, dst: Layout, note: Note, spread: tuple[int, ..
 
 
 def start_move(
-    local: Any, src: Layout, dst: Layout, note: Note, *, giving: bool = False
+    local: Any, src: Layout, dst: Layout, note: Note, *, owned: bool = False
 ) -> tuple[Any, Callable[[], Any]]:
     """A move begun but not waited for: the local value there will be, and what waits for it. Where the ranks live in
-    this process, or a reduction needs its gradient worked out, it is done at once. Who is `giving` the source away
+    this process, or a reduction needs its gradient worked out, it is done at once. Who is `owned` the source away
     lets it be reduced in place."""
     comm, steps = src.mesh.comm, plan_steps(src, dst, memory=current_cap())
     if comm.simulated or any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps):
         return run_move(local, comm, steps, note), lambda: None
-    started = Started(giving)
+    started = Started(owned)
     return run_steps(comm, steps, local, note, run=started), started.finish
 
 
-def run_move(local: Any, comm: Any, steps: tuple[MoveStep, ...], note: Note) -> Any:
+def run_move(local: Any, comm: Any, steps: tuple[MeshStep, ...], note: Note) -> Any:
     """The local value after the steps of one plan."""
     if not any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps):
         return run_steps(comm, steps, local, note)

@@ -62,7 +62,7 @@ def rounds_for(step: Exchange, room: int, capped: bool) -> int:
         return min(math.ceil(bound / room), finest)
     spots, rounds = corners(step.src.mesh.shape, step.axes), 1
     while rounds < finest:
-        need = max(step.but(rounds=rounds).buffer_bytes(coords) for coords in spots)
+        need = max(step.with_(rounds=rounds).buffer_bytes(coords) for coords in spots)
         if need <= room:
             break
         rounds = min(max(rounds + 1, rounds * need // room), finest)
@@ -78,7 +78,7 @@ def _most_buffers(step: Exchange) -> int:
         for a in step.axes
         if step.dst.placements[a].is_replicate() and not step.src.placements[a].is_replicate()
     )
-    return parts * target + (source if step.apart else copies * source)
+    return parts * target + (source if step.separate else copies * source)
 
 
 def corners(shape: tuple[int, ...], axes: Iterable[int]) -> list[tuple[int, ...]]:

@@ -11,7 +11,8 @@ from shardwise.layout import Layout
 from shardwise.layout.overlap import holders_of
 from shardwise.layout.split import count, normalize
 from shardwise.move.across import CrossPlan, plan_across
-from shardwise.move.planner import Steps, peak, plan_steps, result_bytes, sample_coords
+from shardwise.move.planner import peak, plan_steps, result_bytes, sample_coords
+from shardwise.move.steps import Steps
 
 _MOST_RANKS = 1024  # of larger meshes, explain() looks at a few ranks
 

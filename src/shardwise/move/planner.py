@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
 
 from shardwise.errors import MoveError
 from shardwise.layout import Layout, Partial, Placement, Shard
@@ -24,10 +23,8 @@ from shardwise.move.cost import CostModel, cost_of
 from shardwise.move.exchange import Exchange, largest_bytes
 from shardwise.move.limit import budget, rounds_for
 from shardwise.move.pad import Pad, Padded
-from shardwise.move.steps import AllReduce, Mean, Spread, ToPartial
+from shardwise.move.steps import AllReduce, Mean, MeshStep, Spread, Steps, ToPartial
 
-Step = Any  # MoveStep | Exchange
-Steps = tuple[Step, ...]
 _MOST_STRIDES = 64
 
 
@@ -62,10 +59,10 @@ class _Planner:
         self.spread = {a for a in spread if src.mesh.shape[a] > 1}
         self.cost: CostModel = cost_of(src.mesh)
         self.budget = budget(src, dst, memory)
-        self.prices: dict[Step, float] = {}
+        self.prices: dict[MeshStep, float] = {}
 
-    def plan(self) -> list[Step]:
-        steps: list[Step] = []
+    def plan(self) -> list[MeshStep]:
+        steps: list[MeshStep] = []
         now, middle = self.src, self._before_partial()
         averaged = [a for a in self._differ(now, middle) if now.placements[a].is_partial("avg")]
         for axis in averaged:
@@ -84,7 +81,7 @@ class _Planner:
         rest = self._to_partial(middle, fresh=bool(steps) and not others)
         together = not others  # autograd sees all steps as one
         if together and steps and rest and isinstance(rest[0], Pad) and isinstance(steps[-1], Exchange):
-            steps[-1] = steps[-1].but(inside=rest[0].layout)
+            steps[-1] = steps[-1].with_(inside=rest[0].layout)
             rest[0] = Padded(rest[0].layout, rest[0].axes, rest[0].tile)
         steps += rest
         done = {a for step in steps if isinstance(step, Exchange) for a in step.spread}
@@ -136,9 +133,9 @@ class _Planner:
         same = all(self.src.placements[a] == bare.placements[a] for a in kept)
         return before[: len(kept)] == kept and same and set(before[len(kept) :]) <= set(cut)
 
-    def _to_partial(self, middle: Layout, fresh: bool) -> list[Step]:
+    def _to_partial(self, middle: Layout, fresh: bool) -> list[MeshStep]:
         """From values to parts; `fresh` says that the value was made by this move."""
-        steps: list[Step] = []
+        steps: list[MeshStep] = []
         become = [a for a in self._differ(middle, self.dst) if self.dst.placements[a].is_partial()]
         padded = tuple(a for a in become if middle.placements[a].is_shard())
         if padded:
@@ -156,12 +153,12 @@ class _Planner:
         return steps
 
     # -- one exchange ---------------------------------------------------------------------------------------
-    def _exchange(self, now: Layout, to: Layout) -> list[Step]:
+    def _exchange(self, now: Layout, to: Layout) -> list[MeshStep]:
         """From `now` to `to`, adding up what must be: at best one exchange, of as few ranks as can be."""
         axes = self._differ(now, to)
         if not axes:
             return []
-        direct: list[Step] = [self._one(now, to, axes)]
+        direct: list[MeshStep] = [self._one(now, to, axes)]
         if direct[0].kind == "local" or _has_pieces(now) or _has_pieces(to):
             return direct
         ways = [direct]
@@ -171,13 +168,14 @@ class _Planner:
 
     def _one(self, now: Layout, to: Layout, axes: tuple[int, ...]) -> Exchange:
         gathers = (a for a in axes if now.placements[a].is_shard() and to.placements[a].is_replicate())
-        return Exchange(now, to, axes, tuple(sorted(self.spread.intersection(gathers))))
+        return Exchange(now, axes, to, tuple(sorted(self.spread.intersection(gathers))))
 
-    def _one_by_one(self, now: Layout, to: Layout) -> Iterable[list[Step]]:
+    def _one_by_one(self, now: Layout, to: Layout) -> Iterable[list[MeshStep]]:
         """The same axis by axis, slow ones first and fast ones first: an axis that is slow may then carry less."""
         axes = self._differ(now, to)
         for sign in (1, -1):
-            at, steps = now, []
+            at = now
+            steps: list[MeshStep] = []
             for axis in sorted(axes, key=lambda a: sign * self.cost.axes[a].bandwidth):
                 goal = _with(at, {axis: to.placements[axis]})
                 part = self._differ(at, goal)
@@ -187,7 +185,7 @@ class _Planner:
             yield steps
 
     # -- pending sums ---------------------------------------------------------------------------------------
-    def _cheapest(self, now: Layout, to: Layout) -> list[Step]:
+    def _cheapest(self, now: Layout, to: Layout) -> list[MeshStep]:
         differ = self._differ(now, to)
         reduced = tuple(a for a in differ if now.placements[a].is_partial() and not to.placements[a].is_partial())
         kept = [a for a in reduced if to.placements[a].is_replicate()]
@@ -217,11 +215,11 @@ class _Planner:
                 ways.insert(0, [self._one(now, sliced, cut), *self._cheapest(sliced, to)])
         return self._best(ways, now)
 
-    def _all_reduced(self, now: Layout, axes: tuple[int, ...]) -> Iterable[list[Step]]:
+    def _all_reduced(self, now: Layout, axes: tuple[int, ...]) -> Iterable[list[MeshStep]]:
         """Over all axes at once: the fewest bytes. Axis by axis: sooner begun."""
         yield [AllReduce(now, axes)]
         if len(axes) > 1:
-            steps: list[Step] = []
+            steps: list[MeshStep] = []
             for axis in axes:
                 steps.append(AllReduce(now, (axis,)))
                 now = _with(now, {axis: REPLICATE})
@@ -236,17 +234,17 @@ class _Planner:
         )
 
     # -- prices and memory ----------------------------------------------------------------------------------
-    def _best(self, ways: list[list[Step]], now: Layout) -> list[Step]:
+    def _best(self, ways: list[list[MeshStep]], now: Layout) -> list[MeshStep]:
         """The cheapest of those whose results fit into the memory there is."""
         if len(ways) == 1:
             return ways[0]
         return min([way for way in ways if self._fits(way, now)] or ways, key=self._price)
 
-    def _price(self, steps: list[Step]) -> float:
+    def _price(self, steps: list[MeshStep]) -> float:
         """Seconds: what the busiest rank receives counts, and what all receive, as they share the wires."""
         return sum(self._price_of(step) for step in steps if step.kind != "local")
 
-    def _price_of(self, step: Step) -> float:
+    def _price_of(self, step: MeshStep) -> float:
         if step not in self.prices:
             shape = self.src.mesh.shape
             received = [step.bytes_in(coords) for coords in sample_coords(shape)]
@@ -257,7 +255,7 @@ class _Planner:
             self.prices[step] = self.cost.over(axes, shape, bytes_in) + twice * self.cost.over(axes, shape, 0)
         return self.prices[step]
 
-    def _fits(self, steps: list[Step], now: Layout) -> bool:
+    def _fits(self, steps: list[MeshStep], now: Layout) -> bool:
         """Whether what the steps make fits, without buffers. Not to wait for a slow axis is worth a little more."""
         if self.budget is None:
             return True
@@ -265,13 +263,13 @@ class _Planner:
         held = [0 if now is self.src else largest_bytes(now), *map(_largest_result, steps)]
         return all(before + after <= limit for before, after in itertools.pairwise(held))
 
-    def _in_rounds(self, steps: list[Step]) -> list[Step]:
+    def _in_rounds(self, steps: list[MeshStep]) -> list[MeshStep]:
         """Exchanges whose buffers would not fit go in rounds."""
         if self.budget is None:
             return steps
         before, out = 0, []  # the source is the caller's
         for step in steps:
-            if _takes_nothing(step):
+            if step.reuses_memory:
                 out.append(step)
                 continue
             after = _largest_result(step)
@@ -285,7 +283,7 @@ class _Planner:
             if isinstance(step, Exchange) and step.kind != "local":
                 capped = self.memory is not None
                 rounds = rounds_for(step, room if capped else max(room, after // 16), capped)
-                step = step if rounds == 1 else step.but(rounds=rounds)
+                step = step if rounds == 1 else step.with_(rounds=rounds)
             out.append(step)
             before = after
         return out
@@ -352,41 +350,27 @@ def sample_coords(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys([first, last, *mixed]))
 
 
-def peak(steps: Iterable[Step], ranks: Iterable[tuple[int, ...]]) -> int:
+def peak(steps: Iterable[MeshStep], ranks: Iterable[tuple[int, ...]]) -> int:
     """The most bytes one of these ranks holds beyond the source while the steps run, the result included."""
     steps = list(steps)
     most = 0
     for coords in ranks:
         before = 0  # the source is the caller's
         for step in steps:
-            if _takes_nothing(step):
+            if step.reuses_memory:
                 continue
             after = result_bytes(step, coords)
-            most = max(most, before + after + buffer_bytes(step, coords))
+            most = max(most, before + after + step.buffer_bytes(coords))
             before = after
     return most
 
 
-def result_bytes(step: Step, coords: tuple[int, ...]) -> int:
+def result_bytes(step: MeshStep, coords: tuple[int, ...]) -> int:
     """Bytes of the new local tensor a step makes."""
-    if _takes_nothing(step):
+    if step.reuses_memory:
         return 0
-    layout = _result(step)
-    return math.prod(layout.local_shape_at(coords)) * layout.dtype.itemsize
+    return math.prod(step.result.local_shape_at(coords)) * step.result.dtype.itemsize
 
 
-def _takes_nothing(step: Step) -> bool:
-    """Whether its result is what it was given, or in the same memory."""
-    return isinstance(step, (Spread, Padded)) or (isinstance(step, ToPartial) and step.fresh)
-
-
-def _largest_result(step: Step) -> int:
-    return 0 if _takes_nothing(step) else largest_bytes(_result(step))
-
-
-def _result(step: Step) -> Layout:
-    return step.result if isinstance(step, Exchange) else step.layout
-
-
-def buffer_bytes(step: Step, coords: tuple[int, ...]) -> int:
-    return step.buffer_bytes(coords) if isinstance(step, Exchange) else 0
+def _largest_result(step: MeshStep) -> int:
+    return 0 if step.reuses_memory else largest_bytes(step.result)

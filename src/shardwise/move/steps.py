@@ -1,4 +1,6 @@
-"""The steps of a move that are no exchange of tiles: reductions and changes of name. Each knows its gradient's step.
+"""The steps of a move. Each runs on what the ranks hold, knows what it costs, and knows the step of its gradient.
+
+Here are those that exchange no tiles: reductions and changes of name.
 
 | step                  | partner             |
 |-----------------------|---------------------|
@@ -12,55 +14,91 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwise.comm.base import Coords
+from shardwise.comm.base import Comm, Coords
 from shardwise.errors import MoveError
 from shardwise.layout import Layout
 
+Begun = tuple[Any, Callable[[], Any]]  # the local value there will be, and what waits until it is there
+
+
+class Step(ABC):
+    """One step of a move."""
+
+    kind = "local"  # the collective it is: what the ledger shows
+    where: str  # along which axes, as the ledger shows it
+
+    @abstractmethod
+    def run(self, comm: Any, local: Any) -> Any:
+        """The local value after this step, outside of autograd."""
+
+    def start(self, comm: Any, local: Any, owned: bool) -> Begun | None:
+        """Begin the step without waiting for it; None where that cannot be done. `owned` values may be overwritten."""
+        return None
+
+    @property
+    def partner(self) -> Step:
+        """The step that the gradient takes."""
+        raise MoveError(f"{self} has no gradient")
+
+    def comm_after(self, comm: Any) -> Any:
+        """The backend that holds the result."""
+        return comm
+
+    @abstractmethod
+    def bytes_received(self, comm: Any) -> int:
+        """Bytes that the ranks of this process receive."""
+
 
 @dataclass(frozen=True, eq=False)
-class MoveStep:
-    """What all steps share: the mesh axes along which ranks talk, and a layout that sizes are read from."""
+class MeshStep(Step):
+    """A step on one mesh: the axes along which ranks talk, and a layout that sizes are read from."""
 
     layout: Layout
     axes: tuple[int, ...]
 
-    kind = "local"
-    routed = False
     reduce_op = "sum"
-    uniform = False
-    fresh = False
 
-    @property
-    def partner(self) -> MoveStep:
-        raise MoveError(f"{self} has no gradient")
+    def run(self, comm: Comm, local: Any) -> Any:
+        return comm.each(self.apply, local, self.axes)
 
-    def pack(self, local: torch.Tensor, coords: Coords) -> Any:
-        return local
-
-    def unpack(self, received: Any, coords: Coords) -> torch.Tensor:
-        return received
-
-    def part_shapes(self, packed: Any, coords: Coords) -> Sequence[tuple[int, ...]]:
+    def apply(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
+        """What one rank does, where a step needs nothing from others."""
         raise NotImplementedError
 
-    def bytes_in(self, coords: Coords) -> int:
-        return 0
-
-    def bytes_out(self, coords: Coords) -> int:
-        return self.bytes_in(coords)
-
+    # -- what it costs --------------------------------------------------------------------------------------
     @property
     def crossed(self) -> tuple[int, ...]:
         """The axes along which anything travels."""
         return self.axes
 
-    # -- sizes ----------------------------------------------------------------------------------------------
+    def bytes_in(self, coords: Coords) -> int:
+        """Bytes that the rank at `coords` receives."""
+        return 0
+
+    def bytes_out(self, coords: Coords) -> int:
+        return self.bytes_in(coords)
+
+    def bytes_received(self, comm: Comm) -> int:
+        return sum(map(self.bytes_in, comm.played()))
+
+    def buffer_bytes(self, coords: Coords) -> int:
+        """The most bytes of packed parts, out and in, that are alive at once."""
+        return 0
+
+    @property
+    def result(self) -> Layout:
+        """The layout whose local tensors it makes."""
+        return self.layout
+
+    reuses_memory = False  # whether its result is what it was given, or in the same memory
+
     @property
     def ranks(self) -> int:
         """How many talk to each other."""
@@ -79,45 +117,55 @@ class MoveStep:
     def is_first(self, coords: Coords) -> bool:
         return all(coords[a] == 0 for a in self.axes)
 
+    @property
+    def where(self) -> str:  # type: ignore[override]
+        return "+".join(self.layout.mesh.axis_names[a] for a in self.axes)
+
     def __str__(self) -> str:
-        names = "+".join(self.layout.mesh.axis_names[a] for a in self.axes)
-        return f"{self.kind if self.kind != 'local' else type(self).__name__.lower()} on {names}"
+        return f"{self.kind if self.kind != 'local' else type(self).__name__.lower()} on {self.where}"
+
+
+Steps = tuple[MeshStep, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class AllReduce(MoveStep):
+class AllReduce(MeshStep):
     """Partial -> Replicate."""
 
     reduce_op: str = "sum"
     kind = "all_reduce"
-    uniform = True
 
-    def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
-        return local.contiguous()
+    def run(self, comm: Comm, local: Any) -> Any:
+        return comm.all_reduce(local, self.axes, self.reduce_op)
+
+    def start(self, comm: Comm, local: Any, owned: bool) -> Begun | None:
+        return comm.start_all_reduce(local, self.axes, self.reduce_op, owned)
 
     def bytes_in(self, coords: Coords) -> int:
         return 2 * (self.ranks - 1) * self.bytes_at(coords) // self.ranks
 
     @property
-    def partner(self) -> MoveStep:
+    def partner(self) -> MeshStep:
         if self.reduce_op != "sum":
-            return super().partner
+            raise MoveError(f"{self} has no gradient")
         return Spread(self.layout, self.axes)
 
 
-class Spread(MoveStep):
+class Spread(MeshStep):
     """A Replicate value enters a call that is split on these axes: nothing moves, the gradients add up."""
 
-    def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
+    reuses_memory = True
+
+    def apply(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         return local.view_as(local)
 
     @property
-    def partner(self) -> MoveStep:
+    def partner(self) -> MeshStep:
         return AllReduce(self.layout, self.axes)
 
 
 @dataclass(frozen=True, eq=False)
-class ToPartial(MoveStep):
+class ToPartial(MeshStep):
     """Replicate -> Partial: the first coordinate keeps the value, the others hold the neutral element.
 
     Where equal parts reduce to themselves (avg, max, min, and, or), everyone keeps it. A `fresh` value was made by the
@@ -126,12 +174,20 @@ class ToPartial(MoveStep):
     reduce_op: str = "sum"
     fresh: bool = False
 
-    def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
+    def run(self, comm: Comm, local: Any) -> Any:
+        in_place = self.fresh and not comm.simulated  # where no two ranks share a value
+        return comm.each(self.apply_in_place if in_place else self.apply, local, self.axes)
+
+    def apply(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         if self._keeps(coords):
             return local.clone(memory_format=torch.contiguous_format)
         return torch.full_like(local, self._neutral, memory_format=torch.contiguous_format)
 
-    def pack_fresh(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
+    @property
+    def reuses_memory(self) -> bool:
+        return self.fresh
+
+    def apply_in_place(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         """The same in the memory of `local`."""
         return local if self._keeps(coords) else local.fill_(self._neutral)
 
@@ -143,7 +199,7 @@ class ToPartial(MoveStep):
         return 1 if self.reduce_op == "product" else 0
 
     @property
-    def partner(self) -> MoveStep:
+    def partner(self) -> MeshStep:
         if self.reduce_op == "sum":
             return TakeFirst(self.layout, self.axes)
         if self.reduce_op == "product":
@@ -151,14 +207,14 @@ class ToPartial(MoveStep):
         return AllReduce(self.layout, self.axes)  # each part has a part of the gradient
 
 
-class TakeFirst(MoveStep):
+class TakeFirst(MeshStep):
     """The gradient of Replicate -> Partial(sum): all parts of a sum have the gradient of the sum, so nothing moves."""
 
-    def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
+    def apply(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         return local.view_as(local)
 
     @property
-    def partner(self) -> MoveStep:
+    def partner(self) -> MeshStep:
         return ToPartial(self.layout, self.axes)
 
 
@@ -166,50 +222,43 @@ class OnFirst(ToPartial):
     """The gradient of Replicate -> Partial(product), before it is added up: the other coordinates hold constants."""
 
     @property
-    def partner(self) -> MoveStep:
+    def partner(self) -> MeshStep:
         return self
 
 
-class Mean(MoveStep):
+class Mean(MeshStep):
     """Partial(avg) -> Partial(sum): divide by the number of coordinates."""
 
-    def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
+    def apply(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         return local.contiguous() / self.ranks
 
     @property
-    def partner(self) -> MoveStep:
+    def partner(self) -> MeshStep:
         return self
 
 
-class GatherParts(MoveStep):
+class GatherParts(MeshStep):
     """Every coordinate's part, stacked on a new first dim: for reductions that have no partner of their own."""
 
     kind = "all_gather"
-    uniform = True
 
-    def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
-        return local.contiguous()
-
-    def unpack(self, received: Sequence[torch.Tensor], coords: Coords) -> torch.Tensor:
-        return torch.stack(list(received))
-
-    def part_shapes(self, packed: torch.Tensor, coords: Coords) -> Sequence[tuple[int, ...]]:
-        return [tuple(packed.shape)] * self.ranks
+    def run(self, comm: Comm, local: Any) -> Any:
+        return comm.stack(local, self.axes)
 
     def bytes_in(self, coords: Coords) -> int:
         return (self.ranks - 1) * self.bytes_at(coords)
 
     @property
-    def partner(self) -> MoveStep:
+    def partner(self) -> MeshStep:
         return TakePart(self.layout, self.axes)
 
 
-class TakePart(MoveStep):
+class TakePart(MeshStep):
     """The inverse of GatherParts."""
 
-    def pack(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
+    def apply(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         return local[self.others(coords).index(coords)].clone()
 
     @property
-    def partner(self) -> MoveStep:
+    def partner(self) -> MeshStep:
         return GatherParts(self.layout, self.axes)

@@ -1,11 +1,11 @@
 """Moves between any two sets of tiles: who sends which box to whom, found by a sweep.
 
-A tile is a box of global indices (offsets, sizes) that a rank holds. `TilePlan` intersects the tiles every rank has
-with those every rank needs. It is pure integers: thousands of tiles cost milliseconds.
+`TilePlan` intersects the tiles every rank has with those every rank needs. It is pure integers: thousands of tiles cost
+milliseconds.
 
     plan = TilePlan({0: [((0,), (4,))], 1: [((4,), (4,))]}, {2: [((0,), (8,))]}, itemsize=4)
     plan.bytes_in(2), plan.lower_bound(2)            # 32, 32
-    plan.run(parts, group)                           # on every rank of the group, differentiable
+    run_tiles(plan, parts, group)                    # on every rank of the group, differentiable (tile_step.py)
 
 An element that a rank holds itself never travels; replicas share the sending.
 """
@@ -14,86 +14,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from shardwise.comm.record import Note, listeners
+from shardwise.comm.messages import Along
 from shardwise.errors import MoveError
-from shardwise.move.boxes import Box, Boxes, cells_of, expand, first_overlap, meetings
-from shardwise.move.tile_exchange import GroupExchange, Simulated, Way
-from shardwise.move.tile_program import Program
-
-
-@dataclass(frozen=True, eq=False)
-class TileSet:
-    """Tiles with their holders: row i is box i, held by ranks[i] as number slots[i] of its tiles."""
-
-    ranks: np.ndarray
-    slots: np.ndarray
-    boxes: Boxes
-
-    @staticmethod
-    def of(tiles: Mapping[int, Sequence[Box]] | TileSet) -> TileSet:
-        if isinstance(tiles, TileSet):
-            return tiles
-        counts = [len(held) for held in tiles.values()]
-        ranks = np.repeat(np.array(list(tiles), dtype=np.int64), counts)
-        slots = np.concatenate([np.arange(n) for n in counts] or [np.zeros(0, dtype=np.int64)])
-        return TileSet(ranks, slots, Boxes.of(box for held in tiles.values() for box in held))
-
-    @staticmethod
-    def owned(ranks: np.ndarray, boxes: Boxes) -> TileSet:
-        """Tiles in any order of owners; a rank's tiles keep theirs."""
-        order = np.argsort(ranks, kind="stable")
-        slots = np.empty(len(ranks), dtype=np.int64)
-        slots[order] = np.arange(len(ranks)) - np.searchsorted(ranks[order], ranks[order], side="left")
-        return TileSet(ranks, slots, boxes)
-
-    def of_width(self, ndim: int | None) -> TileSet:
-        """This set; one without tiles as one of that many dims."""
-        return self if len(self.boxes) else TileSet(self.ranks, self.slots, Boxes.of([], ndim or 0))
-
-    @property
-    def ndim(self) -> int | None:
-        return self.boxes.starts.shape[1] if len(self.boxes) else None
-
-    def rows_of(self, rank: int) -> list[int]:
-        """The rows of one rank's tiles, in its order."""
-        found = self._rows.get(rank)
-        if found is None:
-            mine = np.nonzero(self.ranks == rank)[0]
-            found = self._rows[rank] = mine[np.argsort(self.slots[mine], kind="stable")].tolist()
-        return found
-
-    @functools.cached_property
-    def _rows(self) -> dict[int, list[int]]:
-        return {}
-
-    def of_rank(self, rank: int) -> Boxes:
-        """The tiles of one rank, in its order."""
-        return self.boxes.take(self.rows_of(rank))
-
-    @functools.cached_property
-    def key(self) -> tuple[bytes, ...]:
-        """Equal for equal tiles with equal holders."""
-        return self.ranks.tobytes(), self.slots.tobytes(), self.boxes.starts.tobytes(), self.boxes.ends.tobytes()
+from shardwise.layout.region import whole_region
+from shardwise.layout.tiles import TileLike, Tiles, cells_of, expand, first_overlap, meetings
+from shardwise.layout.tileset import TileSet
+from shardwise.move.routes import Member, Piece, Route, Routes, Shape
+from shardwise.move.transfer import Native
 
 
 class Pieces(NamedTuple):
-    """Disjoint boxes that together are the sources, each with its holders: rows holders[first[i]:first[i + 1]]."""
+    """Disjoint tiles that together are the sources, each with its holders: rows holders[first[i]:first[i + 1]]."""
 
-    boxes: Boxes
+    tiles: Tiles
     first: np.ndarray
     holders: np.ndarray  # rows of the source TileSet
 
 
 def _disjoint(sources: TileSet) -> Pieces:
     """Equal tiles become one piece with several holders; tiles that overlap otherwise are cut up."""
-    full = np.nonzero(sources.boxes.volumes)[0]
-    boxes = sources.boxes.take(full)
+    full = np.nonzero(sources.tiles.volumes)[0]
+    boxes = sources.tiles.take(full)
     columns = np.concatenate([boxes.starts, boxes.ends], axis=1)
     order = np.lexsort((sources.ranks[full], *columns.T))
     sorted_columns = columns[order]
@@ -110,13 +55,13 @@ def _disjoint(sources: TileSet) -> Pieces:
 
 
 class Rows(NamedTuple):
-    """The boxes that are taken: row i is a box of source tile source[i] that target tile target[i] gets."""
+    """The boxes that travel or stay: row i is the part of source tile source[i] that target tile target[i] gets."""
 
     source: np.ndarray
     target: np.ndarray
     sender: np.ndarray
     receiver: np.ndarray
-    boxes: Boxes
+    tiles: Tiles
     volumes: np.ndarray
 
 
@@ -124,14 +69,14 @@ class TilePlan:
     """What each rank sends to each other so that the ranks that hold `sources` come to hold `targets`.
 
     Both map global ranks to lists of boxes (offsets, sizes), or are a `TileSet`. Every target element must be in some
-    source, unless `holes` allows that it is not: it is zero then. The plan holds for tensors of `itemsize` bytes an
+    source, unless `holes` allows that it is not: it is zero then. The plan holds for tensors of `itemsize` bytes per
     element; sizes in elements come with the default.
     """
 
     def __init__(
         self,
-        sources: Mapping[int, Sequence[Box]] | TileSet,
-        targets: Mapping[int, Sequence[Box]] | TileSet,
+        sources: Mapping[int, Sequence[TileLike]] | TileSet,
+        targets: Mapping[int, Sequence[TileLike]] | TileSet,
         *,
         itemsize: int = 1,
         holes: bool = False,
@@ -142,8 +87,8 @@ class TilePlan:
         self.sources, self.targets = held.of_width(needed.ndim), needed.of_width(held.ndim)
         self.itemsize, self.holes = itemsize, holes
         pieces = _disjoint(self.sources)
-        target, piece = meetings(self.targets.boxes, pieces.boxes)
-        boxes = self.targets.boxes.take(target).meet(pieces.boxes.take(piece))
+        target, piece = meetings(self.targets.tiles, pieces.tiles)
+        boxes = self.targets.tiles.take(target).meet(pieces.tiles.take(piece))
         self._check_cover(target, boxes)
         source = self._choose(pieces, piece, self.targets.ranks[target], boxes.volumes)
         receiver, sender = self.targets.ranks[target], self.sources.ranks[source]
@@ -151,18 +96,18 @@ class TilePlan:
         boxes = boxes.take(order)
         self.rows = Rows(source[order], target[order], sender[order], receiver[order], boxes, boxes.volumes)
         self.is_local = bool((sender == receiver).all())
-        self._programs: dict[int, Program] = {}
+        self.kept: dict[Any, Any] = {}  # what was worked out for a rank
 
-    def _check_cover(self, target: np.ndarray, boxes: Boxes) -> None:
-        found = np.bincount(target, weights=boxes.volumes, minlength=len(self.targets.boxes)).astype(np.int64)
-        short = np.nonzero(found != self.targets.boxes.volumes)[0]
+    def _check_cover(self, target: np.ndarray, boxes: Tiles) -> None:
+        found = np.bincount(target, weights=boxes.volumes, minlength=len(self.targets.tiles)).astype(np.int64)
+        short = np.nonzero(found != self.targets.tiles.volumes)[0]
         self.is_full = not len(short)
         if len(short) and not self.holes:
             i = int(short[0])
-            start, end = self.targets.boxes.starts[i], self.targets.boxes.ends[i]
+            start, end = self.targets.tiles.starts[i], self.targets.tiles.ends[i]
             raise MoveError(
                 f"rank {self.targets.ranks[i]} needs the tile at {start.tolist()} of sizes {(end - start).tolist()}, "
-                f"of which no rank holds {int(self.targets.boxes.volumes[i] - found[i])} elements"
+                f"of which no rank holds {int(self.targets.tiles.volumes[i] - found[i])} elements"
             )
 
     def _choose(self, pieces: Pieces, piece: np.ndarray, needing: np.ndarray, volumes: np.ndarray) -> np.ndarray:
@@ -224,38 +169,62 @@ class TilePlan:
         back.__dict__["reverse"] = self
         return back
 
-    # -- running --------------------------------------------------------------------------------------------
-    def run(
+    # -- one rank's part ------------------------------------------------------------------------------------
+    def routes(self, member: int) -> Routes:
+        """What a rank sends and takes."""
+        rows = self.rows
+        sent, got = np.nonzero(rows.sender == member)[0], np.nonzero(rows.receiver == member)[0]
+        out, into = self._pieces(sent, self.sources, rows.source), self._pieces(got, self.targets, rows.target)
+        sends: dict[Member, list[Piece]] = {}
+        for peer, piece in zip(rows.receiver[sent].tolist(), out, strict=True):
+            sends.setdefault(peer, []).append(piece)
+        takes = [Route((peer,), piece) for peer, piece in zip(rows.sender[got].tolist(), into, strict=True)]
+        held, needed = self.sources.shapes(member), self.targets.shapes(member)
+        return Routes(sends, takes, held, needed, self._stays(member, sends, takes, held, needed))
+
+    def _stays(
         self,
-        parts: Sequence[torch.Tensor],
-        group: Any = None,
-        note: Note | None = None,
-        into: Sequence[torch.Tensor] | None = None,
-    ) -> list[torch.Tensor]:
-        """This rank's target tiles, given its source tiles; every rank of the group calls it. Differentiable.
+        member: int,
+        sends: Mapping[Member, Sequence[Piece]],
+        takes: Sequence[Route],
+        held: Sequence[Shape],
+        needed: Sequence[Shape],
+    ) -> dict[int, int]:
+        """Tiles that a rank holds as tensors of their own, before and after."""
+        if self.sources.places is not None or self.targets.places is not None:
+            return {}
+        kept = [piece for (peer,), piece in takes if peer == member]
+        return {
+            to.slot: at.slot
+            for at, to in zip(sends.get(member, ()), kept, strict=True)
+            if at.region == whole_region(held[at.slot]) and to.region == whole_region(needed[to.slot])
+        }
 
-        A rank that holds no source passes one empty tensor: it says dtype and device, and carries the graph, so that
-        the rank takes part in the backward pass. A rank without targets gets one empty tensor back.
-        A tile that stays where it is stays the same tensor. With `into`, the targets are written into these tensors
-        (of the same dtype, on the same device) and no graph is recorded.
-        """
-        note, exchange = note or Note("reshard"), GroupExchange(group)
-        if into is not None:
-            return exchange.swap(self, tuple(parts), note, listeners(), list(into))
-        return Way(self, exchange, note).go(tuple(parts))
+    def _pieces(self, rows: np.ndarray, side: TileSet, tile: np.ndarray) -> list[Piece]:
+        """The boxes of these rows, as places in the tensors of their holder."""
+        which = tile[rows]
+        starts = self.rows.tiles.starts[rows] - side.tiles.starts[which]
+        if side.places is not None:
+            starts = starts + side.places[which]
+        ends = starts + self.rows.tiles.ends[rows] - self.rows.tiles.starts[rows]
+        bounds = np.stack([starts, ends], axis=2).tolist()
+        return [
+            Piece(slot, tuple(((low, high),) for low, high in sides))
+            for slot, sides in zip(side.slots[which].tolist(), bounds, strict=True)
+        ]
 
-    def run_simulated(self, parts: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
-        """The same for all ranks in one process: each rank's source tiles in, its target tiles out."""
-        ranks = sorted({*parts, *self.ranks})
-        like = next(t for held in parts.values() for t in held)
-        given = {r: tuple(parts.get(r, ())) or (like.new_empty(0),) for r in ranks}
-        flat = tuple(t for r in ranks for t in given[r])
-        outs = iter(Way(self, Simulated(ranks), Note("reshard")).go(flat))
-        return {r: [next(outs) for _ in range(max(1, self.program(r).targets))] for r in ranks}
+    # -- how it travels -------------------------------------------------------------------------------------
+    reduce_op = "sum"
+    rounds = 1
 
-    def program(self, rank: int) -> Program:
-        """What `rank` packs and unpacks."""
-        found = self._programs.get(rank)
-        if found is None:
-            found = self._programs[rank] = Program(self, rank)
-        return found
+    @property
+    def zeros(self) -> bool:
+        return not self.is_full
+
+    def sends_separately(self, along: Along) -> bool:
+        """Messages beat a collective on gloo: its collectives go through a thread of their own, its messages do not,
+        and a message may be a tile itself."""
+        return along.backend == "gloo"
+
+    def native(self, along: Along) -> Native | None:
+        return None

@@ -6,54 +6,59 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-import torch
 
 from shardwise.comm.base import Coords
-from shardwise.comm.boxes import add_at, put_together, take
-from shardwise.layout import Layout
-from shardwise.layout.split import Intervals, count, intersect, normalize, positions
-from shardwise.move.steps import MoveStep
+from shardwise.layout import Layout, Region
+from shardwise.layout.region import within
+from shardwise.layout.split import Intervals, count, intersect, normalize
+from shardwise.move.routed import RoutedStep
+from shardwise.move.routes import Member, Piece, Route, Routes, Shape
+from shardwise.move.steps import MeshStep
 
 Needs = Callable[[Coords], Intervals]
 
 
 @dataclass(frozen=True, eq=False)
-class Window(MoveStep):
+class Window(RoutedStep):
     """Along one axis: who `has` what of dim `along`, who `needs` what. `sizes` are the local shapes before."""
 
     along: int
     has: Needs
     needs: Needs
-    sizes: Callable[[Coords], tuple[int, ...]]
+    sizes: Callable[[Coords], Shape]
 
     kind = "all_to_all"
 
-    def pack(self, local: torch.Tensor, coords: Coords) -> list[torch.Tensor]:
-        mine = self.has(coords)
-        sent = (intersect(mine, self.needs(other)) for other in self.others(coords))
-        return [take(local, self.along, positions(mine, part)) for part in sent]
+    def held(self, coords: Coords) -> Region:
+        return self._region(coords, self.has(coords))
 
-    def unpack(self, received: Sequence[torch.Tensor], coords: Coords) -> torch.Tensor:
-        return put_together(received, self.along, self._parts(coords))
+    def needed(self, coords: Coords) -> Region:
+        return self._region(coords, self.needs(coords))
 
-    def part_shapes(self, packed: Sequence[torch.Tensor], coords: Coords) -> Sequence[tuple[int, ...]]:
-        return [self._shaped(packed, count(part)) for part in self._parts(coords)]
+    def _region(self, coords: Coords, side: Intervals) -> Region:
+        """Some indices of the dim, and all that the rank has of the others."""
+        return tuple(side if dim == self.along else ((0, n),) if n else () for dim, n in enumerate(self.sizes(coords)))
 
-    def _parts(self, coords: Coords) -> list[Intervals]:
-        """Where what comes from each coordinate stands in my window."""
-        needed = self.needs(coords)
-        return [positions(needed, intersect(self.has(other), needed)) for other in self.others(coords)]
+    def routes(self, member: Coords) -> Routes:
+        has, needs, others = self.has(member), self.needs(member), self.others(member)
+        sent = {other: intersect(has, self.needs(other)) for other in others}
+        taken = {other: intersect(self.has(other), needs) for other in others}
+        return self._routes(
+            member,
+            {other: [self._piece(member, has, part)] for other, part in sent.items() if part},
+            [Route((other,), self._piece(member, needs, part)) for other, part in taken.items() if part],
+        )
 
-    def _shaped(self, packed: Sequence[torch.Tensor], size: int) -> tuple[int, ...]:
-        shape = packed[0].shape
-        return (*shape[: self.along], size, *shape[self.along + 1 :])
+    def _piece(self, coords: Coords, of: Intervals, part: Intervals) -> Piece:
+        return Piece(0, within(self._region(coords, of), self._region(coords, part)))
+
+    def _routes(self, member: Coords, sends: dict[Member, list[Piece]], takes: list[Route]) -> Routes:
+        before, after = (tuple(count(side) for side in region) for region in (self.held(member), self.needed(member)))
+        return Routes(sends, takes, (before,), (after,))
 
     def bytes_in(self, coords: Coords) -> int:
         needed = self.needs(coords)
-        missing = count(needed) - count(intersect(needed, self.has(coords)))
-        return missing * self._row_bytes(coords)
+        return (count(needed) - count(intersect(needed, self.has(coords)))) * self._row_bytes(coords)
 
     def _row_bytes(self, coords: Coords) -> int:
         n = self.layout.dtype.itemsize
@@ -63,26 +68,49 @@ class Window(MoveStep):
         return n
 
     @property
-    def partner(self) -> MoveStep:
+    def partner(self) -> MeshStep:
         return WindowBack(self.layout, self.axes, self.along, self.has, self.needs, self.sizes)
 
 
 class WindowBack(Window):
     """The gradient of a window: what was handed out comes back and adds up."""
 
-    def pack(self, local: torch.Tensor, coords: Coords) -> list[torch.Tensor]:
-        return [take(local, self.along, part) for part in self._parts(coords)]
+    zeros = fills_holes = True  # indices that nobody asked for
 
-    def unpack(self, received: Sequence[torch.Tensor], coords: Coords) -> torch.Tensor:
-        mine = self.has(coords)
-        whole = received[0].new_zeros(self._shaped(received, count(mine)))
-        for part, other in zip(received, self.others(coords), strict=True):
-            add_at(whole, self.along, positions(mine, intersect(mine, self.needs(other))), part)
-        return whole
+    def held(self, coords: Coords) -> Region:
+        return super().needed(coords)
 
-    def part_shapes(self, packed: Sequence[torch.Tensor], coords: Coords) -> Sequence[tuple[int, ...]]:
-        mine = self.has(coords)
-        return [self._shaped(packed, count(intersect(mine, self.needs(other)))) for other in self.others(coords)]
+    def needed(self, coords: Coords) -> Region:
+        return super().held(coords)
+
+    def part_number(self, coords: Coords) -> int:
+        return 1  # windows overlap: all are added to zeros
+
+    @property
+    def reduces(self) -> tuple[int, ...]:
+        return self.axes
+
+    def routes(self, member: Coords) -> Routes:
+        needs, has = self.needs(member), self.has(member)
+        sends: dict[Member, list[Piece]] = {}
+        for other in self.others(member):
+            cells = [cell for cell, takers in self._cells(other) if member in takers]
+            if cells:
+                sends[other] = [self._piece(member, needs, cell) for cell in cells]
+        takes = [Route(takers, self._piece(member, has, cell)) for cell, takers in self._cells(member)]
+        return self._routes(member, sends, takes)
+
+    def _cells(self, coords: Coords) -> list[tuple[Intervals, tuple[Coords, ...]]]:
+        """What a rank has, cut so that the same ranks got all of a cell; cells that nobody got are left out."""
+        has, others = self.has(coords), self.others(coords)
+        asked = {other: intersect(has, self.needs(other)) for other in others}
+        edges = sorted({edge for part in asked.values() for interval in part for edge in interval})
+        cells: list[tuple[Intervals, tuple[Coords, ...]]] = []
+        for low, high in zip(edges[:-1], edges[1:], strict=True):
+            takers = tuple(other for other in others if intersect(asked[other], ((low, high),)))
+            if takers:
+                cells.append((((low, high),), takers))
+        return cells
 
     def bytes_in(self, coords: Coords) -> int:
         mine = self.has(coords)
@@ -90,7 +118,7 @@ class WindowBack(Window):
         return sum(count(intersect(mine, self.needs(c))) for c in others) * self._row_bytes(coords)
 
     @property
-    def partner(self) -> MoveStep:
+    def partner(self) -> MeshStep:
         return Window(self.layout, self.axes, self.along, self.has, self.needs, self.sizes)
 
 
@@ -105,7 +133,7 @@ class Windows:
     @cached_property
     def steps(self) -> tuple[Window, ...]:
         out: list[Window] = []
-        sizes = self.layout.local_shape_at
+        sizes: Callable[[Coords], Shape] = self.layout.local_shape_at
         for dim in self.held_whole:
             sizes = self._resized(sizes, dim, self.needs[dim])
         for dim, needs in self.needs.items():
@@ -148,5 +176,5 @@ class Windows:
         return met
 
     @staticmethod
-    def _resized(sizes: Any, dim: int, needs: Needs) -> Any:
+    def _resized(sizes: Callable[[Coords], Shape], dim: int, needs: Needs) -> Callable[[Coords], Shape]:
         return lambda coords: (*sizes(coords)[:dim], count(needs(coords)), *sizes(coords)[dim + 1 :])

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.api import distribute_tensor
 from shardwise.attention.sequence import sequence_exchange, set_sequence_exchange
-from shardwise.comm.boxes import take
 from shardwise.context import relaxed
 from shardwise.errors import LayoutError, MeshError, RuleError
 from shardwise.layout import Shard
@@ -25,6 +24,7 @@ from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, normalize
 from shardwise.mesh import Mesh, as_mesh
+from shardwise.move.pack import take
 from shardwise.tensor import DTensor
 from shardwise.wrapper import rebind, wrap
 

@@ -111,7 +111,7 @@ class GradBucket:
                 flags.fill_(1)
         value = RankTensor(matrices) if self.data.mesh.comm.simulated else matrices[0]
         note = Note("data_parallel", backward=True)
-        self.sum, self.finish_move = start_move(value, self.given, self.target, note, giving=True)
+        self.sum, self.finish_move = start_move(value, self.given, self.target, note, owned=True)
 
     def drop(self) -> None:
         """Wait for what was started, and forget it."""

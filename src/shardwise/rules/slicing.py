@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.boxes import BITS
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, count, intersect, normalize, positions
+from shardwise.move.pack import BITS
 from shardwise.rules.view import carried, dim_of, dims_of, factors_of, ints
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, flipped, rolled, same_call, sliced, unchanged

@@ -15,13 +15,14 @@ from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import Tile
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import count
+from shardwise.layout.tileset import TileSet
 from shardwise.mesh import Mesh
 from shardwise.sharded.groups import Group, as_group, rank_of
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded.shard import Shard as TileShard
 from shardwise.sharded.spec import EnumerableShardingSpec, ShardingSpec, spec_of
 from shardwise.sharded.tensor import ShardedTensor
-from shardwise.sharded.tiles import TileSet, tiles_of
+from shardwise.sharded.tiles import tiles_of
 from shardwise.tensor import DTensor
 from shardwise.torch_private import flatten_mesh
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.transfer import ALL_GATHER
+from shardwise.comm.messages import ALL_GATHER
 from shardwise.sharded.metadata import ShardMetadata
 from shardwise.torch_private import default_group, remote_device, rpc_is_running, rpc_workers
 

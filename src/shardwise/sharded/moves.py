@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.record import Note
+from shardwise.layout.tileset import TileSet
 from shardwise.sharded import remote
 from shardwise.sharded.checks import wrong_out
 from shardwise.sharded.groups import Group, all_gather_objects, as_group, is_member, rank_of, ranks_of, same_ranks
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, device_of
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec, spec_of
-from shardwise.sharded.tiles import TileSet, move_parts, whole_on
+from shardwise.sharded.tiles import move_parts, whole_on
 from shardwise.torch_private import parse_to
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ def same_tiles(one: ShardedTensor, other: ShardedTensor) -> bool:
     return a is b or (
         len(a.ranks) == len(b.ranks)
         and bool((a.ranks == b.ranks).all())
-        and a.boxes.starts.shape == b.boxes.starts.shape
-        and bool((a.boxes.starts == b.boxes.starts).all() and (a.boxes.ends == b.boxes.ends).all())
+        and a.tiles.starts.shape == b.tiles.starts.shape
+        and bool((a.tiles.starts == b.tiles.starts).all() and (a.tiles.ends == b.tiles.ends).all())
     )
 
 

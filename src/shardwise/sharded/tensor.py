@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardwise.checkpoint_protocol import Box, chunk, items_for
 from shardwise.comm.record import Note
+from shardwise.layout.tileset import TileSet
 from shardwise.sharded import autograd, moves, pickling, remote
 from shardwise.sharded.base import ShardedTensorBase, blank, empty_tile, new_tile
 from shardwise.sharded.checks import checked_parts, parts_from_local_tensor
@@ -26,7 +27,7 @@ from shardwise.sharded.ops import registry
 from shardwise.sharded.ops.registry import Function
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec
-from shardwise.sharded.tiles import TileSet, tiles_of
+from shardwise.sharded.tiles import tiles_of
 from shardwise.sharded.to_dtensor import to_dtensor
 from shardwise.torch_private import reentrant, with_torch_function
 

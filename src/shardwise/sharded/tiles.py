@@ -15,13 +15,12 @@ import torch
 from shardwise.comm.record import Note
 from shardwise.engine.cache import PlanCache, register_cache
 from shardwise.layout import Layout
-from shardwise.move.boxes import Boxes, first_hole, first_overlap
-from shardwise.move.tiles import TilePlan, TileSet
+from shardwise.layout.tiles import Tiles, first_hole, first_overlap
+from shardwise.layout.tileset import TileSet
+from shardwise.move.tile_step import run_tiles
+from shardwise.move.tiles import TilePlan
 from shardwise.sharded.groups import Group, owners, ranks_of
 from shardwise.sharded.metadata import ShardMetadata
-
-__all__ = ["Boxes", "TilePlan", "TileSet"]
-
 
 _plans, _tile_sets, _layout_tiles = PlanCache(128), PlanCache(512), PlanCache(512)
 for _name, _cache in (("moves", _plans), ("tiles", _tile_sets), ("layouts", _layout_tiles)):
@@ -29,7 +28,7 @@ for _name, _cache in (("moves", _plans), ("tiles", _tile_sets), ("layouts", _lay
 _KEPT_TILES = 64  # with more, comparing keys costs as much as making the arrays
 
 
-def boxes_of(shards: Sequence[ShardMetadata]) -> Boxes:
+def boxes_of(shards: Sequence[ShardMetadata]) -> Tiles:
     """Return the tiles as arrays. Raise ValueError where they have different numbers of dims."""
     ndim = len(shards[0].shard_offsets) if shards else 0
     for shard in shards:
@@ -37,7 +36,7 @@ def boxes_of(shards: Sequence[ShardMetadata]) -> Boxes:
             raise ValueError(f"Found inconsistent ranks for shards: {ndim} and {len(shard.shard_offsets)}")
     starts = np.array([s.shard_offsets for s in shards], dtype=np.int64).reshape(len(shards), ndim)
     sizes = np.array([s.shard_sizes for s in shards], dtype=np.int64).reshape(len(shards), ndim)
-    return Boxes(starts, starts + sizes)
+    return Tiles(starts, starts + sizes)
 
 
 def tiles_of(shards: Sequence[ShardMetadata], group: Group) -> TileSet:
@@ -55,14 +54,14 @@ def tiles_of(shards: Sequence[ShardMetadata], group: Group) -> TileSet:
     return kept[0]
 
 
-def check_disjoint(shards: Sequence[ShardMetadata], boxes: Boxes | None = None) -> None:
+def check_disjoint(shards: Sequence[ShardMetadata], boxes: Tiles | None = None) -> None:
     """Raise ValueError where two tiles overlap, and say which."""
     clash = overlapping(shards, boxes)
     if clash is not None:
         raise ValueError(f"Shards {shards[clash[0]]} and {shards[clash[1]]} overlap")
 
 
-def overlapping(shards: Sequence[ShardMetadata], boxes: Boxes | None = None) -> tuple[int, int] | None:
+def overlapping(shards: Sequence[ShardMetadata], boxes: Tiles | None = None) -> tuple[int, int] | None:
     """Return the positions of two tiles that share an element, or None."""
     if len(shards) <= _FEW:
         return _first_overlap_of_few(shards) if shards else None
@@ -106,7 +105,7 @@ def _covers(shards: Sequence[ShardMetadata], size: Sequence[int]) -> bool:
 
 
 def check_cover(
-    shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int], boxes: Boxes | None = None
+    shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int], boxes: Tiles | None = None
 ) -> None:
     """Raise ValueError where the (disjoint) tiles leave a hole in a tensor of these dims, or reach out of it."""
     if len(shards_metadata) <= _FEW and _covers(shards_metadata, tensor_dims):
@@ -158,14 +157,15 @@ def move_parts(
     A rank without source tiles passes one empty tensor, and a rank without target tiles gets one. With `into` the
     target tiles are written into these tensors, and autograd records nothing.
     """
-    return plan_between(sources, targets, parts[0].dtype.itemsize).run(parts, group, note, into=into)
+    plan = plan_between(sources, targets, parts[0].dtype.itemsize)
+    return run_tiles(plan, parts, group, note, into)
 
 
 def whole_on(rank: int, size: Sequence[int]) -> TileSet:
     """Return one tile, the whole tensor, held by `rank`."""
     start = np.zeros((1, len(size)), dtype=np.int64)
     end = np.array(size, dtype=np.int64).reshape(1, len(size))
-    return TileSet.owned(np.array([rank], dtype=np.int64), Boxes(start, end))
+    return TileSet.owned(np.array([rank], dtype=np.int64), Tiles(start, end))
 
 
 def layout_tiles(layout: Layout) -> TileSet:

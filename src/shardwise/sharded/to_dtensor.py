@@ -17,9 +17,11 @@ from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, count, normalize
+from shardwise.layout.tiles import Tiles
+from shardwise.layout.tileset import TileSet
 from shardwise.mesh import DeviceMesh, Mesh, as_mesh
 from shardwise.sharded.groups import Group, ranks_of
-from shardwise.sharded.tiles import Boxes, TileSet, layout_tiles, move_parts
+from shardwise.sharded.tiles import layout_tiles, move_parts
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
@@ -152,7 +154,7 @@ def _agreeing_placements(tiles: TileSet, size: torch.Size, mesh: Mesh) -> list[P
     return placements if _holds(Layout.make(mesh, placements, tuple(size), torch.uint8), table) else None
 
 
-def _sides(boxes: Boxes) -> list[Intervals] | None:
+def _sides(boxes: Tiles) -> list[Intervals] | None:
     """Return the set of indices of each dim whose product the boxes are; [] for no elements, None for no product."""
     full = boxes.take(boxes.volumes > 0)
     if not len(full):

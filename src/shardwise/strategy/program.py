@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.autograd import run_steps
 from shardwise.comm.base import Coords
-from shardwise.comm.boxes import take
 from shardwise.comm.bridge import share
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, running_op
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps
+from shardwise.move.node import run_steps
+from shardwise.move.pack import take
 from shardwise.move.window import Needs, Windows
 from shardwise.torch_private import is_any_autocast_enabled
 from shardwise.wrapper import Wrapper, wrap

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from shardwise.comm.simulation import reduce_parts
+from shardwise.comm.reduction import reduce_parts
 from shardwise.layout import Layout, Partial, Shard
 from shardwise.mesh import as_mesh
 from shardwise.move import plan_move

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.boxes import take
 from shardwise.comm.simulation import RankTensor
 from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
 from shardwise.layout.placement import check_reductions
 from shardwise.mesh import as_mesh
+from shardwise.move.pack import take
 from shardwise.tensor import DTensor
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.record import Note, for_backward, listeners, record, user_line
-from shardwise.move.tile_exchange import as_bytes
+from shardwise.comm.wire import as_bytes
 
 
 class TilesAxis:

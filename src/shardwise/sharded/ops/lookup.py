@@ -41,7 +41,7 @@ class Lookup:
 
     def _find_tiles(self) -> None:
         """The tiles in the order of their owners in the group, and which of our ids each has."""
-        boxes, ranks = self.table._tiles.boxes, self.table._tiles.ranks
+        boxes, ranks = self.table._tiles.tiles, self.table._tiles.ranks
         starts = torch.from_numpy(boxes.starts[:, 0].copy()).to(self.ids.device)
         ends = torch.from_numpy(boxes.ends[:, 0].copy()).to(self.ids.device)
         low, high = torch.searchsorted(self.ids, starts).tolist(), torch.searchsorted(self.ids, ends).tolist()

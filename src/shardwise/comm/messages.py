@@ -1,0 +1,126 @@
+"""An exchange of flat buffers among some ranks, begun and waited for later.
+
+Where the ranks have a process group it is one all-to-all. Ranks along several axes of a mesh that is not the whole
+world have none, and making one takes all ranks of the world, so they send to each other directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 has new names for these two
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+_TAG = 0x5DA7  # of our messages: a program's own, on the same group, are not mistaken for them
+Group = Any  # a process group of torch.distributed
+Ends = Sequence[tuple[int, torch.Tensor]]  # numbers of peers, and what goes to or comes from each
+
+
+class Work(Protocol):
+    """What was begun and can be waited for."""
+
+    def wait(self) -> Any: ...
+
+
+class Along(NamedTuple):
+    """Those who take part in an exchange, in the order of their group; without a group, by their global ranks."""
+
+    peers: tuple[Any, ...]  # who they are: coordinates on a mesh, or global ranks
+    ranks: tuple[int, ...]
+    group: Group | None
+    backend: str
+    in_order: bool = True  # whether ranks ascend with coordinates
+
+
+def world_of(ranks: Sequence[int], like: Group | None = None) -> Group | None:
+    """The world's group where these are all ranks of it (and its backend is that of the group `like`), else None."""
+    world = dist.group.WORLD
+    same = like is None or dist.get_backend(like) == dist.get_backend(world)
+    return world if same and len(ranks) == dist.get_world_size() else None
+
+
+def backend_for(group: Group, device: torch.device) -> str:
+    """The backend that carries tensors of a device: a group may have one for each kind."""
+    if device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group):
+        return "gloo"
+    found = dist.get_backend(group)
+    return f"{found} on {device.type}" if found == "gloo" else found
+
+
+def along_group(group: Group, device: torch.device) -> Along:
+    """All ranks of a group, for tensors of a device."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Along(ranks, ranks, group, backend_for(group, device))
+
+
+def along_ranks(ranks: Sequence[int], device: torch.device) -> Along:
+    """Some ranks of the world, for tensors of a device."""
+    return Along(tuple(ranks), tuple(ranks), world_of(ranks), backend_for(dist.group.WORLD, device))
+
+
+def start_swap(
+    received: torch.Tensor, sizes: Sequence[int], packed: torch.Tensor, counts: Sequence[int], along: Along
+) -> Work:
+    """Begin to send `packed`, cut into `counts`, to the peers, and to fill `received`, cut into `sizes`, from them."""
+    if along.group is not None:
+        return start_all_to_all(received, list(sizes), packed, list(counts), along.group)
+    into, out = list(enumerate(received.split(list(sizes)))), list(enumerate(packed.split(list(counts))))
+    if dist.get_rank() in along.ranks:
+        me = along.ranks.index(dist.get_rank())
+        into.pop(me)[1].copy_(out.pop(me)[1])
+    return start_sends(out, into, along)
+
+
+def start_all_to_all(
+    received: torch.Tensor, sizes: list[int], packed: torch.Tensor, counts: list[int], group: Group
+) -> Work:
+    return dist.all_to_all_single(received, packed, sizes, counts, group=group, async_op=True)
+
+
+def start_sends(out: Ends, into: Ends, along: Along) -> Work:
+    """Begin to send to and to receive from peers; both sides name each other in the same order."""
+    group: Group = dist.group.WORLD if along.group is None else along.group
+    _wait_for_abandoned(group)
+    out, into = ([(peer, x) for peer, x in ends if x.numel()] for ends in (out, into))
+    if along.backend == "gloo":  # straight to the group: torch's wrapper takes longer than a small message
+        number = along.ranks if along.group is None else range(len(along.ranks))
+        works = [group.recv([x], number[peer], _TAG) for peer, x in into]
+        works += [group.send([x], number[peer], _TAG) for peer, x in out]
+        return _All(works, group)
+    requests = [dist.P2POp(dist.isend, x, along.ranks[peer], along.group, _TAG) for peer, x in out]
+    requests += [dist.P2POp(dist.irecv, x, along.ranks[peer], along.group, _TAG) for peer, x in into]
+    return _All(dist.batch_isend_irecv(requests) if requests else [], group)
+
+
+class _All:
+    """Several works as one. Those that nobody waits for are kept until the group sends again: a message that is not
+    taken would be mistaken for the next one."""
+
+    def __init__(self, works: Sequence[Work], group: Group) -> None:
+        self.works, self.group = list(works), group
+
+    def wait(self) -> None:
+        works, self.works = self.works, []
+        for work in works:
+            work.wait()
+
+    def __del__(self) -> None:
+        if self.works:
+            _abandoned.append((self.group, self.works))
+
+
+_abandoned: list[tuple[Group, list[Work]]] = []
+
+
+def _wait_for_abandoned(group: Group) -> None:
+    if not _abandoned:
+        return
+    mine = [works for owner, works in _abandoned if owner is group]
+    _abandoned[:] = [entry for entry in _abandoned if entry[0] is not group]
+    for works in mine:
+        for work in works:
+            work.wait()

@@ -1,0 +1,167 @@
+"""Running a plan between tiles: on a process group, where each rank has a list of tensors, or all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.messages import Group, along_group
+from shardwise.comm.record import Note, listeners
+from shardwise.errors import CommError, MoveError
+from shardwise.layout.region import Region
+from shardwise.layout.tileset import TileSet
+from shardwise.move.at_hand import Whole
+from shardwise.move.node import run_now, run_steps
+from shardwise.move.steps import Step
+from shardwise.move.tiles import TilePlan
+from shardwise.move.transfer import Transfer
+
+Tensors = Sequence[torch.Tensor]
+
+
+class TensorLists:
+    """A backend whose local value is a list of tensors: the tiles of one rank, or of all ranks one after the other."""
+
+    simulated = False
+
+    def values(self, local: Tensors) -> tuple[torch.Tensor, ...]:
+        return tuple(local)
+
+    def structure(self, local: Tensors) -> list[torch.Size]:
+        return [x.shape for x in local]
+
+    def assemble(self, structure: Any, values: Tensors) -> list[torch.Tensor]:
+        return list(values)
+
+    def pick_gradients(self, structure: Sequence[torch.Size], local: Tensors) -> tuple[torch.Tensor, ...]:
+        """A rank without tiles passes an empty tensor, of whatever shape."""
+        return tuple(x.view(shape) if not x.numel() else x for x, shape in zip(local, structure, strict=True))
+
+
+_LISTS = TensorLists()
+
+
+@dataclass(frozen=True, eq=False)
+class TileStep(Step):
+    """The tiles of one rank of a group after a plan, from those before; written `into` tensors, if there are any."""
+
+    plan: TilePlan
+    group: Group
+    into: list[torch.Tensor] | None = None
+
+    where = "tiles"
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return "local" if self.plan.is_local else "all_to_all"
+
+    @property
+    def partner(self) -> TileStep:
+        return TileStep(self.plan.reverse, self.group)
+
+    def bytes_received(self, comm: Any) -> int:
+        return self.plan.bytes_in(dist.get_rank())
+
+    def run(self, comm: Any, local: Tensors) -> list[torch.Tensor]:
+        me, along = dist.get_rank(), along_group(self.group, local[0].device)
+        self._check(me, along.ranks, local)
+        try:
+            out = Transfer(self.plan, local, me, along, self.into).finish()
+        except (RuntimeError, ValueError) as error:
+            raise CommError(f"exchange of tiles failed on rank {me} of {list(along.ranks)}: {error}") from error
+        return out or [local[0].new_empty(0)]
+
+    def _check(self, me: int, ranks: Sequence[int], parts: Tensors) -> None:
+        if not self.plan.all_ranks.issubset(ranks):
+            missing = sorted(self.plan.all_ranks - set(ranks))
+            raise MoveError(f"ranks {missing} hold or need tiles, but the group has the ranks {list(ranks)}")
+        tiles = len(self.plan.sources.rows_of(me))
+        if len(parts) != max(1, tiles):
+            raise MoveError(f"rank {me} passes {len(parts)} tensors for its {tiles} source tiles")
+
+
+def run_tiles(
+    plan: TilePlan,
+    parts: Tensors,
+    group: Group | None = None,
+    note: Note | None = None,
+    into: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """This rank's target tiles, given its source tiles; every rank of the group calls it. Differentiable.
+
+    A rank that holds no source passes one empty tensor: it says dtype and device, and carries the graph, so that the
+    rank takes part in the backward pass. A rank without targets gets one empty tensor back. A tile that stays where it
+    is stays the same tensor. With `into`, the targets are written into these tensors (of the same dtype, on the same
+    device) and no graph is recorded.
+    """
+    note, group = note or Note("reshard"), dist.group.WORLD if group is None else group
+    if into is None:
+        return run_steps(_LISTS, (TileStep(plan, group),), tuple(parts), note)
+    if all(x.is_contiguous() for x in into):
+        return run_now(_LISTS, (TileStep(plan, group, list(into)),), tuple(parts), note, listeners())
+    with torch.no_grad():
+        for room, value in zip(into, run_tiles(plan, parts, group, note), strict=True):
+            room.copy_(value)
+    return list(into)
+
+
+# -- all ranks at hand -------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class AllTilesStep(Step):
+    """The tiles of all ranks after a plan, from those before: one list, by rank."""
+
+    plan: TilePlan
+    ranks: tuple[int, ...]
+
+    where = "tiles"
+
+    def bytes_received(self, comm: Any) -> int:
+        return sum(map(self.plan.bytes_in, self.ranks))
+
+    @property
+    def partner(self) -> AllTilesStep:
+        return AllTilesStep(self.plan.reverse, self.ranks)
+
+    def run(self, comm: Any, local: Tensors) -> list[torch.Tensor]:
+        flat = iter(local)
+        held = {r: [next(flat) for _ in range(max(1, len(self.plan.sources.rows_of(r))))] for r in self.ranks}
+        found = tiles_at_hand(self.plan, held)
+        return [x for rank in self.ranks for x in found[rank]]
+
+
+def run_tiles_at_hand(plan: TilePlan, parts: Mapping[int, Tensors]) -> dict[int, list[torch.Tensor]]:
+    """`run_tiles` for all ranks in one process: each rank's source tiles in, its target tiles out."""
+    ranks = sorted({*parts, *plan.ranks})
+    like = next(t for held in parts.values() for t in held)
+    flat = [t for r in ranks for t in parts.get(r) or (like.new_empty(0),)]
+    outs = iter(run_steps(_LISTS, (AllTilesStep(plan, tuple(ranks)),), flat, Note("reshard")))
+    return {r: [next(outs) for _ in range(max(1, len(plan.targets.rows_of(r))))] for r in ranks}
+
+
+def tiles_at_hand(plan: TilePlan, held: Mapping[int, Tensors]) -> dict[int, list[torch.Tensor]]:
+    """What each rank holds after a plan; a tensor that stays what it is stays the same."""
+    like = next(x for tensors in held.values() for x in tensors)
+    before, after = ({rank: _regions(side, rank) for rank in held} for side in (plan.sources, plan.targets))
+    every = [region for found in (*before.values(), *after.values()) for region in found]
+    whole = Whole(every, like, zeros=True) if every else None
+    for rank, tensors in held.items():
+        for region, value in zip(before[rank], tensors, strict=False):  # without tiles, one empty tensor
+            whole.put(region, value)  # type: ignore[union-attr]
+    out: dict[int, list[torch.Tensor]] = {}
+    for rank, tensors in held.items():
+        stays = plan.routes(rank).stays
+        needed = enumerate(after[rank])
+        out[rank] = [tensors[stays[i]] if i in stays else whole.take(region) for i, region in needed]  # type: ignore[union-attr]
+        out[rank] = out[rank] or [like.new_empty(0)]
+    return out
+
+
+def _regions(side: TileSet, rank: int) -> list[Region]:
+    """The tiles of a rank as regions of global indices."""
+    tiles = side.of_rank(rank)
+    bounds = zip(tiles.starts.tolist(), tiles.ends.tolist(), strict=True)
+    return [tuple(((a, b),) if a < b else () for a, b in zip(low, high, strict=True)) for low, high in bounds]

@@ -1,0 +1,232 @@
+"""An exchange on processes: pack what others need, one collective per round (or a message per peer), put what came
+where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.messages import ALL_GATHER, REDUCE_SCATTER, Along, Work, start_all_to_all, start_sends
+from shardwise.comm.reduction import REDUCTIONS, reduce_parts
+from shardwise.comm.wire import WIRE, as_wire, width
+from shardwise.layout.region import View
+from shardwise.move.pack import pick, place, view_in
+from shardwise.move.routes import Member, Routes, Shape
+from shardwise.move.schedule import BUFFER, Part, Put, Round, Span, round_of
+from shardwise.torch_private import foreach_copy_
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Exchanged(Protocol):
+    """What a transfer asks of the plan of an exchange."""
+
+    @property
+    def reduce_op(self) -> str: ...
+
+    @property
+    def rounds(self) -> int: ...
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        """What was worked out before."""
+
+    def routes(self, member: Any) -> Routes:
+        """What a member sends and takes."""
+
+    def sends_separately(self, along: Along) -> bool:
+        """Whether every peer gets a message of its own; all ranks must answer alike."""
+
+    def native(self, along: Along) -> Native | None:
+        """How the backend does all of it in one collective of its own that is quicker, if it does."""
+
+    @property
+    def zeros(self) -> bool:
+        """Whether what nobody sends is zero."""
+
+
+class Course(NamedTuple):
+    """What one rank does in an exchange, whatever the values."""
+
+    shapes: Sequence[Shape]  # of the results
+    rounds: tuple[Round, ...]
+    native: Native | None
+    separate: bool
+    stays: Mapping[int, int]
+    most: tuple[int, int]  # elements of the largest buffers, out and in
+
+
+class Transfer:
+    """One run of an exchange. The first round is under way once this is made; `finish` waits, runs the others and
+    returns the new tensors, which are in `out` from the start."""
+
+    def __init__(
+        self, plan: Exchanged, sources: Tensors, me: Member, along: Along, into: list[torch.Tensor] | None = None
+    ) -> None:
+        self.sources = [x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x for x in sources]
+        self.plain = [x.is_contiguous() for x in self.sources]  # so that a view of it is known beforehand
+        self.plan, self.along = plan, along
+        self.course = course = course_of(plan, me, along)
+        self.stays = course.stays if into is None else {}
+        self.out = self._room(course.shapes, into)
+        # one pair of buffers for all rounds: a backend may let go of what it was given a little late
+        like = self.sources[0]
+        self.buffers: list[torch.Tensor | None] = [like.new_empty(n) if n else None for n in course.most]
+        self.keeping: Any = None  # what must live until the collective is done
+        self.work = self._begin(course.rounds[0])
+
+    def _room(self, shapes: Sequence[Shape], into: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        if into is not None:
+            return into
+        make, stays = self.sources[0].new_zeros if self.plan.zeros else self.sources[0].new_empty, self.stays
+        return [self.sources[stays[i]] if i in stays else make(shape) for i, shape in enumerate(shapes)]
+
+    def finish(self) -> list[torch.Tensor]:
+        for i, one in enumerate(self.course.rounds):
+            if i:
+                self.work = self._begin(one)
+            if self.work is not None:
+                self.work.wait()
+            self._put_all(one.puts)
+        self.keeping = self.work = None
+        self.buffers = [None, None]
+        return self.out
+
+    def _begin(self, one: Round) -> Work | None:
+        if self.course.native is not None:
+            return self.course.native(self)
+        packed, received = self.buffers[0] if one.packs else None, self.buffers[1] if one.received else None
+        if packed is not None:
+            rooms = [view_in(packed, room) for room, _ in one.packs]
+            _copy_all(rooms, [self._own(part) for _, part in one.packs])
+        self.keeping = (packed, received)
+        work = (self._send_separately if self.course.separate else self._send_at_once)(one, packed, received)
+        self._put_all(one.meanwhile)
+        return work
+
+    def _send_at_once(self, one: Round, packed: torch.Tensor | None, received: torch.Tensor | None) -> Work:
+        wide, sizes, counts = width(self.sources[0].dtype), one.sizes, one.counts
+        if wide > 1:
+            sizes, counts = [n * wide for n in sizes], [n * wide for n in counts]
+        return start_all_to_all(
+            self._run(one.takes, self.out, received, wide),
+            sizes,
+            self._run(one.sends, self.sources, packed, wide),
+            counts,
+            self.along.group,
+        )
+
+    def _run(self, spans: Sequence[Span], tensors: Any, buffer: torch.Tensor | None, wide: int) -> torch.Tensor:
+        """The run of memory that these spans are together, as it travels."""
+        if not spans:
+            return as_wire(self.sources[0].new_empty(0))
+        x = buffer if buffer is not None else self._contiguous(tensors, spans[0].slot)
+        start, stop = spans[0].start, spans[-1].stop
+        if x.dtype in WIRE:
+            return x.as_strided((stop - start,), (1,), x.storage_offset() + start)
+        return as_wire(x)[start * wide : stop * wide]
+
+    def _send_separately(self, one: Round, packed: torch.Tensor | None, received: torch.Tensor | None) -> Work:
+        wide = width(self.sources[0].dtype)
+        ends = []
+        for spans, buffer, tensors in ((one.sends, packed, self.sources), (one.takes, received, self.out)):
+            wires = {slot: as_wire(self._of(slot, buffer, tensors)) for slot in {span.slot for span in spans}}
+            ends.append([(peer, wires[slot][a * wide : b * wide]) for peer, slot, a, b in spans])
+        return start_sends(ends[0], ends[1], self.along)
+
+    def _of(self, slot: int, buffer: torch.Tensor | None, tensors: Any) -> torch.Tensor:
+        if slot == BUFFER:
+            assert buffer is not None
+            return buffer
+        return self._contiguous(tensors, slot)
+
+    def _contiguous(self, tensors: list[torch.Tensor], slot: int) -> torch.Tensor:
+        """The tensor in one piece of memory: one of the sources may have holes. A result has none."""
+        if not tensors[slot].is_contiguous():
+            tensors[slot], self.plain[slot] = tensors[slot].contiguous(), True
+        return tensors[slot]
+
+    def _own(self, part: Part) -> torch.Tensor:
+        x = self.sources[part.slot]
+        return view_in(x, part.view) if part.view is not None and self.plain[part.slot] else pick(x, part.region)
+
+    # -- what came ------------------------------------------------------------------------------------------
+    def _put_all(self, puts: Sequence[Put]) -> None:
+        if self.stays:
+            puts = [put for put in puts if put.into.slot not in self.stays]
+        if len(puts) > 1 and all(len(put.parts) == 1 and not put.in_place and put.into.view for put in puts):
+            rooms = [view_in(self.out[put.into.slot], put.into.view) for put in puts]  # type: ignore[arg-type]
+            _copy_all(rooms, [self._value(put.parts[0]) for put in puts])
+            return
+        for put in puts:
+            self._put(put)
+
+    def _value(self, part: View | Part) -> torch.Tensor:
+        return self._own(part) if isinstance(part, Part) else view_in(self.buffers[1], part)  # type: ignore[arg-type]
+
+    def _put(self, put: Put) -> None:
+        """Parts to where they belong; sums are added up in the order of coordinates, so that all who need one get
+        the same."""
+        slot, region, view = put.into
+        parts, out, reduce_op = list(map(self._value, put.parts)), self.out[slot], self.plan.reduce_op
+        if view is None:
+            parts = [pick(out, region), *parts] if put.in_place else parts
+            place(out, region, parts[0] if len(parts) == 1 else reduce_parts(parts, reduce_op))
+            return
+        into = view_in(out, view)
+        if not put.in_place:
+            into.copy_(parts[0])
+            del parts[0]
+        for part in parts:
+            REDUCTIONS[reduce_op](into, part, out=into)  # type: ignore[call-arg]
+
+
+Native = Callable[[Transfer], "Work | None"]
+
+
+def course_of(plan: Exchanged, me: Member, along: Along) -> Course:
+    """What `me` does in an exchange, worked out once."""
+    key = ("course", me, along.backend, along.group is None)
+    found = plan.kept.get(key)
+    if found is None:
+        native, routes = plan.native(along), plan.routes(me)
+        separate = along.group is None or plan.sends_separately(along)
+        rounds = [round_of(routes, me, along.peers, i, plan.rounds, separate) for i in range(plan.rounds)]
+        rounds = [_NO_ROUND] if native else rounds
+        most = (max(one.packed for one in rounds), max(one.received for one in rounds))
+        found = plan.kept[key] = Course(routes.needed, tuple(rounds), native, separate, routes.stays, most)
+    return found
+
+
+_NO_ROUND = Round([], [], (), 0, 0, (), (), (), ())
+
+
+def _copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """One call for thousands of small pieces."""
+    if len(into) == 1:
+        into[0].copy_(values[0])
+    elif into:
+        foreach_copy_(into, values)
+
+
+# -- what a backend does by itself -------------------------------------------------------------------------
+def gather_in_order(transfer: Transfer) -> Work | None:
+    """An all-gather whose parts, one rank after another, are the result."""
+    out, along = transfer.out[0], transfer.along
+    if not out.numel():
+        return None
+    transfer.keeping = as_wire(transfer.sources[0])
+    return getattr(dist, ALL_GATHER)(as_wire(out), transfer.keeping, group=along.group, async_op=True)
+
+
+def reduce_and_scatter(transfer: Transfer) -> Work | None:
+    """Parts of a sum that the backend adds up."""
+    along, source = transfer.along, transfer.sources[0]
+    sent = transfer.plan.routes(along.peers[dist.get_rank(along.group)]).sends
+    pieces = [pick(source, sent[peer][0].region).reshape(-1) for peer in along.peers]
+    transfer.keeping = torch.cat(pieces)
+    out = transfer.out[0].view(-1)
+    return getattr(dist, REDUCE_SCATTER)(out, transfer.keeping, group=along.group, async_op=True)
