@@ -61,11 +61,10 @@ def to_dtensor(
 def on_mesh(tensor: ShardedTensor, grid: Mesh) -> DTensor:
     """Return the tensor as a DTensor on a mesh of its ranks; where it is now if the mesh has a layout for that."""
     found = natural_layout(tensor, grid)
-    parts = tensor._parts
-    if found.agrees and len(parts) == 1 and parts[0].is_contiguous():
-        shape = found.layout.local_shape(dist.get_rank())  # an empty tile may have another shape
-        return wrap(parts[0] if parts[0].shape == shape else parts[0].reshape(shape), found.layout)
-    return wrap(_local_value(tensor, found.layout), found.layout)
+    if not found.is_one_tile_each:
+        return wrap(_local_value(tensor, found.layout), found.layout)
+    local, shape = tensor._parts[0].contiguous(), found.layout.local_shape(dist.get_rank())
+    return wrap(local if local.shape == shape else local.reshape(shape), found.layout)  # an empty tile may have another
 
 
 def _check_ranks(grid: Mesh, group: Group) -> None:
@@ -83,6 +82,7 @@ class NaturalLayout(NamedTuple):
 
     layout: Layout
     agrees: bool  # whether every rank holds exactly its tiles; else the first dim is cut, and the tiles move
+    is_one_tile_each: bool  # whether it agrees, and no rank has several tiles: the same answer on all ranks
 
 
 def natural_layout(tensor: ShardedTensor, grid: Mesh) -> NaturalLayout:
@@ -96,7 +96,10 @@ def natural_layout(tensor: ShardedTensor, grid: Mesh) -> NaturalLayout:
         placements = _agreeing_placements(tensor._tiles, tensor.size(), grid)
         chosen = placements or [Shard(0) if tensor.dim() else REPLICATE] * len(grid.shape)
         layout = Layout.make(grid, chosen, tuple(tensor.size()), tensor.dtype, None, tensor.device)
-        found = NaturalLayout(layout, placements is not None)
+        agrees = placements is not None
+        found = NaturalLayout(
+            layout, agrees, agrees and len(set(tensor._tiles.ranks.tolist())) == len(tensor._tiles.ranks)
+        )
         _layouts.add(key, found)
     else:
         _layouts.hits += 1
