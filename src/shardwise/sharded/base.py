@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from shardwise.errors import DimError
 from shardwise.sharded.checks import check_strided, checked_properties
+from shardwise.sharded.groups import Group
 from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties, as_size
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec, spec_of
@@ -139,6 +140,18 @@ class ShardedTensorBase(torch.Tensor):
 
     def __hash__(self) -> int:
         return id(self)
+
+
+class Options(TypedDict, total=False):
+    """The options of every function that makes a tensor from a spec."""
+
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    pin_memory: bool
+    memory_format: torch.memory_format
+    process_group: Group | None
+    init_rrefs: bool
 
 
 def blank(cls: type, spec: ShardingSpec, metadata: ShardedTensorMetadata) -> Any:

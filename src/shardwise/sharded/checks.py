@@ -1,4 +1,4 @@
-"""What is checked before a sharded tensor is made or gathered; each error names the values and the ranks."""
+"""Checks before a sharded tensor is made or gathered; each error names the values and the ranks."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def checked_properties(
     pin_memory: bool,
     memory_format: torch.memory_format,
 ) -> TensorProperties:
+    """Return the properties of a new tensor; raise where one has the wrong type or is not supported."""
     for name, value, kind in (
         ("layout", layout, torch.layout),
         ("requires_grad", requires_grad, bool),
@@ -47,7 +48,7 @@ def check_strided(properties: TensorProperties) -> None:
 
 
 def wrong_out(me: int, dst: int, size: torch.Size, out: torch.Tensor | None) -> str | None:
-    """What is wrong with `out` on this rank."""
+    """Return what is wrong with the `out` of `gather` on this rank, or None."""
     if me != dst:
         if out is None:
             return None
@@ -64,7 +65,7 @@ def wrong_out(me: int, dst: int, size: torch.Size, out: torch.Tensor | None) -> 
 def raise_if_mismatch(
     expected: Any, actual: Any, prop_name: str, ranks: int | Sequence[int], is_local: bool = True
 ) -> None:
-    """Raise where a property differs: between shards of one rank, or between two ranks."""
+    """Raise ValueError where a property differs between shards of one rank, or between two ranks."""
     if expected == actual:
         return
     if is_local:
@@ -113,7 +114,7 @@ def checked_parts(
 def _checked_metadata(
     local_shards: list[Shard], metadata: ShardedTensorMetadata, group: Group
 ) -> tuple[ShardedTensorMetadata, list[ShardMetadata]]:
-    """The global metadata, once it fits itself and what this rank holds, and the part of it that is this rank's."""
+    """Return a copy of the global metadata, which must fit this rank's shards, and this rank's part of it."""
     if not isinstance(metadata, ShardedTensorMetadata):
         raise TypeError(f"sharded_tensor_metadata: expected ShardedTensorMetadata, got {type(metadata).__name__}")
     properties, me = metadata.tensor_properties, dist.get_rank()
@@ -158,7 +159,7 @@ def check_contiguous(tensor: torch.Tensor, rank: int) -> None:
 
 
 def in_order(local_shards: Sequence[Shard], mine: Sequence[ShardMetadata]) -> list[Shard]:
-    """The shards of a rank in the order of its metadata: the others know what it holds by its place there."""
+    """Return the shards of a rank in the order of its metadata, from which the other ranks know which is which."""
     if all(shard.metadata is known or shard.metadata == known for shard, known in zip(local_shards, mine)):
         return list(local_shards)
     left: dict[ShardMetadata, list[Shard]] = {}

@@ -1,8 +1,7 @@
 """Remote shards: RRefs to what the other ranks hold, over torch RPC.
 
-A tensor is known to the other ranks by a number all agree on. RRefs are made when they are asked for, from that
-number; the tensor keeps none, so nothing holds RPC up when it shuts down. The registry holds the tensor weakly: when it
-dies its entry goes.
+Every rank knows a tensor by the same number. RRefs are made from that number when they are asked for; the tensor keeps
+none, so that nothing delays RPC when it shuts down. The table holds tensors weakly: when one dies its entry goes.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ def _check_ready() -> None:
 
 
 class RemoteShards:
-    """The number of one tensor, by which its shards are reached."""
+    """The number of one tensor, from which RRefs to its shards are made."""
 
-    def __init__(self, tensor: Any, group: Any) -> None:
+    def __init__(self, tensor: torch.Tensor, group: Group) -> None:
         self.number = _agreed_number(group)
         weakref.finalize(tensor, _forget, self.number).atexit = False
         with _lock:
@@ -56,7 +55,7 @@ class RemoteShards:
         dist.barrier(group=group)  # from now on every rank of the group answers for it
 
     def rrefs(self, owners: list[int]) -> dict[int, list[Any]]:
-        """By rank, RRefs to its shards; `owners` is the rank of each tile, in the order of the metadata."""
+        """Return RRefs to the shards of other ranks, by rank. `owners` has the rank of each tile of the metadata."""
         if not rpc_is_running():
             raise RuntimeError("RPC has been shut down: there are no remote shards any more")
         names = {worker.id: worker.name for worker in rpc_workers()}
@@ -70,7 +69,7 @@ class RemoteShards:
 
 
 def _shard_of(number: int, slot: int) -> Any:
-    """On the owner: its shard number `slot` of tensor `number`."""
+    """Return the shard number `slot` of tensor `number`; called on its owner."""
     with _lock:
         known = sharded_tensor_map.get(number)
     tensor = None if known is None else known()
@@ -79,8 +78,8 @@ def _shard_of(number: int, slot: int) -> Any:
     return tensor.local_shards()[slot]
 
 
-def _agreed_number(group: Any) -> int:
-    """A number no rank of the group has used."""
+def _agreed_number(group: Group) -> int:
+    """Return a number that no rank of the group has used."""
     with _lock:
         mine = torch.tensor([_next[0]], device=communication_device(group))
     dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import copy as copying
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint_protocol import Box, chunk, items_for
+from shardwise.checkpoint_protocol import chunk, items_for
 from shardwise.comm.record import Note
 from shardwise.layout.tileset import TileSet
 from shardwise.sharded import autograd, moves, pickling, remote
-from shardwise.sharded.base import ShardedTensorBase, blank, empty_tile, new_tile
+from shardwise.sharded.base import Options, ShardedTensorBase, blank, empty_tile, new_tile
 from shardwise.sharded.checks import checked_parts, parts_from_local_tensor
 from shardwise.sharded.global_metadata import agreed_parts
 from shardwise.sharded.groups import Group, check_member, communication_device, shards_of
@@ -41,18 +41,6 @@ if TYPE_CHECKING:
     from shardwise.tensor import DTensor
 
 __all__ = ["Options", "ShardedTensor", "ShardedTensorBase", "first_sharded"]
-
-
-class Options(TypedDict, total=False):
-    """The options of every function that makes a tensor from a spec."""
-
-    dtype: torch.dtype | None
-    layout: torch.layout
-    requires_grad: bool
-    pin_memory: bool
-    memory_format: torch.memory_format
-    process_group: Group | None
-    init_rrefs: bool
 
 
 class ShardedTensor(ShardedTensorBase):
@@ -139,8 +127,7 @@ class ShardedTensor(ShardedTensorBase):
         process_group: Group | None = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """Make a tensor of which each rank holds the shards it passes. One small collective; see
-        `init_from_local_shards`."""
+        """See `init_from_local_shards`."""
         group = check_member(remote.checked_group(process_group, init_rrefs))
         parts = agreed_parts(local_shards, global_size, group)
         return cls._from_parts(*parts, group, init_rrefs=init_rrefs)
@@ -296,15 +283,12 @@ class ShardedTensor(ShardedTensorBase):
         moves.gather(self, dst, out, None if enforce_dtype else dtype)
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """Change the tiles in place, from any spec to any spec. Each element that must move moves once.
+        """Change the tiles in place and return this tensor. Each element that must move moves once.
 
         Differentiable. Under `torch.no_grad()` a parameter stays a leaf.
 
         Args:
-            resharding_spec: The new spec.
-
-        Returns:
-            This tensor.
+            resharding_spec: The new spec; any to any.
 
         Raises:
             NotImplementedError: If `resharding_spec` is not a ShardingSpec.
@@ -349,7 +333,7 @@ class ShardedTensor(ShardedTensorBase):
             device: "cuda" or the current device; another one raises a ValueError.
             non_blocking: As in `torch.Tensor.cuda`.
             memory_format: `torch.preserve_format` or `torch.contiguous_format`.
-            process_group: A group of the same ranks whose backend works on CUDA.
+            process_group: A group of the same ranks for CUDA.
         """
         return moves.to_cuda(self, device, non_blocking, memory_format, process_group)
 
@@ -448,13 +432,9 @@ class ShardedTensor(ShardedTensorBase):
         return self
 
     def register_hook(self, hook: Callable[[ShardedTensor], ShardedTensor | None]) -> autograd.Removable:
-        """Call `hook` with the gradient, in this tensor's tiles, when it is known.
+        """Call `hook` with the gradient when it is known, and return a handle whose `remove()` takes the hook away.
 
-        The hook may return another gradient. Where a rank holds several tiles of a tensor that is no leaf, the hook
-        can only watch.
-
-        Returns:
-            A handle whose `remove()` takes the hook away.
+        The hook may return another gradient, except where a rank holds several tiles of a tensor that is no leaf.
         """
         return autograd.register_hook(self, hook)
 
@@ -473,11 +453,11 @@ class ShardedTensor(ShardedTensorBase):
 
     def __create_write_items__(self, fqn: str, object: ShardedTensor) -> list[WriteItem]:
         """One item for each tile held here that has elements; for a tensor without any, one for each tile."""
-        return items_for(fqn, object, [_box(s) for s in object._local_shards if s.tensor.numel() or not object.numel()])
+        return items_for(fqn, object, [s.box for s in object._local_shards if s.tensor.numel() or not object.numel()])
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """The boxes to read, one for each tile held here."""
-        return [chunk(_box(shard)) for shard in self._local_shards]
+        return [chunk(shard.box) for shard in self._local_shards]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """The memory of the tile at `index.offset`."""
@@ -485,8 +465,7 @@ class ShardedTensor(ShardedTensorBase):
         for shard in self._local_shards:
             if list(shard.metadata.shard_offsets) == offset and (shard.tensor.numel() or not self.numel()):
                 return shard.tensor.detach()
-        held = [shard.metadata.shard_offsets for shard in self._local_shards]
-        raise ValueError(f"{index.fqn!r}: no tile at {index.offset} is held here; there are tiles at {held}")
+        raise ValueError(f"{index.fqn!r}: no tile at {index.offset} is held here; there are {self._local_shards}")
 
     # -- calls of torch's functions -----------------------------------------------------------------------------
     @classmethod
@@ -516,10 +495,6 @@ def first_sharded(values: Iterable[Any]) -> ShardedTensor | None:
             if found is not None:
                 return found
     return None
-
-
-def _box(shard: Shard) -> Box:
-    return shard.metadata.shard_offsets, shard.metadata.shard_sizes
 
 
 torch.serialization.add_safe_globals([ShardedTensor])

@@ -1,7 +1,7 @@
 """Bags of rows, summed by the owners of the rows: vectors of sums travel, not the rows.
 
-Each owner of a tile gets, for each bag that has rows there, how many and which; it sends one vector a bag back. The
-asking rank adds up what the owners send and, for a mean, divides. Gradients take the same way back.
+Each owner of a tile learns which rows each bag has there, and sends one vector per bag back. The rank that asks adds up
+what the owners send and, for a mean, divides. Gradients take the same way back.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from shardwise.sharded.ops.lookup import Lookup
 
 _embedding_bag = F.embedding_bag
-_NEVER = 1 << 50  # a price no rows have
+_NEVER = 1 << 50  # more than any price of fetching rows
 
 
 class Bags:
-    """This rank's bags: `ids` in the order of the bags, how many each bag has, a weight for each id perhaps."""
+    """This rank's bags: `ids` in the order of the bags, how many each bag has, and perhaps a weight per id."""
 
     def __init__(
         self, ids: torch.Tensor, lengths: torch.Tensor | None, weights: torch.Tensor | None, padding: int | None
     ) -> None:
-        """Without lengths (the offsets make no sense) they have no price: torch's function shall complain."""
+        """Without lengths the offsets make no sense. The price is infinite then: torch's function runs and raises."""
         self.makes_sense = lengths is not None
         lengths = ids.new_zeros(0) if lengths is None else lengths
         bag = torch.repeat_interleave(lengths)
@@ -40,7 +40,7 @@ class Bags:
         self.asked: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def of_rows(self, rows: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Which of the ids are in a range of rows, in the order of the bags; the bags they are in; how many in each."""
+        """Return which ids are in a range of rows, in the order of the bags; their bags; how many are in each bag."""
         if rows not in self._found:
             low, high = torch.searchsorted(self._sorted, self._sorted.new_tensor(rows)).tolist()
             at = self._order[low:high].sort().values if self.makes_sense else self._order[:0]
@@ -48,12 +48,12 @@ class Bags:
         return self._found[rows]
 
     def wishes(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """For each tile's range of rows: how many ids, in how many bags."""
+        """Return, for each tile's range of rows, how many ids in how many bags are looked up there."""
         self.asked = [self.of_rows(r) for r in rows]
         return [(len(at), len(bags)) for at, bags, _ in self.asked]
 
     def price(self, lookup: Lookup) -> int:
-        """Bytes: ids, lengths and weights there, sums back, gradients the other way."""
+        """Return the bytes: ids, lengths and weights to the owners, sums back, gradients the other way."""
         if not self.makes_sense:
             return _NEVER
         size, total = lookup.table.dtype.itemsize, 0
@@ -65,8 +65,8 @@ class Bags:
         return total
 
     def ask(self, lookup: Lookup, counts: list[list[tuple[int, ...]]]) -> None:
-        """Tell every owner the rows of its tiles and how many each bag has; `counts[rank][my tile]` is what the others
-        want here: how many ids, in how many bags."""
+        """Send every owner the ids of its rows and how many each bag has. `counts[rank][tile]` says how many ids in how
+        many bags a rank looks up in a tile of this one."""
         self.lookup, self.counts = lookup, counts
         words = [
             word
@@ -83,7 +83,7 @@ class Bags:
         return [self.asked[i] for i in tiles]
 
     def pooled(self, mode: str, sparse: bool) -> torch.Tensor:
-        """This rank's bags, summed or averaged; differentiable in the table and the weights."""
+        """Return this rank's bags, summed or averaged; differentiable in the table and the weights."""
         weights = None if self.weights is None else self._sent_weights(self.weights)
         sums = self._sums(weights, sparse)
         widths = self.lookup.widths
@@ -94,13 +94,13 @@ class Bags:
         return out if mode == "sum" else out / self.sizes.clamp(min=1).unsqueeze(1)
 
     def _sent_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """The weights of the ids that others look up here."""
+        """Exchange the weights, and return those of the ids that are looked up here."""
         flat = torch.cat([weights[at] for at, _, _ in self.asked])
         give = [sum(len(at) for at, _, _ in self._of_owner(mine)) for mine in self.lookup.tiles_of]
         return self.lookup.exchange(flat, [sum(tile[0] for tile in row) for row in self.counts], give)
 
     def _sums(self, weights: torch.Tensor | None, sparse: bool) -> torch.Tensor:
-        """At the owner: for each rank and tile, a vector for each bag, all in one flat tensor."""
+        """Return what this rank sums as an owner: for each rank and tile one vector per bag, in one flat tensor."""
         tiles = [shard.tensor for shard in self.lookup.table.local_shards()]
         # every rank is in the graph, of the table and of the weights, whatever it sums
         pieces = [] if tiles else [self.lookup.table._anchor.reshape(-1)]
@@ -120,7 +120,7 @@ class Bags:
         return torch.cat(pieces)
 
     def _added(self, got: torch.Tensor) -> torch.Tensor:
-        """What the owners sent, added up by bag; in float32 where the table's dtype has few digits."""
+        """Add up by bag what the owners sent; in float32 where the table's dtype has few digits."""
         widths = self.lookup.widths
         parts = got.split([len(bags) * width for (_, bags, _), width in zip(self.asked, widths)])
         strips: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -135,14 +135,14 @@ class Bags:
 
 
 def rows_of(tile: torch.Tensor, ids: torch.Tensor, sparse: bool) -> torch.Tensor:
-    """Rows of a tile, flat; differentiable, also of a tile of size zero, whose gradient kernels for GPUs may spoil."""
+    """Return rows of a tile, flat; differentiable. A tile without elements skips the kernel, which fails on GPUs."""
     if not tile.numel():
         return tile.reshape(-1)
     return F.embedding(ids, tile, sparse=sparse).reshape(-1)
 
 
 def lengths_of(ids: torch.Tensor, offsets: torch.Tensor | None, include_last_offset: bool) -> torch.Tensor | None:
-    """How many ids each bag has; None where the offsets make no sense."""
+    """Return how many ids each bag has, or None where the offsets make no sense."""
     if offsets is None:
         return ids.new_full((ids.shape[0],), ids.shape[1], dtype=torch.int64)
     if offsets.dim() != 1 or not len(offsets) or offsets.dtype not in (torch.int32, torch.int64):
