@@ -131,7 +131,7 @@ def warm_up(libraries, world, size):
 
 def bytes_moved(lib, pair, size):
     """What the busiest rank receives, and the fewest bytes it could."""
-    from shardwise.sharded.tiling import plan_between
+    from shardwise.sharded.tiles import plan_between
 
     one, other = (lib.tensor.empty(lib.chunks(*layout), size, size)._tiles for layout in pair)
     plan = plan_between(one, other, 4)

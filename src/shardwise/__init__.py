@@ -1,16 +1,18 @@
 """shardwise: tensors that live on many devices and behave as if they lived on one."""
 
-from shardwise import (
+from types import ModuleType
+
+from shardwise import (  # noqa: F401  (checkpoint: so that it is an attribute)
+    checkpoint,
     custom_function,
     debug,
-    device_mesh,
     dynamo,
     experimental,
     optim,
     parallel,
-    placement_types,
     random,
     sharded,
+    torch_paths,
 )
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.calibration import calibrate
@@ -43,6 +45,10 @@ __version__ = "0.1.0"
 
 dynamo.keep_out()
 custom_function.take_functions()
+torch_paths.install()
+
+device_mesh: ModuleType
+placement_types: ModuleType
 
 __all__ = [
     "AutogradError",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from shardwise.errors import AutogradError, LayoutError
 from shardwise.layout import Layout, Partial, Placement, Shard, as_placements
 from shardwise.layout.layout import contiguous_stride, dense_stride
 from shardwise.layout.placement import REPLICATE, check_reductions
+from shardwise.layout.split import Intervals, count
 from shardwise.mesh import Mesh, as_mesh
 from shardwise.move import plan_steps
 from shardwise.move.pack import take
@@ -61,10 +63,7 @@ def distribute_tensor(
     layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, stride, _device_for(tensor, mesh))
     check_reductions(layout.placements, tensor.dtype)
     _check_source(mesh, src_data_rank)
-    value = tensor.detach()
-    if value.device.type != layout.device.type:
-        value = value.to(layout.device)
-    local = lay_out(value, layout, src_data_rank)
+    local = lay_out(tensor.detach(), layout, src_data_rank)
     if stride != contiguous_stride(layout.shape):
         local = mesh.comm.rebuild(local, [_stored(v, stride) for v in mesh.comm.values(local)])
     result = wrap(local, layout)
@@ -133,7 +132,8 @@ def lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> LocalVal
     """The local value under `layout` of a tensor that every rank holds; with `source`, that rank's values count."""
     comm = layout.mesh.comm
     if not comm.simulated and source is not None and value.device.type != "meta":
-        return _deal(value, layout, source)
+        return _send_parts(value, layout, source)
+    value = value if value.device.type == layout.device.type else value.to(layout.device)
     whole = layout.replace(placements=(REPLICATE,) * len(layout.placements))
     local = comm.shared(value)
     for step in plan_steps(whole, layout):
@@ -146,22 +146,41 @@ def lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> LocalVal
     return comm.rebuild(local, copies)
 
 
-def _deal(value: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
-    """What this rank holds of the values of rank `source`: axis by axis, they are scattered or broadcast along it."""
+def _send_parts(value: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
+    """Return this rank's part of a value, sent axis by axis by the coordinate `source` of the axis.
+
+    Of the value on other ranks only shape and dtype are read. It comes to the layout's device where it is sent.
+    """
     comm = layout.mesh.comm
+    device = value.device if value.device.type == layout.device.type else layout.device
+    like, shape, is_sent = torch.empty(0, dtype=value.dtype, device=device), tuple(value.shape), False
     for axis, placement in enumerate(layout.placements):
-        k = layout.mesh.shape[axis]
+        if layout.mesh.shape[axis] == 1:
+            continue
+        sends = comm.coords[axis] == source
+        value = value.to(device) if sends else value
         if isinstance(placement, Shard):
-            parts = [take(value, placement.dim, part) for part in layout.row(axis, comm.coords)]
-            value = comm.scatter(parts, axis, source) if k > 1 else parts[0]
+            dim, row = placement.dim, layout.row(axis, comm.coords)
+            shapes = [(*shape[:dim], count(part), *shape[dim + 1 :]) for part in row]
+            value = comm.scatter(functools.partial(_cut, value, dim, row), shapes, axis, source, like)
         else:
-            value = comm.broadcast(value, axis, source) if k > 1 else value.clone(memory_format=torch.contiguous_format)
-            if isinstance(placement, Partial) and k > 1:
-                one = layout.replace(
-                    placements=[placement if a == axis else REPLICATE for a in range(len(layout.placements))]
-                )
-                for step in plan_steps(one.replace(placements=(REPLICATE,) * len(layout.placements)), one):
-                    value = step.run(comm, value)
+            value = comm.broadcast(value if value.device == device else like.new_empty(shape), axis, source)
+            if isinstance(placement, Partial):
+                value = _as_partial(value, layout, axis)
+        shape, is_sent = tuple(value.shape), True
+    return value if is_sent else value.to(device, copy=True, memory_format=torch.contiguous_format)
+
+
+def _cut(value: torch.Tensor, dim: int, row: Sequence[Intervals], coordinate: int) -> torch.Tensor:
+    return take(value, dim, row[coordinate])
+
+
+def _as_partial(value: torch.Tensor, layout: Layout, axis: int) -> torch.Tensor:
+    """Return this rank's part of a pending reduction along one axis, of a value that all ranks hold."""
+    whole = layout.replace(placements=(REPLICATE,) * len(layout.placements))
+    one = whole.replace(placements=[p if a == axis else REPLICATE for a, p in enumerate(layout.placements)])
+    for step in plan_steps(whole, one):
+        value = step.run(layout.mesh.comm, value)
     return value
 
 

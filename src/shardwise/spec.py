@@ -1,13 +1,17 @@
-"""`DTensor._spec`: what programs written for torch's DTensor read there, though its name is a private one."""
+"""A layout under the private names that programs written for torch's DTensor read: `DTensor._spec`, and the shape and
+offset of what a rank holds."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from shardwise.layout import Layout, Placement
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout, Placement, as_placements
+from shardwise.mesh import DeviceMesh, Mesh, as_mesh
 
 
 class TensorMeta(NamedTuple):
@@ -21,7 +25,7 @@ class TensorMeta(NamedTuple):
 class Spec(NamedTuple):
     """A layout under the names of torch's: the user's mesh, a placement an axis, the global tensor."""
 
-    mesh: Any
+    mesh: DeviceMesh | Mesh
     placements: tuple[Placement, ...]
     tensor_meta: TensorMeta = None  # type: ignore[assignment]
 
@@ -31,7 +35,7 @@ class Spec(NamedTuple):
         return cls(layout.mesh.source, layout.placements, meta)
 
     @property
-    def device_mesh(self) -> Any:
+    def device_mesh(self) -> DeviceMesh | Mesh:
         return self.mesh
 
     @property
@@ -73,3 +77,26 @@ class Spec(NamedTuple):
 
     def is_sharded(self) -> bool:
         return any(p.is_shard() for p in self.placements)
+
+
+def compute_local_shape_and_global_offset(
+    global_shape: Sequence[int], mesh: DeviceMesh | Mesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of what this rank holds, and where in the tensor it starts.
+
+    Of a simulated mesh that is the first rank. An empty part starts at the end of the dim. A rank outside of the mesh
+    holds shape (0,) and has no offset.
+    """
+    grid = as_mesh(mesh, outside=True)
+    if grid.comm.outside:
+        return (0,), ()
+    layout = Layout.make(grid, as_placements(placements), tuple(global_shape), torch.get_default_dtype())
+    coords = next(iter(grid.comm.played()))
+    held = [layout.held(dim, coords) for dim in range(layout.ndim)]
+    if any(len(pieces) > 1 for pieces in held):
+        raise LayoutError(
+            f"placements = {list(layout.placements)}: the rank at {coords} holds several pieces of a dim, which "
+            f"have no one offset; ask the layout for its tiles"
+        )
+    starts = [pieces[0][0] if pieces else n for pieces, n in zip(held, layout.shape, strict=True)]
+    return layout.local_shape_at(coords), tuple(starts)

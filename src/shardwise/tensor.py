@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise import checkpoint, own_answers
+from shardwise import checkpoint_protocol, own_answers
 from shardwise.argument_types import MeshArgument, Placements
 from shardwise.autograd import attributes, hooks
 from shardwise.autograd.backward import backward
@@ -437,13 +437,13 @@ class DTensor(Wrapper):
 
     # -- torch.distributed.checkpoint -----------------------------------------------------------------------
     def __create_write_items__(self, fqn: str, tensor: DTensor) -> list[Any]:
-        return checkpoint.write_items(fqn, tensor)
+        return checkpoint_protocol.write_items(fqn, tensor)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return checkpoint.chunk_list(self)
+        return checkpoint_protocol.chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return checkpoint.tensor_shard(self, index)
+        return checkpoint_protocol.tensor_shard(self, index)
 
     # -- torch comes in here --------------------------------------------------------------------------------
     __torch_function__: Any = classmethod(call_function)

@@ -190,3 +190,26 @@ def active_device_mesh() -> Any:
         return _mesh_resources.get_current_mesh()
     except (AttributeError, RuntimeError):
         return None
+
+
+flatten_mesh: Any = take(
+    "torch.distributed.device_mesh.DeviceMesh._flatten",
+    "to_sharded() on a mesh of several axes that is not the world",
+)
+rpc_is_running: Callable[[], bool] = take(
+    "torch.distributed.rpc._is_current_rpc_agent_set", "remote shards, placements by the names of RPC workers"
+)
+_rpc_agent: Any = take(
+    "torch.distributed.rpc.api._get_current_rpc_agent", "remote shards, placements by the names of RPC workers"
+)
+_rref_future: Any = take("torch.distributed.rpc.PyRRef._get_future", "waiting for remote shards")
+
+
+def rpc_workers() -> list[Any]:
+    """Every RPC worker, with its `name` and `id`."""
+    return _rpc_agent().get_worker_infos()
+
+
+def wait_for_rrefs(rrefs: list[Any]) -> None:
+    """Wait until all remote references are made, or raise where one could not be."""
+    torch.futures.wait_all([_rref_future(rref) for rref in rrefs])

@@ -1,6 +1,8 @@
 """torch.distributed.checkpoint saves one layout and loads into another."""
 
+import ast
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor as theirs
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+import shardwise
 from shardwise import (
     DTensor,
     LayoutError,
@@ -215,3 +218,30 @@ def test_a_shard_is_a_view():
     shard.zero_()
     assert x.full_tensor()[4:6, 5:].sum() == 0
     assert not shard.requires_grad
+
+
+def imported_by(path):
+    """The modules of shardwise that a file imports at its top, not those for types only."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardwise"):
+            yield node.module
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def test_nothing_that_the_tensor_imports_imports_the_tensor():
+    root = Path(shardwise.__file__).parent
+    found, left = set(), ["shardwise.tensor"]
+    while left:
+        name = left.pop()
+        inside = root.joinpath(*name.split(".")[1:])
+        for path in (inside.with_suffix(".py"), inside / "__init__.py"):
+            if path.exists() and path != root / "__init__.py":
+                names = set(imported_by(path))
+                assert "shardwise.tensor" not in names, f"{path} imports shardwise.tensor, which imports it"
+                packages = {n.rpartition(".")[0] for n in names}  # importing a module runs its package
+                left += (names | packages) - found
+                found |= names | packages
+    assert "shardwise.checkpoint_protocol" in found and "shardwise.checkpoint" not in found

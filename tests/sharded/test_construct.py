@@ -11,8 +11,8 @@ import torch.distributed as dist
 import shardwise
 from shardwise import sharded as S
 from shardwise import simulate
+from shardwise.sharded.groups import all_gather_objects
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded.telling import tell_all
 from tests.sharded.common import chunks, irregular, on_one, places, specs_for, values, whole
 from tests.sharded.common import sharded as lay
 from tests.workers import run_ranks
@@ -460,7 +460,7 @@ def told(rank, world):
     group = dist.new_group([1, 0])
     for lengths in ([0, 1], [2039, 5], [5, 2040], [2041, 9000], [30000, 30000]):
         said = bytes([rank]) * lengths[rank % 2]
-        assert tell_all((rank, said), group) == [(r, bytes([r]) * lengths[r]) for r in range(2)]
+        assert all_gather_objects((rank, said), group) == [(r, bytes([r]) * lengths[r]) for r in range(2)]
     return True
 
 

@@ -25,7 +25,7 @@ from shardwise.sharded.sharding_spec._internals import (
     validate_non_overlapping_shards_metadata,
 )
 from shardwise.sharded.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
-from shardwise.sharded.tiling import _covers, _first_overlap_of_few, boxes_of
+from shardwise.sharded.tiles import _covers, _first_overlap_of_few, boxes_of
 from tests.sharded.common import cut_up, places
 
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 import shardwise
 from shardwise import sharded as S
-from shardwise.sharded import common_op_utils, op_registry_utils, registry
+from shardwise.sharded import common_op_utils, op_registry_utils
+from shardwise.sharded.ops import registry
 from shardwise.sharded.sharded_tensor import api, logger, reshard, utils
 from shardwise.sharded.sharded_tensor.logging_handlers import _log_handlers
 from shardwise.sharded.sharding_spec import _internals

@@ -237,7 +237,7 @@ def test_initialisers():
 
 
 def overridden(rank, world):
-    from shardwise.sharded import registry
+    from shardwise.sharded.ops import registry
 
     st = S.ones(chunks(0, range(world)), 4)
     saved = dict(registry.custom_ops), {k: dict(v) for k, v in registry.spec_ops.items()}

@@ -113,11 +113,10 @@ def test_rpc_ends_before_the_tensor():
 def other_ranks(rank, world):
     """As if RPC had started with other ranks than the process group."""
     worker = types.SimpleNamespace(id=(rank + 1) % world)
-    agent = types.SimpleNamespace(get_worker_infos=lambda: [worker] * world)
     with (
         mock.patch.object(remote, "rpc_is_running", lambda: True),
         mock.patch.object(rpc, "get_worker_info", lambda: worker),
-        mock.patch.object(rpc.api, "_get_current_rpc_agent", lambda: agent),
+        mock.patch.object(remote, "rpc_workers", lambda: [worker] * world),
         pytest.raises(ValueError, match="RPC ranks must be the same"),
     ):
         S.ones(chunks(0, range(world)), 4, init_rrefs=True)

@@ -11,7 +11,7 @@ import shardwise
 from shardwise import sharded as S
 from shardwise.comm.messages import backend_for
 from shardwise.move.tiles import TilePlan
-from shardwise.sharded.tiling import plan_between
+from shardwise.sharded.tiles import plan_between
 from tests.sharded.common import chunks, irregular, on_one, sharded, specs_for, values, whole
 from tests.workers import run_ranks
 
@@ -80,7 +80,7 @@ def odd_memory(rank, world):
         assert st.local_tensor().is_conj()
         assert torch.equal(whole(st.reshard(target)), value.conj().resolve_conj())
         tile = S.Shard(value.t().contiguous().t()[3 * rank : 3 * rank + 3], chunk_of(rank, ranks))
-        holes = S.ShardedTensor._made(
+        holes = S.ShardedTensor._from_parts(
             [tile], sharded(value, chunks(0, ranks)).metadata(), chunks(0, ranks), dist.group.WORLD
         )
         assert not tile.tensor.is_contiguous() and torch.equal(whole(holes.reshard(target)), value)
@@ -150,3 +150,30 @@ def dtypes(rank, world):
 
 def test_dtypes_and_no_ops():
     assert all(run_ranks(dtypes, 2, timeout=TIME))
+
+
+def gather_dtypes(rank, world):
+    """enforce_dtype: the values travel in the tensor's dtype, as torch's do, whatever `dtype` says."""
+    from torch.distributed._shard import sharded_tensor as theirs
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    value = torch.arange(12.0).view(6, 2) + 1 / 3  # float16 would round it
+    torchs = theirs.empty(ChunkShardingSpec(0, [f"rank:{r}/cpu" for r in range(world)]), 6, 2)
+    ours = sharded(value, chunks(0, range(world)))
+    torchs.local_shards()[0].tensor.copy_(ours.local_tensor())
+    half = value.to(torch.float16).to(torch.float32)
+    for options, want in (
+        ({}, value),
+        ({"dtype": torch.float16}, half),
+        ({"enforce_dtype": True}, value),
+        ({"enforce_dtype": True, "dtype": torch.float16}, value),
+    ):
+        for tensor in (torchs, ours):
+            out = torch.zeros(6, 2) if rank == 0 else None
+            tensor.gather(0, out, **options)
+            assert rank or torch.equal(out, want), (type(tensor), options)
+    return True
+
+
+def test_gather_in_a_dtype():
+    assert all(run_ranks(gather_dtypes, 2, timeout=TIME))

@@ -96,18 +96,30 @@ class ProcessGroupComm(PlainComm):
             dist.broadcast(wire, group=self.group(axis), group_src=self._place(axis, source))
         return from_wire(wire, local.dtype, local.shape)
 
-    def scatter(self, parts: Sequence[torch.Tensor], axis: int, source: int) -> torch.Tensor:
-        """My part of what the coordinate `source` cut; all parts are given everywhere, for their shapes."""
-        me = self.coords[axis]
-        longest = max(part.numel() for part in parts) * width(parts[0].dtype)
-        wires = [torch.nn.functional.pad(w, (0, longest - w.numel())) for w in map(as_wire, parts)]
-        out = torch.empty_like(wires[me])
-        record(self, "scatter", axis, 0 if me == source else parts[me].nbytes, Note("distribute_tensor"))
+    def scatter(
+        self,
+        cut: Callable[[int], torch.Tensor],
+        shapes: Sequence[tuple[int, ...]],
+        axis: int,
+        source: int,
+        like: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return this rank's part of what the coordinate `source` holds: a tensor of `shapes[i]` on coordinate i.
+
+        Only the source calls `cut(i)` for the parts; every other rank allocates its own part only. `like` has the
+        dtype and the device of all.
+        """
+        me, itemwidth = self.coords[axis], width(like.dtype)
+        wire = as_wire(like.new_empty(max(map(math.prod, shapes))))
+        parts = None
+        if me == source:
+            flat = (as_wire(cut(c[axis])) for c in self._peers((axis,)))
+            parts = [x if len(x) == len(wire) else torch.nn.functional.pad(x, (0, len(wire) - len(x))) for x in flat]
+        mine = math.prod(shapes[me])
+        record(self, "scatter", axis, 0 if me == source else mine * like.itemsize, Note("distribute_tensor"))
         with self.naming("scatter", axis):
-            in_order = [wires[c[axis]] for c in self._peers((axis,))] if me == source else None
-            dist.scatter(out, in_order, group=self.group(axis), group_src=self._place(axis, source))
-        mine = parts[me]
-        return from_wire(out[: mine.numel() * width(mine.dtype)], mine.dtype, mine.shape)
+            dist.scatter(wire, parts, group=self.group(axis), group_src=self._place(axis, source))
+        return from_wire(wire[: mine * itemwidth], like.dtype, shapes[me])
 
     def group(self, axes: int | Sequence[int]) -> Any:
         """The process group of the ranks along one axis, or along several if they are the world; else None."""

@@ -1,22 +1,7 @@
 """Tile tensors: tiles of any shape on any rank of a process group, with the names of torch.distributed._shard."""
 
-from shardwise.sharded import (  # noqa: F401  (modules by torch's names; some give the classes their methods)
-    api,
-    checkpoint,
-    convert,
-    metadata,
-    ops,
-    scatter,
-    sharded_optim,
-    sharded_tensor,
-    sharder,
-    sharding_plan,
-    sharding_spec,
-    tile_items,
-)
-from shardwise.sharded.factories import empty, full, ones, rand, randn, zeros
-from shardwise.sharded.loading import load_with_process_group
-from shardwise.sharded.local_shards import init_from_local_shards
+from shardwise.sharded import from_dtensor  # noqa: F401  (gives DTensor its to_sharded)
+from shardwise.sharded.factories import empty, full, init_from_local_shards, ones, rand, randn, zeros
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded.module import (
     _collect_local_shard,
@@ -25,11 +10,12 @@ from shardwise.sharded.module import (
     shard_module,
     shard_parameter,
 )
+from shardwise.sharded.ops import backward, elementwise, embedding, fills, methods, over_mesh  # noqa: F401
+from shardwise.sharded.ops.registry import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.sharded.optim import ShardedOptimizer, named_params_with_sharded_tensor
-from shardwise.sharded.plan import ShardingPlan, ShardingPlanner
-from shardwise.sharded.registry import custom_sharded_op_impl, custom_sharding_spec_op
+from shardwise.sharded.pickling import load_with_process_group
+from shardwise.sharded.plan import Sharder, ShardingPlan, ShardingPlanner
 from shardwise.sharded.shard import Shard
-from shardwise.sharded.sharder import Sharder
 from shardwise.sharded.spec import (
     ChunkShardingSpec,
     DevicePlacementSpec,

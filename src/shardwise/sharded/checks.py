@@ -1,4 +1,4 @@
-"""What is checked before a sharded tensor is made or gathered; each error names the values and the ranks."""
+"""Checks before a sharded tensor is made or gathered; each error names the values and the ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.sharded.groups import Group, check_remote_device, shards_of
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded.owners import check_remote_device, shards_of
 from shardwise.sharded.shard import Shard
-from shardwise.sharded.spec import ShardingSpec
-from shardwise.sharded.tiling import check_cover, check_disjoint
+from shardwise.sharded.spec import ShardingSpec, in_order_of, spec_of
+from shardwise.sharded.tiles import check_cover, check_disjoint
+
+Parts = tuple[list[Shard], ShardedTensorMetadata, ShardingSpec]  # what a tensor is made of, besides its group
 
 
 def checked_properties(
@@ -23,6 +25,7 @@ def checked_properties(
     pin_memory: bool,
     memory_format: torch.memory_format,
 ) -> TensorProperties:
+    """Return the properties of a new tensor; raise where one has the wrong type or is not supported."""
     for name, value, kind in (
         ("layout", layout, torch.layout),
         ("requires_grad", requires_grad, bool),
@@ -45,7 +48,7 @@ def check_strided(properties: TensorProperties) -> None:
 
 
 def wrong_out(me: int, dst: int, size: torch.Size, out: torch.Tensor | None) -> str | None:
-    """What is wrong with `out` on this rank."""
+    """Return what is wrong with the `out` of `gather` on this rank, or None."""
     if me != dst:
         if out is None:
             return None
@@ -62,7 +65,7 @@ def wrong_out(me: int, dst: int, size: torch.Size, out: torch.Tensor | None) -> 
 def raise_if_mismatch(
     expected: Any, actual: Any, prop_name: str, ranks: int | Sequence[int], is_local: bool = True
 ) -> None:
-    """Raise where a property differs: between shards of one rank, or between two ranks."""
+    """Raise ValueError where a property differs between shards of one rank, or between two ranks."""
     if expected == actual:
         return
     if is_local:
@@ -77,10 +80,41 @@ def raise_if_mismatch(
     )
 
 
-def checked_metadata(
-    local_shards: list[Shard], metadata: ShardedTensorMetadata, group: Any
+def parts_from_local_tensor(local_tensor: torch.Tensor, spec: ShardingSpec, size: torch.Size, group: Group) -> Parts:
+    """Return what a tensor is made of whose tile on this rank, if it owns one, has these values."""
+    if not isinstance(local_tensor, torch.Tensor):
+        raise TypeError(f"local_tensor: expected a torch.Tensor, got {type(local_tensor).__name__}")
+    if local_tensor.layout != torch.strided or not local_tensor.is_contiguous():
+        raise ValueError(
+            f"local_tensor is not a contiguous Tensor. It has layout {local_tensor.layout}; call contiguous() first"
+        )
+    metadata = spec.build_metadata(size, TensorProperties.create_from_tensor(local_tensor))
+    mine = shards_of(dist.get_rank(), metadata.shards_metadata, group)
+    if len(mine) > 1:
+        raise ValueError(
+            f"sharding_spec gives rank {dist.get_rank()} {len(mine)} shards, but local_tensor is one; use "
+            f"init_from_local_shards"
+        )
+    return [Shard(local_tensor, shard) for shard in mine], metadata, spec
+
+
+def checked_parts(
+    local_shards: list[Shard], metadata: ShardedTensorMetadata, spec: ShardingSpec | None, group: Group
+) -> Parts:
+    """Return what a tensor is made of, once the metadata fits itself, the shards of this rank and the spec."""
+    metadata, mine = _checked_metadata(local_shards, metadata, group)
+    if spec is None:
+        spec = spec_of(metadata.shards_metadata)
+        metadata.shards_metadata, mine = (in_order_of(spec, s) for s in (metadata.shards_metadata, mine))
+    else:
+        _check_spec(spec, metadata)
+    return in_order(local_shards, mine), metadata, spec
+
+
+def _checked_metadata(
+    local_shards: list[Shard], metadata: ShardedTensorMetadata, group: Group
 ) -> tuple[ShardedTensorMetadata, list[ShardMetadata]]:
-    """The global metadata, once it fits itself and what this rank holds, and the part of it that is this rank's."""
+    """Return a copy of the global metadata, which must fit this rank's shards, and this rank's part of it."""
     if not isinstance(metadata, ShardedTensorMetadata):
         raise TypeError(f"sharded_tensor_metadata: expected ShardedTensorMetadata, got {type(metadata).__name__}")
     properties, me = metadata.tensor_properties, dist.get_rank()
@@ -125,7 +159,7 @@ def check_contiguous(tensor: torch.Tensor, rank: int) -> None:
 
 
 def in_order(local_shards: Sequence[Shard], mine: Sequence[ShardMetadata]) -> list[Shard]:
-    """The shards of a rank in the order of its metadata: the others know what it holds by its place there."""
+    """Return the shards of a rank in the order of its metadata, from which the other ranks know which is which."""
     if all(shard.metadata is known or shard.metadata == known for shard, known in zip(local_shards, mine)):
         return list(local_shards)
     left: dict[ShardMetadata, list[Shard]] = {}
@@ -138,7 +172,7 @@ def in_order(local_shards: Sequence[Shard], mine: Sequence[ShardMetadata]) -> li
     return ordered
 
 
-def check_spec(spec: Any, metadata: ShardedTensorMetadata) -> None:
+def _check_spec(spec: object, metadata: ShardedTensorMetadata) -> None:
     if not isinstance(spec, ShardingSpec):
         raise ValueError(f"Expecting ShardingSpec but got: {type(spec)}")
     built = spec.build_metadata(metadata.size, metadata.tensor_properties).shards_metadata

@@ -1,25 +1,104 @@
-"""Sharded tensors born distributed: zeros, ones, empty, full, rand, randn. Each rank makes its own tiles."""
+"""Ways to make sharded tensors: filled, drawn, from the shards of each rank, from the tensor of one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
+import torch.distributed as dist
 
+from shardwise.comm.record import Note
+from shardwise.errors import MeshError
+from shardwise.layout import contiguous_stride
 from shardwise.random import distributions as draws
-from shardwise.sharded.fill import fill_tiles
-from shardwise.sharded.metadata import as_size
+from shardwise.random import torch_stream
+from shardwise.random.fill import fill_box
+from shardwise.random.generator import TORCH, next_key, stream
+from shardwise.sharded.groups import Group, as_group, check_member, ranks_of
+from shardwise.sharded.metadata import TensorProperties, as_size, device_of
+from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec
 from shardwise.sharded.tensor import Options, ShardedTensor
+from shardwise.sharded.tiles import move_parts, tiles_of, whole_on
+
+Size = int | Sequence[int]
+Number = bool | int | float | complex
 
 
-def empty(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Like torch.empty, in the tiles of the spec. Options are those of ShardedTensor."""
+def empty(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
+    """Make a tensor with undefined values, like `torch.empty`.
+
+    Args:
+        sharding_spec: Which tiles the tensor is cut into, and who owns them. Each rank makes its own.
+        *size: The global size, as ints or as one sequence of ints.
+        **options: As of ShardedTensor: `dtype`, `requires_grad`, `process_group` and so on.
+    """
     return ShardedTensor(sharding_spec, *size, **options)
 
 
-def _filled(spec: ShardingSpec, size: Sequence[Any], value: Any, options: Options) -> ShardedTensor:
+def zeros(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
+    """Make a tensor of zeros, like `torch.zeros`.
+
+    Args:
+        sharding_spec: Which tiles the tensor is cut into, and who owns them. Each rank makes its own.
+        *size: The global size, as ints or as one sequence of ints.
+        **options: As of ShardedTensor: `dtype`, `requires_grad`, `process_group` and so on.
+    """
+    return _filled(sharding_spec, size, 0, options)
+
+
+def ones(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
+    """Make a tensor of ones, like `torch.ones`.
+
+    Args:
+        sharding_spec: Which tiles the tensor is cut into, and who owns them. Each rank makes its own.
+        *size: The global size, as ints or as one sequence of ints.
+        **options: As of ShardedTensor: `dtype`, `requires_grad`, `process_group` and so on.
+    """
+    return _filled(sharding_spec, size, 1, options)
+
+
+def full(sharding_spec: ShardingSpec, size: Size, fill_value: Number, **options: Unpack[Options]) -> ShardedTensor:
+    """Make a tensor of one value, like `torch.full`.
+
+    Args:
+        sharding_spec: Which tiles the tensor is cut into, and who owns them. Each rank makes its own.
+        size: The global size.
+        fill_value: The value of every element.
+        **options: As of ShardedTensor: `dtype`, `requires_grad`, `process_group` and so on.
+
+    Raises:
+        ValueError: If `fill_value` is None.
+    """
+    if fill_value is None:
+        raise ValueError("param: fill_value shouldn't be None!")
+    return _filled(sharding_spec, as_size((size,) if isinstance(size, int) else size), fill_value, options)
+
+
+def rand(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
+    """Make a tensor of uniform random numbers, like `torch.rand`; for one seed the same tensor in any tiling.
+
+    Args:
+        sharding_spec: Which tiles the tensor is cut into, and who owns them. Each rank draws its own.
+        *size: The global size, as ints or as one sequence of ints.
+        **options: As of ShardedTensor: `dtype`, `requires_grad`, `process_group` and so on.
+    """
+    return _drawn(sharding_spec, size, draws.uniform(), options)
+
+
+def randn(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
+    """Make a tensor of normal random numbers, like `torch.randn`; for one seed the same tensor in any tiling.
+
+    Args:
+        sharding_spec: Which tiles the tensor is cut into, and who owns them. Each rank draws its own.
+        *size: The global size, as ints or as one sequence of ints.
+        **options: As of ShardedTensor: `dtype`, `requires_grad`, `process_group` and so on.
+    """
+    return _drawn(sharding_spec, size, draws.normal(), options)
+
+
+def _filled(spec: ShardingSpec, size: Sequence[Size], value: Number, options: Options) -> ShardedTensor:
     made = empty(spec, *size, **options)
     with torch.no_grad():
         for shard in made.local_shards():
@@ -27,36 +106,82 @@ def _filled(spec: ShardingSpec, size: Sequence[Any], value: Any, options: Option
     return made
 
 
-def _drawn(spec: ShardingSpec, size: Sequence[Any], what: draws.Distribution, options: Options) -> ShardedTensor:
+def _drawn(spec: ShardingSpec, size: Sequence[Size], what: draws.Distribution, options: Options) -> ShardedTensor:
     made = empty(spec, *size, **options)
     what.check(made.dtype)
-    tiles = [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in made.local_shards()]
-    fill_tiles(tiles, made.size(), what, made._parts[0])
-    return made
+    return fill_randomly(made, what)
 
 
-def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Like torch.zeros, in the tiles of the spec. Options are those of ShardedTensor."""
-    return _filled(sharding_spec, size, 0, options)
+def fill_randomly(
+    tensor: ShardedTensor, what: draws.Distribution, generator: torch.Generator | None = None
+) -> ShardedTensor:
+    """Fill a tensor with random numbers and return it. For one seed it is the same tensor in any tiling, and the one
+    that a DTensor gets.
+
+    A rank without tiles takes a random key too, so that its generator stays in step with the others'.
+    """
+    size, like = tensor.size(), tensor._parts[0]
+    tiles = [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in tensor.local_shards()]
+    with torch.no_grad():
+        if stream() == TORCH:
+            stride = contiguous_stride(size)
+            for start, numbers in torch_stream.chunks(size, stride, like.dtype, like.device, what, generator):
+                for tile, offsets in tiles:
+                    sides = [((a, a + n),) if n else () for a, n in zip(offsets, tile.shape, strict=True)]
+                    if tile.numel():
+                        torch_stream.keep_part(tile, sides, size, start, numbers)
+        else:
+            key = next_key(generator)
+            for tile, offsets in tiles:
+                fill_box(tile, offsets, size, what, key)
+    return tensor
 
 
-def ones(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Like torch.ones, in the tiles of the spec. Options are those of ShardedTensor."""
-    return _filled(sharding_spec, size, 1, options)
+# -- from what ranks hold ------------------------------------------------------------------------------------------
+def init_from_local_shards(
+    local_shards: list[Shard], *global_size: Size, process_group: Group | None = None, init_rrefs: bool = False
+) -> ShardedTensor:
+    """Make a tensor of which each rank holds the shards it passes. Every rank of the group calls it.
+
+    Args:
+        local_shards: The shards this rank holds; an empty list where it holds none.
+        *global_size: The global size, as ints or as one sequence of ints; the same on every rank.
+        process_group: The default is the default process group.
+        init_rrefs: Whether `remote_shards` works; `torch.distributed.rpc` must run.
+
+    Raises:
+        ValueError: If shards overlap, leave a hole or reach out of the tensor, or differ in a property; on all ranks.
+        TypeError: If `local_shards` is not a list of shards; on all ranks.
+    """
+    return ShardedTensor._init_from_local_shards(
+        local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
+    )
 
 
-def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Like torch.full, in the tiles of the spec. Options are those of ShardedTensor."""
-    if fill_value is None:
-        raise ValueError("param: fill_value shouldn't be None!")
-    return _filled(sharding_spec, as_size((size,) if isinstance(size, int) else size), fill_value, options)
+def scatter(
+    tensor: torch.Tensor, spec: ShardingSpec, src_rank: int = 0, process_group: Group | None = None
+) -> ShardedTensor:
+    """Cut the tensor of one rank of the group into tiles that are sent to their owners, in one exact exchange.
+
+    The other ranks' tensors say size and dtype; their values are not read.
+    """
+    group = check_member(as_group(process_group))
+    ranks, me = ranks_of(group), dist.get_rank()
+    if not isinstance(src_rank, int) or not 0 <= src_rank < len(ranks):
+        raise MeshError(f"src_rank={src_rank} is not a rank of the process group of {len(ranks)} ranks {ranks}")
+    metadata = spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor))
+    tiles = tiles_of(metadata.shards_metadata, group)
+    value = tensor.detach() if me == ranks[src_rank] else tensor.new_empty(0)
+    with torch.no_grad():
+        parts = move_parts([value], whole_on(ranks[src_rank], tensor.size()), tiles, group, Note("shard"))
+    mine = [metadata.shards_metadata[i] for i in tiles.rows_of(me)]
+    shards = []
+    for part, shard in zip(parts, mine):
+        part = part.to(device_of(shard))
+        if part.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() and part.numel():
+            part = part.clone()  # the tiles have memory of their own
+        shards.append(Shard(part.requires_grad_(metadata.tensor_properties.requires_grad), shard))
+    return ShardedTensor._from_parts(shards, metadata, spec, group, tiles=tiles)
 
 
-def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Like torch.rand: for one seed the same tensor in any tiling. Options are those of ShardedTensor."""
-    return _drawn(sharding_spec, size, draws.uniform(), options)
-
-
-def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Like torch.randn: for one seed the same tensor in any tiling. Options are those of ShardedTensor."""
-    return _drawn(sharding_spec, size, draws.normal(), options)
+ShardingSpec._scatter = staticmethod(scatter)

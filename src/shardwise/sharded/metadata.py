@@ -1,4 +1,4 @@
-"""What is known of a sharded tensor everywhere: its tiles with their owners, its size, its kind of memory."""
+"""What every rank knows of a sharded tensor: its tiles with their owners, its size, its properties."""
 
 from __future__ import annotations
 
@@ -18,14 +18,23 @@ def _parsed(text: str) -> remote_device:
     return remote_device(text)
 
 
-def asremote_device(placement: Any) -> Any:
-    """A placement such as "rank:1/cuda:0" as torch's object; equal texts give the same one."""
+def as_remote_device(placement: str | remote_device) -> remote_device:
+    """Return a placement such as "rank:1/cuda:0" as torch's object; equal texts give the same object."""
     return _parsed(placement) if type(placement) is str else placement
 
 
 @dataclass(slots=True, init=False, repr=False)
 class ShardMetadata:
-    """One tile: where it starts, how large it is, and where it lives ("rank:1/cuda:0")."""
+    """One tile.
+
+    Args:
+        shard_offsets: Where it starts in each dim.
+        shard_sizes: How long it is in each dim.
+        placement: Where it lives, such as "rank:1/cuda:0".
+
+    Raises:
+        ValueError: If there are not as many offsets as sizes, or one is negative.
+    """
 
     shard_offsets: list[int]
     shard_sizes: list[int]
@@ -59,8 +68,13 @@ class ShardMetadata:
         return hash((*self.shard_offsets, *self.shard_sizes, self.placement))
 
 
+def device_of(shard: ShardMetadata) -> torch.device:
+    """Return the device that the placement of a tile names."""
+    return shard.placement.device()  # type: ignore[union-attr]
+
+
 class MEM_FORMAT_ENCODING(Enum):
-    """A torch.memory_format does not pickle; these do."""
+    """The memory formats of torch as values that can be pickled."""
 
     TORCH_CONTIGUOUS_FORMAT = 0
     TORCH_CHANNELS_LAST = 1
@@ -77,7 +91,15 @@ _ENCODINGS = {kind: encoding for encoding, kind in _FORMATS.items()}
 
 @dataclass
 class TensorProperties:
-    """What every tile of a tensor has in common."""
+    """What all tiles of a tensor have in common.
+
+    Args:
+        dtype: The default is `torch.get_default_dtype()` at import.
+        layout: Only `torch.strided` is supported.
+        requires_grad: Whether autograd records operations.
+        memory_format: Only `torch.contiguous_format` is supported.
+        pin_memory: Whether tiles in CPU memory are pinned.
+    """
 
     dtype: torch.dtype = field(default=torch.get_default_dtype())
     layout: torch.layout = field(default=torch.strided)
@@ -98,6 +120,7 @@ class TensorProperties:
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
+        """Return the properties of a tensor, which counts as contiguous."""
         return TensorProperties(
             dtype=tensor.dtype,
             layout=tensor.layout,
@@ -112,7 +135,13 @@ _SHOWN = 64  # tiles that a repr lists
 
 @dataclass
 class ShardedTensorMetadata:
-    """A tensor as every rank knows it."""
+    """A tensor as every rank knows it.
+
+    Args:
+        shards_metadata: The tiles of all ranks.
+        size: The global size.
+        tensor_properties: What all tiles have in common.
+    """
 
     shards_metadata: list[ShardMetadata] = field(default_factory=list)
     size: torch.Size = field(default=torch.Size([]))
@@ -129,11 +158,11 @@ class ShardedTensorMetadata:
 
 
 def as_size(size: Sequence[Any]) -> torch.Size:
-    """A global size given as ints or as one sequence of them."""
-    given = size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size
-    for n in given:
+    """Return a global size that was passed as ints or as one sequence of ints."""
+    sizes = size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size
+    for n in sizes:
         if not isinstance(n, int) or isinstance(n, bool):
-            raise TypeError(f"size has to be a sequence of ints, found: {list(given)}")
-    if any(n < 0 for n in given):
-        raise ValueError(f"size: {list(given)} has a negative entry")
-    return torch.Size(given)
+            raise TypeError(f"size has to be a sequence of ints, found: {list(sizes)}")
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"size: {list(sizes)} has a negative entry")
+    return torch.Size(sizes)

@@ -8,18 +8,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.sharded.owners import as_group, ranks_of
-from shardwise.sharded.plan import ShardingPlan
-from shardwise.sharded.sharder import Sharder
+from shardwise.sharded.groups import Group, all_gather_objects, as_group, ranks_of
+from shardwise.sharded.plan import Sharder, ShardingPlan
 from shardwise.sharded.spec import ChunkShardingSpec, ShardingSpec
-from shardwise.sharded.telling import tell_all
 from shardwise.sharded.tensor import ShardedTensor
 
 
 def _shard_tensor(
-    tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
+    tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Group | None = None
 ) -> ShardedTensor:
-    """The tensor of `src_rank` in the tiles of the spec; every rank of the group calls it with the same spec."""
+    """Cut the tensor of one rank into tiles that are sent to their owners.
+
+    Args:
+        tensor: The values on `src_rank`; the other ranks pass a tensor of the same size and dtype.
+        sharding_spec: The tiles; the same on every rank.
+        src_rank: The rank of the group whose values are taken.
+        process_group: The default is the default process group. Every rank of it calls this.
+
+    Raises:
+        ValueError: If ranks pass different arguments, or the tensor is not contiguous.
+        TypeError: If `tensor` is not a tensor.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor: expected a torch.Tensor, got {type(tensor).__name__}")
     if not tensor.is_contiguous():
@@ -31,11 +40,11 @@ def _shard_tensor(
     return sharding_spec.shard(tensor, src_rank=src_rank, process_group=process_group)
 
 
-def _check_alike(group: Any, **given: Any) -> None:
-    """Raise where ranks were called with different arguments, and say which."""
+def _check_alike(group: Group, **arguments: Any) -> None:
+    """Raise ValueError where ranks were called with different arguments, and say which."""
     ranks, me = ranks_of(group), dist.get_rank()
-    for rank, other in zip(ranks, tell_all(given, group)):
-        for name, value in given.items():
+    for rank, other in zip(ranks, all_gather_objects(arguments, group)):
+        for name, value in arguments.items():
             if other[name] != value:
                 raise ValueError(
                     f"{name}={value} on rank: {me} does not match with {name}={other[name]} on rank: {rank}"
@@ -43,16 +52,32 @@ def _check_alike(group: Any, **given: Any) -> None:
 
 
 def shard_parameter(
-    module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
+    module: nn.Module,
+    param_name: str,
+    sharding_spec: ShardingSpec,
+    src_rank: int = 0,
+    process_group: Group | None = None,
 ) -> None:
-    """Replace a parameter (or buffer, or other tensor attribute) of a module by a ShardedTensor, in place."""
+    """Replace a parameter, buffer or other tensor of a module by a ShardedTensor, in place.
+
+    Args:
+        module: The module that has the tensor.
+        param_name: The name of the tensor in the module.
+        sharding_spec: The tiles; the same on every rank.
+        src_rank: The rank of the group whose values are taken.
+        process_group: The default is the default process group. Every rank of it calls this.
+
+    Raises:
+        AttributeError: If the module has no such attribute.
+        ValueError: If it is not a tensor, not contiguous, or sharded already; or if ranks pass different arguments.
+    """
     _shard_named(module, param_name, sharding_spec, src_rank, process_group, {})
 
 
 def _shard_named(
-    module: nn.Module, name: str, spec: ShardingSpec, src_rank: int, process_group: Any, made: dict[int, Any]
+    module: nn.Module, name: str, spec: ShardingSpec, src_rank: int, process_group: Group | None, made: dict[int, Any]
 ) -> None:
-    """`made` holds what has been sharded, by the tensor it was: tied parameters stay tied."""
+    """Shard one tensor. `made` has those that are sharded already, by the id of what they were: tied ones stay tied."""
     if not hasattr(module, name):
         raise AttributeError(f"{type(module).__name__} has no attribute `{name}`")
     tensor = getattr(module, name)
@@ -81,11 +106,23 @@ def _replace(module: nn.Module, name: str, value: Any) -> None:
         setattr(module, name, value)
 
 
-def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Any = None) -> None:
-    """Shard a module as a plan says, in place; every rank of the group calls it.
+def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Group | None = None) -> None:
+    """Shard a module as a plan says, in place.
 
-    The plan is checked first: a path that is not there or a wrong type leaves the module as it was. A parameter that
-    several names share is sharded once and stays shared, under names outside of the plan too.
+    The plan is checked first: after an error the module is as it was. A parameter that several names share is sharded
+    once and stays shared, under names outside of the plan too.
+
+    Args:
+        module: The module.
+        plan: Which tensors are sharded how, which modules are replaced, and what happens to outputs.
+        src_rank: The rank of the group whose values are taken.
+        process_group: The default is the default process group. Every rank of it calls this.
+
+    Raises:
+        AttributeError: If a path of the plan is not there.
+        TypeError: If an entry of the plan has the wrong type.
+        KeyError: If a Sharder has no path.
+        RuntimeError: If the plan has entries below a module that a Sharder makes.
     """
     _check_plan(module, plan)
     made: dict[int, Any] = {}
@@ -104,7 +141,7 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
         _collect_local_shard(module.get_submodule(path))
 
 
-def _replace_module(parent: nn.Module, name: str, path: str, sharder: Any) -> None:
+def _replace_module(parent: nn.Module, name: str, path: str, sharder: Sharder) -> None:
     sharded = sharder.shard(getattr(parent, name))
     if not isinstance(sharded, nn.Module):
         raise TypeError(f"the Sharder for '{path}' must return a torch.nn.Module, got {type(sharded).__name__}")
@@ -112,7 +149,7 @@ def _replace_module(parent: nn.Module, name: str, path: str, sharder: Any) -> No
 
 
 def _retie(module: nn.Module, made: dict[int, Any]) -> None:
-    """Other names of what has been sharded get the sharded tensor."""
+    """Set the sharded tensor under every other name of the tensor it was."""
     for owner in module.modules():
         for table in (owner._parameters, owner._buffers):
             for name, value in table.items():
@@ -135,7 +172,7 @@ def _check_plan(module: nn.Module, plan: ShardingPlan) -> None:
             _check_kind(path, found, torch.Tensor)
         elif not isinstance(found, nn.Module):
             raise AttributeError(f"`{path}` is not an nn.Module, but a {type(found).__name__}; a Sharder takes modules")
-    _check_apart(plan.plan)
+    _check_no_overlap(plan.plan)
     for path, spec in (plan.output_plan or {}).items():
         if not isinstance(spec, ShardingSpec):
             raise TypeError(f"Only `ShardingSpec` is supported as output_plan for '{path}', got {type(spec).__name__}")
@@ -144,8 +181,8 @@ def _check_plan(module: nn.Module, plan: ShardingPlan) -> None:
         _check_kind(path, _find(module, path), nn.Module)
 
 
-def _check_apart(plan: dict[str, Any]) -> None:
-    """A Sharder makes what is below its module: nothing else of the plan may be there."""
+def _check_no_overlap(plan: dict[str, Any]) -> None:
+    """Raise where the plan has entries below a module that a Sharder makes."""
     taken = [path for path, spec in plan.items() if isinstance(spec, Sharder)]
     for path in plan:
         for above in taken:
@@ -171,7 +208,12 @@ def _find(module: nn.Module, path: str) -> Any:
 
 
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
-    """Reshard what the module returns, where that is a ShardedTensor."""
+    """Add a hook to a module that reshards its output where that is a ShardedTensor; return the module.
+
+    Args:
+        module: The module.
+        resharding_spec: The spec of the outputs.
+    """
 
     def hook(_: nn.Module, inputs: Any, output: Any) -> Any:
         return output.reshard(resharding_spec) if isinstance(output, ShardedTensor) else output
@@ -181,8 +223,13 @@ def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modu
 
 
 def _collect_local_shard(module: nn.Module) -> nn.Module:
-    """Return the local tensor of a ShardedTensor output. A dim cut into single rows goes: a [4, 16] tensor on 4 ranks
-    is a [16] tensor on each."""
+    """Add a hook to a module that returns the local tensor of a ShardedTensor output; return the module.
+
+    A dim that is cut into single rows is dropped: a [4, 16] tensor on 4 ranks is a [16] tensor on each.
+
+    Args:
+        module: The module.
+    """
 
     def hook(_: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, ShardedTensor):

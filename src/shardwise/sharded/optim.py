@@ -14,8 +14,14 @@ from shardwise.sharded.tensor import ShardedTensor
 class ShardedOptimizer(optim.Optimizer):
     """A torch optimizer over the local shards of sharded parameters, and over plain parameters.
 
-    Steps are local. Each parameter is known by its name: the state dict is keyed by names, and state that has a value
-    for each element of a sharded parameter is a ShardedTensor in it, so it can be resharded with its parameter.
+    Steps are local. The state dict is keyed by the names of the parameters. State that has a value for each element of
+    a sharded parameter is a ShardedTensor in it, so that it can be resharded with its parameter.
+
+    Args:
+        named_params: The parameters by name, such as `named_params_with_sharded_tensor` yields them.
+        optimizer_class: The class of the optimizer.
+        *optimizer_args: Passed to the class after the parameters.
+        **optimizer_kwargs: Passed to the class after the parameters.
     """
 
     def __init__(
@@ -32,10 +38,10 @@ class ShardedOptimizer(optim.Optimizer):
 
     @staticmethod
     def _tensors(param: Any) -> list[torch.Tensor]:
-        """The local shards, or the empty stand-in of a rank without any: all ranks have the same kinds of state."""
+        """Return the local shards, or the empty tensor of a rank without shards: all ranks have the same state."""
         return param._parts if isinstance(param, ShardedTensor) else [param]
 
-    # An Optimizer in its behaviour; what one keeps is kept by the optimizer inside.
+    # What an Optimizer keeps is kept by the optimizer inside.
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self._optim.param_groups
@@ -49,11 +55,11 @@ class ShardedOptimizer(optim.Optimizer):
         return self._optim.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of all parameters."""
+        """Forget the gradients of all parameters. Arguments as in torch."""
         self._optim.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        """One step on every local shard and plain parameter."""
+        """Do one step on every local shard and plain parameter. Arguments as in torch."""
         return self._optim.step(closure)
 
     def __repr__(self) -> str:
@@ -61,7 +67,7 @@ class ShardedOptimizer(optim.Optimizer):
 
     # -- state, by name -----------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """State and groups by parameter name; sharded state as ShardedTensors."""
+        """Return state and groups by parameter name; sharded state as ShardedTensors."""
         state = {name: self._state_of(name) for name in self.named_params}
         names = {id(t): name for name, held in self._params.items() for t in held}
         groups = []
@@ -83,7 +89,15 @@ class ShardedOptimizer(optim.Optimizer):
         return out
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take what `state_dict` gave, for the same parameter names; sharded state may be in other tiles."""
+        """Load what `state_dict` returned, for the same parameter names; sharded state may be in other tiles.
+
+        Args:
+            state_dict: State and groups by parameter name.
+
+        Raises:
+            KeyError: If parameters are missing or unknown.
+            ValueError: If the number of groups differs.
+        """
         unknown = [n for n in state_dict["state"] if n not in self.named_params]
         missing = [n for n in self.named_params if n not in state_dict["state"]]
         if unknown or missing:
@@ -98,7 +112,7 @@ class ShardedOptimizer(optim.Optimizer):
             held = self._params[name]
             local = [{} for _ in held]  # type: list[dict[str, Any]]
             for key, value in saved.items():
-                parts = value._like(param)._parts if isinstance(value, ShardedTensor) else [value] * len(held)
+                parts = value._in_tiles_of(param)._parts if isinstance(value, ShardedTensor) else [value] * len(held)
                 for state, part in zip(local, parts):
                     state[key] = part.detach().clone() if isinstance(part, torch.Tensor) else part
             for tensor, state in zip(held, local):
@@ -108,7 +122,15 @@ class ShardedOptimizer(optim.Optimizer):
             group.update({k: v for k, v in saved.items() if k != "params"})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, given as {"params": {name: tensor}, **options} (or a list of (name, tensor))."""
+        """Add parameters.
+
+        Args:
+            param_group: `{"params": {name: tensor}, **options}`, or with a list of (name, tensor).
+
+        Raises:
+            TypeError: If there are no "params".
+            ValueError: If a name is in the optimizer already.
+        """
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f"param_group: expected a dict with 'params', got {param_group!r}")
         named = dict(param_group["params"])
@@ -124,7 +146,15 @@ class ShardedOptimizer(optim.Optimizer):
 def named_params_with_sharded_tensor(
     module: nn.Module, prefix: str = "", recurse: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """The parameters of a module by name, sharded tensors that are plain attributes included; each tensor once."""
+    """Yield the parameters of a module with their names, each tensor once.
+
+    Sharded tensors that are plain attributes of modules are among them.
+
+    Args:
+        module: The module.
+        prefix: What the names start with.
+        recurse: Whether those of submodules are among them.
+    """
     seen: set[int] = set()
     for path, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
         for name, value in owner.__dict__.items():

@@ -7,15 +7,31 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwise.sharded.sharder import Sharder
 from shardwise.sharded.spec import ShardingSpec
+
+
+class Sharder(ABC):
+    """Shards a whole module by code of your own: a plan names the module by its path, and the module that `shard`
+    returns takes its place."""
+
+    @abstractmethod
+    def shard(self, module: nn.Module) -> nn.Module:
+        """Return the sharded version of a module.
+
+        Args:
+            module: The module at the path that the plan names.
+        """
 
 
 @dataclass
 class ShardingPlan:
-    """`plan` maps paths of parameters (or buffers) to specs and paths of modules to sharders. `output_plan` maps paths
-    of modules to the specs their outputs are resharded to; modules in `return_local_tensor` give their local tensor.
-    The root module's path is ""."""
+    """What `shard_module` does to a module. The path of the module itself is "".
+
+    Args:
+        plan: From paths of parameters or buffers to specs, and from paths of modules to sharders.
+        output_plan: From paths of modules to the specs that their outputs are resharded to.
+        return_local_tensor: Paths of modules that return their local tensor instead of a ShardedTensor.
+    """
 
     plan: dict[str, ShardingSpec | Sharder]
     output_plan: dict[str, ShardingSpec] | None = None
@@ -27,4 +43,4 @@ class ShardingPlanner(ABC):
 
     @abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
-        """How this module is to be sharded."""
+        """Return the plan by which this module is to be sharded."""

@@ -1,8 +1,7 @@
 """Remote shards: RRefs to what the other ranks hold, over torch RPC.
 
-A tensor is known to the other ranks by a number all agree on. RRefs are made when they are asked for, from that
-number; the tensor keeps none, so nothing holds RPC up when it shuts down. The registry holds the tensor weakly: when it
-dies its entry goes.
+Every rank knows a tensor by the same number. RRefs are made from that number when they are asked for; the tensor keeps
+none, so that nothing delays RPC when it shuts down. The table holds tensors weakly: when one dies its entry goes.
 """
 
 from __future__ import annotations
@@ -15,20 +14,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from shardwise.sharded.owners import communication_device, rpc_is_running
+from shardwise.sharded.groups import Group, as_group, communication_device
+from shardwise.torch_private import rpc_is_running, rpc_workers, wait_for_rrefs
 
 _lock = threading.Lock()
 sharded_tensor_map: dict[int, weakref.ReferenceType[Any]] = {}  # what is alive here, by number
 _next = [0]
 
 
-def check_ready(group: Any) -> None:
-    """RPC must run, with the same ranks as the default process group."""
+def checked_group(process_group: Group | None, init_rrefs: bool) -> Group:
+    """Return the group of a new tensor. With `init_rrefs`, raise where RPC is not ready for it."""
+    group = as_group(process_group)
+    if init_rrefs:
+        _check_ready()
+    return group
+
+
+def _check_ready() -> None:
+    """Raise where RPC does not run, or has other ranks than the default process group."""
     if not rpc_is_running():
         raise RuntimeError(
             "RPC Framework needs to be initialized using torch.distributed.rpc.init_rpc if init_rrefs is set to True"
         )
-    rank, world = rpc.get_worker_info().id, len(rpc.api._get_current_rpc_agent().get_worker_infos())
+    rank, world = rpc.get_worker_info().id, len(rpc_workers())
     if rank != dist.get_rank() or world != dist.get_world_size():
         raise ValueError(
             f"Default ProcessGroup and RPC ranks must be the same for ShardedTensor, found process group rank: "
@@ -37,9 +45,9 @@ def check_ready(group: Any) -> None:
 
 
 class RemoteShards:
-    """The number of one tensor, by which its shards are reached."""
+    """The number of one tensor, from which RRefs to its shards are made."""
 
-    def __init__(self, tensor: Any, group: Any) -> None:
+    def __init__(self, tensor: torch.Tensor, group: Group) -> None:
         self.number = _agreed_number(group)
         weakref.finalize(tensor, _forget, self.number).atexit = False
         with _lock:
@@ -47,21 +55,21 @@ class RemoteShards:
         dist.barrier(group=group)  # from now on every rank of the group answers for it
 
     def rrefs(self, owners: list[int]) -> dict[int, list[Any]]:
-        """By rank, RRefs to its shards; `owners` is the rank of each tile, in the order of the metadata."""
+        """Return RRefs to the shards of other ranks, by rank. `owners` has the rank of each tile of the metadata."""
         if not rpc_is_running():
             raise RuntimeError("RPC has been shut down: there are no remote shards any more")
-        names = {worker.id: worker.name for worker in rpc.api._get_current_rpc_agent().get_worker_infos()}
+        names = {worker.id: worker.name for worker in rpc_workers()}
         found: dict[int, list[Any]] = {}
         for rank in owners:
             if rank != dist.get_rank():
                 mine = found.setdefault(rank, [])
                 mine.append(rpc.remote(names[rank], _shard_of, (self.number, len(mine))))
-        torch.futures.wait_all([rref._get_future() for held in found.values() for rref in held])  # made, or failed
+        wait_for_rrefs([rref for held in found.values() for rref in held])
         return found
 
 
 def _shard_of(number: int, slot: int) -> Any:
-    """On the owner: its shard number `slot` of tensor `number`."""
+    """Return the shard number `slot` of tensor `number`; called on its owner."""
     with _lock:
         known = sharded_tensor_map.get(number)
     tensor = None if known is None else known()
@@ -70,8 +78,8 @@ def _shard_of(number: int, slot: int) -> Any:
     return tensor.local_shards()[slot]
 
 
-def _agreed_number(group: Any) -> int:
-    """A number no rank of the group has used."""
+def _agreed_number(group: Group) -> int:
+    """Return a number that no rank of the group has used."""
     with _lock:
         mine = torch.tensor([_next[0]], device=communication_device(group))
     dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)

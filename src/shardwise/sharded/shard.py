@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,16 @@ from shardwise.sharded.metadata import ShardMetadata
 
 @dataclass(slots=True)
 class Shard:
-    """The values of one tile, and which tile it is."""
+    """The values of one tile, and which tile it is.
+
+    Args:
+        tensor: The values.
+        metadata: Offsets, sizes and placement of the tile.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If the tensor has another size than the tile, or is on another device.
+    """
 
     tensor: torch.Tensor
     metadata: ShardMetadata
@@ -34,15 +44,26 @@ class Shard:
                 f"device: {self.tensor.device}, local shard metadata placement device: {placement.device()}"
             )
 
+    @property
+    def box(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Offsets and sizes."""
+        return self.metadata.shard_offsets, self.metadata.shard_sizes
+
     @classmethod
-    def fitting(cls, tensor: torch.Tensor, metadata: ShardMetadata) -> Shard:
-        """A shard whose tensor was made for its metadata: nothing is checked."""
+    def unchecked(cls, tensor: torch.Tensor, metadata: ShardMetadata) -> Shard:
+        """Make a shard whose tensor was made for its metadata: nothing is checked."""
         made = object.__new__(cls)
         made.tensor, made.metadata = tensor, metadata
         return made
 
     @classmethod
     def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: list[int], rank: int) -> Shard:
-        """The shard of `rank` that starts at `shard_offsets`, as large and on the same device as `tensor`."""
+        """Make the shard of a rank from its values.
+
+        Args:
+            tensor: The values; size and device of the tile are the tensor's.
+            shard_offsets: Where the tile starts in each dim.
+            rank: The global rank that owns it.
+        """
         metadata = ShardMetadata(shard_offsets, list(tensor.size()), f"rank:{rank}/{tensor.device}")
         return cls(tensor, metadata)

@@ -5,24 +5,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
-from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, asremote_device
-from shardwise.sharded.tiling import check_cover, check_disjoint
+from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_remote_device
+from shardwise.sharded.tiles import check_cover, check_disjoint
 from shardwise.torch_private import remote_device
+
+if TYPE_CHECKING:
+    from shardwise.sharded.tensor import ShardedTensor
 
 
 class PlacementSpec(ABC):  # noqa: B024
-    """Where something lives; subclass it for placements of your own."""
+    """Where something lives. Subclass it for placements of your own."""
 
 
-def _remote(placement: Any) -> Any:
-    return placement if isinstance(placement, remote_device) else asremote_device(_text(placement))
+def _remote(placement: remote_device | torch.device | str) -> remote_device:
+    return placement if isinstance(placement, remote_device) else as_remote_device(_text(placement))
 
 
-def _text(placement: Any) -> str:
+def _text(placement: torch.device | str) -> str:
     if isinstance(placement, torch.device):
         return str(placement)
     if not isinstance(placement, str):
@@ -32,7 +36,11 @@ def _text(placement: Any) -> str:
 
 @dataclass
 class DevicePlacementSpec(PlacementSpec):
-    """One device of one rank."""
+    """One device of one rank.
+
+    Args:
+        device: The device, such as "rank:1/cuda:0".
+    """
 
     device: remote_device
 
@@ -41,22 +49,49 @@ class DevicePlacementSpec(PlacementSpec):
 
 
 class ShardingSpec(ABC):
-    """How tensors are cut into tiles. `build_metadata` is all that a spec of your own must say."""
+    """How tensors are cut into tiles, and who owns them. A spec of your own implements `build_metadata`."""
 
-    scatter: Callable[..., Any]  # set where sharded tensors are made
+    _scatter: Callable[..., ShardedTensor]  # set by factories.py: tensors need specs
 
     @abstractmethod
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """The tiles of a tensor of this size, with their owners."""
+        """Return the tiles of a tensor with their owners.
 
-    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
-        """The tensor that `src_rank` of the group holds, cut into tiles that are sent to their owners."""
-        return ShardingSpec.scatter(tensor, self, src_rank, process_group)
+        Args:
+            tensor_sizes: The global size of the tensor.
+            tensor_properties: What all tiles have in common.
+        """
+
+    def shard(
+        self, tensor: torch.Tensor, src_rank: int = 0, process_group: dist.ProcessGroup | None = None
+    ) -> ShardedTensor:
+        """Cut the tensor of one rank into tiles that are sent to their owners. Every rank of the group calls it.
+
+        Args:
+            tensor: The values on `src_rank`; the other ranks pass a tensor of the same size and dtype.
+            src_rank: The rank of the group whose values are taken.
+            process_group: The default is the default process group.
+
+        Raises:
+            MeshError: If `src_rank` is not a rank of the group.
+            ValueError: If this rank is not in the group, or the spec does not fit the size.
+        """
+        return ShardingSpec._scatter(tensor, self, src_rank, process_group)
 
 
 @dataclass
 class ChunkShardingSpec(ShardingSpec):
-    """Cut along one dim like torch.chunk: one chunk for each placement, in order."""
+    """Cuts along one dim like `torch.chunk`: one chunk for each placement, in order.
+
+    Args:
+        dim: The dim that is cut.
+        placements: The owners of the chunks, such as "rank:1/cuda:0".
+
+    Raises:
+        NotImplementedError: If `dim` is a name.
+        ValueError: If `dim` is not an int.
+        TypeError: If `placements` is not a list of placements.
+    """
 
     dim: int | str
     placements: list[remote_device | str]
@@ -68,7 +103,7 @@ class ChunkShardingSpec(ShardingSpec):
         self.placements = [_remote(p) for p in self.placements]
 
     @staticmethod
-    def _verify_dim(dim: Any) -> None:
+    def _verify_dim(dim: object) -> None:
         if isinstance(dim, str):
             raise NotImplementedError(f"ChunkShardingSpec does not support named dimension yet! Got dim={dim!r}")
         if not isinstance(dim, int) or isinstance(dim, bool):
@@ -95,7 +130,14 @@ class ChunkShardingSpec(ShardingSpec):
 
 @dataclass
 class EnumerableShardingSpec(ShardingSpec):
-    """Any tiles with any owners, one by one. They may not overlap."""
+    """Any tiles with any owners, listed one by one.
+
+    Args:
+        shards: The tiles.
+
+    Raises:
+        ValueError: If there are none, or two of them overlap.
+    """
 
     shards: list[ShardMetadata]
 
@@ -110,12 +152,12 @@ class EnumerableShardingSpec(ShardingSpec):
 
 
 def chunk_size(dim_size: int, chunks: int) -> int:
-    """How many indices all chunks but the last ones get, as torch.chunk deals them out."""
+    """Return how many indices each chunk has, as in torch.chunk; the last chunks may have fewer."""
     return (dim_size + chunks - 1) // chunks
 
 
 def spec_of(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
-    """The spec behind tiles: chunks of one dim where they are that, else the list of them."""
+    """Return a spec that makes these tiles: chunks of one dim where they are that, else the list of them."""
     if not shards_metadata:
         raise ValueError(f"Empty shard list provided: {list(shards_metadata)}")
     found = _as_chunks(shards_metadata)
@@ -123,7 +165,7 @@ def spec_of(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
 
 
 def in_order_of(spec: ShardingSpec, shards_metadata: Sequence[ShardMetadata]) -> list[ShardMetadata]:
-    """Tiles as the spec that was found for them lists them: chunks one after the other."""
+    """Return tiles in the order in which their spec lists them: chunks one after the other."""
     if isinstance(spec, ChunkShardingSpec):
         return _along(int(spec.dim), shards_metadata)
     return list(shards_metadata)

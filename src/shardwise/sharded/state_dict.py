@@ -1,4 +1,4 @@
-"""Sharded tensors that are plain attributes of modules, in and out of state dicts."""
+"""Hooks that put sharded tensors which are plain attributes of modules into state dicts, and take them out again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.sharded.tensor import ShardedTensor
 
 
 def _attributes(module: torch.nn.Module, prefix: str) -> list[tuple[str, torch.nn.Module, str, ShardedTensor]]:
-    """(key, owner, name, tensor) of every sharded tensor that is an attribute but not a parameter or buffer."""
+    """Return (key, owner, name, tensor) of every sharded tensor that is an attribute but not a parameter or buffer."""
     found = []
     for path, owner in module.named_modules():
         for name, value in owner.__dict__.items():
@@ -19,8 +19,15 @@ def _attributes(module: torch.nn.Module, prefix: str) -> list[tuple[str, torch.n
     return found
 
 
-def state_dict_hook(module: torch.nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Add sharded tensors to a module's state dict: ``module._register_state_dict_hook(state_dict_hook)``."""
+def state_dict_hook(module: torch.nn.Module, destination: dict[str, Any], prefix: str, local_metadata: object) -> None:
+    """Add the sharded tensors of a module to its state dict: ``module._register_state_dict_hook(state_dict_hook)``.
+
+    Args:
+        module: The module.
+        destination: The state dict.
+        prefix: What the names of the module's tensors start with.
+        local_metadata: Not used.
+    """
     for key, _, _, tensor in _attributes(module, prefix):
         destination[key] = tensor
 
@@ -29,13 +36,25 @@ def pre_load_state_dict_hook(
     module: torch.nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
-    local_metadata: Any,
+    local_metadata: object,
     strict: bool,
     missing_keys: list[str],
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Take sharded tensors out of a state dict: ``module._register_load_state_dict_pre_hook(..., True)``."""
+    """Take sharded tensors out of a state dict and set them as attributes:
+    ``module._register_load_state_dict_pre_hook(pre_load_state_dict_hook, True)``.
+
+    Args:
+        module: The module.
+        state_dict: The state dict; what is taken is removed from it.
+        prefix: What the names of the module's tensors start with.
+        local_metadata: Not used, like the arguments after it.
+        strict: Not used.
+        missing_keys: Not used.
+        unexpected_keys: Not used.
+        error_msgs: Not used.
+    """
     for path, owner in module.named_modules():
         for name in list(owner.__dict__):
             key = prefix + (f"{path}." if path else "") + name

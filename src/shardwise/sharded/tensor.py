@@ -1,177 +1,492 @@
 """ShardedTensor: a tensor cut into tiles of any shape, each held by any rank of a process group.
 
 The wrapper knows every tile; the values of its own tiles are plain tensors, which record the autograd graph. A rank
-that owns no tile keeps one empty tensor (`_anchor`) that goes through the same ops, so that it takes part in every
-collective of a backward pass.
+that owns no tile keeps one empty tensor (`_anchor`) that goes through the same ops, so that the rank takes part in
+every collective of a backward pass.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+import copy as copying
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint_protocol import chunk, items_for
+from shardwise.comm.record import Note
 from shardwise.layout.tileset import TileSet
-from shardwise.sharded import registry, remote
-from shardwise.sharded.base import ShardedTensorBase, blank, new_tile
-from shardwise.sharded.checks import check_spec, checked_metadata, in_order
-from shardwise.sharded.held import home_of, same_tiles
-from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties, as_size
-from shardwise.sharded.owners import as_group, shards_of
-from shardwise.sharded.saving import Savable
+from shardwise.sharded import autograd, moves, pickling, remote
+from shardwise.sharded.base import Options, ShardedTensorBase, blank, empty_tile, new_tile
+from shardwise.sharded.checks import checked_parts, parts_from_local_tensor
+from shardwise.sharded.global_metadata import agreed_parts
+from shardwise.sharded.groups import Group, check_member, communication_device, shards_of
+from shardwise.sharded.metadata import ShardedTensorMetadata, as_size, device_of
+from shardwise.sharded.ops import registry
+from shardwise.sharded.ops.registry import Function
 from shardwise.sharded.shard import Shard
-from shardwise.sharded.spec import ShardingSpec, in_order_of, spec_of
+from shardwise.sharded.spec import ShardingSpec
+from shardwise.sharded.tiles import tiles_of
+from shardwise.sharded.to_dtensor import to_dtensor
 from shardwise.torch_private import reentrant, with_torch_function
 
-__all__ = ["Options", "ShardedTensor", "ShardedTensorBase", "first_sharded", "new_tile", "same_tiles"]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.rpc import RRef
+
+    from shardwise.layout import Placement
+    from shardwise.mesh import DeviceMesh
+    from shardwise.tensor import DTensor
+
+__all__ = ["Options", "ShardedTensor", "ShardedTensorBase", "first_sharded"]
 
 
-class Options(TypedDict, total=False):
-    """What every way of making a tensor from a spec takes."""
-
-    dtype: torch.dtype | None
-    layout: torch.layout
-    requires_grad: bool
-    pin_memory: bool
-    memory_format: torch.memory_format
-    process_group: Any
-    init_rrefs: bool
-
-
-class ShardedTensor(Savable):
+class ShardedTensor(ShardedTensorBase):
     """A tensor whose tiles live on the ranks of a process group, as a sharding spec says.
 
-    Made on all ranks of the group alike. Any torch op works on it: on the tiles where they allow it, else over a mesh
-    layout, where the communication is in the ledger.
+    Every rank of the group makes it with the same arguments; the values are undefined. Any torch op works on it: tile
+    by tile where that is right, else over a mesh layout, where the communication is in the ledger.
+
+    Args:
+        sharding_spec: Which tiles the tensor is cut into, and who owns them.
+        *size: The global size, as ints or as one sequence of ints.
+        dtype: The default is `torch.get_default_dtype()`.
+        layout: Only `torch.strided`.
+        requires_grad: Whether autograd records operations on it.
+        pin_memory: Whether tiles in CPU memory are pinned.
+        memory_format: Only `torch.contiguous_format`.
+        process_group: The ranks that the tensor lives on. The default is the default process group.
+        init_rrefs: Whether `remote_shards` works; `torch.distributed.rpc` must run.
+
+    Raises:
+        ValueError: If the spec does not fit the size, or an option is not supported.
+        TypeError: If an option has the wrong type.
     """
 
+    ProcessGroupState = pickling.ProcessGroupState
+    _process_group: Group
+    _init_rrefs: bool = False
+    _tiles_kept: TileSet | None = None
+    _empty: torch.Tensor | None = None
+    _remote: remote.RemoteShards | None = None
+    _grad_kept: tuple[list[torch.Tensor | None], ShardedTensor] | None = None
+    _hooks_kept: autograd.LeafHooks | None = None
+
+    # -- making one ---------------------------------------------------------------------------------------------
     def __init__(
         self,
         sharding_spec: ShardingSpec,
-        *size: Any,
+        *size: int | Sequence[int],
         dtype: torch.dtype | None = None,
         layout: torch.layout = torch.strided,
         requires_grad: bool = False,
         pin_memory: bool = False,
         memory_format: torch.memory_format = torch.contiguous_format,
-        process_group: Any = None,
+        process_group: Group | None = None,
         init_rrefs: bool = False,
     ) -> None:
         super().__init__()
-        group = as_group(process_group)
-        if init_rrefs:
-            remote.check_ready(group)
+        group = remote.checked_group(process_group, init_rrefs)
         properties = self._metadata.tensor_properties
         self._local_shards = [
-            Shard.fitting(new_tile(shard.shard_sizes, home_of(shard), properties), shard)
+            Shard.unchecked(new_tile(shard.shard_sizes, device_of(shard), properties), shard)
             for shard in shards_of(dist.get_rank(), self._metadata.shards_metadata, group)
         ]
-        self._settle(group, init_rrefs)
+        self._join(group, init_rrefs)
 
-    def _settle(self, group: Any, init_rrefs: bool) -> None:
-        """The last step of every constructor."""
+    def _join(self, group: Group, init_rrefs: bool) -> None:
+        """Set the process group. The last step of every way of making a tensor."""
         self._process_group, self._init_rrefs = group, init_rrefs
         if init_rrefs:
             self._remote = remote.RemoteShards(self, group)
 
     @staticmethod
-    def _made(
+    def _from_parts(
         shards: list[Shard],
         metadata: ShardedTensorMetadata,
         spec: ShardingSpec,
-        group: Any,
+        group: Group,
         *,
         tiles: TileSet | None = None,
         empty: torch.Tensor | None = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """From parts that are known to fit."""
-        made = blank(ShardedTensor, spec, metadata)
+        """Make a tensor from parts that are known to fit together."""
+        made: ShardedTensor = blank(ShardedTensor, spec, metadata)
         made._local_shards, made._tiles_kept, made._empty = shards, tiles, empty
-        made._settle(group, init_rrefs)
+        made._join(group, init_rrefs)
         return made
 
-    # -- remote shards --------------------------------------------------------------------------------------
-    def remote_shards(self) -> dict[int, list[Any]]:
-        """RRefs to the shards of every other rank that holds some, by RPC rank."""
-        if not self._init_rrefs or self._remote is None:
-            raise RuntimeError("ShardedTensor created with init_rrefs=False, no RRefs to remote shards available")
-        return self._remote.rrefs(self._tiles.ranks.tolist())
-
-    # -- torch comes in here --------------------------------------------------------------------------------
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        given = first_sharded((*args, *kwargs.values()))
-        if given is not None:
-            if func in registry.custom_ops:
-                return registry.custom_ops[func](types, args, kwargs, given._process_group)
-            if registry.has_spec_op(given._sharding_spec, func):
-                return registry.dispatch_spec_op(given._sharding_spec, func, types, args, kwargs, given._process_group)
-        return registry.default(func, args, kwargs)
+    def _init_from_local_shards(
+        cls,
+        local_shards: list[Shard],
+        *global_size: int | Sequence[int],
+        process_group: Group | None = None,
+        init_rrefs: bool = False,
+    ) -> ShardedTensor:
+        """See `init_from_local_shards`."""
+        group = check_member(remote.checked_group(process_group, init_rrefs))
+        parts = agreed_parts(local_shards, global_size, group)
+        return cls._from_parts(*parts, group, init_rrefs=init_rrefs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with reentrant(), with_torch_function():
-            return registry.fallback[0](func, args, kwargs or {})
-
-    # -- from parts -----------------------------------------------------------------------------------------
-    @classmethod
-    def _init_from_local_shards_and_global_metadata(  # type: ignore[override]
+    def _init_from_local_shards_and_global_metadata(
         cls,
         local_shards: list[Shard],
         sharded_tensor_metadata: ShardedTensorMetadata,
-        process_group: Any = None,
+        process_group: Group | None = None,
         init_rrefs: bool = False,
-        sharding_spec: Any = None,
+        sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensor:
-        """From what this rank holds and what everyone knows. No communication; what can be checked here is."""
-        group = as_group(process_group)
-        if init_rrefs:
-            remote.check_ready(group)
-        metadata, mine = checked_metadata(local_shards, sharded_tensor_metadata, group)
-        spec = sharding_spec
-        if spec is None:
-            spec = spec_of(metadata.shards_metadata)
-            metadata.shards_metadata, mine = (in_order_of(spec, s) for s in (metadata.shards_metadata, mine))
-        else:
-            check_spec(spec, metadata)
-        return cls._made(in_order(local_shards, mine), metadata, spec, group, init_rrefs=init_rrefs)
+        """Make a tensor from this rank's shards and the metadata of all, without communication.
+
+        Args:
+            local_shards: The shards this rank holds.
+            sharded_tensor_metadata: The tiles of all ranks; the same on every rank.
+            process_group: The default is the default process group.
+            init_rrefs: Whether `remote_shards` works.
+            sharding_spec: The spec behind the tiles. The default is found from the tiles.
+
+        Raises:
+            ValueError: If the shards do not fit the metadata, or the tiles overlap or leave a hole.
+            RuntimeError: If this rank holds another number of shards than the metadata says.
+        """
+        group = remote.checked_group(process_group, init_rrefs)
+        parts = checked_parts(local_shards, sharded_tensor_metadata, sharding_spec, group)
+        return cls._from_parts(*parts, group, init_rrefs=init_rrefs)
 
     @classmethod
     def _init_from_local_tensor(
         cls,
         local_tensor: torch.Tensor,
         sharding_spec: ShardingSpec,
-        *global_size: Any,
-        process_group: Any = None,
+        *global_size: int | Sequence[int],
+        process_group: Group | None = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """From the one tensor this rank holds (its own is ignored where it owns no tile). No communication."""
-        if not isinstance(local_tensor, torch.Tensor):
-            raise TypeError(f"local_tensor: expected a torch.Tensor, got {type(local_tensor).__name__}")
-        if local_tensor.layout != torch.strided or not local_tensor.is_contiguous():
-            raise ValueError(
-                f"local_tensor is not a contiguous Tensor. It has layout {local_tensor.layout}; call contiguous() first"
+        """Make a tensor from the one tensor this rank holds, without communication.
+
+        Args:
+            local_tensor: The values of this rank's tile. A rank that owns no tile passes any tensor of the dtype.
+            sharding_spec: The spec; it gives each rank at most one tile.
+            *global_size: The global size, as ints or as one sequence of ints.
+            process_group: The default is the default process group.
+            init_rrefs: Whether `remote_shards` works.
+
+        Raises:
+            ValueError: If the local tensor does not fit its tile, or the spec gives this rank several tiles.
+            TypeError: If `local_tensor` is not a tensor.
+        """
+        group = remote.checked_group(process_group, init_rrefs)
+        parts = parts_from_local_tensor(local_tensor, sharding_spec, as_size(global_size), group)
+        return cls._from_parts(*parts, group, init_rrefs=init_rrefs)
+
+    def _with_parts(self, parts: Sequence[torch.Tensor]) -> ShardedTensor:
+        """Return a tensor in the same tiles with other values, which may have another dtype."""
+        properties = copying.copy(self._metadata.tensor_properties)
+        properties.dtype, properties.requires_grad = parts[0].dtype, parts[0].requires_grad
+        metadata = ShardedTensorMetadata(self._metadata.shards_metadata, self._metadata.size, properties)
+        shards = [Shard.unchecked(part, shard.metadata) for part, shard in zip(parts, self._local_shards)]
+        empty = None if shards else parts[0]
+        return ShardedTensor._from_parts(
+            shards, metadata, self._sharding_spec, self._process_group, tiles=self._tiles_kept, empty=empty
+        )
+
+    # -- what this rank holds -----------------------------------------------------------------------------------
+    def sharding_spec(self) -> ShardingSpec:
+        """Return the spec that the tiles come from."""
+        return self._sharding_spec
+
+    def local_tensor(self) -> torch.Tensor:
+        """Return the one tensor this rank holds.
+
+        Raises:
+            NotImplementedError: If this rank holds several shards, or none.
+        """
+        if len(self._local_shards) != 1:
+            raise NotImplementedError(
+                f"Only single local shard is supported. Number of shards: {len(self._local_shards)}"
             )
-        group = as_group(process_group)
-        if init_rrefs:
-            remote.check_ready(group)
-        properties = TensorProperties.create_from_tensor(local_tensor)
-        metadata = sharding_spec.build_metadata(as_size(global_size), properties)
-        mine = shards_of(dist.get_rank(), metadata.shards_metadata, group)
-        if len(mine) > 1:
-            raise ValueError(
-                f"sharding_spec gives rank {dist.get_rank()} {len(mine)} shards, but local_tensor is one; use "
-                f"init_from_local_shards"
+        return self._local_shards[0].tensor
+
+    def remote_shards(self) -> dict[int, list[RRef[Shard]]]:
+        """Return RRefs to the shards of every other rank that holds some, by RPC rank.
+
+        Raises:
+            RuntimeError: If the tensor was made without `init_rrefs=True`, or RPC has been shut down.
+        """
+        if not self._init_rrefs or self._remote is None:
+            raise RuntimeError("ShardedTensor created with init_rrefs=False, no RRefs to remote shards available")
+        return self._remote.rrefs(self._tiles.ranks.tolist())
+
+    @property
+    def _tiles(self) -> TileSet:
+        """The tiles of all ranks, as arrays."""
+        if self._tiles_kept is None:
+            self._tiles_kept = tiles_of(self._metadata.shards_metadata, self._process_group)
+        return self._tiles_kept
+
+    @property
+    def _parts(self) -> list[torch.Tensor]:
+        """The plain tensors whose graphs stand for this tensor's: those of the local shards, or the empty one."""
+        return [shard.tensor for shard in self._local_shards] or [self._anchor]
+
+    @property
+    def _anchor(self) -> torch.Tensor:
+        """The empty tensor that takes part in every op on a rank that owns no tile."""
+        if self._empty is None:
+            self._empty = self._as_empty(empty_tile(self._metadata)).requires_grad_(
+                self._metadata.tensor_properties.requires_grad
             )
-        shards = [Shard(local_tensor, shard) for shard in mine]
-        return cls._made(shards, metadata, sharding_spec, group, init_rrefs=init_rrefs)
+        return self._empty
+
+    def _as_empty(self, part: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without elements, with as many dims as a tile."""
+        return part.view([0] * max(1, self.dim()))
+
+    def _get_preferred_device(self) -> torch.device:
+        """Return the device on which the collectives of this tensor's group work."""
+        return communication_device(self._process_group)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device of this rank's tiles."""
+        return self._parts[0].device
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return self.device.type == "meta"
+
+    # -- moves --------------------------------------------------------------------------------------------------
+    def gather(
+        self,
+        dst: int = 0,
+        out: torch.Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write the whole value into a tensor of one rank. Every rank of the group calls it.
+
+        Args:
+            dst: The rank of the group that gets the value.
+            out: The tensor to write into, on rank `dst` only. Values are cast to its dtype.
+            enforce_dtype: Whether values travel in this tensor's dtype, whatever `dtype` says. Deprecated in torch.
+            dtype: The dtype in which values travel. The default is this tensor's.
+
+        Raises:
+            ValueError: If `dst` is not a rank of the group, or `out` is missing there, has another size, or is passed
+                on another rank.
+        """
+        moves.gather(self, dst, out, None if enforce_dtype else dtype)
+
+    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """Change the tiles in place and return this tensor. Each element that must move moves once.
+
+        Differentiable. Under `torch.no_grad()` a parameter stays a leaf.
+
+        Args:
+            resharding_spec: The new spec; any to any.
+
+        Raises:
+            NotImplementedError: If `resharding_spec` is not a ShardingSpec.
+        """
+        if not isinstance(resharding_spec, ShardingSpec):
+            raise NotImplementedError(f"reshard: expected a ShardingSpec, got {type(resharding_spec).__name__}")
+        if resharding_spec == self._sharding_spec:
+            return self
+        metadata = resharding_spec.build_metadata(self.size(), self._metadata.tensor_properties)
+        tiles = tiles_of(metadata.shards_metadata, self._process_group)
+        return moves.move_to(self, tiles, metadata, resharding_spec, Note("reshard"))
+
+    def _in_tiles_of(self, other: ShardedTensor, note: Note | None = None) -> ShardedTensor:
+        """Return this tensor in the tiles of another of its size; itself if it is in them already."""
+        if moves.same_tiles(self, other):
+            return self
+        metadata = ShardedTensorMetadata(other._metadata.shards_metadata, self.size(), self._metadata.tensor_properties)
+        copy = self._with_parts(self._parts)
+        return moves.move_to(copy, other._tiles, metadata, other._sharding_spec, note or Note("reshard"))
+
+    def cpu(
+        self, memory_format: torch.memory_format = torch.preserve_format, process_group: Group | None = None
+    ) -> ShardedTensor:
+        """Return a copy in CPU memory; itself if it is there already.
+
+        Args:
+            memory_format: `torch.preserve_format` or `torch.contiguous_format`.
+            process_group: A group of the same ranks whose backend works on the CPU.
+        """
+        return moves.to_cpu(self, memory_format, process_group)
+
+    def cuda(
+        self,
+        device: torch.device | str | int | None = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: Group | None = None,
+    ) -> ShardedTensor:
+        """Return a copy in CUDA memory, on the current device of each rank.
+
+        Args:
+            device: "cuda" or the current device; another one raises a ValueError.
+            non_blocking: As in `torch.Tensor.cuda`.
+            memory_format: `torch.preserve_format` or `torch.contiguous_format`.
+            process_group: A group of the same ranks for CUDA.
+        """
+        return moves.to_cuda(self, device, non_blocking, memory_format, process_group)
+
+    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+        """Return the tensor with another dtype or on another device; itself where nothing changes.
+
+        Args:
+            *args: As in `torch.Tensor.to`.
+            **kwargs: As in `torch.Tensor.to`, and `process_group`, a group of the same ranks for the new device.
+        """
+        return moves.to(self, *args, **kwargs)
+
+    def to_dtensor(self, mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None) -> DTensor:
+        """Return the tensor as a DTensor on a mesh of its ranks, differentiable.
+
+        Args:
+            mesh: The default is one axis over the process group.
+            placements: The default is those that say where the tiles are, if a mesh layout can say it: then nothing
+                moves, and a rank's only tile is not even copied. Else the first dim is cut along every axis.
+
+        Raises:
+            MeshError: If the mesh has other ranks than the process group, or is simulated.
+        """
+        return to_dtensor(self, mesh, placements)
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the whole value as a plain tensor on every rank, differentiable."""
+        return to_dtensor(self).full_tensor()
+
+    # -- autograd: the graph is that of the tiles ---------------------------------------------------------------
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self._parts[0].requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        self.requires_grad_(flag)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
+        return autograd.set_requires_grad(self, requires_grad)
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return self._parts[0].is_leaf
+
+    @property
+    def grad_fn(self) -> torch.autograd.graph.Node | None:  # type: ignore[override]
+        return self._parts[0].grad_fn
+
+    @property
+    def retains_grad(self) -> bool:  # type: ignore[override]
+        return self._parts[0].retains_grad
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        return self._parts[0]._version
+
+    @property
+    def grad(self) -> ShardedTensor | None:  # type: ignore[override]
+        """The gradient, in the same tiles; the same object as long as the tiles' gradients are the same."""
+        return autograd.get_grad(self)
+
+    @grad.setter
+    def grad(self, value: ShardedTensor | None) -> None:
+        autograd.set_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        autograd.set_grad(self, None)
+
+    @property
+    def data(self) -> ShardedTensor:  # type: ignore[override]
+        return self._with_parts([part.data for part in self._parts])
+
+    @data.setter
+    def data(self, value: ShardedTensor) -> None:
+        autograd.set_data(self, value)
+
+    def backward(
+        self,
+        gradient: ShardedTensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Run a backward pass from this tensor; every rank of the group calls it. Arguments as in torch."""
+        torch.autograd.backward([self], [gradient], retain_graph, create_graph, inputs=inputs)  # type: ignore[list-item]
+
+    def retain_grad(self) -> None:
+        for part in self._parts:
+            part.retain_grad()
+
+    def detach_(self) -> ShardedTensor:
+        for part in self._parts:
+            part.detach_()
+        return self
+
+    def register_hook(self, hook: Callable[[ShardedTensor], ShardedTensor | None]) -> autograd.Removable:
+        """Call `hook` with the gradient when it is known, and return a handle whose `remove()` takes the hook away.
+
+        The hook may return another gradient, except where a rank holds several tiles of a tensor that is no leaf.
+        """
+        return autograd.register_hook(self, hook)
+
+    # -- copies, pickles, checkpoints ---------------------------------------------------------------------------
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        return pickling.deep_copy(self, memo)
+
+    def __getstate__(self) -> pickling.State:
+        return pickling.get_state(self)
+
+    def __setstate__(self, state: pickling.State) -> None:
+        self._join(*pickling.set_state(self, state))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return pickling.reduce(self)
+
+    def __create_write_items__(self, fqn: str, object: ShardedTensor) -> list[WriteItem]:
+        """One item for each tile held here that has elements; for a tensor without any, one for each tile."""
+        return items_for(fqn, object, [s.box for s in object._local_shards if s.tensor.numel() or not object.numel()])
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """The boxes to read, one for each tile held here."""
+        return [chunk(shard.box) for shard in self._local_shards]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The memory of the tile at `index.offset`."""
+        offset = list(index.offset or ())
+        for shard in self._local_shards:
+            if list(shard.metadata.shard_offsets) == offset and (shard.tensor.numel() or not self.numel()):
+                return shard.tensor.detach()
+        raise ValueError(f"{index.fqn!r}: no tile at {index.offset} is held here; there are {self._local_shards}")
+
+    # -- calls of torch's functions -----------------------------------------------------------------------------
+    @classmethod
+    def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = first_sharded((*args, *kwargs.values()))
+        if first is not None:
+            if func in registry.custom_ops:
+                return registry.custom_ops[func](types, args, kwargs, first._process_group)
+            if registry.has_spec_op(first._sharding_spec, func):
+                return registry.dispatch_spec_op(first._sharding_spec, func, types, args, kwargs, first._process_group)
+        return registry.default(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with reentrant(), with_torch_function():
+            return registry.call_without_registration(func, args, kwargs or {})
 
 
-def first_sharded(values: Any) -> ShardedTensor | None:
-    """The first ShardedTensor among arguments, in lists too."""
+def first_sharded(values: Iterable[Any]) -> ShardedTensor | None:
+    """Return the first ShardedTensor among arguments, in lists too."""
     for value in values:
         if isinstance(value, ShardedTensor):
             return value

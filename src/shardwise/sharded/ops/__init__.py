@@ -1,3 +1,1 @@
-"""What torch functions do on sharded tensors. Importing the package registers them; others go over a mesh layout."""
-
-from shardwise.sharded.ops import autograd, compare, copies, embedding, init, over_mesh  # noqa: F401
+"""What torch functions do on sharded tensors. Each module registers its functions when it is imported."""

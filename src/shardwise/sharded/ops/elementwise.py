@@ -1,4 +1,4 @@
-"""Elementwise functions, casts and list functions: called on each tile. Nothing moves if the tilings are equal."""
+"""Elementwise functions, casts and functions of lists: called tile by tile. Nothing moves if the tiles are the same."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from shardwise.context import is_strict
 from shardwise.engine.call_shape import op_name
 from shardwise.errors import StrictError
 from shardwise.functions import writes_first
+from shardwise.sharded.groups import Group
+from shardwise.sharded.moves import same_tiles
 from shardwise.sharded.ops.exchange import TilesAxis
-from shardwise.sharded.tensor import ShardedTensor, same_tiles
+from shardwise.sharded.ops.registry import Function
+from shardwise.sharded.tensor import ShardedTensor
 from shardwise.strategy import registry as rules
 
 _CASTS = frozenset(
@@ -27,17 +30,18 @@ _NOT_ELEMENTWISE_LISTS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
 
 @functools.cache
 def _elementwise_names() -> frozenset[str]:
-    """The ops whose rules are in rules/pointwise.py, but for one that halves a dim."""
+    """Return the ops whose rules are in rules/pointwise.py, except the one that halves a dim."""
     return frozenset(name for name, (_, family) in rules.registered().items() if family == "pointwise") - {"glu"}
 
 
-def is_elementwise(func: Any) -> bool:
+def is_elementwise(func: Function) -> bool:
+    """Whether a function works on each element alone."""
     found = rules.find(func)
     return (found is not None and found.name in _elementwise_names()) or getattr(func, "__name__", "") in _CASTS
 
 
-def on_tiles(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The result of a function that can be called tile by tile, else NotImplemented."""
+def on_tiles(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a function that can be called tile by tile, else NotImplemented."""
     name = getattr(func, "__name__", "")
     if kwargs.get("out") is not None:
         return NotImplemented
@@ -52,13 +56,13 @@ def on_tiles(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not isinstance(model, ShardedTensor) or not _fits(model, leaves):
         return NotImplemented
     if name == "type" and not writes and len(leaves) == 1:
-        return torch.empty(0, dtype=model.dtype).type()  # asks for the name of the type
+        return torch.empty(0, dtype=model.dtype).type()  # x.type() returns the name of the type
     columns = _columns(op_name(func), leaves, model)
     results = [_called(func, column, structure) for column in columns]
     return model if writes else _wrapped(results, model)
 
 
-def _called(func: Any, leaves: Sequence[Any], structure: Any) -> Any:
+def _called(func: Function, leaves: Sequence[Any], structure: Any) -> Any:
     args, kwargs = tree_unflatten(leaves, structure)
     return func(*args, **kwargs)
 
@@ -78,11 +82,11 @@ def _fits(model: ShardedTensor, leaves: Sequence[Any]) -> bool:
 
 
 def _columns(name: str, leaves: Sequence[Any], model: ShardedTensor) -> list[list[Any]]:
-    """For each tile of the model, the arguments of its call."""
+    """Return, for each tile of the model, the arguments of its call."""
     every = []
     for x in leaves:
         if isinstance(x, ShardedTensor):
-            every.append(in_tiles_of(name, x, model)._parts)
+            every.append(move_to_tiles_of(name, x, model)._parts)
         elif isinstance(x, torch.Tensor):
             whole = spread(x, model._process_group) if x.requires_grad and torch.is_grad_enabled() else x
             every.append([_cut(whole, box) for box in _boxes(model)])
@@ -91,8 +95,8 @@ def _columns(name: str, leaves: Sequence[Any], model: ShardedTensor) -> list[lis
     return [list(column) for column in zip(*every)]
 
 
-def in_tiles_of(name: str, x: ShardedTensor, model: ShardedTensor) -> ShardedTensor:
-    """`x` in the tiles of another tensor of its size: what must move does, and the ledger hears for which op."""
+def move_to_tiles_of(name: str, x: ShardedTensor, model: ShardedTensor) -> ShardedTensor:
+    """Return `x` in the tiles of another tensor of its size; the ledger records the move under the name of the op."""
     if x is model or same_tiles(x, model):
         return x
     if is_strict():
@@ -101,17 +105,17 @@ def in_tiles_of(name: str, x: ShardedTensor, model: ShardedTensor) -> ShardedTen
             f"{type(x.sharding_spec()).__name__} and {type(model.sharding_spec()).__name__} differently; reshard "
             f"one first"
         )
-    return x._like(model, Note(name, "operands in different tiles"))
+    return x._in_tiles_of(model, Note(name, "operands in different tiles"))
 
 
 def _boxes(model: ShardedTensor) -> list[tuple[list[int], list[int]]]:
-    """The local tiles; for a rank without any, an empty one."""
+    """Return offsets and sizes of the local tiles; for a rank without tiles those of an empty one."""
     held = [(s.metadata.shard_offsets, s.metadata.shard_sizes) for s in model.local_shards()]
     return held or [([0] * model.dim(), [0] * model.dim())]
 
 
 def _cut(x: torch.Tensor, box: tuple[Sequence[int], Sequence[int]]) -> torch.Tensor:
-    """The part of a plain tensor that meets a tile."""
+    """Return the part of a plain tensor that is used with a tile."""
     lead = len(box[0]) - x.dim()
     for dim in range(x.dim()):
         start, length = box[0][lead + dim], box[1][lead + dim]
@@ -127,10 +131,10 @@ def _wrapped(results: Sequence[Any], model: ShardedTensor) -> Any:
 
 
 class _Spread(torch.autograd.Function):
-    """The same value on all ranks, of which each uses a part: the gradients add up."""
+    """Identity on a value that is the same on all ranks, of which each uses a part: the gradients add up."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group, ctx.recorders = group, recorders()
         return value.view_as(value)
 
@@ -141,8 +145,10 @@ class _Spread(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
+    """The sum over the ranks of a group; its gradient is spread."""
+
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
         out = value.clone(memory_format=torch.contiguous_format)
         if recorders():
@@ -156,14 +162,14 @@ class _Summed(torch.autograd.Function):
         return _Spread.apply(grad, ctx.group), None
 
 
-def spread(value: torch.Tensor, group: Any) -> torch.Tensor:
-    """A plain tensor whose gradient is the sum of every rank's."""
+def spread(value: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return a plain tensor whose gradient is the sum of all ranks' gradients."""
     return _Spread.apply(value, group)
 
 
 # -- lists ---------------------------------------------------------------------------------------------------------
-def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A foreach function: its lists made longer, one entry a tile."""
+def _on_lists(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a foreach function on longer lists, with one entry per tile."""
     lead = next((a for a in args if isinstance(a, (list, tuple)) and any(map(_is_sharded, a))), None)
     if lead is None:
         return NotImplemented
@@ -176,7 +182,7 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         out: list[Any] = []
         for x, model, n in zip(value, lead, counts):
             if _is_sharded(x):
-                out += in_tiles_of(name, x, model)._parts
+                out += move_to_tiles_of(name, x, model)._parts
             else:
                 out += [x] * n
         return out

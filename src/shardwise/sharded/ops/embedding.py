@@ -1,8 +1,8 @@
 """embedding and embedding_bag on a sharded table: row-, column-, table- and grid-wise, or any other tiles.
 
-As torch has it, the ids are this rank's own and so is the result, a plain tensor: a row that several ranks look up gets
-the sum of their gradients. The rows are fetched, each once, and torch's own function runs on them, so every mode and
-option is torch's. Where bags are summed or averaged and that takes fewer bytes, the owners of the rows do it instead.
+As in torch, the ids and the result are each rank's own plain tensors; a row that several ranks look up gets the sum of
+their gradients. Each row that a rank needs is fetched once, and torch's own function runs on the rows, so that every
+mode and option is torch's. Where bags are summed or averaged and it takes fewer bytes, the owners of the rows sum.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from shardwise.sharded.groups import is_member
+from shardwise.sharded.ops.bags import Bags, lengths_of
 from shardwise.sharded.ops.lookup import Lookup
 from shardwise.sharded.ops.over_mesh import over_mesh
-from shardwise.sharded.ops.pool import Bags, lengths_of
-from shardwise.sharded.owners import is_member
-from shardwise.sharded.registry import own
+from shardwise.sharded.ops.registry import own
 from shardwise.sharded.tensor import ShardedTensor
 
 _embedding, _embedding_bag = F.embedding, F.embedding_bag
@@ -60,8 +60,10 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Any:
 
 
 def _bags(given: dict[str, Any]) -> Bags | None:
-    """The bags, if the owners of the rows could sum them: rows to be shortened are needed whole, for a maximum too, and
-    frequencies count in the whole batch."""
+    """Return the bags if the owners of the rows could sum them, else None.
+
+    A maximum needs the rows, `max_norm` needs them whole, and frequencies are counted in the whole batch.
+    """
     if given["mode"] == "max" or given["max_norm"] is not None or given["scale_grad_by_freq"]:
         return None
     ids, weights, padding = given["input"], given["per_sample_weights"], given["padding_idx"]
@@ -77,7 +79,7 @@ def _bags(given: dict[str, Any]) -> Bags | None:
 
 
 def _own_ids(given: dict[str, Any]) -> bool:
-    """Whether this is a look-up of plain ids in a sharded table."""
+    """Whether this is a look-up of plain ids in a sharded table; raises where the arguments do not fit."""
     ids, table = given["input"], given["weight"]
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"input need to be torch.Tensor, got {type(ids).__name__}")
@@ -116,7 +118,7 @@ def _check_padding(op: str, table: ShardedTensor, padding_idx: int | None) -> No
 
 
 def _fetched(lookup: Lookup, places: torch.Tensor, given: dict[str, Any]) -> dict[str, Any]:
-    """The rows this rank needs as a small table, the ids as places in it, and where padding is there."""
+    """Return other arguments for torch's function: the rows this rank needs as a table, ids and padding_idx into it."""
     if given["max_norm"] is not None:
         lookup.shorten_rows(float(given["max_norm"]), float(given["norm_type"]))
     rows, padding = lookup.fetch(given["sparse"]), given["padding_idx"]

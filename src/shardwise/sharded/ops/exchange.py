@@ -10,19 +10,24 @@ import torch.distributed as dist
 
 from shardwise.comm.record import Note, for_backward, record, recorders, recording_to, user_line
 from shardwise.comm.wire import as_bytes
+from shardwise.sharded.groups import Group
+
+Counts = Sequence[int]  # of elements, by rank of the group
 
 
 class TilesAxis:
-    """What the ledger calls the axis of a process group."""
+    """A mesh axis for the ledger: what it calls the ranks of a process group."""
 
     axis_names = ("tiles",)
 
 
 class _Exchange(torch.autograd.Function):
-    """The gradient goes back the same way."""
+    """The exchange as an autograd node; the gradient goes back the same way."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, note: Note, heard: Any, take: Any, give: Any, flat: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, group: Group, note: Note, heard: Any, take: Counts, give: Counts, flat: torch.Tensor
+    ) -> torch.Tensor:
         ctx.plan = (group, note, heard, user_line() if heard else None, take, give)
         return _all_to_all(flat, take, give, group, note, heard)
 
@@ -34,15 +39,17 @@ class _Exchange(torch.autograd.Function):
         return None, None, None, None, None, back
 
 
-def exchange(flat: torch.Tensor, take: Sequence[int], give: Sequence[int], group: Any, note: Note) -> torch.Tensor:
-    """`give[r]` elements go to each rank of the group, `take[r]` come from it. Differentiable where `flat` needs grad:
-    it does on all ranks or on none."""
+def exchange(flat: torch.Tensor, take: Sequence[int], give: Sequence[int], group: Group, note: Note) -> torch.Tensor:
+    """Send `give[r]` elements of `flat` to rank r of the group, and return the `take[r]` elements that come from each.
+
+    Differentiable where `flat` needs grad, which must be on all ranks or on none.
+    """
     if flat.requires_grad and torch.is_grad_enabled():
         return _Exchange.apply(group, note, recorders(), list(take), list(give), flat)
     return _all_to_all(flat.detach(), list(take), list(give), group, note, recorders())
 
 
-def _all_to_all(flat: torch.Tensor, take: Any, give: Any, group: Any, note: Note, heard: Any) -> torch.Tensor:
+def _all_to_all(flat: torch.Tensor, take: Counts, give: Counts, group: Group, note: Note, heard: Any) -> torch.Tensor:
     out = flat.new_empty(sum(take))
     if heard:
         me = dist.get_rank(group)

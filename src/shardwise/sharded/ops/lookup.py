@@ -1,9 +1,9 @@
 """Rows of a table that is cut into any tiles: what each rank wants of each tile, and the rows fetched.
 
-Each rank asks for the rows it needs, each once. Three exchanges: how many ids, the ids, the pieces of rows; the last is
-differentiable, so gradients travel as the rows did, the other way. A row that is cut by columns comes in pieces. Where
-bags are summed, summing them at the owners may be cheaper (`pool.py`): the first exchange tells everyone's prices too,
-so all ranks choose alike.
+Each rank asks for each row it needs once, in three exchanges: how many ids, the ids, the pieces of rows. The last one
+is differentiable: gradients travel as the rows did, the other way. A row that is cut by columns comes in pieces. Where
+bags are summed, it may be cheaper to sum them at the owners (`bags.py`): the first exchange carries the prices of all
+ranks too, so that all make the same choice.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from shardwise.comm.record import Note
 from shardwise.errors import DimError
+from shardwise.sharded.groups import ranks_of
+from shardwise.sharded.ops.bags import Bags, rows_of
 from shardwise.sharded.ops.exchange import exchange
-from shardwise.sharded.ops.pool import Bags, rows_of
-from shardwise.sharded.owners import ranks_of
 from shardwise.sharded.tensor import ShardedTensor
 
 
 class Lookup:
-    """The rows `ids` (distinct, ascending) of a table, asked of their owners; or sums of them, in bags."""
+    """A request for the rows `ids` (distinct, ascending) of a table, or for sums of them, in bags."""
 
     def __init__(self, table: ShardedTensor, ids: torch.Tensor, op: str, bags: Bags | None = None) -> None:
         self.table, self.group, self.note = table, table._process_group, Note(op)
@@ -40,7 +40,7 @@ class Lookup:
             self._ask([[tile[0] for tile in row] for row in counts])
 
     def _find_tiles(self) -> None:
-        """The tiles in the order of their owners in the group, and which of our ids each has."""
+        """Find the tiles in the order of their owners in the group, and which of this rank's ids each has."""
         boxes, ranks = self.table._tiles.tiles, self.table._tiles.ranks
         starts = torch.from_numpy(boxes.starts[:, 0].copy()).to(self.ids.device)
         ends = torch.from_numpy(boxes.ends[:, 0].copy()).to(self.ids.device)
@@ -57,8 +57,8 @@ class Lookup:
             self.tiles_of[position[int(ranks[t])]].append(i)
 
     def _tell(self) -> list[list[int]]:
-        """What every rank says to this one: its least and largest id, its prices of both ways, and what it wants of
-        each tile held here."""
+        """Return what every rank sends to this one: its least and largest id, its prices of both ways, and how much it
+        wants of each tile held here."""
         limits = [int(self.ids[0]), int(self.ids[-1])] if len(self.ids) else [0, 0]
         wishes = [[n] for n in self.per_tile]
         prices = [0, 0]
@@ -73,22 +73,22 @@ class Lookup:
         return told.view(world, width).tolist()
 
     def elsewhere(self) -> list[int]:
-        """The tiles that other ranks hold: what they are asked for travels."""
+        """Return the tiles that other ranks hold: what is asked of those travels."""
         me = dist.get_rank(self.group)
         return [i for rank, mine in enumerate(self.tiles_of) if rank != me for i in mine]
 
     @property
     def ways(self) -> int:
-        """How often values travel: there, and as gradients back."""
+        """How often values travel: once, or twice with gradients."""
         return 2 if self.table.requires_grad and torch.is_grad_enabled() else 1
 
     def _price_of_rows(self) -> int:
-        """Bytes of fetching: ids there, pieces of rows back, their gradients there again."""
+        """Return the bytes of fetching rows: ids to the owners, pieces of rows back, their gradients to the owners."""
         size = self.table.dtype.itemsize * self.ways
         return sum(self.per_tile[i] * (8 + self.widths[i] * size) for i in self.elsewhere())
 
     def _ask(self, counts: list[list[int]]) -> None:
-        """Tell every owner which of its rows are wanted here; hear the same from the others."""
+        """Exchange the ids: every owner learns which of its rows each rank wants."""
         rows = [self.ids[where] - start for where, (start, _) in zip(self.wanted, self.rows)]
         self.counts = counts  # [rank][my tile]
         self.give_ids = [sum(self.per_tile[i] for i in mine) for mine in self.tiles_of]
@@ -97,7 +97,7 @@ class Lookup:
         self.heard = [list(part.split(row)) for part, row in zip(heard.split(self.take_ids), self.counts)]
 
     def _check_range(self, told: list[list[int]]) -> None:
-        """Ids out of range raise on all ranks: else the others would wait."""
+        """Raise on all ranks where the ids of one are out of range, so that none is left waiting."""
         n = self.table.size(0)
         for rank, (low, high, *_) in zip(self.ranks, told):
             if (low < 0 or high >= n) and (low, high) != (0, 0):
@@ -110,7 +110,7 @@ class Lookup:
         return exchange(flat, take, give, self.group, self.note)
 
     def fetch(self, sparse: bool = False) -> torch.Tensor:
-        """The rows, whole, in the order of the ids; differentiable."""
+        """Return the whole rows in the order of the ids; differentiable."""
         shards = [shard.tensor for shard in self.table.local_shards()]
         pieces = [rows_of(tile, asked, sparse) for row in self.heard for asked, tile in zip(row, shards)]
         flat = torch.cat(pieces) if pieces else self.table._anchor.reshape(-1)
@@ -120,7 +120,7 @@ class Lookup:
         return self._assembled(self.exchange(flat, take, give))
 
     def _assembled(self, got: torch.Tensor) -> torch.Tensor:
-        """Pieces of rows, tile after tile, as rows: tiles with the same rows stand side by side."""
+        """Join pieces of rows, which come tile by tile, to rows: tiles of the same rows stand side by side."""
         bands: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
         parts = got.split([n * w for n, w in zip(self.per_tile, self.widths)])
         for part, n, w, column, where in zip(parts, self.per_tile, self.widths, self.columns, self.wanted):
@@ -134,7 +134,7 @@ class Lookup:
         return self._scattered(bands, got)
 
     def _scattered(self, bands: Any, got: torch.Tensor) -> torch.Tensor:
-        """Tiles whose rows overlap only in part: each piece is put in its place."""
+        """Join pieces of tiles whose rows overlap only in part: each piece is put in its place."""
         total = max(stop for _, stop in bands)
         out = got.new_zeros(total, self.table.size(1))
         for (start, stop), side in bands.items():

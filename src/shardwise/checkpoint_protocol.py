@@ -1,0 +1,116 @@
+"""What torch.distributed.checkpoint asks of a tensor: the boxes this process can write, those it wants read, and the
+memory behind each box.
+
+A box is a tile of the layout, so uneven, strided and nested splits need nothing special. Replicas offer the same boxes,
+and the checkpoint planner writes each box once and shares the work among the holders. On a simulated mesh this process
+holds every rank's boxes: it writes each box once and reads it into every tensor that holds it.
+
+torch.distributed.checkpoint is imported inside of functions: the import takes half a second, and a program that calls
+these functions has done it already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.autograd.leaves import leaf_local
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout
+from shardwise.layout.layout import Tile
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+    from shardwise.tensor import DTensor
+
+Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
+
+
+def write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
+    """Return one item for each distinct box held here."""
+    layout: Layout = tensor._layout
+    _refuse_partial(layout, f"saving {fqn!r}")
+    boxes = dict.fromkeys(tile for tile, _, _ in _held(tensor))
+    if 0 in layout.shape:  # no rank holds anything, but the name must be in the checkpoint
+        boxes = {Tile((0,) * layout.ndim, layout.shape): None}
+    return items_for(fqn, tensor, list(boxes))
+
+
+def items_for(fqn: str, tensor: torch.Tensor, boxes: Iterable[Box]) -> list[WriteItem]:
+    """Return one item for each of these boxes of a tensor."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties(dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, torch.Size(box[0])),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk(box), properties, torch.Size(tensor.shape)),
+        )
+        for box in boxes
+    ]
+
+
+def chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
+    """Return the boxes to read, one for each piece of memory that holds one."""
+    _refuse_partial(tensor._layout, "loading into a tensor")
+    return [chunk(tile) for tile, _, _ in _held(tensor)]
+
+
+def tensor_shard(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
+    """Return the memory of the box at `index.offset`: a view to write from or read into."""
+    layout: Layout = tensor._layout
+    if 0 in layout.shape:
+        return torch.empty(layout.shape, dtype=layout.dtype, device=layout.device)
+    held = list(_held(tensor))
+    if index.offset is None:
+        raise LayoutError(f"{index.fqn!r}: a distributed tensor is read and written by box; the index has no offset")
+    offsets = tuple(index.offset)
+    hint = index.index  # when reading, the position in chunk_list; when writing, that in the checkpoint
+    if hint is not None and hint < len(held) and held[hint][0].offsets == offsets:
+        held = [held[hint]]
+    for tile, value, start in held:
+        if tile.offsets == offsets:
+            for dim, (a, n) in enumerate(zip(start, tile.sizes, strict=True)):
+                value = value.narrow(dim, a, n)
+            return value
+    raise LayoutError(f"{index.fqn!r}: no box at {offsets} is held here; there are {[t.offsets for t, _, _ in held]}")
+
+
+def _held(tensor: DTensor) -> Iterator[tuple[Tile, torch.Tensor, tuple[int, ...]]]:
+    """Yield each box of each distinct local tensor of this process, with the tensor and where the box starts in it."""
+    layout: Layout = tensor._layout
+    comm, local = layout.mesh.comm, leaf_local(tensor)
+    values = comm.values(local)
+    seen: set[int] = set()
+    for coords, i in zip(comm.played(), comm.structure(local) or (0,), strict=True):
+        if i not in seen:
+            seen.add(i)
+            for tile in layout.tiles_at(coords):
+                start = (_before(layout, dim, coords, offset) for dim, offset in enumerate(tile.offsets))
+                yield tile, values[i].detach(), tuple(start)
+
+
+def _before(layout: Layout, dim: int, coords: tuple[int, ...], offset: int) -> int:
+    """Return how many indices of `dim` below `offset` are held at `coords`: where a piece starts locally."""
+    return sum(b - a for a, b in layout.held(dim, coords) if b <= offset)
+
+
+def chunk(box: Box) -> ChunkStorageMetadata:
+    """Return a box as torch.distributed.checkpoint has it."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
+
+
+def _refuse_partial(layout: Layout, doing: str) -> None:
+    if layout.is_partial:
+        raise LayoutError(
+            f"{doing}: laid out {list(layout.placements)}, the ranks hold parts of values, which a checkpoint cannot "
+            f"say; redistribute it to Replicate() or Shard(dim) first"
+        )
