@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import LayoutError, ShardwiseError
-from shardwise.parallel.along import Along
-from shardwise.parallel.styles import ParallelStyle
+from shardwise.parallel.styles.axis import StyleAxis
+from shardwise.parallel.styles.base import ParallelStyle
 
 
 class PlanError(ShardwiseError, TypeError):
@@ -34,7 +34,7 @@ def parallelize_module(
     """
     if not isinstance(module, nn.Module):
         raise PlanError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-    Along.of(device_mesh, axis)  # complains of a mesh or axis before anything is changed
+    StyleAxis.of(device_mesh, axis)  # complains of a mesh or axis before anything is changed
     if parallelize_plan is None:
         warnings.warn("parallelize_module: no parallelize_plan is given, so nothing is done", stacklevel=2)
         return module
