@@ -58,7 +58,8 @@ class relaxed:
 
 
 class running:
-    """Inside: the program a rule gives for an op. A move it makes is not one the user asked for."""
+    """Inside, the library computes the op `op` by a short program of other ops. Moves that this program makes are not
+    moves that the user asked for, so `strict()` refuses them in the name of `op`."""
 
     def __init__(self, op: str) -> None:
         self.op = op
