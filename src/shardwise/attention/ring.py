@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -121,7 +121,7 @@ class RingAttention:
     # -- forward --------------------------------------------------------------------------------------------
     def forward(self, operands: Sequence[Local], note: Note) -> tuple[Local, Local]:
         """The output and its log-sums, outside of autograd."""
-        q, k, v, mask = (*operands, None)[:4]
+        (q, k, v), mask = operands[:3], operands[3] if len(operands) > 3 else None
         so_far = None
         with torch.no_grad():
             here = self._packed(k, v)
@@ -138,9 +138,10 @@ class RingAttention:
         self, grad: Local, operands: Sequence[Local], out: Local, lse: Local, note: Note
     ) -> list[Local | None]:
         """The gradients of the operands. Those of keys and values follow them round the ring, adding up."""
-        q, k, v, mask = (*operands, None)[:4]
-        here, behind = self._packed(k, v), None
-        so_far, wait_behind = None, _wait_for_nothing
+        (q, k, v), mask = operands[:3], operands[3] if len(operands) > 3 else None
+        here: list[Local] = self._packed(k, v)
+        behind: list[Local] | None = None
+        so_far, wait_behind = None, cast(Wait, _wait_for_nothing)
         for t, blocks in enumerate(self.blocks_by_step):
             following, wait = self._start_next(here, t, note)
             kv = self._unpacked(here)
@@ -160,7 +161,7 @@ class RingAttention:
 
     def by_definition(self, operands: Sequence[Local], note: Note) -> Local:
         """The same output in differentiable parts, for derivatives of the derivative: keys and values gathered."""
-        q, k, v, mask = (*operands, None)[:4]
+        (q, k, v), mask = operands[:3], operands[3] if len(operands) > 3 else None
         k, v = self._gathered(k, self.inputs[1], note), self._gathered(v, self.inputs[2], note)
         rows = self.comm.per_rank(self._rows)
         return self._bound(attend_by_definition)(q, k, v, mask, self.how, self.causal, rows)

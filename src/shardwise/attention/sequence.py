@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -47,7 +48,9 @@ class CutAttention:
         if not torch.is_autocast_enabled(device):
             return self._attend(operands)
         dtype = torch.get_autocast_dtype(device)
-        lowered = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in operands]
+        lowered: list[Any] = [
+            x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in operands
+        ]
         with torch.autocast(device, enabled=False):
             return self._attend(lowered)
 
@@ -73,7 +76,7 @@ def along_cuts(q: Operand, k: Operand, v: Operand, mask: object, is_causal: bool
 
 
 def keys_alone_are_cut(q: Layout, k: Layout, v: Layout) -> bool:
-    """Whether every rank should answer for its own keys, and the answers be added up, instead of moving keys and values.
+    """Whether no keys and values should move: every rank answers for its own, and the answers are added up.
 
     So it is for a few queries that are whole where keys and values are cut: less travels, and the scores take no more
     memory than the keys and values would."""

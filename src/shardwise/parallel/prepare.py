@@ -152,7 +152,7 @@ class PrepareModuleInput(ParallelStyle):
         self.input_layouts, self.desired_input_layouts = self.inputs.layouts, self.inputs.desired or None
         self.input_kwarg_layouts, self.desired_input_kwarg_layouts = self.inputs.named, self.inputs.desired_named
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
         axis = StyleAxis.of(device_mesh, self.axis)
         module.register_forward_pre_hook(StyleHook(self._before, axis), with_kwargs=True)
         return module
@@ -188,7 +188,7 @@ class PrepareModuleOutput(ParallelStyle):
         self.output_layouts, self.desired_output_layouts = self.outputs.layouts, self.outputs.desired
         self._use_local, self.use_local_output = use_local_output, use_local_output is not False
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
         module.register_forward_hook(StyleHook(self._after, StyleAxis.of(device_mesh, self.axis)))
         return module
 
@@ -243,7 +243,7 @@ class PrepareModuleInputOutput(ParallelStyle):
         inputs = f"{_shown(self.before, *_INPUT_NAMES)}, use_local_input={self.before.use_local_output}"
         return f"PrepareModuleInputOutput({inputs}, {_shown(self.after, *_OUTPUT_NAMES, 'use_local_output')})"
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
         for style in (self.before, self.after):
             style.axis, style.src_data_rank = self.axis, self.src_data_rank
             style._apply(module, device_mesh)

@@ -65,7 +65,7 @@ def data_parallel(
         >>> from shardwise import simulate
         >>> model = data_parallel(torch.nn.Linear(4, 4), simulate(2), "parameters")
         >>> model.weight.placements
-        (Shard(0),)
+        (Shard(dim=0),)
     """
     if not isinstance(module, torch.nn.Module):
         raise LayoutError(f"data_parallel: module must be a torch.nn.Module, got {type(module).__name__}")

@@ -23,7 +23,7 @@ def mark_unreduced(parameters: Iterable[ManagedParameter]) -> None:
                 if value.grad is None:
                     value.grad = torch.zeros_like(value)
                 p.unreduced.append((value.grad, value.grad._version))
-            p.param._unreduced = True
+            p.param._unreduced = True  # type: ignore[attr-defined]
 
 
 def forget_marks(parameters: Iterable[ManagedParameter]) -> None:

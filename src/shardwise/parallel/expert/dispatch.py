@@ -85,8 +85,9 @@ def combine(routed: Routed, outputs: torch.Tensor, weights: torch.Tensor | None 
             f"combine: outputs of shape {tuple(outputs.shape)} must have the {sum(routed.sizes)} rows dispatch gave"
         )
     choices, tokens = routed._choices, routed._tokens
-    if not isinstance(outputs, DTensor) or isinstance(tokens, int):
+    if isinstance(tokens, int):
         return _added_up(outputs, weights, routed._slots, choices, tokens)
+    outputs = _on_mesh(outputs, tokens, "outputs")
     shape = (tokens.shape[0], outputs.shape[1])
     target = tokens.replace(shape=shape, placements=_rows_only(tokens), dtype=outputs.dtype)
     back = _moved(outputs, routed._routes.layout_by_token(target), "combine")

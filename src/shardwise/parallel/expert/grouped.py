@@ -42,6 +42,8 @@ def grouped_linear(
     if not isinstance(rows, DTensor):
         out = _multiplied(rows, weight, routed.sizes)
         return out if bias is None else out + _repeated(bias, routed.sizes)
+    if not isinstance(weight, DTensor):
+        raise LayoutError(f"grouped_linear: weight must be a DTensor on {rows._layout.mesh!r}, as rows are")
     routes, layout = routed._routes, rows._layout
     rows, placements = _fitting(rows, weight, routes)
     shape = (layout.shape[0], weight.shape[1])

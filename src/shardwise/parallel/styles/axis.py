@@ -131,9 +131,9 @@ class StyleAxis:
             return known
         kinds = exchange_kinds(x, self.mesh)
         agreed = (*key, tuple(kinds.values()))
-        layout = self._layouts.get(agreed)
-        if layout is None:
-            layout = _remember(self._layouts, agreed, layout_of_locals(x, self.mesh, places, kinds=kinds)[1])
+        if agreed not in self._layouts:
+            _remember(self._layouts, agreed, layout_of_locals(x, self.mesh, places, kinds=kinds)[1])
+        layout = self._layouts[agreed]
         remember_layout(known_as, layout)
         return layout
 

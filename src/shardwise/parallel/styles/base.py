@@ -27,7 +27,7 @@ class ParallelStyle(ABC):
     axis: int | str | None = None
 
     @abstractmethod
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh) -> nn.Module: ...
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module: ...
 
 
 class StyleHook:

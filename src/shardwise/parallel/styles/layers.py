@@ -44,7 +44,7 @@ class _LayerParallel(ParallelStyle):
         self.desired_input_layouts = (self.desired_input,)
         self.use_local_output = use_local_output is not False
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
         axis = StyleAxis.of(device_mesh, self.axis)
         dim = self._cut_dim(module)
         placements = {name: self._placement(param, dim, axis) for name, param in module._parameters.items()}

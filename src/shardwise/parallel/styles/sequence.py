@@ -30,7 +30,7 @@ class SequenceParallel(ParallelStyle):
         self.sequence_sharding = (self.sequence,)
         self.use_local_output = use_local_output
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
         axis = StyleAxis.of(device_mesh, self.axis)
         lay_out_parameters(module, dict.fromkeys(module._parameters, REPLICATE), axis, self.src_data_rank)
         module.register_forward_pre_hook(StyleHook(self._before, axis))
