@@ -49,19 +49,8 @@ def layout_of_locals(
 ) -> tuple[torch.Tensor, Layout]:
     """The local value in the backend's form, and the layout under which the ranks hold it.
 
-    Args:
-        local: what this rank holds; on a simulated mesh, what all ranks hold.
-        mesh: the mesh.
-        placements: one for each axis; the sizes that a Shard does not say come from the ranks.
-        shape: the global shape, if it is known.
-        stride: the global stride, if it is not that of a dense tensor whose dims are in the order of `local`.
-        run_check: whether to compare dtypes and dims across ranks, and take Replicate values from the first coordinate.
-        assume_even: whether to trust that every rank holds as much as this one.
-        kinds: what `exchange_kinds` gave, if it has been called.
-
-    Raises:
-        LayoutError: the placements do not fit the mesh, the tensor, or what the ranks hold.
-    """
+    Arguments are those of `DTensor.from_local`; `kinds` is what `exchange_kinds` gave, if it has been called. Raises
+    LayoutError where the placements do not fit the mesh, the tensor, or what the ranks hold."""
     comm = mesh.comm
     if len(placements) != len(mesh.shape):
         raise LayoutError(

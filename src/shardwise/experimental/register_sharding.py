@@ -10,8 +10,7 @@ from typing import Any
 from shardwise.engine.cache import clear_caches
 from shardwise.engine.call import ANY_FLOAT
 from shardwise.errors import RuleError
-from shardwise.experimental.checked_rule import CheckedRule, Op
-from shardwise.experimental.strategies import TensorInfo, rule_from_strategies
+from shardwise.experimental.strategies import CheckedRule, Op, TensorInfo, rule_from_strategies
 from shardwise.strategy import registry
 from shardwise.strategy.notation import line_rule, operands_in, parse
 from shardwise.torch_private import OpOverload, OpOverloadPacket, schema_of

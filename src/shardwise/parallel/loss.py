@@ -8,7 +8,7 @@ because they come whole, pending or laid out otherwise, raises instead.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,13 +34,7 @@ class loss_parallel(TorchFunctionMode):
             loss.backward()
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.cross_entropy:
             arguments = _SIGNATURE.bind(*args, **kwargs).arguments

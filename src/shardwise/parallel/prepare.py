@@ -65,13 +65,8 @@ class _Inputs:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], use_local: bool | None, axis: StyleAxis
     ) -> Call:
         if self.layouts is not None:
-            if len(args) != len(self.layouts):
-                raise LayoutError(
-                    f"input_layouts: {len(self.layouts)} given, but {type(module).__name__} was called with "
-                    f"{len(args)} positional inputs; give one for each (None leaves it alone)"
-                )
-            pairs = zip(args, self.layouts, self.desired, strict=True)
-            args = tuple(_prepared(x, a, b, use_local, axis, f"input {i}") for i, (x, a, b) in enumerate(pairs))
+            found = f"{type(module).__name__} was called with {len(args)} positional inputs"
+            args = _all_prepared(args, self.layouts, self.desired, use_local, axis, "input", found)
         changed = {
             key: _prepared(kwargs[key], self.named[key], self.desired_named[key], use_local, axis, f"input {key!r}")
             for key in self.named
@@ -93,6 +88,23 @@ def _prepared(
     return handed_over(laid, use_local, axis)
 
 
+def _all_prepared(
+    values: Sequence[Any],
+    layouts: Placings,
+    desired: Placings,
+    use_local: bool | None,
+    axis: StyleAxis,
+    kind: str,
+    found: str,
+) -> tuple[Any, ...]:
+    if len(values) != len(layouts):
+        raise LayoutError(
+            f"{kind}_layouts: {len(layouts)} given, but {found}; give one for each (None leaves it alone)"
+        )
+    triples = enumerate(zip(values, layouts, desired, strict=True))
+    return tuple(_prepared(x, a, b, use_local, axis, f"{kind} {i}") for i, (x, a, b) in triples)
+
+
 class _Outputs:
     """What outputs are, and what they become."""
 
@@ -103,13 +115,8 @@ class _Outputs:
 
     def prepare(self, module: nn.Module, output: Any, use_local: bool | None, axis: StyleAxis) -> Any:
         outputs = output if isinstance(output, (tuple, list)) else (output,)
-        if len(outputs) != len(self.layouts):
-            raise LayoutError(
-                f"output_layouts: {len(self.layouts)} given, but {type(module).__name__} returned {len(outputs)} "
-                f"outputs; give one for each (None leaves it alone)"
-            )
-        triples = zip(outputs, self.layouts, self.desired, strict=True)
-        made = tuple(_prepared(x, a, b, use_local, axis, f"output {i}") for i, (x, a, b) in enumerate(triples))
+        found = f"{type(module).__name__} returned {len(outputs)} outputs"
+        made = _all_prepared(outputs, self.layouts, self.desired, use_local, axis, "output", found)
         if output is outputs:
             return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
         return made[0]
@@ -200,33 +207,24 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """PrepareModuleInput and PrepareModuleOutput in one.
+    """PrepareModuleInput and PrepareModuleOutput in one, with the arguments of both.
 
     Args:
-        output_layouts: as for PrepareModuleOutput.
-        desired_output_layouts: as for PrepareModuleOutput.
-        use_local_output: as for PrepareModuleOutput.
         use_local_input: whether the module gets local tensors.
-        input_layouts: as for PrepareModuleInput.
-        desired_input_layouts: as for PrepareModuleInput.
-        input_kwarg_layouts: as for PrepareModuleInput.
-        desired_input_kwarg_layouts: as for PrepareModuleInput.
-
-    Raises:
-        LayoutError: the arguments do not fit each other, or one is not a placement.
+        use_local_output: whether the program does. Default: where the mesh has no other axis.
     """
 
     def __init__(
         self,
         *,
-        output_layouts: PlacingsArgument,
-        desired_output_layouts: PlacingsArgument,
-        use_local_output: bool | None = None,
-        use_local_input: bool = False,
         input_layouts: PlacingsArgument = None,
         desired_input_layouts: PlacingsArgument = None,
+        output_layouts: PlacingsArgument,
+        desired_output_layouts: PlacingsArgument,
         input_kwarg_layouts: NamedArgument = None,
         desired_input_kwarg_layouts: NamedArgument = None,
+        use_local_input: bool = False,
+        use_local_output: bool | None = None,
     ) -> None:
         self.before = PrepareModuleInput(
             input_layouts=input_layouts, desired_input_layouts=desired_input_layouts,
@@ -234,10 +232,9 @@ class PrepareModuleInputOutput(ParallelStyle):
             use_local_output=use_local_input,
         )  # fmt: skip
         self.after = PrepareModuleOutput(
-            output_layouts=output_layouts,
-            desired_output_layouts=desired_output_layouts,
+            output_layouts=output_layouts, desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
-        )
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         inputs = f"{_shown(self.before, *_INPUT_NAMES)}, use_local_input={self.before.use_local_output}"

@@ -116,13 +116,7 @@ class _WholeAttention(TorchFunctionMode):
         super().__init__()
         self.cp, self.length = cp, length
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in (F.scaled_dot_product_attention, F.multi_head_attention_forward):
             return func(*args, **kwargs)
@@ -136,15 +130,7 @@ class _WholeAttention(TorchFunctionMode):
                 )
             return self._attend(*args, **kwargs)
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def _attend(self, query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         q, k, v = (from_parts(x, self.cp, x.dim() - 2, self.length) for x in (query, key, value))
         if attn_mask is not None:
             attn_mask = self._mask(attn_mask, q, k)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -31,13 +31,7 @@ class Freed(torch.Tensor):
     """The class of a leaf between uses; it is a plain tensor again once it is filled."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _KNOWN:
             return super().__torch_function__(func, types, args, kwargs or {})
         freed = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, Freed))

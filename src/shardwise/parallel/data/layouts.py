@@ -40,16 +40,8 @@ def layouts_of(
 ) -> ParameterLayouts:
     """The layouts of a parameter, plain or laid out over other axes already.
 
-    Args:
-        param: the parameter as it is.
-        data: the data axis.
-        cut: whether each rank along the data axis keeps only a part of it.
-        dtype: what it is kept as.
-        common: where a plain parameter goes, as `common_mesh` says.
-
-    Raises:
-        LayoutError: the parameter is a pending sum, or the data axis cuts it already.
-    """
+    `cut` says whether each rank along the data axis keeps only a part, `dtype` what it is kept as, `common` where a
+    plain parameter goes. Raises LayoutError where it is a pending sum, or the data axis cuts it already."""
     inner: Layout | None = None
     if isinstance(param, DTensor):
         whole, inner, axis = _on_data_axis(param._layout, data, dtype)

@@ -74,6 +74,37 @@ class ManagedParameter:
             leaves = list(inner.mesh.comm.first_of_replicas(RankTensor(leaves), replicas).ranks)
         self.leaves = leaves
 
+    # -- gradients that wait (no_sync) ----------------------------------------------------------------------
+    # The optimizer sees the parameter's own gradient, not those of the leaves. So a parameter with a gradient that
+    # waits gets one of zeros and a mark, which `optim` refuses to step on; and if the program clears or replaces that
+    # gradient (zero_grad), what waits is dropped too.
+    def mark_unreduced(self) -> None:
+        """Remember the gradients that the optimizer sees, if the leaves have some that are not in them."""
+        if any(leaf.grad is not None for leaf in self.leaves):
+            self.unreduced = []
+            for value in self.values:
+                if value.grad is None:
+                    value.grad = torch.zeros_like(value)
+                self.unreduced.append((value.grad, value.grad._version))
+            self.param._unreduced = True  # type: ignore[attr-defined]
+
+    def unmark(self) -> None:
+        """Everything is reduced, or dropped."""
+        if self.unreduced is not None:
+            self.unreduced = None
+            self.param.__dict__.pop("_unreduced", None)
+
+    def drop_if_cleared(self) -> None:
+        """Drop the gradients that wait if the program has cleared or replaced those that it sees."""
+        if self.unreduced is not None and not all(
+            value.grad is grad and grad._version == version
+            for value, (grad, version) in zip(self.values, self.unreduced, strict=True)
+        ):
+            self.unmark()
+            for leaf in self.leaves:
+                leaf.grad = None
+
+    # -- standing in ----------------------------------------------------------------------------------------
     def _local(self) -> torch.Tensor:
         """The leaves as the local value of a DTensor."""
         return RankTensor(self.leaves) if self.layouts.kept.mesh.comm.simulated else self.leaves[0]

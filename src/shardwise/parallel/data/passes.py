@@ -17,7 +17,6 @@ from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.reduction import Reduction
 from shardwise.parallel.data.states import Use
 from shardwise.parallel.data.unit import Unit, plain_tensors
-from shardwise.parallel.data.waiting import drop_what_was_cleared, forget_marks, mark_unreduced
 from shardwise.tensor import DTensor
 from shardwise.torch_private import at_end_of_backward
 
@@ -27,14 +26,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward
 class DataParallel:
     """The units of one module, and where its passes stand. It calls the units; they never call it.
 
-    Args:
-        data: the data axis.
-        units: the units in the order of the module tree; the last one is the module as a whole.
-        frees: whether parameters are kept in parts, and freed between uses.
-        one_at_a_time: whether a reduction of gradients must end before the next begins.
-        compute_dtype: that of the forward; None leaves inputs as they are.
-        reduce_dtype: that in which gradients are summed; None for that of the leaves.
-    """
+    Units come in the order of the module tree, the module as a whole last. `frees` says whether leaves are freed
+    between uses, `one_at_a_time` whether a reduction of gradients must end before the next begins."""
 
     def __init__(
         self,
@@ -95,7 +88,8 @@ class DataParallel:
         for other in self.units:
             if other.use.now is not Use.IDLE:  # its forward was interrupted
                 other.end_forward()
-        drop_what_was_cleared(self._parameters())
+        for p in self._parameters():
+            p.drop_if_cleared()
         self._distributed = any(map(self._is_over_data_axis, tree_leaves((args, kwargs))))
         return None if self.compute_dtype is None else tree_map(self._cast, (args, kwargs))
 
@@ -211,9 +205,8 @@ class DataParallel:
             self._end_unit(unit)
         if self.sync:
             self._reduction.finish(self._scale)
-            forget_marks(self._parameters())
-        else:
-            mark_unreduced(self._parameters())
+        for p in self._parameters():
+            p.unmark() if self.sync else p.mark_unreduced()
         self._in_backward = False
 
     def _give_up_backward(self) -> None:

@@ -36,11 +36,7 @@ class StyleAxis:
 
     @staticmethod
     def of(device_mesh: DeviceMesh | SimulatedMesh | Mesh | None, axis: int | str | None) -> StyleAxis:
-        """The axis of that name or number.
-
-        Raises:
-            MeshError: `axis` is None and the mesh has several axes.
-        """
+        """The axis of that name or number; None for the only one there is."""
         mesh = as_mesh(device_mesh)
         if axis is not None:
             return StyleAxis(mesh, mesh.axis(axis))
@@ -84,16 +80,9 @@ class StyleAxis:
     ) -> DTensor:
         """A DTensor of `x`: `x` itself if it is one, else the tensor of which each rank holds `x` under `placing`.
 
-        Args:
-            x: what the program gave.
-            placing: how a plain `x` is laid out.
-            whole: the global sizes of cut dims, where they are known.
-            watched: whether hooks may be put on the result, so that it needs a node of its own in the graph.
-            known_as: the tensor to look the layout up for, where `x` is another form of it.
-
-        Raises:
-            MeshError: `x` is a DTensor on another mesh.
-        """
+        `whole` gives the global sizes of cut dims, where they are known. `watched` says whether hooks may be put on
+        the result, so that it needs a node of its own in the graph. `known_as` is the tensor to look the layout up
+        for, where `x` is another form of it."""
         if isinstance(x, DTensor):
             if x._layout.mesh is not self.mesh:
                 axis = self.mesh.axis_names[self.number]
@@ -148,11 +137,7 @@ class StyleAxis:
         )
 
     def lay_out(self, param: torch.Tensor, placement: Placement, source: int | None) -> DTensor:
-        """A parameter or buffer with this placement on the axis; a DTensor keeps those on the other axes.
-
-        Raises:
-            MeshError: it is a DTensor on another mesh.
-        """
+        """A parameter or buffer with this placement on the axis; a DTensor keeps those on the other axes."""
         if not isinstance(param, DTensor):
             return distribute_tensor(param.detach(), self.mesh, self.placements(placement), src_data_rank=source)
         if param._layout.mesh is not self.mesh:
@@ -167,13 +152,8 @@ class StyleAxis:
         """The tensor laid out so; axes that `placing` does not speak of stay as they are.
 
         A plain Shard(dim) asks for no particular sizes: a tensor that is cut along dim already stays, however it is.
-
-        Args:
-            x: the tensor.
-            placing: what it becomes.
-            like: the input of the module whose output `x` is. What the other axes cut of its leading dims they cut of
-                `x`: a batch stays cut, also where it was cheaper to gather it than a parameter which those axes cut.
-        """
+        `like` is the input of the module whose output `x` is. What the other axes cut of its leading dims they cut of
+        `x`: a batch stays cut, also where it was cheaper to gather it than a parameter which those axes cut."""
         before = like._layout if isinstance(like, DTensor) and not self.is_only_axis else None
         key = (x._layout, before, placing_key(placing))
         if key not in self._targets:
