@@ -1,4 +1,4 @@
-"""Rules of the user's as lists of strategies, in the form of torch's register_sharding, and a check of what they promise."""
+"""Rules of the user as lists of strategies, as torch's register_sharding takes them, and a check of their promises."""
 
 from __future__ import annotations
 
