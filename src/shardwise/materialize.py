@@ -12,34 +12,50 @@ from shardwise.errors import LayoutError
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
-# of a module's own parameters; of all parameters inside of it, which torch.nn.Transformer sets last
+Init = Callable[[nn.Module], object]
+# The method that sets a module's own parameters; that which sets all parameters inside of it, as torch.nn.Transformer
+# does after its submodules were built.
 _RESETS = ("reset_parameters", "_reset_parameters")
 
 
-def materialize(module: nn.Module, init: Callable[[nn.Module], Any] | None = None) -> nn.Module:
+def materialize(module: nn.Module, init: Init | None = None) -> nn.Module:
     """Make memory for every meta parameter and buffer of a module that is laid out, and initialise it, in place.
 
-    Every submodule that has some gets `init(submodule)` or, without it, its own `reset_parameters()`: innermost first,
-    in the order they were registered, which is the order in which they are built. No rank holds more than its part.
-    A parameter that several submodules share keeps what the first of them gave it. Parameters become new objects, so
-    make the optimizer afterwards.
+    No rank ever holds more than its part. Submodules are initialised innermost first, in the order they were
+    registered, which is the order in which they are built. A parameter that several submodules share keeps the values
+    that the first of them gave it. Parameters become new objects, so make the optimizer afterwards.
 
-    >>> with torch.device("meta"):
-    ...     model = nn.Linear(4, 4)
+    Args:
+        module: its meta parameters and buffers must be DTensors.
+        init: called with every submodule that has some of its own. Default: its own `reset_parameters()`.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        LayoutError: a meta tensor is not laid out, or there is no way to give it values.
+
+    Example:
+        >>> from shardwise import distribute_module, simulate
+        >>> with torch.device("meta"):
+        ...     model = nn.Linear(4, 4)
+        >>> model = materialize(distribute_module(model, simulate(2)))
+        >>> model.weight.device.type
+        'cpu'
     """
     if not isinstance(module, nn.Module):
         raise LayoutError(f"materialize: module must be a torch.nn.Module, got {type(module).__name__}")
-    made: dict[int, Any] = {}
+    made: dict[int, DTensor] = {}  # by id of the meta tensor
     waiting = [(name, owner) for name, owner in _innermost_first(module) if _is_waiting(owner)]
     for name, owner in waiting:
         _check(name, owner, init)
     for _, owner in waiting:
-        given = [made[id(old)] for _, _, old in _missing(owner) if id(old) in made]
+        shared = [made[id(old)] for _, _, old in _missing(owner) if id(old) in made]
         for table, key, old in list(_missing(owner)):
             if id(old) not in made:
                 made[id(old)] = _with_memory(old)
             table[key] = made[id(old)]
-        kept = [(tensor, tensor.detach().clone()) for tensor in given]
+        kept = [(tensor, tensor.detach().clone()) for tensor in shared]
         _initialise(owner, init)
         with torch.no_grad():
             for tensor, value in kept:
@@ -72,7 +88,7 @@ def _missing(owner: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
                 yield table, key, tensor
 
 
-def _check(name: str, owner: nn.Module, init: Any) -> None:
+def _check(name: str, owner: nn.Module, init: Init | None) -> None:
     for _, key, tensor in _missing(owner):
         path = f"{name}.{key}" if name else key
         if not isinstance(tensor, DTensor):
@@ -86,16 +102,16 @@ def _check(name: str, owner: nn.Module, init: Any) -> None:
             )
 
 
-def _with_memory(old: Any) -> Any:
+def _with_memory(old: DTensor) -> DTensor:
     """A tensor like one on the meta device, with memory on the mesh's."""
     layout = old._layout.replace(device=old._layout.mesh.device)
     comm = layout.mesh.comm
     split = [axis for axis, p in enumerate(layout.placements) if not p.is_replicate()]  # replicas share a tensor
     new = wrap(comm.bind(lambda local: torch.empty_like(local, device=layout.device), split)(old._local), layout)
-    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new  # type: ignore[return-value]
 
 
-def _initialise(owner: nn.Module, init: Any) -> None:
+def _initialise(owner: nn.Module, init: Init | None) -> None:
     if init is not None:
         init(owner)
         return

@@ -1,32 +1,56 @@
-"""From what the ranks hold to a layout: global sizes are never guessed from one rank."""
+"""From what the ranks hold to a layout: global sizes are never guessed from one rank.
+
+A rank sees its own local tensor only. That its size is what it was in the last call says nothing of the other ranks: 16
+rows cut over 4 ranks are (4, 4, 4, 4), 15 rows are (4, 4, 4, 3), and three of the ranks see no difference. A rank that
+went on with what it remembers would meet the rank that did change in collectives of other sizes: a hang, or wrong
+values. Nor can the rank that changed warn the others in time: no warning yet and no warning at all look the same. So
+before a layout is used, every rank must have heard from every other rank, unless the sizes follow from what all ranks
+know anyway. They do where
+
+- the caller gives the global shape (`shape=`, or a layer that knows the size of its input),
+- nothing is cut,
+- the tensor is one that a style took from a DTensor, or that has been here before (`parallel/styles/known_layouts.py`).
+
+Else sizes are exchanged: one all-gather of 18 integers along each axis of the mesh. It takes place between the hosts
+where the process group can do that (one of ``cpu:gloo,cuda:nccl``, which ``init_process_group()`` makes without a
+backend), so that no host waits for its device. On a group of NCCL alone the integers travel between the devices, and
+the host waits for its own.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
+from shardwise.comm.base import Coords
 from shardwise.errors import DimError, LayoutError
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import check_reductions
 from shardwise.layout.split import count
+from shardwise.mesh import DeviceMesh, Mesh
 
-Shapes = dict[tuple[int, ...], tuple[int, ...]]  # by mesh coordinates
+Kinds = Mapping[Coords, tuple[str, tuple[int, ...]]]  # dtype and local shape of each rank, by its mesh coordinates
+Shapes = Mapping[Coords, tuple[int, ...]]
 
 
 def layout_of_locals(
     local: torch.Tensor,
-    mesh: Any,
+    mesh: Mesh,
     placements: tuple[Placement, ...],
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
-    run_check: bool,
-    assume_even: bool,
-) -> tuple[Any, Layout]:
-    """The local value in the backend's form, and the layout under which the ranks hold it."""
+    shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
+    run_check: bool = False,
+    assume_even: bool = False,
+    kinds: Kinds | None = None,
+) -> tuple[torch.Tensor, Layout]:
+    """The local value in the backend's form, and the layout under which the ranks hold it.
+
+    Arguments are those of `DTensor.from_local`; `kinds` is what `exchange_kinds` gave, if it has been called. Raises
+    LayoutError where the placements do not fit the mesh, the tensor, or what the ranks hold."""
     comm = mesh.comm
     if len(placements) != len(mesh.shape):
         raise LayoutError(
@@ -37,32 +61,67 @@ def layout_of_locals(
     first = comm.first(local)
     check_reductions(placements, first.dtype)
     cut = any(isinstance(p, Shard) and k > 1 for p, k in zip(placements, mesh.shape, strict=True))
-    shapes: Shapes | None = None
-    if run_check or (cut and shape is None and not assume_even):
-        kinds = comm.all_kinds(local)  # before any check of this rank's own tensor: all ranks must come here
-        shapes = {coords: shape for coords, (_, shape) in kinds.items()}
-        _check_agreement(kinds)
+    if kinds is None and (run_check or (cut and shape is None and not assume_even)):
+        kinds = exchange_kinds(local, mesh)  # before any check of this rank's own tensor: all ranks must come here
+    shapes = None if kinds is None else {coords: held for coords, (_, held) in kinds.items()}
     placements = _from_the_front(placements, first)
     if shape is None and (cut or run_check):
         shape, placements = _global(mesh, placements, shapes or _same_everywhere(mesh, first))
-    elif shape is None:
-        shape = tuple(first.shape)
+    shape = tuple(first.shape if shape is None else shape)
     if len(shape) != first.ndim:
         raise LayoutError(
-            f"shape={tuple(shape)}: {len(shape)} dims given for local tensors of {first.ndim} dims {tuple(first.shape)}"
+            f"shape={shape}: {len(shape)} dims given for local tensors of {first.ndim} dims {tuple(first.shape)}"
         )
-    layout = Layout.make(
-        mesh, placements, shape, first.dtype, stride or dense_stride(shape, first.stride()), first.device
-    )
-    for coords, mine in (shapes or {c: tuple(comm.at(local, c).shape) for c in comm.played()}).items():
-        if mine != layout.local_shape_at(coords):
-            raise LayoutError(
-                f"shape={tuple(shape)}: under {list(placements)} the rank at {coords} holds "
-                f"{layout.local_shape_at(coords)}, but its local tensor is {mine}"
-            )
+    stride = stride or dense_stride(shape, first.stride())
+    layout = Layout.make(mesh, placements, shape, first.dtype, stride, first.device)
+    _check_shapes(layout, shapes or {c: tuple(comm.at(local, c).shape) for c in comm.played()})
     if run_check:
         local = comm.first_of_replicas(local, tuple(a for a, p in enumerate(placements) if p.is_replicate()))
     return local, layout
+
+
+# -- what the ranks hold -----------------------------------------------------------------------------------
+def exchange_kinds(local: torch.Tensor, mesh: Mesh) -> Kinds:
+    """The dtype and local shape of every rank (one small exchange, in which all ranks of the mesh take part).
+
+    Raises:
+        LayoutError: on all ranks alike, where they differ in dtype or in the number of dims.
+    """
+    kinds = mesh.comm.all_kinds(_on_host(local) if _hosts_can_gather(local, mesh) else local)
+    dtype, some = next(iter(kinds.values()))
+    for coords, (other, shape) in kinds.items():
+        if len(shape) != len(some):
+            raise LayoutError(f"from_local: the ranks differ in dims: {some} and, at {coords}, {shape}")
+        if other != dtype:
+            raise LayoutError(f"from_local: the ranks differ in dtype: {dtype} and, at {coords}, {other}")
+    return kinds
+
+
+def _hosts_can_gather(local: torch.Tensor, mesh: Mesh) -> bool:
+    """Whether the tensor is on a device and the groups of all axes can exchange what is in a host's memory."""
+    source = mesh.source
+    if local.device.type == "cpu" or mesh.comm.simulated or not isinstance(source, DeviceMesh):
+        return False
+    return all("cpu:" in dist.get_backend_config(source.get_group(axis)) for axis in range(source.ndim))
+
+
+def _on_host(local: torch.Tensor) -> torch.Tensor:
+    """A tensor of this dtype and shape in the host's memory, of which it takes one element."""
+    return torch.empty((), dtype=local.dtype, device="cpu").expand(local.shape)
+
+
+def _same_everywhere(mesh: Mesh, local: torch.Tensor) -> Shapes:
+    return {c: tuple(local.shape) for c in itertools.product(*(range(k) for k in mesh.shape))}
+
+
+# -- what layout that is -----------------------------------------------------------------------------------
+def _check_shapes(layout: Layout, shapes: Shapes) -> None:
+    for coords, held in shapes.items():
+        if held != layout.local_shape_at(coords):
+            raise LayoutError(
+                f"shape={layout.shape}: under {list(layout.placements)} the rank at {coords} holds "
+                f"{layout.local_shape_at(coords)}, but its local tensor is {held}"
+            )
 
 
 def _from_the_front(placements: tuple[Placement, ...], local: torch.Tensor) -> tuple[Placement, ...]:
@@ -77,36 +136,15 @@ def _from_the_front(placements: tuple[Placement, ...], local: torch.Tensor) -> t
     return placements
 
 
-def _same_everywhere(mesh: Any, local: torch.Tensor) -> Shapes:
-    return {c: tuple(local.shape) for c in itertools.product(*(range(k) for k in mesh.shape))}
-
-
-def _check_agreement(kinds: dict[tuple[int, ...], tuple[str, tuple[int, ...]]]) -> None:
-    """All ranks hold the same dtype and number of dims."""
-    dtype, some = next(iter(kinds.values()))
-    for coords, (other, shape) in kinds.items():
-        if len(shape) != len(some):
-            raise LayoutError(f"from_local: the ranks differ in dims: {some} and, at {coords}, {shape}")
-        if other != dtype:
-            raise LayoutError(f"from_local: the ranks differ in dtype: {dtype} and, at {coords}, {other}")
-
-
 def _global(
-    mesh: Any, placements: tuple[Placement, ...], shapes: Shapes
+    mesh: Mesh, placements: tuple[Placement, ...], shapes: Shapes
 ) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
     """The global shape, and the placements with the sizes the ranks really hold."""
     total = list(next(iter(shapes.values())))
     out = list(placements)
     for dim in range(len(total)):
         axes = tuple(a for a, p in enumerate(placements) if p.is_shard(dim))
-        sizes: dict[tuple[int, ...], int] = {}
-        for coords, shape in shapes.items():
-            key = tuple(coords[a] for a in axes)
-            if sizes.setdefault(key, shape[dim]) != shape[dim]:
-                raise LayoutError(
-                    f"from_local: ranks that must agree hold different sizes of dim {dim}: {sizes[key]} and "
-                    f"{shape[dim]} at coordinates {coords} (shapes {shapes})"
-                )
+        sizes = _sizes_along(dim, axes, shapes)
         total[dim] = sum(sizes.values())
         for depth, axis in enumerate(axes):
             rows: dict[tuple[int, ...], list[int]] = {}  # by the coordinates outside of this axis
@@ -117,12 +155,26 @@ def _global(
     return tuple(total), tuple(out)
 
 
-def _with_sizes(shard: Any, axis: int, rows: list[list[int]]) -> Shard:
-    """The Shard under which the ranks hold so much; one that says itself how much must agree."""
-    if shard.pieces is None:
-        return Shard(shard.dim, sizes=rows)
-    given = [[count(part) for part in row] for row in shard.pieces]
-    if (given * len(rows) if len(given) == 1 else given) != rows:
+def _sizes_along(dim: int, axes: tuple[int, ...], shapes: Shapes) -> dict[tuple[int, ...], int]:
+    """The local size of a dim by the coordinates on the axes that cut it; along the other axes all must agree."""
+    sizes: dict[tuple[int, ...], int] = {}
+    for coords, shape in shapes.items():
+        key = tuple(coords[a] for a in axes)
+        if sizes.setdefault(key, shape[dim]) != shape[dim]:
+            raise LayoutError(
+                f"from_local: ranks that must agree hold different sizes of dim {dim}: {sizes[key]} and "
+                f"{shape[dim]} at coordinates {coords} (shapes {shapes})"
+            )
+    return sizes
+
+
+def _with_sizes(placement: Placement, axis: int, rows: list[list[int]]) -> Shard:
+    """The Shard under which the ranks hold so much; a Shard that says itself how much must agree."""
+    assert isinstance(placement, Shard)  # it cuts a dim
+    if placement.pieces is None:
+        return Shard(placement.dim, sizes=rows)
+    said = [[count(part) for part in row] for row in placement.pieces]
+    if (said * len(rows) if len(said) == 1 else said) != rows:
         held = rows[0] if len(rows) == 1 else rows
-        raise LayoutError(f"placements[{axis}] = {shard!r}: the ranks hold {held} indices of dim {shard.dim}")
-    return shard
+        raise LayoutError(f"placements[{axis}] = {placement!r}: the ranks hold {held} indices of dim {placement.dim}")
+    return placement

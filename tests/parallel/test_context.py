@@ -19,9 +19,9 @@ from shardwise import (
     distribute_tensor,
     simulate,
 )
-from shardwise.attention import sequence
+from shardwise.attention import ring
 from shardwise.attention.blocks import visible_blocks
-from shardwise.attention.sequence import current_way
+from shardwise.attention.exchange import current_way
 from shardwise.parallel import (
     context_parallel,
     context_parallel_shard,
@@ -369,8 +369,8 @@ def test_a_ring_never_holds_the_keys_of_more_than_a_rank_and_keeps_its_own(grad,
     tensors = seeded((1, 2, n, 4), (1, 2, n, 4), (1, 2, n, 4))
     mine = [spread(t, simulate(ranks), [zigzag(2, n, ranks)]) for t in tensors]
     seen = []
-    attend = sequence.attend
-    monkeypatch.setattr(sequence, "attend", lambda q, k, *rest: seen.append(k.shape[-2]) or attend(q, k, *rest))
+    attend = ring.attend
+    monkeypatch.setattr(ring, "attend", lambda q, k, *rest: seen.append(k.shape[-2]) or attend(q, k, *rest))
     kept = []
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t),

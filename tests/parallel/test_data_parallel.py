@@ -17,6 +17,7 @@ from shardwise import DTensor, RankTensor, Replicate, Shard, distribute_module, 
 from shardwise.errors import AutogradError, LayoutError, MeshError
 from shardwise.mesh import as_mesh
 from shardwise.parallel.data import SHARDS, data_parallel
+from shardwise.parallel.data.states import Memory
 from tests.parallel.data_net import BATCH, batch, build, equal, feed, loss_of, one_device, own_part, run_checks, train
 from tests.tensor.common import same
 from tests.workers import device_mesh, run_ranks
@@ -77,6 +78,10 @@ def recomputed(mesh):
         equal(train(data_parallel(model, mesh["dp"], shard, unit_bytes=0), mesh["dp"]), one_device(), shard)
 
 
+def is_whole(unit):
+    return any(group.memory.now is Memory.WHOLE for group in unit.groups)
+
+
 def memory_is_freed(mesh):
     """Between forward and backward only the root's parameters are whole; two units at most at any time."""
     model = data_parallel(build(), mesh["dp"], "parameters", unit_bytes=0)
@@ -85,20 +90,20 @@ def memory_is_freed(mesh):
     most = []
 
     def count(*_):
-        most.append(sum(any(c.full for c in unit.copies) for unit in state.units[:-1]))
+        most.append(sum(is_whole(unit) for unit in state.units[:-1]))
 
     for block in model.blocks:
         block.up.register_forward_hook(count)
     loss = loss_of(model, *(own_part(v, mesh["dp"]) for v in batch()))
     assert most == [1, 1, 1]
-    assert [any(c.full for c in unit.copies) for unit in state.units] == [False, False, False, True]
+    assert [is_whole(unit) for unit in state.units] == [False, False, False, True]
     for unit in state.units[:-1]:
-        assert all(room.untyped_storage().nbytes() == 0 for c in unit.copies for room in c.rooms)
+        assert all(room.untyped_storage().nbytes() == 0 for group in unit.groups for room in group.buffers)
     loss.backward()
-    assert not any(c.full for unit in state.units for c in unit.copies)
+    assert not any(map(is_whole, state.units))
     with torch.no_grad():
         model(own_part(batch()[0], mesh["dp"]))
-    assert not any(c.full for unit in state.units for c in unit.copies)
+    assert not any(map(is_whole, state.units))
 
 
 def in_order_and_ahead(mesh):
@@ -107,7 +112,9 @@ def in_order_and_ahead(mesh):
     train(model, mesh["dp"], steps=1)
     first, second, third, _ = model._data_parallel.units
     seen = []
-    model.blocks[0].up.register_forward_hook(lambda *_: seen.append(any(c.coming is not None for c in second.copies)))
+    model.blocks[0].up.register_forward_hook(
+        lambda *_: seen.append(any(group.memory.now is Memory.GATHERING for group in second.groups))
+    )
     model.blocks[2].down.weight.register_hook(lambda g: None)
     loss = loss_of(model, *(own_part(v, mesh["dp"]) for v in batch()))
     assert seen == [True]

@@ -17,8 +17,8 @@ from shardwise.parallel import (
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
-    siblings,
 )
+from shardwise.parallel.styles import shared_inputs
 from tests.workers import device_mesh, run_ranks
 
 WIDTH, HEADS = 6, 5  # nothing divides by 4
@@ -198,8 +198,8 @@ def test_only_so_many_are_remembered():
         return len(kinds(log, True))
 
     for keep in (False, True):
-        assert reductions(siblings.MOST - 1, keep) == 1
-        assert reductions(siblings.MOST, keep) == 2
+        assert reductions(shared_inputs.MOST - 1, keep) == 1
+        assert reductions(shared_inputs.MOST, keep) == 2
 
 
 def recomputed(mesh):

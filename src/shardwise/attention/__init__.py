@@ -1,1 +1,1 @@
-"""Attention in blocks: parts over some of the keys that merge exactly, and how keys come by where sequences are cut."""
+"""Attention in blocks: parts over some of the keys that merge exactly, and how keys travel where sequences are cut."""

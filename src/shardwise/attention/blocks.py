@@ -15,7 +15,7 @@ import torch
 from shardwise.attention.kernels import fused_kernel
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.split import Interval, Intervals
-from shardwise.strategy.program import wide
+from shardwise.strategy.program import sum_dtype
 
 _MOST_SCORES = 1 << 22  # elements of a block of scores alive at a time, where no fused kernel fits
 
@@ -107,7 +107,7 @@ def _nothing_seen(q: Any, k: Any, v: Any, how: How) -> tuple[torch.Tensor, torch
     batch = torch.broadcast_shapes(*(x.shape[: -3 if how.grouped else -2] for x in (q, k, v))) + heads
     shape = (*batch, q.shape[-2], v.shape[-1])
     like = q.stride() if q.ndim == len(shape) else range(len(shape), 0, -1)
-    kept = {"dtype": wide(q.dtype), "device": q.device}
+    kept = {"dtype": sum_dtype(q.dtype), "device": q.device}
     out = torch.empty_strided(shape, dense_stride(shape, like), **kept).zero_()
     return out, torch.full(shape[:-1], -torch.inf, **kept)
 
@@ -176,7 +176,7 @@ def _rows_of(mask: Any, rows: Interval, q: torch.Tensor) -> Any:
 
 def _scores(q: Any, k: Any, mask: Any, causal: bool, scale: float | None, first: int) -> torch.Tensor:
     """What each query, of which the first stands at `first` in its block, makes of each key."""
-    dtype = wide(q.dtype)
+    dtype = sum_dtype(q.dtype)
     scores = q.to(dtype) @ k.to(dtype).mT * scale_of(q, scale)
     if causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(first)
@@ -195,8 +195,8 @@ def attend_backward(
     grad: Any, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, so_far: Any, how: How, blocks: tuple[Block, ...]
 ) -> Any:
     """The gradients of q and of the mask with these blocks added to `so_far`, and those of these keys and values."""
-    dq, dmask = so_far or (torch.zeros_like(q, dtype=wide(q.dtype)), _zeros_if_wanted(mask))
-    dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))
+    dq, dmask = so_far or (torch.zeros_like(q, dtype=sum_dtype(q.dtype)), _zeros_if_wanted(mask))
+    dk, dv = (torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (k, v))
     for block in blocks:
         rows, keys = slice(*block.rows), slice(*block.keys)
         here = _operands(q, k, v, block, how)
@@ -224,7 +224,7 @@ def _backward(
     kernel = fused_kernel(q, k, v) if mask is None and grad.dtype == out.dtype == q.dtype else None
     if kernel is not None:
         return kernel.backward(grad.contiguous(), q, k, v, out, lse, causal, scale)
-    dtype = wide(q.dtype)
+    dtype = sum_dtype(q.dtype)
     wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))
     factor = scale_of(q, scale)
     dq, dk, dv = [], 0, 0
@@ -246,7 +246,7 @@ def _backward(
 # -- the whole, for derivatives of the derivative ----------------------------------------------------------
 def attend_by_definition(q: Any, k: Any, v: Any, mask: Any, how: How, causal: bool, rows: Intervals) -> torch.Tensor:
     """Attention of the queries `rows` to all keys, in plain differentiable ops."""
-    kept, dtype = q.dtype, wide(q.dtype)
+    kept, dtype = q.dtype, sum_dtype(q.dtype)
     if how.grouped:
         k, v = _grouped(k, q), _grouped(v, q)
     scores = _scores(q, k, mask, False, how.scale, 0)

@@ -11,8 +11,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Placement, as_placements
-from shardwise.mesh import Mesh, as_mesh
+from shardwise.mesh import DeviceMesh, Mesh, SimulatedMesh, as_mesh
 from shardwise.tensor import DTensor
+
+Places = tuple[Placement, ...] | None  # one placement for each axis; None where nothing is asked for
 
 
 def local_map(
@@ -20,29 +22,41 @@ def local_map(
     out_placements: Any = None,
     in_placements: Sequence[Any] | None = None,
     in_grad_placements: Sequence[Any] | None = None,
-    device_mesh: Any = None,
+    device_mesh: DeviceMesh | SimulatedMesh | None = None,
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
     """`func`, which takes what one rank holds, as a function of DTensors; differentiable. Also a decorator.
 
-    `out_placements` says how the outputs are laid out: placements for a single output, a tuple with one entry for each
-    flattened output otherwise (None for what is not a tensor; a tensor with None is replicated).
-    `in_placements`, one entry for each flattened positional argument, is what `func` needs; an argument laid out
-    otherwise raises LayoutError, or is redistributed if `redistribute_inputs`. None takes any layout. Plain tensors are
-    passed as they are.
-    `in_grad_placements` says how the gradients that `func` gives its inputs are laid out, where not as the inputs: a
-    replicated input of which each rank uses a part has the gradient [Partial()].
-    `device_mesh` is where the outputs live; default: the first DTensor's mesh.
-
     On a simulated mesh `func` is called for the ranks one after another with plain tensors, and must not communicate.
+    An output that is cut costs one small exchange for each call, in which the ranks learn the sizes of each other's.
 
-    >>> from shardwise import Partial, Shard, distribute_tensor, simulate
-    >>> mesh = simulate(4)
-    >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
-    >>> total = local_map(lambda part: part.sum(), out_placements=[Partial()])
-    >>> total(x).item()
-    28.0
+    Args:
+        func: takes and gives local tensors. Without it, `local_map` gives a decorator.
+        out_placements: how the outputs are laid out: placements for a single output, a tuple with one entry for each
+            flattened output otherwise (None for what is not a tensor; a tensor with None is replicated).
+        in_placements: what `func` needs, one entry for each flattened positional argument; None takes any layout.
+            Plain tensors are passed as they are.
+        in_grad_placements: how the gradients that `func` gives its inputs are laid out, where not as the inputs: a
+            replicated input of which each rank uses a part has the gradient [Partial()].
+        device_mesh: where the outputs live; default: the first DTensor's mesh.
+        redistribute_inputs: whether to redistribute an argument that is laid out otherwise than `in_placements` says,
+            instead of raising.
+
+    Returns:
+        A function of DTensors. Called without any, it is `func`.
+
+    Raises:
+        LayoutError: (when called) placements do not fit the arguments or outputs, or `func` gives a DTensor.
+        MeshError: (when called) an argument is on a mesh of another world.
+
+    Example:
+        >>> from shardwise import Partial, Shard, distribute_tensor, simulate
+        >>> mesh = simulate(4)
+        >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+        >>> total = local_map(lambda part: part.sum(), out_placements=[Partial()])
+        >>> total(x).item()
+        28.0
     """
     if func is None:
         return functools.partial(
@@ -59,16 +73,18 @@ def local_map(
     def on_distributed(*args: Any, **kwargs: Any) -> Any:
         flat, tree = tree_flatten((args, kwargs))
         positional = len(tree_flatten(args)[0])
-        ours = [x for x in flat if isinstance(x, DTensor)]
-        if not ours:
+        tensors = [x for x in flat if isinstance(x, DTensor)]
+        if not tensors:
             return func(*args, **kwargs)
-        mesh = as_mesh(device_mesh) if device_mesh is not None else ours[0]._layout.mesh
+        mesh = as_mesh(device_mesh) if device_mesh is not None else tensors[0]._layout.mesh
         needs = _one_each(in_placements, positional, len(flat), "in_placements", name)
         grads = _one_each(in_grad_placements, positional, len(flat), "in_grad_placements", name)
-        locals = list(flat)
-        for i, x in enumerate(flat):
-            if isinstance(x, DTensor):
-                locals[i] = _localized(x, needs[i], grads[i], mesh, redistribute_inputs, f"{name}: argument {i}")
+        local_args = [
+            _local_argument(x, needs[i], grads[i], mesh, redistribute_inputs, f"{name}: argument {i}")
+            if isinstance(x, DTensor)
+            else x
+            for i, x in enumerate(flat)
+        ]
         out_tree: list[Any] = []
 
         def on_one_rank(*leaves: Any) -> tuple[Any, ...]:
@@ -80,17 +96,17 @@ def local_map(
             return tuple(outs)
 
         # Ranks share a call where all they get and give is the same: not along an axis that any of it is split on.
-        split = _split_axes(ours, mesh, _flat_placements(out_placements))
-        outs = mesh.comm.bind(on_one_rank, split)(*locals)
+        split = _split_axes(tensors, mesh, _flat_placements(out_placements))
+        outs = mesh.comm.bind(on_one_rank, split)(*local_args)
         places = _out_placements(out_placements, len(outs), name)
-        wrapped = [_wrapped(out, places[i], mesh, f"{name}: output {i}") for i, out in enumerate(outs)]
+        wrapped = [_distributed(out, places[i], mesh, f"{name}: output {i}") for i, out in enumerate(outs)]
         return tree_unflatten(wrapped, out_tree[0])
 
     return on_distributed
 
 
-# -- in ----------------------------------------------------------------------------------------------------
-def _one_each(given: Sequence[Any] | None, positional: int, total: int, what: str, name: str) -> list[Any]:
+# -- arguments ---------------------------------------------------------------------------------------------
+def _one_each(given: Sequence[Any] | None, positional: int, total: int, what: str, name: str) -> list[Places]:
     """The placements for each flattened argument; keyword arguments are taken as they are laid out."""
     if given is None:
         return [None] * total
@@ -102,7 +118,9 @@ def _one_each(given: Sequence[Any] | None, positional: int, total: int, what: st
     return [None if p is None else as_placements(p) for p in given] + [None] * (total - positional)
 
 
-def _localized(tensor: DTensor, need: Any, grad: Any, mesh: Mesh, redistribute: bool, what: str) -> Any:
+def _local_argument(
+    tensor: DTensor, need: Places, grad: Places, mesh: Mesh, redistribute: bool, what: str
+) -> torch.Tensor:
     """What `func` gets for one tensor."""
     comm = tensor._layout.mesh.comm
     if comm.simulated != mesh.comm.simulated or len(comm.played()) != len(mesh.comm.played()):
@@ -119,7 +137,7 @@ def _localized(tensor: DTensor, need: Any, grad: Any, mesh: Mesh, redistribute: 
     return tensor.to_local(grad_placements=grad)
 
 
-# -- out ---------------------------------------------------------------------------------------------------
+# -- outputs -----------------------------------------------------------------------------------------------
 def _is_single(placements: Any) -> bool:
     """Whether this is the layout of one output: a list, a placement, or a tuple of placements."""
     if not isinstance(placements, tuple):
@@ -127,13 +145,16 @@ def _is_single(placements: Any) -> bool:
     return bool(placements) and all(isinstance(p, Placement) or hasattr(p, "is_replicate") for p in placements)
 
 
+def _by_output(placements: Any) -> list[Any]:
+    return [placements] if _is_single(placements) else list(placements)
+
+
 def _flat_placements(placements: Any) -> list[tuple[Placement, ...]]:
-    every = [placements] if _is_single(placements) else list(placements)
-    return [as_placements(p) for p in every if p is not None]
+    return [as_placements(p) for p in _by_output(placements) if p is not None]
 
 
 def _out_placements(placements: Any, outputs: int, name: str) -> list[Any]:
-    every = [placements] if _is_single(placements) else list(placements)
+    every = _by_output(placements)
     if len(every) != outputs:
         raise LayoutError(
             f"{name}: out_placements has {len(every)} entries for {outputs} flattened outputs; give a tuple with one "
@@ -148,7 +169,7 @@ def _split_axes(inputs: Sequence[DTensor], mesh: Mesh, outputs: Sequence[tuple[P
     return tuple(axis for axis in range(len(mesh.shape)) if any(not p[axis].is_replicate() for p in layouts))
 
 
-def _wrapped(out: Any, placements: Any, mesh: Mesh, what: str) -> Any:
+def _distributed(out: Any, placements: Any, mesh: Mesh, what: str) -> Any:
     if isinstance(out, torch.Tensor):
         return DTensor.from_local(out, mesh, placements)
     if placements is not None:

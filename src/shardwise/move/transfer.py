@@ -27,6 +27,7 @@ class Exchanged:
     reduce_op = "sum"
     rounds = 1
     zeros = False  # whether what nobody sends is zero
+    is_local = False  # whether nothing travels between any ranks
     kept: dict[Any, Any]  # what was worked out before
 
     def routes(self, member: Any) -> Routes:
@@ -194,7 +195,7 @@ def course_of(plan: Exchanged, me: Member, along: Along) -> Course:
     found = plan.kept.get(key)
     if found is None:
         native, routes = plan.native(along), plan.routes(me)
-        separate = along.group is None or plan.sends_separately(along)
+        separate = along.group is None or plan.is_local or plan.sends_separately(along)
         rounds = [round_of(routes, me, along.peers, i, plan.rounds, separate) for i in range(plan.rounds)]
         rounds = [_NO_ROUND] if native else rounds
         most = (max(one.packed for one in rounds), max(one.received for one in rounds))

@@ -1,13 +1,14 @@
 """loss_parallel: cross-entropy on logits whose classes are cut, and nothing of them moved.
 
-The rule of cross_entropy never gathers cut classes: the ranks exchange the largest logit and the sum of exponentials,
-and in the backward pass one number more, for every sample. What this adds is a promise: under it, a call that would
-move logits (because they come whole, pending or as something else) raises instead.
+The rule of cross_entropy never gathers cut classes: for each sample the ranks exchange the largest logit and the sum of
+exponentials, and one number more in the backward pass. What this adds is a promise: a call that would move logits,
+because they come whole, pending or laid out otherwise, raises instead.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,23 +24,26 @@ _SIGNATURE = inspect.signature(F.cross_entropy)
 
 
 class loss_parallel(TorchFunctionMode):
-    """Inside, `F.cross_entropy` of DTensors wants the classes cut over a mesh axis, and moves bytes by the batch only.
+    """A context manager: inside, `F.cross_entropy` of DTensors never moves logits, only a few numbers for each sample.
 
-    with loss_parallel():
-        loss = F.cross_entropy(logits, targets)  # logits: Shard(-1), as ColwiseParallel(use_local_output=False) gives
-        loss.backward()
+    The logits must be DTensors whose classes are cut over a mesh axis; for others, the call raises LayoutError.
+
+    Example:
+        with loss_parallel():
+            loss = F.cross_entropy(logits, targets)  # logits as ColwiseParallel(use_local_output=False) gives them
+            loss.backward()
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.cross_entropy:
-            given = _SIGNATURE.bind(*args, **kwargs).arguments
-            if isinstance(given["input"], DTensor):
-                _check(given["input"], given["target"])
+            arguments = _SIGNATURE.bind(*args, **kwargs).arguments
+            if isinstance(arguments["input"], DTensor):
+                _check(arguments["input"], arguments["target"])
         return func(*args, **kwargs)
 
 
-def _check(logits: DTensor, target: Any) -> None:
+def _check(logits: DTensor, target: object) -> None:
     """Raise where logits, or class probabilities of the same size, would have to move."""
     places, dim = logits.placements, classes_of(logits)
     cut = [axis for axis, p in enumerate(places) if p.is_shard(dim)]

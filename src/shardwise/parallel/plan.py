@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import LayoutError, ShardwiseError
-from shardwise.parallel.along import Along
-from shardwise.parallel.styles import ParallelStyle
+from shardwise.mesh import DeviceMesh, SimulatedMesh
+from shardwise.parallel.styles.axis import StyleAxis
+from shardwise.parallel.styles.base import ParallelStyle
 
 
 class PlanError(ShardwiseError, TypeError):
@@ -20,21 +21,34 @@ class PlanError(ShardwiseError, TypeError):
 
 def parallelize_module(
     module: nn.Module,
-    device_mesh: Any = None,
+    device_mesh: DeviceMesh | SimulatedMesh | None = None,
     parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
     *,
     src_data_rank: int | None = 0,
     axis: int | str | None = None,
 ) -> nn.Module:
-    """Parallelize a module in place, and return it.
+    """Parallelize a module in place. If it fails, the module is as it was.
 
-    The plan is a style, or a dict of them by module path; every atom of a path may have wildcards, as "layers.*.mlp".
-    Parameters take the values of `src_data_rank`; tied ones stay tied. On a mesh of several axes `axis` says which one
-    the plan cuts: parameters are replicated over the others, and tensors keep what the others do to them.
+    Args:
+        module: the module. Parameters that several of its modules share stay shared.
+        device_mesh: the mesh.
+        parallelize_plan: a style, or styles by module path. Each name in a path may have wildcards, as "layers.*.mlp";
+            a path that matches nothing warns.
+        src_data_rank: the rank whose values the parameters take; None trusts that all ranks have the same.
+        axis: the mesh axis that the plan cuts; needed where the mesh has several. Over the other axes parameters are
+            replicated, and other tensors stay laid out as they are.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        PlanError: the plan is not made of module paths and styles.
+        MeshError: the mesh has several axes and `axis` does not say which.
+        LayoutError: two styles lay a shared parameter out differently.
     """
     if not isinstance(module, nn.Module):
         raise PlanError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-    Along.of(device_mesh, axis)  # complains of a mesh or axis before anything is changed
+    StyleAxis.of(device_mesh, axis)  # complains of a mesh or axis before anything is changed
     if parallelize_plan is None:
         warnings.warn("parallelize_module: no parallelize_plan is given, so nothing is done", stacklevel=2)
         return module
@@ -51,7 +65,7 @@ def parallelize_module(
     return module
 
 
-def _resolve(module: nn.Module, plan: Any) -> Iterator[tuple[nn.Module, ParallelStyle]]:
+def _resolve(module: nn.Module, plan: object) -> Iterator[tuple[nn.Module, ParallelStyle]]:
     """The modules that a plan names, each with its style."""
     if isinstance(plan, ParallelStyle):
         yield module, plan
@@ -96,7 +110,7 @@ def _where_it_ends(module: nn.Module, path: str) -> str:
 
 
 class _Before:
-    """What a plan may change in the modules, to put back if it fails half-way."""
+    """What a plan may change in modules (parameters, buffers and hooks), to be put back if it fails half-way."""
 
     def __init__(self, root: nn.Module) -> None:
         self.state = [

@@ -9,41 +9,48 @@ import torch
 from torch import nn
 
 from shardwise.errors import LayoutError
-from shardwise.parallel.along import Along, Layout, as_layout, refuse
-from shardwise.parallel.styles import Hook, ParallelStyle, leaves
+from shardwise.mesh import DeviceMesh, SimulatedMesh
+from shardwise.parallel.styles.axis import StyleAxis
+from shardwise.parallel.styles.base import ParallelStyle, StyleHook, handed_over
+from shardwise.parallel.styles.placing import Placing, PlacingArgument, as_placing, refuse
 
-Layouts = tuple[Layout | None, ...]
+Placings = tuple[Placing | None, ...]  # one for each tensor; None for what is left alone
+PlacingsArgument = PlacingArgument | Sequence[PlacingArgument | None] | None
+NamedArgument = Mapping[str, PlacingArgument | None] | None
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _as_layouts(value: Any, name: str) -> Layouts:
-    """One layout for each tensor, None for what is left alone; a single one counts as a tuple of one."""
+def _as_placings(value: PlacingsArgument, name: str) -> Placings:
+    """One for each tensor; a single one counts as a tuple of one."""
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return tuple(None if v is None else as_layout(v, f"{name}[{i}]") for i, v in enumerate(values))
+    return tuple(None if v is None else as_placing(v, f"{name}[{i}]") for i, v in enumerate(values))
 
 
-def _as_named(value: Any, name: str) -> dict[str, Layout | None]:
+def _as_named(value: NamedArgument, name: str) -> dict[str, Placing | None]:
     if not isinstance(value, Mapping):
         raise LayoutError(f"{name} = {value!r}: expected a dict of layouts by the names of keyword arguments")
-    return {key: None if v is None else as_layout(v, f"{name}[{key!r}]") for key, v in value.items()}
+    return {key: None if v is None else as_placing(v, f"{name}[{key!r}]") for key, v in value.items()}
 
 
-def _check_lengths(first: Sequence[Any], second: Sequence[Any], names: tuple[str, str]) -> None:
+def _check_lengths(first: Placings, second: Placings, names: tuple[str, str]) -> None:
     if len(first) != len(second):
         raise LayoutError(f"{names[1]}: {len(second)} given for {len(first)} {names[0]}; give one for each")
 
 
 class _Inputs:
-    """What a style does with positional and keyword arguments."""
+    """What positional and keyword arguments are, and what they become."""
 
-    def __init__(self, layouts: Any, desired: Any, named: Any, desired_named: Any) -> None:
+    def __init__(
+        self, layouts: PlacingsArgument, desired: PlacingsArgument, named: NamedArgument, desired_named: NamedArgument
+    ) -> None:
         if layouts is not None and desired is None:
             raise LayoutError("desired_input_layouts: missing; input_layouts are given, so say what they become")
         if named is not None and desired_named is None:
             raise LayoutError(
                 "desired_input_kwarg_layouts: missing; input_kwarg_layouts are given, so say what they become"
             )
-        self.layouts = None if layouts is None else _as_layouts(layouts, "input_layouts")
-        self.desired = () if desired is None else _as_layouts(desired, "desired_input_layouts")
+        self.layouts = None if layouts is None else _as_placings(layouts, "input_layouts")
+        self.desired = () if desired is None else _as_placings(desired, "desired_input_layouts")
         self.named = {} if named is None else _as_named(named, "input_kwarg_layouts")
         self.desired_named = {} if desired_named is None else _as_named(desired_named, "desired_input_kwarg_layouts")
         if self.layouts is not None:
@@ -54,17 +61,14 @@ class _Inputs:
                 f"{sorted(self.named)}; name the same arguments in both"
             )
 
-    def prepare(self, module: nn.Module, args: Any, kwargs: Any, local: bool | None, along: Along) -> Any:
+    def prepare(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], use_local: bool | None, axis: StyleAxis
+    ) -> Call:
         if self.layouts is not None:
-            if len(args) != len(self.layouts):
-                raise LayoutError(
-                    f"input_layouts: {len(self.layouts)} given, but {type(module).__name__} was called with "
-                    f"{len(args)} positional inputs; give one for each (None leaves it alone)"
-                )
-            pairs = zip(args, self.layouts, self.desired, strict=True)
-            args = tuple(_prepared(x, a, b, local, along, f"input {i}") for i, (x, a, b) in enumerate(pairs))
+            found = f"{type(module).__name__} was called with {len(args)} positional inputs"
+            args = _all_prepared(args, self.layouts, self.desired, use_local, axis, "input", found)
         changed = {
-            key: _prepared(kwargs[key], self.named[key], self.desired_named[key], local, along, f"input {key!r}")
+            key: _prepared(kwargs[key], self.named[key], self.desired_named[key], use_local, axis, f"input {key!r}")
             for key in self.named
             if key in kwargs
         }
@@ -72,35 +76,47 @@ class _Inputs:
 
 
 def _prepared(
-    x: Any, layout: Layout | None, desired: Layout | None, local: bool | None, along: Along, what: str
+    x: Any, layout: Placing | None, desired: Placing | None, use_local: bool | None, axis: StyleAxis, what: str
 ) -> Any:
     if layout is None or x is None:
         return x
     if not isinstance(x, torch.Tensor):
         refuse(x, what)
-    laid = along.enter(x, layout)
+    laid = axis.distributed(x, layout)
     if desired is not None:
-        laid = along.move(laid, desired)
-    return leaves(local, laid, along)
+        laid = axis.move(laid, desired)
+    return handed_over(laid, use_local, axis)
+
+
+def _all_prepared(
+    values: Sequence[Any],
+    layouts: Placings,
+    desired: Placings,
+    use_local: bool | None,
+    axis: StyleAxis,
+    kind: str,
+    found: str,
+) -> tuple[Any, ...]:
+    if len(values) != len(layouts):
+        raise LayoutError(
+            f"{kind}_layouts: {len(layouts)} given, but {found}; give one for each (None leaves it alone)"
+        )
+    triples = enumerate(zip(values, layouts, desired, strict=True))
+    return tuple(_prepared(x, a, b, use_local, axis, f"{kind} {i}") for i, (x, a, b) in triples)
 
 
 class _Outputs:
-    """What a style does with the outputs."""
+    """What outputs are, and what they become."""
 
-    def __init__(self, layouts: Any, desired: Any) -> None:
-        self.layouts = _as_layouts(layouts, "output_layouts")
-        self.desired = _as_layouts(desired, "desired_output_layouts")
+    def __init__(self, layouts: PlacingsArgument, desired: PlacingsArgument) -> None:
+        self.layouts = _as_placings(layouts, "output_layouts")
+        self.desired = _as_placings(desired, "desired_output_layouts")
         _check_lengths(self.layouts, self.desired, ("output_layouts", "desired_output_layouts"))
 
-    def prepare(self, module: nn.Module, output: Any, local: bool | None, along: Along) -> Any:
+    def prepare(self, module: nn.Module, output: Any, use_local: bool | None, axis: StyleAxis) -> Any:
         outputs = output if isinstance(output, (tuple, list)) else (output,)
-        if len(outputs) != len(self.layouts):
-            raise LayoutError(
-                f"output_layouts: {len(self.layouts)} given, but {type(module).__name__} returned {len(outputs)} "
-                f"outputs; give one for each (None leaves it alone)"
-            )
-        triples = zip(outputs, self.layouts, self.desired, strict=True)
-        made = tuple(_prepared(x, a, b, local, along, f"output {i}") for i, (x, a, b) in enumerate(triples))
+        found = f"{type(module).__name__} returned {len(outputs)} outputs"
+        made = _all_prepared(outputs, self.layouts, self.desired, use_local, axis, "output", found)
         if output is outputs:
             return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
         return made[0]
@@ -115,19 +131,27 @@ def _shown(style: ParallelStyle, *names: str) -> str:
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Before the module runs, its inputs come as `input_layouts` and are moved to `desired_input_layouts`.
+    """Lay out the inputs of a module before it runs.
 
-    One layout for each positional input, None for one that is left alone; keyword arguments by name in
-    `input_kwarg_layouts` and `desired_input_kwarg_layouts`. With `use_local_output` the module gets local tensors.
+    Args:
+        input_layouts: how each positional input comes: a placement on the axis, or placements by the names of axes;
+            None for an input that is left alone.
+        desired_input_layouts: what each becomes.
+        input_kwarg_layouts: the same for keyword arguments, by name.
+        desired_input_kwarg_layouts: what they become.
+        use_local_output: whether the module gets local tensors.
+
+    Raises:
+        LayoutError: the arguments do not fit each other, or one is not a placement.
     """
 
     def __init__(
         self,
         *,
-        input_layouts: Any = None,
-        desired_input_layouts: Any = None,
-        input_kwarg_layouts: Mapping[str, Any] | None = None,
-        desired_input_kwarg_layouts: Mapping[str, Any] | None = None,
+        input_layouts: PlacingsArgument = None,
+        desired_input_layouts: PlacingsArgument = None,
+        input_kwarg_layouts: NamedArgument = None,
+        desired_input_kwarg_layouts: NamedArgument = None,
         use_local_output: bool = False,
     ) -> None:
         self.inputs = _Inputs(input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts)
@@ -135,72 +159,88 @@ class PrepareModuleInput(ParallelStyle):
         self.input_layouts, self.desired_input_layouts = self.inputs.layouts, self.inputs.desired or None
         self.input_kwarg_layouts, self.desired_input_kwarg_layouts = self.inputs.named, self.inputs.desired_named
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        module.register_forward_pre_hook(Hook(self._enter, Along.of(device_mesh, self.axis)), with_kwargs=True)
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
+        axis = StyleAxis.of(device_mesh, self.axis)
+        module.register_forward_pre_hook(StyleHook(self._before, axis), with_kwargs=True)
         return module
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any, along: Along) -> Any:
-        return self.inputs.prepare(module, args, kwargs, self.use_local_output, along)
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axis: StyleAxis) -> Call:
+        return self.inputs.prepare(module, args, kwargs, self.use_local_output, axis)
 
     def __repr__(self) -> str:
         return f"PrepareModuleInput({_shown(self, *_INPUT_NAMES, 'use_local_output')})"
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """After the module ran, its outputs come as `output_layouts` and are moved to `desired_output_layouts`, as local
-    tensors with `use_local_output` (default: on a mesh of one axis)."""
+    """Lay out the outputs of a module after it ran.
+
+    Args:
+        output_layouts: how each output comes: a placement on the axis, or placements by the names of axes; None for an
+            output that is left alone.
+        desired_output_layouts: what each becomes.
+        use_local_output: whether the program gets local tensors. Default: where the mesh has no other axis.
+
+    Raises:
+        LayoutError: the arguments do not fit each other, or one is not a placement.
+    """
 
     def __init__(
-        self, *, output_layouts: Any, desired_output_layouts: Any, use_local_output: bool | None = None
+        self,
+        *,
+        output_layouts: PlacingsArgument,
+        desired_output_layouts: PlacingsArgument,
+        use_local_output: bool | None = None,
     ) -> None:
         self.outputs = _Outputs(output_layouts, desired_output_layouts)
         self.output_layouts, self.desired_output_layouts = self.outputs.layouts, self.outputs.desired
-        self._local_output, self.use_local_output = use_local_output, use_local_output is not False
+        self._use_local, self.use_local_output = use_local_output, use_local_output is not False
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        module.register_forward_hook(Hook(self._leave, Along.of(device_mesh, self.axis)))
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
+        module.register_forward_hook(StyleHook(self._after, StyleAxis.of(device_mesh, self.axis)))
         return module
 
-    def _leave(self, module: nn.Module, args: Any, output: Any, along: Along) -> Any:
-        return self.outputs.prepare(module, output, self._local_output, along)
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any, axis: StyleAxis) -> Any:
+        return self.outputs.prepare(module, output, self._use_local, axis)
 
     def __repr__(self) -> str:
         return f"PrepareModuleOutput({_shown(self, *_OUTPUT_NAMES, 'use_local_output')})"
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """PrepareModuleInput and PrepareModuleOutput in one; `use_local_input` is what the module gets."""
+    """PrepareModuleInput and PrepareModuleOutput in one, with the arguments of both.
+
+    Args:
+        use_local_input: whether the module gets local tensors.
+        use_local_output: whether the program does. Default: where the mesh has no other axis.
+    """
 
     def __init__(
         self,
         *,
-        input_layouts: Any = None,
-        desired_input_layouts: Any = None,
-        input_kwarg_layouts: Mapping[str, Any] | None = None,
-        desired_input_kwarg_layouts: Mapping[str, Any] | None = None,
+        input_layouts: PlacingsArgument = None,
+        desired_input_layouts: PlacingsArgument = None,
+        output_layouts: PlacingsArgument,
+        desired_output_layouts: PlacingsArgument,
+        input_kwarg_layouts: NamedArgument = None,
+        desired_input_kwarg_layouts: NamedArgument = None,
         use_local_input: bool = False,
-        output_layouts: Any,
-        desired_output_layouts: Any,
         use_local_output: bool | None = None,
     ) -> None:
         self.before = PrepareModuleInput(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            input_layouts=input_layouts, desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts, desired_input_kwarg_layouts=desired_input_kwarg_layouts,
             use_local_output=use_local_input,
-        )
+        )  # fmt: skip
         self.after = PrepareModuleOutput(
-            output_layouts=output_layouts,
-            desired_output_layouts=desired_output_layouts,
+            output_layouts=output_layouts, desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
-        )
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         inputs = f"{_shown(self.before, *_INPUT_NAMES)}, use_local_input={self.before.use_local_output}"
         return f"PrepareModuleInputOutput({inputs}, {_shown(self.after, *_OUTPUT_NAMES, 'use_local_output')})"
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
         for style in (self.before, self.after):
             style.axis, style.src_data_rank = self.axis, self.src_data_rank
             style._apply(module, device_mesh)

@@ -13,38 +13,52 @@ from shardwise.comm.record import Note
 from shardwise.errors import LayoutError
 from shardwise.layout import Shard
 from shardwise.layout.placement import REPLICATE
+from shardwise.mesh import DeviceMesh, SimulatedMesh
 from shardwise.move import move
-from shardwise.parallel.along import Along
+from shardwise.parallel.styles.axis import StyleAxis
 from shardwise.tensor import DTensor
 
 
 def input_reshard(
     module: nn.Module,
-    tp_device_mesh: Any,
+    tp_device_mesh: DeviceMesh | SimulatedMesh,
     input_reshard_dim: int | None = None,
     *,
     axis: int | str | None = None,
 ) -> nn.Module:
-    """Of the module's inputs that all ranks of the axis hold alike, let each keep its part along `input_reshard_dim`
-    for the backward pass, and gather them there. Plain tensors count as held alike. None changes nothing. On a mesh of
-    several axes, `axis` says which one.
+    """Keep what the backward pass needs of a module's replicated inputs in parts, and gather it there.
 
-    It saves memory if nobody else keeps the inputs."""
+    It saves memory if nobody else keeps the inputs.
+
+    Args:
+        module: gets hooks, in place. Of its inputs, those count that all ranks of the axis hold alike; plain tensors
+            are taken to be so.
+        tp_device_mesh: the mesh.
+        input_reshard_dim: the dim along which each rank keeps its part; None changes nothing.
+        axis: the mesh axis; needed where the mesh has several.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        LayoutError: `input_reshard_dim` is not an int.
+        MeshError: the mesh has several axes and `axis` does not say which.
+    """
     if input_reshard_dim is None:
         return module
     if not isinstance(input_reshard_dim, int) or isinstance(input_reshard_dim, bool):
         raise LayoutError(f"input_reshard_dim: expected an int or None, got {input_reshard_dim!r}")
-    keeping = _Keeping(Along.of(tp_device_mesh, axis), input_reshard_dim)
+    keeping = _Keeping(StyleAxis.of(tp_device_mesh, axis), input_reshard_dim)
     module.register_forward_pre_hook(keeping.start, with_kwargs=True, prepend=True)
     module.register_forward_hook(keeping.stop, always_call=True)
     return module
 
 
 class _Keeping:
-    """The hooks on one module; a forward inside a forward of it has an entry of its own."""
+    """The hooks on one module. `running` has one entry for each forward under way, one inside another."""
 
-    def __init__(self, along: Along, dim: int) -> None:
-        self.along, self.dim = along, dim
+    def __init__(self, axis: StyleAxis, dim: int) -> None:
+        self.axis, self.dim = axis, dim
         self.running: list[saved_tensors_hooks] = []
 
     def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -57,53 +71,53 @@ class _Keeping:
         self.running.append(hooks)
 
     def _note(self, x: torch.Tensor, inputs: dict[int, tuple[_Parts, int]]) -> None:
-        laid = self.along.enter(x.detach(), REPLICATE)
-        held = laid.placements[self.along.axis]
+        laid = self.axis.distributed(x.detach(), REPLICATE)
+        held = laid.placements[self.axis.number]
         if not held.is_replicate() or not laid.numel() or not -laid.dim() <= self.dim < laid.dim():
             return
-        parts = _Parts(laid, self.along, self.dim)
-        for i, value in enumerate(self.along.mesh.comm.values(laid._local)):
+        parts = _Parts(laid, self.axis, self.dim)
+        for i, value in enumerate(self.axis.mesh.comm.values(laid._local)):
             if value.is_contiguous() and value.numel():
                 inputs[value.data_ptr()] = (parts, i)
 
-    def stop(self, *args: Any) -> None:
+    def stop(self, *args: object) -> None:
         if self.running:
             self.running.pop().__exit__(None, None, None)
 
-    def __deepcopy__(self, memo: Any) -> _Keeping:
-        return _Keeping(self.along, self.dim)
+    def __deepcopy__(self, memo: dict[int, object]) -> _Keeping:
+        return _Keeping(self.axis, self.dim)
 
 
 class _Parts:
-    """An input in parts, made when it is first saved; whole again when it is first asked for."""
+    """An input, cut into parts when autograd first saves it, and gathered when autograd first asks for it."""
 
-    def __init__(self, x: DTensor, along: Along, dim: int) -> None:
+    def __init__(self, x: DTensor, axis: StyleAxis, dim: int) -> None:
         self.x: DTensor | None = x
-        self.along, self.dim = along, dim
-        self.numel = along.mesh.comm.first(x._local).numel()
+        self.axis, self.dim = axis, dim
+        self.numel = axis.mesh.comm.first(x._local).numel()
 
     def keep(self) -> None:
         if self.x is not None:
-            cut = self.x.redistribute(placements=self.along.places(Shard(self.dim), self.x.placements))
+            cut = self.x.redistribute(placements=self.axis.placements(Shard(self.dim), self.x.placements))
             self.parts: Any = cut.clone(memory_format=torch.contiguous_format)  # not a view of the whole
             self.x = None
 
     @functools.cached_property
     def values(self) -> list[torch.Tensor]:
         here = self.parts._layout
-        whole = here.replace(placements=self.along.places(REPLICATE, here.placements), stride=None)
+        whole = here.replace(placements=self.axis.placements(REPLICATE, here.placements), stride=None)
         local = move(self.parts._local, here, whole, Note("input_reshard", backward=True))
-        return [v.contiguous() for v in self.along.mesh.comm.values(local)]
+        return [v.contiguous() for v in self.axis.mesh.comm.values(local)]
 
 
 class _Saved:
-    """A tensor that autograd saved, as a view of an input in parts."""
+    """What autograd keeps for a tensor that is a view of an input in parts."""
 
     def __init__(self, parts: _Parts, i: int, value: torch.Tensor) -> None:
         self.parts, self.i, self.shape = parts, i, value.shape
 
 
-def _pack(inputs: dict[int, tuple[_Parts, int]], value: torch.Tensor) -> Any:
+def _pack(inputs: dict[int, tuple[_Parts, int]], value: torch.Tensor) -> torch.Tensor | _Saved:
     parts, i = inputs.get(value.data_ptr(), (None, 0)) if type(value) is torch.Tensor else (None, 0)
     if parts is None or value.numel() != parts.numel or not value.is_contiguous():
         return value
@@ -112,7 +126,7 @@ def _pack(inputs: dict[int, tuple[_Parts, int]], value: torch.Tensor) -> Any:
     return _Saved(parts, i, value)
 
 
-def _unpack(saved: Any) -> torch.Tensor:
+def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
     if not isinstance(saved, _Saved):
         return saved
     with torch.no_grad():

@@ -123,6 +123,3 @@ def needs_grad(*tensors: Tensor) -> bool:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums of values of `dtype` are taken in: float32 for halves."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-wide = sum_dtype  # the name that attention/ still uses

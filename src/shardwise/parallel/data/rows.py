@@ -11,13 +11,19 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.parallel.data_home import chunk_sizes
+from shardwise.layout.split import chunk_pieces, count
 
 
 class Rows:
-    """The geometry for one rank: `shapes` of whole tensors and the `dims` they are cut along (None: not at all).
+    """Where the parts of some tensors lie in the matrix of one rank.
 
-    A tensor has the same columns in every row, as many as the first row needs: no chunk is longer than the first."""
+    A tensor has the same columns in every row, as many as the first row needs: no chunk is longer than the first.
+
+    Args:
+        shapes: of the whole tensors.
+        dims: the dim that each tensor is cut along; None for a tensor of which every row has all.
+        parts: the number of rows.
+    """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int | None], parts: int) -> None:
         self.shapes, self.dims, self.parts = list(shapes), list(dims), parts
@@ -52,8 +58,8 @@ class Rows:
         return row.narrow(0, self.columns[i][0], math.prod(shape)).view(shape)
 
     def _blocks(self, i: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        """Where tensor i lies in the rows: first row, shape, and strides inside of a row; of all full chunks at once,
-        then of the shorter last one."""
+        """Where tensor i lies, as (first row, shape, strides inside of a row): one block for all full chunks, and one
+        for the shorter last chunk, if there is one."""
         (start, stop), sizes = self.columns[i], self.sizes[i]
         if start == stop:
             return []
@@ -75,7 +81,7 @@ class Rows:
         return found
 
     def in_whole(self, i: int, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The same parts of the tensor itself, as views; where it is not cut every row has all of it."""
+        """The parts of the whole tensor i that `in_matrix` gives places for, in the same order, as views."""
         (start, stop), dim, sizes = self.columns[i], self.dims[i], self.sizes[i]
         if start == stop:
             return []
@@ -90,3 +96,12 @@ class Rows:
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def chunk_sizes(n: int, parts: int) -> list[int]:
+    """How many of n indices each part gets.
+
+    >>> chunk_sizes(5, 4)
+    [2, 2, 1, 0]
+    """
+    return [count(piece) for piece in itertools.islice(chunk_pieces(n, parts), parts)]

@@ -1,14 +1,16 @@
-"""What a parameter that was gathered is while its memory is given back: a tensor that nobody may look into."""
+"""A leaf whose memory is given back: it knows its shape and dtype, and says why nothing else can be asked of it."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import AutogradError
+from shardwise.tensor import DTensor
 
 # What a tensor without memory can still answer.
 _KNOWN = {
@@ -26,27 +28,27 @@ _KNOWN |= {torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__set__, torch.
 
 
 class Freed(torch.Tensor):
-    """A leaf between uses has this class, and is a plain tensor again once it is filled."""
+    """The class of a leaf between uses; it is a plain tensor again once it is filled."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _KNOWN:
             return super().__torch_function__(func, types, args, kwargs or {})
         freed = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, Freed))
         raise AutogradError(f"{resolve_name(func) or func}: {_describe(freed)}")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"<{_describe(self)}>"
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise AutogradError(f"deepcopy: {_describe(self)}")
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise AutogradError(f"pickle: {_describe(self)}")
 
 
-def close(tensor: Any) -> None:
-    """A DTensor that shows freed memory says so from now on."""
+def mark_freed(tensor: DTensor) -> None:
+    """Let a DTensor over memory that has been given back say so from now on."""
     comm = tensor._layout.mesh.comm
     for value in comm.values(tensor._local):
         if type(value) is torch.Tensor and not value.untyped_storage().nbytes():

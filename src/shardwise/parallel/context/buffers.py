@@ -1,0 +1,130 @@
+"""Tensors whose sequence is cut by zigzag, and whole again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.api import distribute_tensor
+from shardwise.errors import LayoutError, MeshError
+from shardwise.layout import Placement, Shard
+from shardwise.layout.placement import REPLICATE
+from shardwise.mesh import DeviceMesh, Mesh, SimulatedMesh, as_mesh
+from shardwise.parallel.context.split import zigzag
+from shardwise.tensor import DTensor
+
+
+def context_parallel_shard(
+    mesh: DeviceMesh | SimulatedMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]
+) -> list[DTensor]:
+    """Cut the sequences of some tensors by `zigzag`; differentiable.
+
+    Args:
+        mesh: the axis or axes to cut over.
+        buffers: of a DTensor, the placements on the other axes stay as they are. A plain tensor is taken to be the
+            same on all ranks.
+        seq_dims: for each tensor, the dim that is the sequence.
+
+    Returns:
+        The tensors as DTensors.
+
+    Raises:
+        LayoutError: a dim is out of range, or another axis cuts it already.
+        MeshError: a DTensor lies on a mesh without these axes.
+    """
+    cp = as_mesh(mesh)
+    check_one_each("context_parallel_shard", "seq_dims", buffers, seq_dims)
+    found = []
+    for i, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        dim = checked_dim(x, dim, f"context_parallel_shard: seq_dims[{i}]")
+        if not isinstance(x, DTensor):
+            x = distribute_tensor(x, cp.source, [REPLICATE] * len(cp.shape), src_data_rank=None)
+        found.append(x.redistribute(placements=balanced_placements(x, dim, cp)))
+    return found
+
+
+def context_parallel_unshard(
+    mesh: DeviceMesh | SimulatedMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]
+) -> list[torch.Tensor]:
+    """Make the sequences of some tensors whole; differentiable.
+
+    Args:
+        mesh: the axis or axes that the sequences are cut over.
+        buffers: a DTensor stays one. A plain tensor is each rank's zig-zag part of the whole.
+        seq_dims: for each tensor, the dim that is the sequence.
+
+    Returns:
+        DTensors whose sequence is whole on these axes; whole plain tensors where parts were plain.
+
+    Raises:
+        LayoutError: a dim is out of range.
+        MeshError: a DTensor lies on a mesh without these axes, or `mesh` has several and a tensor is plain.
+    """
+    cp = as_mesh(mesh)
+    check_one_each("context_parallel_unshard", "seq_dims", buffers, seq_dims)
+    found: list[torch.Tensor] = []
+    for i, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        dim = checked_dim(x, dim, f"context_parallel_unshard: seq_dims[{i}]")
+        if isinstance(x, DTensor):
+            axes = _axes_in(x, cp)
+            places = [REPLICATE if a in axes and p.is_shard(dim) else p for a, p in enumerate(x.placements)]
+            found.append(x.redistribute(placements=places))
+        else:
+            found.append(from_parts(x, cp, dim, None).full_tensor())
+    return found
+
+
+def balanced_placements(x: DTensor, dim: int, cp: Mesh) -> list[Placement]:
+    """The placements of `x` with `dim` cut by zigzag on the axes of the mesh `cp`."""
+    axes = _axes_in(x, cp)
+    other = [a for a in x._layout.axes_of(dim) if a not in axes]
+    if other:
+        names = ", ".join(repr(x._layout.mesh.axis_names[a]) for a in other)
+        raise LayoutError(
+            f"context_parallel: dim {dim} of a tensor of shape {tuple(x.shape)} is cut on axis {names} already; "
+            f"redistribute it, or give a mesh that has that axis too"
+        )
+    places = list(x.placements)
+    for axis, shard in zip(axes, zigzag(dim, x.shape[dim], [x._layout.mesh.shape[a] for a in axes]), strict=True):
+        places[axis] = shard
+    return places
+
+
+def _axes_in(x: DTensor, cp: Mesh) -> list[int]:
+    """The axes of the mesh of `x` that the context-parallel mesh is made of."""
+    mesh = x._layout.mesh
+    if mesh is cp:
+        return list(range(len(cp.shape)))
+    if not set(cp.axis_names) <= set(mesh.axis_names):
+        raise MeshError(
+            f"context_parallel: mesh {cp!r} and the mesh {mesh!r} of a tensor have no axes in common by name; give the "
+            f"tensor's own mesh, or a sub-mesh of it such as mesh['cp']"
+        )
+    return sorted(mesh.axis(name) for name in cp.axis_names)
+
+
+def from_parts(local: torch.Tensor, cp: Mesh, dim: int, length: int | None) -> DTensor:
+    """The tensor of whose sequence each rank holds its zig-zag part. Without `length`, sizes are exchanged."""
+    if len(cp.shape) != 1:
+        raise MeshError(
+            f"context_parallel: plain tensors are cut over a mesh of one axis, got {cp!r}; give mesh[axis], or DTensors"
+        )
+    if length is None:
+        length = DTensor.from_local(local, cp, [Shard(dim)]).shape[dim]
+    shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
+    return DTensor.from_local(local, cp, [zigzag(dim, length, cp.shape[0])], shape=shape)
+
+
+def checked_dim(x: object, dim: int, what: str) -> int:
+    """The dim counted from the front; raises where `x` is no tensor or has no such dim."""
+    if not isinstance(x, torch.Tensor):
+        raise LayoutError(f"{what}: its buffer must be a tensor, got {type(x).__name__}")
+    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise LayoutError(f"{what} = {dim!r} is out of range for a tensor of {x.dim()} dims")
+    return dim % x.dim()
+
+
+def check_one_each(what: str, name: str, buffers: Sequence[object], dims: Sequence[int]) -> None:
+    if len(buffers) != len(dims):
+        raise LayoutError(f"{what}: {len(buffers)} buffers and {len(dims)} {name}; give one for each")

@@ -1,0 +1,215 @@
+"""The leaves of several parameters: whole along the data axis, gathered before they are used and freed afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardwise.autograd.leaves import loose_writes
+from shardwise.comm.rank_tensor import RankTensor
+from shardwise.comm.record import Note
+from shardwise.errors import LayoutError
+from shardwise.layout import Layout
+from shardwise.layout.placement import REPLICATE, Shard
+from shardwise.move import start_move
+from shardwise.parallel.data.axis import DataAxis
+from shardwise.parallel.data.freed import Freed
+from shardwise.parallel.data.parameter import ManagedParameter
+from shardwise.parallel.data.rows import Rows
+from shardwise.parallel.data.states import MEMORY, Memory, State
+from shardwise.torch_private import foreach_copy_
+
+
+class LeafGroup:
+    """The leaves of some parameters of one dtype, gathered and freed together.
+
+    Where nothing is cut and the dtypes agree, they live in the memory of the parameters (`in_place`) and are whole
+    always. Else they live in one buffer for each rank that this process runs, which has memory only while it is WHOLE.
+    """
+
+    def __init__(self, parameters: Sequence[ManagedParameter], data: DataAxis) -> None:
+        self.parameters, self.data = list(parameters), data
+        kept = parameters[0].layouts.kept
+        self.dtype, self.kept_dtype, self.device = parameters[0].dtype, kept.dtype, kept.device
+        self.cut = data.size > 1 and any(p.layouts.dim is not None for p in parameters)
+        self.in_place = not self.cut and self.dtype == self.kept_dtype
+        self.memory = State("leaves", Memory.WHOLE if self.in_place else Memory.PARTS, MEMORY)
+        self.buffers: list[torch.Tensor] = []
+        self._arriving: tuple[torch.Tensor | None, Callable[[], object]] = None, _wait_for_nothing
+        self._gathered_versions: tuple[int, ...] | None = None
+        self._loose_writes = [loose_writes(p.param) for p in self.parameters]
+        self._values = [value for p in self.parameters for value in p.values]
+        if self.in_place:
+            self._alias_parameters()
+        else:
+            self._make_buffers()
+
+    # -- making the leaves ----------------------------------------------------------------------------------
+    def _alias_parameters(self) -> None:
+        """Make leaves in the memory of the parameters, or let those there are follow it."""
+        for p in self.parameters:
+            values = p.values_by_rank()
+            if self.data.size == 1:
+                p.set_leaves(list(values))
+            elif "leaves" in p.__dict__:
+                for leaf, value in zip(p.leaves, values, strict=True):
+                    leaf.data = value.data
+            else:
+                p.set_leaves([value.data for value in values])
+
+    def _make_buffers(self) -> None:
+        """Make leaves in memory of their own, one buffer for all of them for each rank."""
+        wholes = [(p.layouts.whole, p.layouts.whole.mesh.comm.played()) for p in self.parameters]
+        ranks = range(len(self.data.coords))
+        shapes = [[whole.local_shape_at(coords[r]) for whole, coords in wholes] for r in ranks]
+        dims = [p.layouts.dim for p in self.parameters]
+        self._rows = [Rows(mine, dims, self.data.size) for mine in shapes]
+        self._length = max(rows.length for rows in self._rows)
+        self._layout = Layout.make(
+            self.data.mesh, [Shard(0)], (self.data.size, self._length), self.dtype, None, self.device
+        )
+        self._targets: list[list[torch.Tensor]] = []  # for each rank, the parts of the leaves that a gather fills
+        leaves = [self._buffer_of(rows, mine) for rows, mine in zip(self._rows, shapes, strict=True)]
+        for i, p in enumerate(self.parameters):
+            p.set_leaves([mine[i] for mine in leaves])
+        self._set_class(Freed)
+        self._kept_views = self._flatten() if self.cut and not self.data.mesh.comm.simulated else None
+        self._is_flat = self._kept_views is not None
+
+    def _buffer_of(self, rows: Rows, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        """Make the buffer of one rank and note what a gather fills in it; gives the leaves, which are views of it."""
+        buffer = torch.empty(sum(map(math.prod, shapes)), dtype=self.dtype, device=self.device)
+        sizes = [math.prod(shape) for shape in shapes]
+        # .data: a version counter of its own, so that filling the buffer again does not look like a write to a tensor
+        # that autograd has saved
+        leaves = [part.view(shape) for part, shape in zip(buffer.data.split(sizes), shapes, strict=True)]
+        targets = [part.view(shape) for part, shape in zip(buffer.split(sizes), shapes, strict=True)]
+        if self.cut:  # every row has all of a tensor that is not cut: the first one is enough
+            parts = [(i, part) for i, target in enumerate(targets) for part in rows.in_whole(i, target)]
+            targets = [part[0] if rows.dims[i] is None else part for i, part in parts]
+        self.buffers.append(buffer)
+        self._targets.append(targets)
+        buffer.untyped_storage().resize_(0)
+        return leaves
+
+    def _flatten(self) -> list[torch.Tensor]:
+        """Put the parameters' own values into one row, so that gathering needs no copy; gives their views of it."""
+        self._row = torch.zeros(self._length, dtype=self.kept_dtype, device=self.device)
+        views = self._rows[0].kept(self._row, self.data.coords[0])
+        for p, view in zip(self.parameters, views, strict=True):
+            (value,) = p.values
+            view.copy_(value.detach())
+            value.data = view
+        return views
+
+    def _set_class(self, kind: type[torch.Tensor]) -> None:
+        for p in self.parameters:
+            for leaf in p.leaves:
+                leaf.__class__ = kind
+
+    # -- noticing writes ------------------------------------------------------------------------------------
+    def _versions(self) -> tuple[int, ...]:
+        """Numbers that change when a parameter is written."""
+        loose = [loose_writes(p.param) for p in self.parameters]
+        if loose != self._loose_writes:
+            self._follow_loose_writes()
+            self._loose_writes = loose
+        return (*loose, *(value._version for value in self._values))
+
+    def _follow_loose_writes(self) -> None:
+        """After ``param.data = ...``: the parameter must be laid out as before, and leaves in its memory follow it."""
+        for p in self.parameters:
+            now, kept = p.param._layout, p.layouts.kept
+            if (now.placements, now.shape, now.dtype) != (kept.placements, kept.shape, kept.dtype):
+                raise LayoutError(
+                    f"data_parallel: a parameter of shape {kept.shape}, {kept.dtype}, {list(kept.placements)} became "
+                    f"{now.shape}, {now.dtype}, {list(now.placements)}; change it (model.to(...), param.data = ...) "
+                    f"before data_parallel()"
+                )
+        self._values = [value for p in self.parameters for value in p.values]
+        if self.in_place:
+            self._alias_parameters()
+        elif self._kept_views is not None:
+            views = zip(self._values, self._kept_views, strict=True)
+            self._is_flat = all(v.data_ptr() == view.data_ptr() or not view.numel() for v, view in views)
+
+    # -- gathering and freeing ------------------------------------------------------------------------------
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin to gather, unless that is done or under way."""
+        versions = self._versions()
+        if self.in_place or (self.memory.now is not Memory.PARTS and self._gathered_versions == versions):
+            return
+        self.memory.to(Memory.GATHERING)
+        self._gathered_versions = versions
+        self._arriving = self._start_gather() if self.cut else (None, _wait_for_nothing)
+
+    def _start_gather(self) -> tuple[torch.Tensor, Callable[[], object]]:
+        mine = [row.unsqueeze(0) for row in self._own_rows()]
+        local = RankTensor(mine) if self.data.mesh.comm.simulated else mine[0]
+        return start_move(local, self._layout, self._layout.replace(placements=[REPLICATE]), Note("data_parallel"))
+
+    def _own_rows(self) -> list[torch.Tensor]:
+        """What each rank that this process runs keeps, as a row."""
+        if self._is_flat:
+            return [self._row.to(self.dtype)]
+        made = []
+        for r, rows in enumerate(self._rows):
+            row = torch.zeros(self._length, dtype=self.dtype, device=self.device)
+            foreach_copy_(rows.kept(row, self.data.coords[r]), self._kept_by(r))
+            made.append(row)
+        return made
+
+    def _kept_by(self, rank: int) -> list[torch.Tensor]:
+        return [p.values_by_rank()[rank].detach() for p in self.parameters]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Gather, or wait for the gathering under way: afterwards the leaves hold the parameters."""
+        if self.memory.now is Memory.WHOLE:
+            return
+        self.start()
+        (arrived, wait), self._arriving = self._arriving, (None, _wait_for_nothing)
+        wait()
+        for r, buffer in enumerate(self.buffers):
+            storage = buffer.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(buffer.numel() * buffer.itemsize)
+            sources = self._kept_by(r) if arrived is None else self._in_matrix(r, arrived)
+            if sources:
+                foreach_copy_(self._targets[r], sources)
+        self.memory.to(Memory.WHOLE)
+        self._set_class(torch.Tensor)
+
+    def _in_matrix(self, rank: int, arrived: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of all leaves in the rows that one rank has gathered."""
+        matrix = (arrived.ranks[rank] if isinstance(arrived, RankTensor) else arrived).contiguous()
+        return [
+            part if p.layouts.dim is not None else part[0]
+            for i, p in enumerate(self.parameters)
+            for part in self._rows[rank].in_matrix(i, matrix)
+        ]
+
+    def storages(self) -> set[int]:
+        """The addresses of the memory that the leaves have for themselves now."""
+        if self.memory.now is not Memory.WHOLE:
+            return set()
+        return {buffer.untyped_storage().data_ptr() for buffer in self.buffers}
+
+    def free(self) -> None:
+        """Give the memory back; what autograd has saved finds it filled again before it is used."""
+        if self.in_place or self.memory.now is Memory.PARTS:
+            return
+        if self.memory.now is Memory.GATHERING:
+            (_, wait), self._arriving = self._arriving, (None, _wait_for_nothing)
+            wait()
+        for buffer in self.buffers:
+            buffer.untyped_storage().resize_(0)
+        self.memory.to(Memory.PARTS)
+        self._set_class(Freed)
+
+
+def _wait_for_nothing() -> None:
+    """Nothing is on its way."""

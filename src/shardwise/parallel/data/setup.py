@@ -1,0 +1,184 @@
+"""data_parallel: the parameters of a module laid out over the data axis, and its parts that are gathered as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardwise.comm.rank_tensor import RankTensor
+from shardwise.errors import LayoutError
+from shardwise.mesh import DeviceMesh, SimulatedMesh
+from shardwise.parallel.data.axis import DataAxis
+from shardwise.parallel.data.layouts import ParameterLayouts, common_mesh, layouts_of
+from shardwise.parallel.data.parameter import ManagedParameter, Owners
+from shardwise.parallel.data.passes import DataParallel
+from shardwise.parallel.data.rows import Rows
+from shardwise.parallel.data.unit import Unit
+from shardwise.tensor import DTensor
+from shardwise.wrapper import wrap
+
+SHARDS = ("none", "optimizer", "gradients", "parameters")
+Units = Sequence[torch.nn.Module] | Callable[[str, torch.nn.Module], bool] | None
+
+
+def data_parallel(
+    module: torch.nn.Module,
+    mesh: DeviceMesh | SimulatedMesh,
+    shard: str = "none",
+    *,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    master_dtype: torch.dtype | None = None,
+    units: Units = None,
+    unit_bytes: int = 1 << 20,
+) -> torch.nn.Module:
+    """Train a module on a batch that is spread over the ranks of a mesh axis: DDP and ZeRO 1, 2 and 3.
+
+    Make the optimizer afterwards, from ``module.parameters()``. Feed each rank its own plain tensors: gradients are
+    averaged over the ranks, as DDP does. Or feed DTensors that are cut over the data axis: everything is then as on
+    one device with the whole batch. Inside ``with module.no_sync():`` gradients add up without communication.
+
+    Args:
+        module: changed in place: its parameters become DTensors over the data axis.
+        mesh: one axis, as in ``mesh["dp"]``.
+        shard: what each rank keeps a part of, instead of the whole: "none" (DDP), the state of the "optimizer"
+            (ZeRO 1), the "gradients" too (ZeRO 2), the "parameters" too (ZeRO 3).
+        compute_dtype: the dtype of the forward; floating-point inputs are cast to it.
+        reduce_dtype: the dtype in which gradients are summed over the ranks.
+        master_dtype: the dtype of the parameters that the optimizer sees.
+        units: the modules whose parameters are gathered and freed together where `shard` is "parameters": a list of
+            them, or a function of a module's name and itself. A unit is gathered when its forward begins, freed when
+            it ends, and gathered again for its backward, one unit ahead. By default, units are the elements of
+            Sequential, ModuleList and ModuleDict. What belongs to no unit belongs to the module as a whole.
+        unit_bytes: how many bytes of parameters an element needs to be a unit by default.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        LayoutError: an argument is of the wrong type, the module is data parallel already, or a parameter is laid out
+            in a way that does not go with the data axis.
+        MeshError: `mesh` does not have exactly one axis.
+
+    Example:
+        >>> from shardwise import simulate
+        >>> model = data_parallel(torch.nn.Linear(4, 4), simulate(2), "parameters")
+        >>> model.weight.placements
+        (Shard(dim=0),)
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise LayoutError(f"data_parallel: module must be a torch.nn.Module, got {type(module).__name__}")
+    if shard not in SHARDS:
+        raise LayoutError(f"data_parallel: shard={shard!r} is not one of {', '.join(map(repr, SHARDS))}")
+    for name, dtype in (("compute", compute_dtype), ("reduce", reduce_dtype), ("master", master_dtype)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise LayoutError(f"data_parallel: {name}_dtype must be a floating-point torch.dtype, got {dtype!r}")
+    if "_data_parallel" in module.__dict__:
+        raise LayoutError("data_parallel: the module is data parallel already")
+    data = DataAxis(mesh)
+    chosen = _chosen_units(module, units, unit_bytes) if data.size > 1 else []  # one rank has nothing to gather
+    parameters = _lay_out(module, data, shard != "none", compute_dtype, master_dtype)
+    frees = shard == "parameters" and data.size > 1
+    passes = DataParallel(
+        data,
+        _group(module, chosen, parameters, data, frees),
+        frees=frees,
+        one_at_a_time=shard in ("gradients", "parameters"),  # no rank has room for all gradients whole
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+    )
+    module._data_parallel = passes  # type: ignore[assignment]
+    module.no_sync = passes.no_sync  # type: ignore[assignment]
+    return module
+
+
+# -- units -------------------------------------------------------------------------------------------------
+def _chosen_units(module: torch.nn.Module, units: Units, unit_bytes: int) -> list[torch.nn.Module]:
+    """The modules that are units of their own, in the order of the module tree."""
+    if callable(units):
+        return [m for name, m in module.named_modules() if m is not module and units(name, m)]
+    if units is not None:
+        chosen = {id(m) for m in units}
+        found = [m for m in module.modules() if id(m) in chosen and m is not module]
+        if len(found) < len(chosen - {id(module)}):
+            raise LayoutError("data_parallel: units lists a module that is not part of the module")
+        return found
+    containers = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+    found = []
+
+    def visit(parent: torch.nn.Module) -> None:
+        for child in parent.children():
+            elements = list(child.children()) if isinstance(child, containers) else []
+            large = [m for m in elements if sum(p.numel() * p.itemsize for p in m.parameters()) >= unit_bytes]
+            found.extend(m for m in large if not isinstance(m, (torch.nn.ModuleList, torch.nn.ModuleDict)))
+            if not elements:
+                visit(child)
+
+    visit(module if not isinstance(module, containers) else torch.nn.ModuleList([module]))
+    return found
+
+
+def _group(
+    module: torch.nn.Module,
+    chosen: list[torch.nn.Module],
+    parameters: Sequence[ManagedParameter],
+    data: DataAxis,
+    frees: bool,
+) -> list[Unit]:
+    """The units with their parameters; last the module as a whole, with those that belong to no unit or to several."""
+    unit_of = {id(m): unit for unit in chosen for m in unit.modules()}  # an inner unit comes later and wins
+    groups: dict[int, list[ManagedParameter]] = {id(m): [] for m in chosen}
+    rest: list[ManagedParameter] = []
+    for p in parameters:
+        units = {id(unit_of.get(id(owner))) for owner, _ in p.owners}
+        group = groups.get(units.pop()) if len(units) == 1 else None
+        (rest if group is None else group).append(p)
+    found = [Unit(m, groups[id(m)], data, frees) for m in chosen if groups[id(m)]]
+    return [*found, Unit(module, rest, data, frees)]
+
+
+# -- parameters --------------------------------------------------------------------------------------------
+def _lay_out(
+    module: torch.nn.Module,
+    data: DataAxis,
+    cut: bool,
+    compute_dtype: torch.dtype | None,
+    master_dtype: torch.dtype | None,
+) -> list[ManagedParameter]:
+    """Replace the parameters of a module by DTensors over the data axis."""
+    owners: dict[torch.nn.Parameter, Owners] = {}
+    for owner in module.modules():
+        for name, param in owner._parameters.items():
+            if param is not None:
+                owners.setdefault(param, []).append((owner, name))
+    common = common_mesh(owners, data)
+    made = []
+    for param, users in owners.items():
+        floats = param.dtype.is_floating_point
+        kept_dtype = master_dtype if master_dtype is not None and floats else param.dtype
+        layouts = layouts_of(param, data, cut, kept_dtype, common)
+        new = torch.nn.Parameter(_kept_value(param, layouts, data), requires_grad=param.requires_grad)
+        for user, name in users:
+            user._parameters[name] = new
+        dtype = compute_dtype if compute_dtype is not None and floats else kept_dtype
+        made.append(ManagedParameter(new, layouts, users, dtype))  # type: ignore[arg-type]
+    return made
+
+
+@torch.no_grad()
+def _kept_value(param: torch.Tensor, layouts: ParameterLayouts, data: DataAxis) -> DTensor:
+    """The parameter as it is kept, with the values of the first rank along the data axis."""
+    kept, comm = layouts.kept, layouts.kept.mesh.comm
+    local = param._local if isinstance(param, DTensor) else data.mesh.comm.shared(param.detach())
+    local = data.mesh.comm.first_of_replicas(local if isinstance(local, RankTensor) else local.detach(), (0,))
+    values = local.ranks if isinstance(local, RankTensor) else (local,)
+    pieces = []
+    for value, coords, place in zip(values, layouts.whole.mesh.comm.played(), data.coords, strict=True):
+        rows = Rows([layouts.whole.local_shape_at(coords)], [layouts.dim], data.size)
+        piece = rows.piece(0, value.detach(), place)
+        pieces.append(piece.to(kept.dtype).clone(memory_format=torch.contiguous_format))
+    if not comm.simulated:
+        return wrap(pieces[0], kept)
+    replicas = [axis for axis, p in enumerate(kept.placements) if p.is_replicate()]
+    return wrap(comm.first_of_replicas(RankTensor(pieces), replicas), kept)

@@ -1,0 +1,230 @@
+"""A module whose parameters are gathered, used and freed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from shardwise.comm.rank_tensor import RankTensor
+from shardwise.errors import LayoutError
+from shardwise.parallel.data.axis import DataAxis
+from shardwise.parallel.data.freed import mark_freed
+from shardwise.parallel.data.gradients import GradBucket, in_buckets
+from shardwise.parallel.data.leaves import LeafGroup
+from shardwise.parallel.data.parameter import ManagedParameter
+from shardwise.parallel.data.states import USE, State, Use
+from shardwise.tensor import DTensor
+from shardwise.wrapper import Wrapper
+
+
+class Unit:
+    """One module, the parameters it answers for, and where it stands between forward and backward (`use`).
+
+    It knows nothing of other units: `DataParallel` says what it does when."""
+
+    def __init__(
+        self, module: torch.nn.Module, parameters: Sequence[ManagedParameter], data: DataAxis, frees: bool
+    ) -> None:
+        self.module, self.parameters, self.data, self.frees = module, list(parameters), data, frees
+        self._reset()
+
+    def _reset(self) -> None:
+        owners = {id(module): module for p in self.parameters for module, _ in p.owners}
+        self._recurrent = [module for module in owners.values() if isinstance(module, torch.nn.RNNBase)]
+        self.use = State(f"a unit ({type(self.module).__name__})", Use.IDLE, USE)
+        self.groups: list[LeafGroup] | None = None
+        self.is_alone = False  # one rank, whose leaves are the parameters' own tensors: nothing is gathered or reduced
+        self.buckets: list[GradBucket] = []
+        self._trained: list[bool] | None = None  # which parameters need a gradient
+        self.all_trained = True
+        # where each leaf stands in for which parameter: table of parameters, name in it, leaf, parameter
+        self._slots: list[tuple[dict[str, Any], str, torch.Tensor, DTensor]] = []
+        self._distributed: list[DTensor] = []  # stand-ins for one forward of DTensors
+        self._expected: frozenset[int] = frozenset()  # the leaves that need a gradient, by id
+        self.missing: set[int] = set()  # those of which this backward pass has not computed the gradient yet
+        self.inputs_done = False  # whether the inputs of the forward have their gradients
+        self._hooked: set[int] = set()  # leaves that were handed out by `new_leaves`
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the module makes leaves of its own."""
+        return {name: self.__dict__[name] for name in ("module", "parameters", "data", "frees")}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        self._reset()
+
+    @property
+    def is_in_backward(self) -> bool:
+        return self.use.now is Use.BACKWARD or self.use.now is Use.BOTH
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its backward is under way and needs its parameters no more."""
+        return self.is_in_backward and not self.missing and (self.all_trained or self.inputs_done)
+
+    # -- the leaves -----------------------------------------------------------------------------------------
+    def prepare(self, reduce_dtype: torch.dtype | None) -> bool:
+        """Make leaves for all parameters, that need a gradient where these do, and buckets for their gradients.
+
+        Returns:
+            Whether there are new buckets.
+        """
+        if self.groups is None:
+            with torch.inference_mode(False):  # they are for training too
+                self._make_leaves()
+        trained = [value.requires_grad for value in self._first_values]
+        if trained == self._trained:
+            return False
+        self._trained, self.all_trained = trained, all(trained)
+        self._make_buckets(trained, reduce_dtype)
+        return True
+
+    def _make_leaves(self) -> None:
+        by_kind: dict[tuple[torch.dtype, torch.dtype, torch.device], list[ManagedParameter]] = {}
+        for p in self.parameters:
+            by_kind.setdefault((p.layouts.kept.dtype, p.dtype, p.layouts.kept.device), []).append(p)
+        self.groups = [LeafGroup(alike, self.data) for alike in by_kind.values()]
+        self.is_alone = self.data.size == 1 and all(group.in_place for group in self.groups)
+        self._first_values = [p.values[0] for p in self.parameters]
+        for p in self.parameters:
+            for leaf in p.distinct_leaves():
+                leaf.requires_grad_(p.param.requires_grad)
+            value = p.stand_in()
+            self._slots += [(module._parameters, name, value, p.param) for module, name in p.owners]
+
+    def _make_buckets(self, trained: Sequence[bool], reduce_dtype: torch.dtype | None) -> None:
+        by_kind: dict[tuple[torch.dtype, torch.dtype], list[ManagedParameter]] = {}
+        expected = []
+        for p, needed in zip(reversed(self.parameters), reversed(trained), strict=True):  # as their gradients come
+            for leaf in p.distinct_leaves():
+                if leaf.requires_grad != needed:
+                    leaf.requires_grad_(needed)
+                expected += [id(leaf)] if needed else []
+            if needed and not self.is_alone:
+                by_kind.setdefault((p.layouts.kept.dtype, p.dtype), []).append(p)
+        self.buckets = [
+            GradBucket(part, self.data, reduce_dtype) for alike in by_kind.values() for part in in_buckets(alike)
+        ]
+        self._expected = frozenset(expected)
+
+    def new_leaves(self) -> list[torch.Tensor]:
+        """The leaves that a bucket wants a gradient of, each handed out once."""
+        leaves = [leaf for b in self.buckets for p in b.parameters for leaf in p.distinct_leaves()]
+        found = [leaf for leaf in leaves if id(leaf) not in self._hooked]
+        self._hooked.update(map(id, found))
+        return found
+
+    # -- gathering and freeing ------------------------------------------------------------------------------
+    def start_gather(self) -> None:
+        """Begin to gather, unless that is done or under way."""
+        if not self.is_alone:
+            for group in self.groups or ():
+                group.start()
+
+    def gather(self) -> None:
+        """Gather: afterwards the leaves hold the parameters."""
+        if not self.is_alone:
+            self.start_gather()
+            for group in self.groups or ():
+                group.finish()
+
+    def free(self) -> None:
+        """Give the memory of the leaves back, where parameters are kept in parts."""
+        if not self.frees:
+            return
+        for group in self.groups or ():
+            group.free()
+        for tensor in self._distributed:
+            mark_freed(tensor)
+        self._distributed = []
+
+    def lends(self, output: Any) -> bool:
+        """Whether an output is a view of a leaf, so that its memory cannot be given back yet."""
+        storages = {storage for group in self.groups or () for storage in group.storages()}
+        return any(v.untyped_storage().data_ptr() in storages for v in plain_tensors(output))
+
+    # -- standing in ----------------------------------------------------------------------------------------
+    def begin_forward(self, distributed: bool) -> None:
+        """Gather, and let the module compute with the leaves; as DTensors where the batch is one."""
+        self._begin(Use.BOTH if self.is_in_backward else Use.FORWARD, distributed)
+
+    def end_forward(self) -> None:
+        """The module shows its parameters again, unless its backward goes on."""
+        if self.use.now is Use.BOTH:
+            self.use.to(Use.BACKWARD)
+        elif self.use.now is Use.FORWARD:  # else it failed before it began
+            self._uninstall()
+
+    def begin_backward(self, distributed: bool) -> None:
+        """Gather, and let the module compute with the leaves where its forward is repeated."""
+        self.missing = set(self._expected)
+        self._begin(Use.BACKWARD if self.use.now is Use.IDLE else Use.BOTH, distributed)
+
+    def end_backward(self) -> None:
+        """The module shows its parameters again, unless its forward goes on."""
+        self.inputs_done, self.missing = False, set()
+        if self.use.now is Use.BOTH:
+            self.use.to(Use.FORWARD)
+        elif self.use.now is Use.BACKWARD:
+            self._uninstall()
+
+    def _begin(self, use: Use, distributed: bool) -> None:
+        is_installed = self.use.now is not Use.IDLE
+        if not is_installed:
+            self._check_slots()
+        self.use.to(use)
+        self.gather()
+        if not is_installed:
+            self._install(distributed)
+
+    def _check_slots(self) -> None:
+        for parameters, name, _, param in self._slots:
+            if parameters.get(name) is not param:
+                raise LayoutError(
+                    f"data_parallel: parameter {name!r} of shape {tuple(param.shape)} was replaced or taken away after "
+                    f"data_parallel(); change the module (dtype, parametrizations, new parameters) before, or write "
+                    f"into it: param.copy_(...), load_state_dict(...)"
+                )
+
+    def _install(self, distributed: bool) -> None:
+        if distributed:
+            for p in self.parameters:
+                value = p.distributed_stand_in(self.data)
+                if self.frees:
+                    self._distributed.append(value)
+                for module, name in p.owners:
+                    module._parameters[name] = value  # type: ignore[assignment]
+        else:
+            for parameters, name, leaf, _ in self._slots:
+                parameters[name] = leaf
+        self._tell_recurrent()
+
+    def _uninstall(self) -> None:
+        self.use.to(Use.IDLE)
+        for parameters, name, _, param in self._slots:
+            parameters[name] = param
+        self._tell_recurrent()
+
+    def _tell_recurrent(self) -> None:
+        """RNNs keep a list of their parameters beside them."""
+        for module in self._recurrent:
+            module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+
+
+def plain_tensors(tree: Any) -> list[torch.Tensor]:
+    """The plain tensors inside arguments or results, those behind DTensors and of every simulated rank included."""
+    if type(tree) is torch.Tensor:
+        return [tree]
+    found: dict[int, torch.Tensor] = {}
+    for item in tree_leaves(tree):
+        if isinstance(item, Wrapper):
+            values: Sequence[torch.Tensor] = item._layout.mesh.comm.values(item._local)
+        elif isinstance(item, RankTensor):
+            values = item.ranks
+        else:
+            values = (item,) if isinstance(item, torch.Tensor) else ()
+        found.update((id(v), v) for v in values)
+    return list(found.values())

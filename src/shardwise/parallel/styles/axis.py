@@ -1,0 +1,250 @@
+"""The mesh axis that a style works on. It makes DTensors of plain tensors, moves them along the axis, and takes the
+local tensors out again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from shardwise.api import distribute_tensor
+from shardwise.boundary import enter, leave
+from shardwise.comm.record import Note
+from shardwise.engine.reduce_to_parts import note_gathered
+from shardwise.errors import MeshError
+from shardwise.layout import Layout, Placement, Shard
+from shardwise.layout.placement import REPLICATE
+from shardwise.mesh import DeviceMesh, Mesh, SimulatedMesh, as_mesh
+from shardwise.move import move, plan_steps
+from shardwise.parallel.styles.known_layouts import known_layout, remember_layout
+from shardwise.parallel.styles.placing import Placing, placing_key, unless_cut
+from shardwise.parallel.styles.shared_inputs import distributed_once
+from shardwise.sizes import exchange_kinds, layout_of_locals
+from shardwise.tensor import DTensor
+from shardwise.wrapper import wrap
+
+_NOTE = Note("redistribute")
+
+
+class StyleAxis:
+    """A mesh and the number of the axis that a style works on."""
+
+    def __init__(self, mesh: Mesh, number: int) -> None:
+        self.mesh, self.number = mesh, number
+        self._layouts: dict[Hashable, Layout] = {}  # of plain tensors
+        self._targets: dict[Hashable, Layout | None] = {}  # where tensors of a layout go; None where they stay
+
+    @staticmethod
+    def of(device_mesh: DeviceMesh | SimulatedMesh | Mesh | None, axis: int | str | None) -> StyleAxis:
+        """The axis of that name or number; None for the only one there is."""
+        mesh = as_mesh(device_mesh)
+        if axis is not None:
+            return StyleAxis(mesh, mesh.axis(axis))
+        if len(mesh.shape) != 1:
+            last = mesh.axis_names[-1]
+            raise MeshError(
+                f"device_mesh: {mesh!r} has several axes; say which one the plan cuts, as axis={last!r}, or give a "
+                f"mesh of that axis alone, device_mesh[{last!r}]"
+            )
+        return StyleAxis(mesh, 0)
+
+    @property
+    def is_only_axis(self) -> bool:
+        """Whether the mesh has no other axis."""
+        return len(self.mesh.shape) == 1
+
+    @property
+    def size(self) -> int:
+        """How many ranks are along the axis."""
+        return self.mesh.shape[self.number]
+
+    def placements(self, placing: Placing, others: tuple[Placement, ...] | None = None) -> tuple[Placement, ...]:
+        """Placements for all axes: those of `placing`, and `others` (or Replicate) where it says nothing."""
+        found = list(others if others is not None else (REPLICATE,) * len(self.mesh.shape))
+        if not isinstance(placing, Mapping):
+            found[self.number] = placing
+            return tuple(found)
+        for name, place in placing.items():
+            found[self.mesh.axis(name)] = place
+        return tuple(found)
+
+    # -- onto the mesh --------------------------------------------------------------------------------------
+    def distributed(
+        self,
+        x: torch.Tensor,
+        placing: Placing,
+        whole: Mapping[int, int] | None = None,
+        *,
+        watched: bool = True,
+        known_as: torch.Tensor | None = None,
+    ) -> DTensor:
+        """A DTensor of `x`: `x` itself if it is one, else the tensor of which each rank holds `x` under `placing`.
+
+        `whole` gives the global sizes of cut dims, where they are known. `watched` says whether hooks may be put on
+        the result, so that it needs a node of its own in the graph. `known_as` is the tensor to look the layout up
+        for, where `x` is another form of it."""
+        if isinstance(x, DTensor):
+            if x._layout.mesh is not self.mesh:
+                axis = self.mesh.axis_names[self.number]
+                raise MeshError(
+                    f"a tensor on {x._layout.mesh!r} meets a module parallelized over {self.mesh!r}; use the mesh of "
+                    f"the tensors, parallelize_module(module, mesh, plan, axis={axis!r})"
+                )
+            return x
+        if self.mesh.comm.simulated:
+            places = self.placements(placing)
+            return DTensor.from_local(x, self.mesh, places, shape=_global_shape(_first_rank(x), places, whole))
+        key = (x.shape, x.stride(), x.dtype, x.device, placing_key(placing))
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layout_of(x, placing, whole, key, x if known_as is None else known_as)
+        return enter(x, layout) if watched or x.grad_fn is None else wrap(x, layout)
+
+    def _layout_of(
+        self,
+        x: torch.Tensor,
+        placing: Placing,
+        whole: Mapping[int, int] | None,
+        key: tuple[Hashable, ...],
+        known_as: torch.Tensor,
+    ) -> Layout:
+        """The layout of a plain tensor: derived where that is possible, else agreed on by all ranks (see `sizes`)."""
+        places = self.placements(placing)
+        shape = _global_shape(x, places, whole)
+        is_cut = any(isinstance(p, Shard) and k > 1 for p, k in zip(places, self.mesh.shape, strict=True))
+        if shape is not None or not is_cut:
+            layout = layout_of_locals(x, self.mesh, places, shape)[1]
+            return _remember(self._layouts, key, layout)
+        known = known_layout(known_as, places, self.mesh)
+        if known is not None:
+            return known
+        kinds = exchange_kinds(x, self.mesh)
+        agreed = (*key, tuple(kinds.values()))
+        if agreed not in self._layouts:
+            _remember(self._layouts, agreed, layout_of_locals(x, self.mesh, places, kinds=kinds)[1])
+        layout = self._layouts[agreed]
+        remember_layout(known_as, layout)
+        return layout
+
+    def distributed_once(self, x: torch.Tensor, placing: Placing, whole: Mapping[int, int]) -> DTensor:
+        """`distributed`, for modules that do not write to their input: those that get the same plain tensor share the
+        DTensor, and one reduction of its gradient."""
+        if isinstance(x, DTensor):
+            return self.distributed(x, placing)
+        key = (self.mesh, self.number, placing_key(placing), tuple(whole.items()))
+        return distributed_once(
+            x, key, lambda alias: self.distributed(alias, placing, whole, watched=False, known_as=x)
+        )
+
+    def lay_out(self, param: torch.Tensor, placement: Placement, source: int | None) -> DTensor:
+        """A parameter or buffer with this placement on the axis; a DTensor keeps those on the other axes."""
+        if not isinstance(param, DTensor):
+            return distribute_tensor(param.detach(), self.mesh, self.placements(placement), src_data_rank=source)
+        if param._layout.mesh is not self.mesh:
+            raise MeshError(
+                f"a parameter lies on {param._layout.mesh!r}, its module is parallelized over {self.mesh!r}"
+            )
+        value: Any = param.detach()
+        return value.redistribute(placements=self.placements(placement, param.placements))
+
+    # -- along it -------------------------------------------------------------------------------------------
+    def move(self, x: DTensor, placing: Placing, like: Any = None) -> DTensor:
+        """The tensor laid out so; axes that `placing` does not speak of stay as they are.
+
+        A plain Shard(dim) asks for no particular sizes: a tensor that is cut along dim already stays, however it is.
+        `like` is the input of the module whose output `x` is. What the other axes cut of its leading dims they cut of
+        `x`: a batch stays cut, also where it was cheaper to gather it than a parameter which those axes cut."""
+        before = like._layout if isinstance(like, DTensor) and not self.is_only_axis else None
+        key = (x._layout, before, placing_key(placing))
+        if key not in self._targets:
+            asked = self.placements(placing, x.placements if before is None else self._cut_like(x._layout, before))
+            settled = tuple(unless_cut(want, have, x.dim()) for want, have in zip(asked, x.placements))
+            _remember(self._targets, key, None if settled == x.placements else _target(x._layout, settled))
+        target = self._targets[key]
+        if target is None:
+            return x
+        is_gathered = x.placements[self.number].is_shard() and target.placements[self.number].is_replicate()
+        return _gathered_once(x, target, self.number) if is_gathered and _has_version(x) else _moved(x, target)
+
+    def _cut_like(self, output: Layout, given: Layout) -> tuple[Placement, ...]:
+        """The placements of `output`, with those of `given` on other axes that cut a dim which both have."""
+        number = given.dtype.is_floating_point or given.dtype.is_complex  # else ids, which get one dim more
+        leading = min(len(given.shape), len(output.shape)) - number
+        return tuple(
+            came if axis != self.number and isinstance(came, Shard) and came.dim < leading else have
+            for axis, (have, came) in enumerate(zip(output.placements, given.placements))
+        )
+
+    # -- and out again --------------------------------------------------------------------------------------
+    def local_of(self, x: DTensor) -> torch.Tensor:
+        """The local tensor. What simulated ranks hold alike is one tensor, and a plain one if all do: a plain parameter
+        that meets it gets its gradient once, as on every process."""
+        comm = self.mesh.comm
+        if not comm.simulated:
+            local = x._local if type(x._local) is torch.Tensor and x._local.grad_fn is not None else x.to_local()
+            if any(isinstance(p, Shard) for p in x.placements):
+                remember_layout(local, x._layout)
+            return local
+        if not all(p.is_replicate() for p in x.placements):
+            return x.to_local()
+        return x.full_tensor() if len(set(comm.spectators)) == 1 else leave(x)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> StyleAxis:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StyleAxis, (self.mesh, self.number)
+
+
+# -- plain tensors -----------------------------------------------------------------------------------------
+def _first_rank(x: torch.Tensor) -> torch.Tensor:
+    return getattr(x, "ranks", (x,))[0]
+
+
+def _cut_dims(x: torch.Tensor, places: tuple[Placement, ...]) -> set[int]:
+    """The dims of a local tensor that the placements cut."""
+    return {p.dim % x.ndim for p in places if isinstance(p, Shard) and -x.ndim <= p.dim < x.ndim}
+
+
+def _global_shape(x: torch.Tensor, places: tuple[Placement, ...], whole: Mapping[int, int] | None) -> list[int] | None:
+    """The global shape, where something is cut and the sizes of all cut dims are known."""
+    cut = _cut_dims(x, places)
+    known = {dim % x.ndim: size for dim, size in (whole or {}).items() if -x.ndim <= dim < x.ndim}
+    return [known.get(d, n) for d, n in enumerate(x.shape)] if cut and cut <= known.keys() else None
+
+
+# -- moves -------------------------------------------------------------------------------------------------
+def _has_version(x: DTensor) -> bool:
+    """Whether a tensor can tell that it has been written to; one made in inference mode cannot."""
+    return not x._layout.mesh.comm.first(x._local).is_inference()
+
+
+def _target(layout: Layout, places: tuple[Placement, ...]) -> Layout:
+    target = layout.replace(placements=places)
+    return target.replace(stride=None) if plan_steps(layout, target) else target  # what has not moved is as it was
+
+
+def _moved(x: DTensor, target: Layout) -> DTensor:
+    """x.redistribute, with the layout that it comes to known beforehand."""
+    return wrap(move(x._local, x._layout, target, _NOTE), target)
+
+
+def _gathered_once(x: DTensor, target: Layout, axis: int) -> DTensor:
+    """The tensor made whole, and kept on it: query, key and value projections of one input share the gathering, and
+    that of their gradients."""
+    if x._spreads is None:
+        x._spreads = {}
+    key, now = ("moved", target, torch.is_grad_enabled()), (x._local, x._version)
+    found = x._spreads.get(key)
+    if found is None or found[0] is not now[0] or found[1] != now[1]:
+        found = x._spreads[key] = (*now, _moved(x, target))
+        note_gathered(x, found[2], axis)
+    return found[2]
+
+
+def _remember(table: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
+    if len(table) >= 1024:
+        table.clear()
+    table[key] = value
+    return value

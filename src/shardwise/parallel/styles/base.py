@@ -1,0 +1,58 @@
+"""What every style has: the class to extend, its hooks, and parameters laid out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.layout.placement import Placement
+from shardwise.mesh import DeviceMesh, SimulatedMesh
+from shardwise.parallel.styles.axis import StyleAxis
+from shardwise.tensor import DTensor
+
+
+class ParallelStyle(ABC):
+    """What `parallelize_module` does with a module. A style of your own defines `_apply(module, device_mesh)`.
+
+    Attributes:
+        src_data_rank: as given to `parallelize_module`: the rank whose values the parameters take.
+        axis: as given to `parallelize_module`: the mesh axis to work on.
+    """
+
+    src_data_rank: int | None = 0
+    axis: int | str | None = None
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module: ...
+
+
+class StyleHook:
+    """A hook of a module that also gets the style's axis. It is no state of the module: copies share it."""
+
+    def __init__(self, run: Callable[..., Any], axis: StyleAxis) -> None:
+        self.run, self.axis = run, axis
+
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args, self.axis)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> StyleHook:
+        return self
+
+
+def handed_over(x: DTensor, use_local: bool | None, axis: StyleAxis) -> torch.Tensor:
+    """What the program gets of a tensor: the local one if `use_local`; by default, where the mesh has no other axis."""
+    return axis.local_of(x) if (axis.is_only_axis if use_local is None else use_local) else x
+
+
+def lay_out_parameters(
+    module: nn.Module, placements: Mapping[str, Placement], axis: StyleAxis, source: int | None
+) -> None:
+    """Lay the module's own parameters out as `placements` says by name, with the values of the rank `source`."""
+    for name, param in list(module._parameters.items()):
+        if param is not None:
+            laid = axis.lay_out(param, placements[name], source)
+            module.register_parameter(name, nn.Parameter(laid, param.requires_grad))

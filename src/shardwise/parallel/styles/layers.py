@@ -1,0 +1,198 @@
+"""ColwiseParallel and RowwiseParallel: layers whose parameters are cut."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from shardwise.errors import LayoutError, RuleError
+from shardwise.layout import Shard
+from shardwise.layout.placement import REPLICATE, Placement
+from shardwise.layout.split import chunk_bounds
+from shardwise.mesh import DeviceMesh, SimulatedMesh
+from shardwise.parallel.styles.axis import StyleAxis
+from shardwise.parallel.styles.base import ParallelStyle, StyleHook, handed_over, lay_out_parameters
+from shardwise.parallel.styles.placing import Placing, PlacingArgument, as_placing, refuse
+from shardwise.tensor import DTensor
+
+
+class _LayerParallel(ParallelStyle):
+    """A layer whose parameters are cut, with one tensor in and one out."""
+
+    default_input: ClassVar[Placement]
+    default_output: ClassVar[Placement]
+    desired_input: ClassVar[Placement]  # what the layer computes with
+    cut_dims: ClassVar[tuple[int, int]]  # of the weight of a linear layer, of the table of an embedding
+
+    def __init__(
+        self,
+        *,
+        input_layouts: PlacingArgument | None = None,
+        output_layouts: PlacingArgument | None = None,
+        use_local_output: bool | None = None,
+        weight_dim: int | None = None,
+    ) -> None:
+        inputs = self.default_input if input_layouts is None else input_layouts
+        outputs = self.default_output if output_layouts is None else output_layouts
+        self._input: Placing = as_placing(inputs, "input_layouts")
+        self._output: Placing = as_placing(outputs, "output_layouts")
+        self._use_local, self.weight_dim = use_local_output, weight_dim
+        # as programs that extend a style read them
+        self.input_layouts, self.output_layouts = (self._input,), (self._output,)
+        self.desired_input_layouts = (self.desired_input,)
+        self.use_local_output = use_local_output is not False
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
+        axis = StyleAxis.of(device_mesh, self.axis)
+        dim = self._cut_dim(module)
+        placements = {name: self._placement(param, dim, axis) for name, param in module._parameters.items()}
+        lay_out_parameters(module, placements, axis, self.src_data_rank)
+        module.register_forward_pre_hook(StyleHook(self._before, axis), with_kwargs=True)
+        module.register_forward_hook(StyleHook(self._after, axis), with_kwargs=True)
+        return module
+
+    def _placement(self, param: torch.Tensor | None, dim: int, axis: StyleAxis) -> Placement:
+        raise NotImplementedError
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axis: StyleAxis
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (self._prepared(module, args[0], axis), *args[1:]), kwargs
+        name = next(iter(kwargs), None)
+        if name is None:
+            raise LayoutError(f"{type(self).__name__}: {type(module).__name__} was called without an input")
+        return args, kwargs | {name: self._prepared(module, kwargs[name], axis)}
+
+    def _prepared(self, module: nn.Module, x: Any, axis: StyleAxis) -> DTensor:
+        if not isinstance(x, torch.Tensor):
+            refuse(x, f"{type(self).__name__}: the first input of {type(module).__name__}")
+        desired = self._desired(module)
+        only_reads = type(module).forward is nn.Linear.forward  # of other modules one cannot know
+        if only_reads and desired is REPLICATE:
+            laid = axis.distributed_once(x, self._input, self._known_sizes(module))
+        else:
+            laid = axis.distributed(x, self._input, self._known_sizes(module), watched=not only_reads)
+        return axis.move(laid, desired)
+
+    def _known_sizes(self, module: nn.Module) -> dict[int, int]:
+        """Global sizes of dims of the input that the layer knows."""
+        return {}
+
+    def _desired(self, module: nn.Module) -> Placement:
+        return self.desired_input
+
+    def _after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, axis: StyleAxis
+    ) -> torch.Tensor:
+        if not isinstance(output, torch.Tensor):
+            refuse(output, f"{type(self).__name__}: the output of {type(module).__name__}")
+        laid = axis.move(axis.distributed(output, REPLICATE), self._output, like=next(iter((*args, *kwargs.values()))))
+        return handed_over(laid, self._use_local, axis)
+
+    def _cut_dim(self, module: nn.Module) -> int:
+        """The dim of the weight that is cut."""
+        if self.weight_dim is not None:
+            return self.weight_dim
+        for kind, dim in zip((nn.Linear, nn.Embedding), self.cut_dims, strict=True):
+            if isinstance(module, kind):
+                return dim
+        raise RuleError(
+            f"{type(self).__name__} knows nn.Linear and nn.Embedding, got {type(module).__name__}; say which dim of "
+            f"its weight to cut with weight_dim=..."
+        )
+
+    def __repr__(self) -> str:
+        inside = f"input_layouts={self.input_layouts}, output_layouts={self.output_layouts}"
+        return f"{type(self).__name__}({inside}, use_local_output={self.use_local_output})"
+
+
+class ColwiseParallel(_LayerParallel):
+    """Cut a linear layer by its outputs, or an embedding by the columns of its table.
+
+    Args:
+        input_layouts: the placement of the input on the axis, or placements by the names of axes. The input is made
+            whole along the axis. Default: Replicate().
+        output_layouts: what the output becomes. Default: Shard(-1), as it is computed.
+        use_local_output: whether the program gets a local tensor. Default: where the mesh has no other axis.
+        weight_dim: the dim of the weight to cut, for modules of other types.
+        parts: the outputs are this many projections side by side, as the query, key and value of one fused layer, and
+            every one of them is cut.
+
+    Raises:
+        LayoutError: a placement or `parts` is not one.
+    """
+
+    default_input, default_output = REPLICATE, Shard(-1)
+    desired_input = REPLICATE
+    cut_dims = (0, 1)
+
+    def __init__(
+        self,
+        *,
+        parts: int = 1,
+        input_layouts: PlacingArgument | None = None,
+        output_layouts: PlacingArgument | None = None,
+        use_local_output: bool | None = None,
+        weight_dim: int | None = None,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output,
+            weight_dim=weight_dim,
+        )  # fmt: skip
+        if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+            raise LayoutError(f"ColwiseParallel: parts must be an int > 0, got {parts!r}")
+        self.parts = parts
+
+    def _placement(self, param: torch.Tensor | None, dim: int, axis: StyleAxis) -> Placement:
+        if param is None or not param.dim():
+            return REPLICATE
+        return _cut_in_parts(dim if param.dim() > 1 else 0, param.shape, self.parts, axis)
+
+
+class RowwiseParallel(_LayerParallel):
+    """Cut a linear layer by its inputs, or an embedding by the rows of its table.
+
+    Args:
+        input_layouts: the placement of the input on the axis, or placements by the names of axes. The input is cut to
+            fit the weight; the ids of an embedding are made whole. Default: Shard(-1).
+        output_layouts: what the output is summed to. Default: Replicate().
+        use_local_output: whether the program gets a local tensor. Default: where the mesh has no other axis.
+        weight_dim: the dim of the weight to cut, for modules of other types.
+
+    Raises:
+        LayoutError: a placement is not one.
+    """
+
+    default_input, default_output = Shard(-1), REPLICATE
+    desired_input = Shard(-1)
+    cut_dims = (1, 0)
+
+    def _placement(self, param: torch.Tensor | None, dim: int, axis: StyleAxis) -> Placement:
+        return Shard(dim) if param is not None and param.dim() > 1 else REPLICATE
+
+    def _desired(self, module: nn.Module) -> Placement:
+        return REPLICATE if isinstance(module, nn.Embedding) else Shard(-1)
+
+    def _known_sizes(self, module: nn.Module) -> dict[int, int]:
+        return {-1: module.in_features} if isinstance(module, nn.Linear) else {}
+
+
+def _cut_in_parts(dim: int, shape: torch.Size, parts: int, axis: StyleAxis) -> Shard:
+    """A Shard that cuts each of `parts` equal stretches of a dim like chunk: a rank has its share of every one."""
+    if parts == 1:
+        return Shard(dim)
+    size, ranks = shape[dim], axis.size
+    if size % parts:
+        raise LayoutError(
+            f"ColwiseParallel: parts={parts} do not divide dim {dim} of a parameter of shape {tuple(shape)}"
+        )
+    each = size // parts
+
+    def held(rank: int) -> list[tuple[int, int]]:
+        start, stop = chunk_bounds(each, ranks, rank)
+        return [(part * each + start, part * each + stop) for part in range(parts) if start < stop]
+
+    return Shard(dim, pieces=[[held(rank) for rank in range(ranks)]])
