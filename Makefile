@@ -33,6 +33,7 @@ test: lint
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python .ci/any_budget.py
 
 # Resumable: what was tried stands in build/prove; ARGS=--fresh starts anew.
 prove: $(STAMP)

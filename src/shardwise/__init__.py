@@ -15,10 +15,10 @@ from shardwise import (  # noqa: F401  (checkpoint: so that it is an attribute)
     torch_paths,
 )
 from shardwise.api import distribute_module, distribute_tensor
+from shardwise.caches import cache_info, clear_caches
 from shardwise.calibration import calibrate
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.context import strict
-from shardwise.engine.cache import cache_info, clear_caches
 from shardwise.errors import (
     AutogradError,
     AxisError,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.cache import clear_caches
+from shardwise.caches import clear_caches
 from shardwise.errors import MeshError
 from shardwise.mesh import Mesh, UserMesh, as_mesh
 from shardwise.move.cost import AxisCost, CostModel, cost_of, set_cost

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-    from shardwise.tensor import DTensor
+    from shardwise.wrapper import Wrapper
 
 Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
 
 
-def write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
+def write_items(fqn: str, tensor: Wrapper) -> list[WriteItem]:
     """Return one item for each distinct box held here."""
     layout: Layout = tensor._layout
     _refuse_partial(layout, f"saving {fqn!r}")
@@ -56,13 +56,13 @@ def items_for(fqn: str, tensor: torch.Tensor, boxes: Iterable[Box]) -> list[Writ
     ]
 
 
-def chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
+def chunk_list(tensor: Wrapper) -> list[ChunkStorageMetadata]:
     """Return the boxes to read, one for each piece of memory that holds one."""
     _refuse_partial(tensor._layout, "loading into a tensor")
     return [chunk(tile) for tile, _, _ in _held(tensor)]
 
 
-def tensor_shard(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
+def tensor_shard(tensor: Wrapper, index: MetadataIndex) -> torch.Tensor:
     """Return the memory of the box at `index.offset`: a view to write from or read into."""
     layout: Layout = tensor._layout
     if 0 in layout.shape:
@@ -82,7 +82,7 @@ def tensor_shard(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
     raise LayoutError(f"{index.fqn!r}: no box at {offsets} is held here; there are {[t.offsets for t, _, _ in held]}")
 
 
-def _held(tensor: DTensor) -> Iterator[tuple[Tile, torch.Tensor, tuple[int, ...]]]:
+def _held(tensor: Wrapper) -> Iterator[tuple[Tile, torch.Tensor, tuple[int, ...]]]:
     """Yield each box of each distinct local tensor of this process, with the tensor and where the box starts in it."""
     layout: Layout = tensor._layout
     comm, local = layout.mesh.comm, leaf_local(tensor)

@@ -21,7 +21,14 @@ from shardwise.comm.rank_tensor import RankTensor, map_ranks
 from shardwise.context import functions
 from shardwise.engine.plain_tensors import replicated_plain
 from shardwise.errors import AutogradError
-from shardwise.torch_private import DelayedError, are_transforms_active, requires_grad_in_cpp, without_torch_function
+from shardwise.torch_private import (
+    DelayedError,
+    are_transforms_active,
+    function_of,
+    give_node_class,
+    requires_grad_in_cpp,
+    without_torch_function,
+)
 from shardwise.wrapper import Wrapper, wrap
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, list, tuple, dict, type(None)})
@@ -246,7 +253,7 @@ class _OnLocals(Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *flat: Any) -> tuple[Any, ...]:
-        user = ctx._forward_cls.user
+        user = function_of(ctx).user
         BackwardCFunction.set_materialize_grads(ctx, False)  # zeros are made with a layout
         ctx._arg_forms = call.forms
         if _has_setup_context(user):
@@ -262,7 +269,7 @@ class _OnLocals(Function):
 
     @staticmethod
     def backward(ctx: Any, *flat: Any) -> tuple[Any, ...]:
-        user, name = ctx._forward_cls.user, ctx.name()
+        user, name = function_of(ctx).user, ctx.name()
         grads: Any = _gradients(ctx._result_forms, flat, ctx._materialize)
         backward = user.vjp if user.vjp is not Function.vjp else user.backward
         once = getattr(backward, "__code__", None) is _ONCE
@@ -303,8 +310,7 @@ def _on_locals(cls: Any) -> type[_OnLocals]:
     made = cls.__dict__.get("_shardwise")
     if made is None:
         made = type(cls)(cls.__name__, (_OnLocals,), {"user": cls})
-        own = {"_forward_cls": made, "_autograd_function_id": made._backward_cls._autograd_function_id}
-        made._backward_cls = type(made._backward_cls.__name__, (_Node,), own)
+        give_node_class(made, _Node)
         cls._shardwise = made
     return made
 

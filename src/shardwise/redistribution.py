@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from shardwise.argument_types import Placements
+from shardwise.caches import register_cache
 from shardwise.comm.base import Comm
 from shardwise.comm.bridge import regrade
 from shardwise.comm.record import Note
 from shardwise.context import running_op
-from shardwise.engine.cache import register_cache
 from shardwise.errors import MoveError
 from shardwise.layout import Layout, Placement, as_placements
 from shardwise.mesh import Mesh

@@ -126,6 +126,24 @@ will_run: Callable[[Any], bool] = take(
 DelayedError: Any = take("torch._C._functions.DelayedError", "double backward through a once_differentiable Function")
 
 
+def number_of_node(node: Any) -> int:
+    """The sequence number of an autograd node (CommDebugMode: which module's backward runs)."""
+    return node._sequence_nr()
+
+
+def function_of(ctx: Any) -> Any:
+    """The autograd Function that a `ctx` belongs to (Functions of the user's on distributed tensors)."""
+    return ctx._forward_cls
+
+
+def give_node_class(function: Any, base: type) -> None:
+    """Have the nodes of an autograd Function be of a class that derives from `base` (the `ctx` that a user's Function
+    sees on distributed tensors)."""
+    node = function._backward_cls
+    own = {"_forward_cls": function, "_autograd_function_id": node._autograd_function_id}
+    function._backward_cls = type(node.__name__, (base,), own)
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have autograd call this when the backward pass that is running ends."""
     _engine.queue_callback(callback)
@@ -172,12 +190,20 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def weights_replaced(recurrent: Any) -> None:
+    """Tell an RNN, which keeps a list of its parameters, that they are other tensors now (data_parallel)."""
+    recurrent._flat_weights = [getattr(recurrent, name, None) for name in recurrent._flat_weights_names]
+
+
 # --- torch.distributed ----------------------------------------------------------------------------------------------
 remote_device: Any = take("torch.distributed._remote_device", "placements such as 'rank:1/cuda:0'")
 default_group: Any = take(
     "torch.distributed.distributed_c10d._get_default_group", "ShardedTensor without a process_group"
 )
 default_store: Any = take("torch.distributed.distributed_c10d._get_default_store", "messages between two ranks")
+functional_collectives: Any = take(
+    "torch.distributed._functional_collectives", "CommDebugMode: registers torch.ops.c10d_functional"
+)
 AsyncCollectiveTensor: Any = take(
     "torch.distributed._functional_collectives.AsyncCollectiveTensor", "tensors of torch's DTensor that still wait"
 )

@@ -10,9 +10,9 @@ import torch
 
 from shardwise.autograd.gradients import as_gradient, distributed_gradient, grad_layout
 from shardwise.autograd.leaves import leaf_local, leaf_values, note_loose_write
+from shardwise.caches import register_cache
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program
-from shardwise.engine.cache import register_cache
 from shardwise.engine.reduce_to_parts import before_watching
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout

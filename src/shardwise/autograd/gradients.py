@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
+from shardwise.caches import register_cache
 from shardwise.comm.bridge import regrade, share
 from shardwise.comm.record import Note
-from shardwise.engine.cache import register_cache
 from shardwise.engine.plain_tensors import plain_wrapped
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, Partial, Placement

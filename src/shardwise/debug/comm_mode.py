@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # registers torch.ops.c10d_functional
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
@@ -20,7 +19,7 @@ from shardwise.comm.record import Entry, Recorder
 from shardwise.debug.trace import ModuleTrace, Operation
 from shardwise.engine.call_shape import op_name
 from shardwise.layout import Placement
-from shardwise.torch_private import DispatchMode, current_node, sequence_number
+from shardwise.torch_private import DispatchMode, current_node, number_of_node, sequence_number
 from shardwise.wrapper import Wrapper
 
 _functional = torch.ops.c10d_functional
@@ -114,7 +113,7 @@ class CommDebugMode:
         """Count a collective. One of the backward pass belongs to the module whose forward made its autograd node."""
         node = current_node()
         backward = backward or node is not None
-        path = self.root.path_to(node._sequence_nr()) if node is not None and len(self._path) == 1 else self._path
+        path = self.root.path_to(number_of_node(node)) if node is not None and len(self._path) == 1 else self._path
         for module in path:
             module.collectives[backward][op] += 1
 

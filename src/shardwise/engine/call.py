@@ -15,8 +15,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import shardwise.rules  # noqa: F401  (importing them registers them)
+from shardwise.caches import PlanCache, register_cache
 from shardwise.engine import autocast
-from shardwise.engine.cache import PlanCache, register_cache
 from shardwise.engine.call_shape import op_name, tensors_in
 from shardwise.engine.function_guard import check_gradient_is_kept
 from shardwise.engine.into_out import check_not_resized, out_names

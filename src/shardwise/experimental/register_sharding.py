@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardwise.engine.cache import clear_caches
+from shardwise.caches import clear_caches
 from shardwise.engine.call import ANY_FLOAT
 from shardwise.errors import RuleError
 from shardwise.experimental.strategies import CheckedRule, Op, TensorInfo, rule_from_strategies

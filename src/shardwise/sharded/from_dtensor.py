@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.engine.cache import PlanCache, register_cache
+from shardwise.caches import PlanCache, register_cache
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import Tile

@@ -12,8 +12,8 @@ from operator import add, gt
 import numpy as np
 import torch
 
+from shardwise.caches import PlanCache, register_cache
 from shardwise.comm.record import Note
-from shardwise.engine.cache import PlanCache, register_cache
 from shardwise.layout import Layout
 from shardwise.layout.tiles import Tiles, first_hole, first_overlap
 from shardwise.layout.tileset import TileSet

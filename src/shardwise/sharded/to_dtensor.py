@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardwise.caches import PlanCache, register_cache
 from shardwise.comm.record import Note
-from shardwise.engine.cache import PlanCache, register_cache
 from shardwise.errors import MeshError
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.layout import shards_from_table

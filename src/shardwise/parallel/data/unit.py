@@ -17,6 +17,7 @@ from shardwise.parallel.data.leaves import LeafGroup
 from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.states import USE, State, Use
 from shardwise.tensor import DTensor
+from shardwise.torch_private import weights_replaced
 from shardwise.wrapper import Wrapper
 
 
@@ -211,7 +212,7 @@ class Unit:
     def _tell_recurrent(self) -> None:
         """RNNs keep a list of their parameters beside them."""
         for module in self._recurrent:
-            module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+            weights_replaced(module)
 
 
 def plain_tensors(tree: Any) -> list[torch.Tensor]:
