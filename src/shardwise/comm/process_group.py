@@ -77,7 +77,7 @@ class ProcessGroupComm(PlainComm):
             if self.shape[axis] > 1:
                 record(self, "all_gather", axis, (self.shape[axis] - 1) * table.nbytes, Note("from_local", "sizes"))
                 with self.naming("all_gather", axis):
-                    table = torch.stack(self._gather((axis,), table, [tuple(table.shape)] * self.shape[axis]))
+                    table = torch.stack(self._gather((axis,), table))
             else:
                 table = table.unsqueeze(0)
         return table.view(-1, len(row)).tolist()
@@ -172,24 +172,19 @@ class ProcessGroupComm(PlainComm):
 
     def stack(self, local: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         with self.naming("all_gather", axes):
-            shapes = [tuple(local.shape)] * len(self._everyone(axes))
-            return torch.stack(self._gather(axes, local.contiguous(), shapes))
+            return torch.stack(self._gather(axes, local.contiguous()))
 
-    def _gather(self, axes: Sequence[int], mine: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Everyone's tensor, in the order of coordinates; uneven ones travel padded to the longest."""
-        counts = [numel(shape) * width(mine.dtype) for shape in shapes]
-        longest = max(counts)
+    def _gather(self, axes: Sequence[int], mine: torch.Tensor) -> list[torch.Tensor]:
+        """Everyone's tensor, all of one shape, in the order of coordinates."""
+        everyone, shape = len(self._everyone(axes)), tuple(mine.shape)
+        if self.group(axes) is None:
+            return self._swap(axes, [mine] * everyone, [shape] * everyone)
         wire = as_wire(mine)
-        if wire.numel() < longest:
-            wire = torch.nn.functional.pad(wire, (0, longest - wire.numel()))
-        out = wire.new_empty(longest * len(shapes))
-        if longest and self.group(axes) is None:
-            return self._swap(axes, [mine] * len(shapes), shapes)
-        if longest:
+        out = wire.new_empty(everyone * wire.numel())
+        if out.numel():
             getattr(dist, ALL_GATHER)(out, wire, group=self.group(axes))
-        rows = out.view(len(shapes), longest)
-        came = dict(zip(self._by_group(axes), rows, strict=True))
-        return [from_wire(came[i][:n], mine.dtype, s) for i, (n, s) in enumerate(zip(counts, shapes, strict=True))]
+        came = dict(zip(self._by_group(axes), out.view(everyone, wire.numel()), strict=True))
+        return [from_wire(came[i], mine.dtype, shape) for i in range(everyone)]
 
     def all_reduce(self, local: torch.Tensor, axes: Sequence[int], reduce_op: str) -> torch.Tensor:
         with self.naming("all_reduce", axes):

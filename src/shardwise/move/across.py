@@ -22,10 +22,10 @@ from shardwise.errors import MoveError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.tileset import TileSet
-from shardwise.move.at_hand import Whole
 from shardwise.move.execute import run_move
 from shardwise.move.node import run_steps
 from shardwise.move.planner import peak, plan_steps, without_sums
+from shardwise.move.routed import Whole
 from shardwise.move.steps import Step, Steps
 from shardwise.move.tiles import TilePlan
 from shardwise.move.transfer import Transfer

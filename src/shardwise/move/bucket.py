@@ -13,7 +13,7 @@ from shardwise.comm.record import Note, recorders, tell
 from shardwise.comm.wire import as_bytes
 from shardwise.layout import Region
 from shardwise.move.across import CrossStep
-from shardwise.move.routes import Piece, Route, Routes, Shape, joined
+from shardwise.move.schedule import Member, Piece, Route, Routes, Shape
 from shardwise.move.transfer import Exchanged, Transfer
 
 Parcel = tuple[CrossStep, torch.Tensor]  # a move between meshes, and what this rank holds of the tensor
@@ -27,7 +27,7 @@ class _Together(Exchanged):
         self.kept: dict[Any, Any] = {}
 
     def routes(self, member: int) -> Routes:
-        return joined([_in_bytes(step.plan.routes(member), local.itemsize) for step, local in self.parcels])
+        return _joined([_in_bytes(step.plan.routes(member), local.itemsize) for step, local in self.parcels])
 
     def sends_separately(self, along: Along) -> bool:
         return self.parcels[0][0].plan.sends_separately(along)
@@ -87,3 +87,18 @@ def _from_bytes(flat: torch.Tensor | None, step: CrossStep, rank: int, like: tor
     if flat is None:
         return like.new_empty(0)
     return flat.view(-1).view(like.dtype).view(step.dst.local_shape(rank))
+
+
+def _joined(parts: Sequence[Routes]) -> Routes:
+    """Several exchanges of one rank as one: their tensors one after the other, their messages too."""
+    sends: dict[Member, list[Piece]] = {}
+    takes: list[Route] = []
+    held: list[Shape] = []
+    needed: list[Shape] = []
+    for part in parts:
+        for peer, pieces in part.sends.items():
+            sends.setdefault(peer, []).extend(Piece(len(held) + slot, region) for slot, region in pieces)
+        takes += (Route(sources, Piece(len(needed) + slot, region)) for sources, (slot, region) in part.takes)
+        held += part.held
+        needed += part.needed
+    return Routes(sends, takes, held, needed)

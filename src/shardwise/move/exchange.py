@@ -19,13 +19,12 @@ from shardwise.comm.messages import Along
 from shardwise.comm.wire import WIRE
 from shardwise.errors import MoveError
 from shardwise.layout import Layout, Partial, Placement, Region, Shard
-from shardwise.layout.overlap import holders_of
+from shardwise.layout.layout import holders_of
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.region import region_size, within
 from shardwise.layout.split import count, intersect
 from shardwise.move.routed import RoutedStep
-from shardwise.move.routes import Piece, Route, Routes, Shape
-from shardwise.move.schedule import round_of
+from shardwise.move.schedule import Piece, Route, Routes, Shape, round_of
 from shardwise.move.transfer import Native, gather_in_order, reduce_and_scatter
 
 _SEPARATE_BYTES = 1 << 16  # bytes of a rank's tensor

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from shardwise.comm.base import Coords
 from shardwise.errors import MoveError
 from shardwise.layout import Layout
-from shardwise.layout.overlap import holders_of
+from shardwise.layout.layout import holders_of
 from shardwise.layout.split import count, normalize
 from shardwise.move.across import CrossPlan, plan_across
 from shardwise.move.planner import peak, plan_steps, result_bytes, sample_coords

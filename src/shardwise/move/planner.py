@@ -22,8 +22,7 @@ from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.move.cost import CostModel, cost_of
 from shardwise.move.exchange import Exchange, largest_bytes
 from shardwise.move.limit import budget, rounds_for
-from shardwise.move.pad import Pad, Padded
-from shardwise.move.steps import AllReduce, Mean, MeshStep, Spread, Steps, ToPartial
+from shardwise.move.steps import AllReduce, Mean, MeshStep, Pad, Padded, Spread, Steps, ToPartial
 
 _MOST_STRIDES = 64
 

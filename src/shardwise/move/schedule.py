@@ -1,15 +1,18 @@
 """What one rank does in one round of an exchange, worked out once from integers: what it packs, how much goes to and
 comes from whom, and what becomes of what came.
 
+It follows from the rank's routes. They are found in two ways: from two layouts on one mesh (exchange.py), in time that
+does not grow with the mesh, and from any two sets of tiles (tiles.py), by a sweep.
+
 A message that is one run of memory is sent from where it is, or received where it belongs; the rest goes through a
 buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.layout.region import (
     Region,
@@ -21,7 +24,38 @@ from shardwise.layout.region import (
     run_start,
     view_of,
 )
-from shardwise.move.routes import Member, Piece, Routes, Shape
+
+Member = Any  # who takes part: coordinates on a mesh, or a global rank
+Shape = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """A region of one of the tensors that a rank holds."""
+
+    slot: int
+    region: Region
+
+
+class Route(NamedTuple):
+    """A piece of what a rank will hold, and who has it: one, or everyone who has a part of the sum, in order."""
+
+    sources: tuple[Member, ...]
+    piece: Piece
+
+
+class Routes(NamedTuple):
+    """One rank's part of an exchange.
+
+    What one rank sends another is one message: the pieces in `sends`, one after the other. The receiver finds as many
+    routes with that sender among its sources, in the same order. What a rank keeps is what it sends itself.
+    """
+
+    sends: Mapping[Member, Sequence[Piece]]
+    takes: Sequence[Route]
+    held: Sequence[Shape]  # the shapes of the tensors the rank has
+    needed: Sequence[Shape]  # and of those it will have
+    stays: Mapping[int, int] = {}  # tensors that stay what they are: their slots after and before
+
 
 BUFFER = -1  # the slot of the buffer
 

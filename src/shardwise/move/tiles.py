@@ -23,7 +23,7 @@ from shardwise.errors import MoveError
 from shardwise.layout.region import whole_region
 from shardwise.layout.tiles import TileLike, Tiles, cells_of, expand, first_overlap, meetings
 from shardwise.layout.tileset import TileSet
-from shardwise.move.routes import Member, Piece, Route, Routes, Shape
+from shardwise.move.schedule import Member, Piece, Route, Routes, Shape
 from shardwise.move.transfer import Exchanged
 
 

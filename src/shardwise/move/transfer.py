@@ -14,8 +14,7 @@ from shardwise.comm.reduction import REDUCTIONS, reduce_parts
 from shardwise.comm.wire import WIRE, as_wire, width
 from shardwise.layout.region import View
 from shardwise.move.pack import pick, place
-from shardwise.move.routes import Member, Routes, Shape
-from shardwise.move.schedule import BUFFER, Part, Put, Puts, Round, Span, round_of
+from shardwise.move.schedule import BUFFER, Member, Part, Put, Puts, Round, Routes, Shape, Span, round_of
 from shardwise.torch_private import foreach_copy_
 
 Tensors = Sequence[torch.Tensor]

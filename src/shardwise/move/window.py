@@ -12,7 +12,7 @@ from shardwise.layout import Layout, Region
 from shardwise.layout.region import within
 from shardwise.layout.split import Intervals, count, intersect, normalize
 from shardwise.move.routed import RoutedStep
-from shardwise.move.routes import Member, Piece, Route, Routes, Shape
+from shardwise.move.schedule import Member, Piece, Route, Routes, Shape
 from shardwise.move.steps import MeshStep
 
 Needs = Callable[[Coords], Intervals]
