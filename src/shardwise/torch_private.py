@@ -8,6 +8,7 @@ attributes that every tensor and module has had since torch 1.0 (`_version`, `_b
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,9 +84,8 @@ _get_dispatch_mode: Any = take("torch._C._get_dispatch_mode", "make_fx refuses a
 _mode_keys: Any = take("torch._C._TorchDispatchModeKey", "make_fx refuses a move between processes")
 
 
-def is_traced() -> bool:
-    """Whether make_fx is writing a graph."""
-    return _get_dispatch_mode(_mode_keys.PROXY) is not None
+# The mode in which make_fx is writing a graph; None elsewhere.
+tracing_mode: Callable[[], Any] = functools.partial(_get_dispatch_mode, _mode_keys.PROXY)
 
 
 _DispatchKey: Any = take("torch._C.DispatchKey", "ops under a TorchDispatchMode")

@@ -16,7 +16,7 @@ from shardwise.layout import Layout
 from shardwise.layout.region import cut_region, run_start
 from shardwise.layout.split import normalize
 from shardwise.mesh import as_mesh
-from shardwise.move.execute import move
+from shardwise.move.run import move
 from tests.move.cases import all_parts, placed
 from tests.move.test_property import Counted
 from tests.workers import device_mesh, run_ranks

@@ -105,27 +105,3 @@ class Comm(ABC):
     @abstractmethod
     def first_of_replicas(self, local: Any, axes: Sequence[int]) -> Any:
         """The value of the first coordinate on each of `axes`, for everyone along it."""
-
-
-class PlainComm(Comm):
-    """A backend that plays one rank, or none: a local value is a plain tensor."""
-
-    simulated = False
-
-    def values(self, local: Any) -> tuple[torch.Tensor, ...]:
-        return (local,)
-
-    def structure(self, local: Any) -> None:
-        return None
-
-    def assemble(self, structure: Any, values: Sequence[torch.Tensor | None]) -> Any:
-        return values[0]
-
-    def pick(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
-        return (local,)
-
-    def first(self, local: Any) -> torch.Tensor:
-        return local
-
-    def adopt(self, local: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-        return local

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.base import Coords, PlainComm
+from shardwise.comm.base import Coords
+from shardwise.comm.process_group import PlainComm
 from shardwise.errors import MeshError
 
 

@@ -10,15 +10,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.base import Coords, PlainComm
+from shardwise.comm.base import Comm, Coords
 from shardwise.comm.bridge import replaced
-from shardwise.comm.messages import ALL_GATHER, Along, start_all_to_all, start_swap, world_of
+from shardwise.comm.messages import (
+    ALL_GATHER,
+    WIRE,
+    Along,
+    as_wire,
+    from_wire,
+    numel,
+    start_all_to_all,
+    start_swap,
+    width,
+    world_of,
+)
 from shardwise.comm.peers import sign_in, who_is_lost
 from shardwise.comm.record import Note, record
 from shardwise.comm.reduction import REDUCTIONS, reduce_parts
-from shardwise.comm.wire import WIRE, as_wire, from_wire, numel, width
 from shardwise.errors import CommError
-from shardwise.torch_private import is_traced, without_fake_mode
+from shardwise.torch_private import tracing_mode, without_fake_mode
 
 _REDUCE = {
     "sum": dist.ReduceOp.SUM,
@@ -29,6 +39,30 @@ _REDUCE = {
 _MOST_DIMS = 16
 _PAIR_PIECE = 1 << 22  # bytes
 _DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
+
+
+class PlainComm(Comm):
+    """A backend that plays one rank, or none: a local value is a plain tensor."""
+
+    simulated = False
+
+    def values(self, local: Any) -> tuple[torch.Tensor, ...]:
+        return (local,)
+
+    def structure(self, local: Any) -> None:
+        return None
+
+    def assemble(self, structure: Any, values: Sequence[torch.Tensor | None]) -> Any:
+        return values[0]
+
+    def pick(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
+        return (local,)
+
+    def first(self, local: Any) -> torch.Tensor:
+        return local
+
+    def adopt(self, local: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        return local
 
 
 class ProcessGroupComm(PlainComm):
@@ -293,7 +327,7 @@ class _Naming:
         self.comm, self.kind, self.axes = comm, kind, axes
 
     def __enter__(self) -> None:
-        if is_traced():  # what comes in would be a constant of the graph
+        if tracing_mode() is not None:  # what comes in would be a constant of the graph
             names = "+".join(self.comm.axis_names[a] for a in self.axes)
             raise CommError(
                 f"{self.kind} on mesh axis {names!r} while torch.fx traces (make_fx): what other ranks send would be "

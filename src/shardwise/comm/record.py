@@ -80,17 +80,17 @@ class _OfThread(threading.local):
     recorders: list[Recorder] | None = None
 
 
-_of_thread = _OfThread()
+of_thread = _OfThread()
 _all_open: list[Recorder] = []
 
 
 def recorders() -> list[Recorder]:
     """The recorders open in this thread: always the same list, so that who keeps it sees what is opened later."""
-    found = _of_thread.recorders
+    found = of_thread.recorders
     if found is None:
         if current_node() is not None:  # in a backward pass of a thread that made no graph: autograd's own
             return _all_open
-        found = _of_thread.recorders = []
+        found = of_thread.recorders = []
     return found
 
 
@@ -98,15 +98,15 @@ def recorders() -> list[Recorder]:
 def recording_to(kept: list[Recorder]) -> Iterator[None]:
     """Inside, what is communicated is recorded by those in `kept` too: the list of the thread that made a graph, around
     the backward pass of that graph, which may run in another thread."""
-    here = _of_thread.recorders
+    here = of_thread.recorders
     if kept is here or (here is not None and not kept):
         yield
         return
-    _of_thread.recorders = [*kept, *(recorder for recorder in here if recorder not in kept)] if here else kept
+    of_thread.recorders = [*kept, *(recorder for recorder in here if recorder not in kept)] if here else kept
     try:
         yield
     finally:
-        _of_thread.recorders = here
+        of_thread.recorders = here
 
 
 def for_backward(note: Note, source: str | None) -> Note:

@@ -15,7 +15,7 @@ from shardwise.errors import AutogradError
 from shardwise.layout import Layout
 from shardwise.move import plan_steps
 from shardwise.move.limit import current_cap
-from shardwise.move.node import run_steps
+from shardwise.move.run import run_steps
 from shardwise.move.steps import Spread
 from shardwise.protocols import LocalValue
 from shardwise.wrapper import Wrapper

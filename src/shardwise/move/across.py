@@ -22,10 +22,9 @@ from shardwise.errors import MoveError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.tileset import TileSet
-from shardwise.move.execute import run_move
-from shardwise.move.node import run_steps
+from shardwise.move.exchange import Whole
 from shardwise.move.planner import peak, plan_steps, without_sums
-from shardwise.move.routed import Whole
+from shardwise.move.run import run_move, run_steps
 from shardwise.move.steps import Step, Steps
 from shardwise.move.tiles import TilePlan
 from shardwise.move.transfer import Transfer

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.messages import Along, along_ranks
+from shardwise.comm.messages import Along, along_ranks, as_bytes
 from shardwise.comm.record import Note, recorders, tell
-from shardwise.comm.wire import as_bytes
 from shardwise.layout import Region
 from shardwise.move.across import CrossStep
 from shardwise.move.schedule import Member, Piece, Route, Routes, Shape

@@ -15,7 +15,13 @@ from shardwise.move.exchange import Exchange, largest_bytes
 _SMALL_ROUND = 1 << 18  # bytes of buffers below which another round costs more than it saves
 _FEW = 8  # ranks of an exchange whose buffers are counted exactly
 _MOST_ROUNDS = 8192
-_state = threading.local()
+
+
+class _OfThread(threading.local):
+    cap: int | None = None  # bytes that a move may hold beyond its source
+
+
+of_thread = _OfThread()
 
 
 class memory_cap:
@@ -30,15 +36,15 @@ class memory_cap:
 
     def __enter__(self) -> memory_cap:
         self.outer = current_cap()
-        _state.cap = self.bytes
+        of_thread.cap = self.bytes
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        _state.cap = self.outer
+        of_thread.cap = self.outer
 
 
 def current_cap() -> int | None:
-    return getattr(_state, "cap", None)
+    return of_thread.cap
 
 
 def budget(src: Layout, dst: Layout, memory: int | None) -> int | None:

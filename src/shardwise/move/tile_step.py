@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardwise.comm.messages import Group, along_group
 from shardwise.comm.record import Note, recorders
 from shardwise.errors import CommError, MoveError
-from shardwise.move.node import run_now, run_steps
+from shardwise.move.run import run_now, run_steps
 from shardwise.move.steps import Step
 from shardwise.move.tiles import TilePlan
 from shardwise.move.transfer import Transfer, begins_its_memory

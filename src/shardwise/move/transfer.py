@@ -9,9 +9,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.messages import ALL_GATHER, REDUCE_SCATTER, Along, Work, start_all_to_all, start_sends
+from shardwise.comm.messages import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    WIRE,
+    Along,
+    Work,
+    as_wire,
+    start_all_to_all,
+    start_sends,
+    width,
+)
 from shardwise.comm.reduction import REDUCTIONS, reduce_parts
-from shardwise.comm.wire import WIRE, as_wire, width
 from shardwise.layout.region import View
 from shardwise.move.pack import pick, place
 from shardwise.move.schedule import BUFFER, Member, Part, Put, Puts, Round, Routes, Shape, Span, round_of
@@ -64,14 +73,15 @@ class Transfer:
         self, plan: Exchanged, sources: Tensors, me: Member, along: Along, into: list[torch.Tensor] | None = None
     ) -> None:
         self.plan, self.along = plan, along
-        self.sources = [x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x for x in sources]
-        self.plain = [begins_its_memory(x) for x in self.sources]  # so that a view of it is known beforehand
+        self.sources = list(map(_resolved, sources))
+        self.plain = list(map(begins_its_memory, self.sources))  # so that a view of it is known beforehand
         self.course = course = course_of(plan, me, along)
         self.stays = course.stays if into is None else {}
         like = self.sources[0]
         self.out = self._room(like, course.shapes) if into is None else into
         # one pair of buffers for all rounds: a backend may let go of what it was given a little late
-        self.buffers = [like.new_empty(n) if n else None for n in course.most]
+        out, into_ = course.most
+        self.buffers = [like.new_empty(out) if out else None, like.new_empty(into_) if into_ else None]
         self.keeping: Any = None  # what must live until the collective is done
         self.work = self._begin(course.rounds[0])
 
@@ -98,8 +108,8 @@ class Transfer:
             return self.course.native(self)
         packed, received = self.buffers if self.course.one_round else self._buffers_of(one)
         if packed is not None:
-            rooms = [packed.as_strided(*room) for room, _ in one.packs]
-            _copy_all(rooms, [self._own(part) for _, part in one.packs])
+            cut = packed.as_strided
+            _copy_all([cut(*room) for room, _ in one.packs], [self._own(part) for _, part in one.packs])
         work = (self._send_separately if self.course.separate else self._send_at_once)(one, packed, received)
         if one.meanwhile.each:
             self._put_all(one.meanwhile)
@@ -128,6 +138,8 @@ class Transfer:
         x = buffer if buffer is not None else self._contiguous(tensors, spans[0].slot)
         start, stop = spans[0].start, spans[-1].stop
         if x.dtype in WIRE:
+            if x is buffer and stop - start == x.numel():
+                return x
             return x.as_strided((stop - start,), (1,), x.storage_offset() + start)
         return as_wire(x)[start * wide : stop * wide]
 
@@ -205,6 +217,11 @@ def course_of(plan: Exchanged, me: Member, along: Along) -> Course:
 
 
 _NO_ROUND = Round([], [], (), 0, 0, (), (), Puts((), True), Puts((), True))
+
+
+def _resolved(x: torch.Tensor) -> torch.Tensor:
+    """The same values without a conjugation or negation that is still to be done."""
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
 def begins_its_memory(x: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from shardwise.comm.base import Coords
 from shardwise.layout import Layout, Region
 from shardwise.layout.region import within
 from shardwise.layout.split import Intervals, count, intersect, normalize
-from shardwise.move.routed import RoutedStep
+from shardwise.move.exchange import RoutedStep
 from shardwise.move.schedule import Member, Piece, Route, Routes, Shape
 from shardwise.move.steps import MeshStep
 

@@ -14,8 +14,8 @@ from shardwise.context import is_strict, refuse_in_program, running_op
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps
-from shardwise.move.node import run_steps
 from shardwise.move.pack import take
+from shardwise.move.run import run_steps
 from shardwise.move.window import Needs, windows_of
 from shardwise.torch_private import is_any_autocast_enabled
 from shardwise.wrapper import Wrapper, wrap

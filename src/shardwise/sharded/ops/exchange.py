@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.messages import as_bytes
 from shardwise.comm.record import Note, for_backward, record, recorders, recording_to, user_line
-from shardwise.comm.wire import as_bytes
 from shardwise.sharded.groups import Group
 
 Counts = Sequence[int]  # of elements, by rank of the group
