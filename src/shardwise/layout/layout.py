@@ -83,6 +83,11 @@ class Layout:
         values = {name: getattr(self, name) for name in ("mesh", "placements", "shape", "dtype", "stride", "device")}
         return Layout.make(**(values | changes))
 
+    def placed(self, changes: Mapping[int, Placement]) -> Layout:
+        """The layout with other placements on some axes."""
+        places = tuple(changes.get(axis, p) for axis, p in enumerate(self.placements))
+        return self if places == self.placements else self.replace(placements=places)
+
     # -- who holds what -------------------------------------------------------------------------------------
     @property
     def ndim(self) -> int:

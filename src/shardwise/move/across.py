@@ -86,7 +86,7 @@ class CrossPlan:
     def __init__(self, src: Layout, dst: Layout) -> None:
         self.src, self.dst = src, dst
         self.leaving = without_sums(src)
-        self.arriving = _with_whole_parts(dst)
+        self.arriving = dst.placed({a: REPLICATE for a, p in enumerate(dst.placements) if p.is_partial()})
         self.before: Steps = plan_steps(src, self.leaving)
         self.after: Steps = plan_steps(self.arriving, dst)
 
@@ -154,11 +154,6 @@ class CrossPlan:
 
 def _bytes(layout: Layout, coords: Coords) -> int:
     return math.prod(layout.local_shape_at(coords)) * layout.dtype.itemsize
-
-
-def _with_whole_parts(layout: Layout) -> Layout:
-    places = tuple(REPLICATE if p.is_partial() else p for p in layout.placements)
-    return layout if places == layout.placements else layout.replace(placements=places)
 
 
 # -- running it --------------------------------------------------------------------------------------------

@@ -207,8 +207,8 @@ class Exchange(RoutedStep):
         others: dict[int, Placement] = {
             a: REPLICATE for a, p in enumerate(self.src.placements) if p.is_partial() and a not in self.axes
         }
-        added = _with(self.dst, others | dict.fromkeys(self.spread, Partial("sum")))
-        spread = _with(self.src, others | dict.fromkeys(self.reduces, REPLICATE))
+        added = self.dst.placed(others | dict.fromkeys(self.spread, Partial("sum")))
+        spread = self.src.placed(others | dict.fromkeys(self.reduces, REPLICATE))
         return Exchange(added, self.axes, spread, self.reduces, self.rounds)
 
     # -- who sends what to whom -----------------------------------------------------------------------------
@@ -415,10 +415,3 @@ def is_even(layout: Layout) -> bool:
                 return False
             n //= k
     return True
-
-
-def _with(layout: Layout, changes: dict[int, Placement]) -> Layout:
-    if not changes:
-        return layout
-    places: Sequence[Placement] = [changes.get(a, p) for a, p in enumerate(layout.placements)]
-    return layout.replace(placements=tuple(places))

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from shardwise.errors import MoveError
-from shardwise.layout import Layout, Partial, Placement, Shard
+from shardwise.layout import Layout, Partial, Shard
 from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.move.cost import CostModel, cost_of
 from shardwise.move.exchange import Exchange, largest_bytes
@@ -47,7 +47,7 @@ def without_sums(layout: Layout) -> Layout:
     parts = [a for a, p in enumerate(layout.placements) if p.is_partial()]
     if not parts:
         return layout
-    whole = _with(layout, dict.fromkeys(parts, REPLICATE))
+    whole = layout.placed(dict.fromkeys(parts, REPLICATE))
     sums = [a for a in parts if layout.placements[a].is_partial("sum") or layout.placements[a].is_partial("avg")]
     return dealt_out(whole, sums) or whole
 
@@ -66,13 +66,13 @@ class _Planner:
         averaged = [a for a in self._differ(now, middle) if now.placements[a].is_partial("avg")]
         for axis in averaged:
             steps.append(Mean(now, (axis,)))
-            now = _with(now, {axis: Partial("sum")})
+            now = now.placed({axis: Partial("sum")})
         differ = self._differ(now, middle)
         reduced = tuple(a for a in differ if now.placements[a].is_partial() and not middle.placements[a].is_partial())
         others = tuple(a for a in reduced if not now.placements[a].is_partial("sum"))
         if others:  # max, min, product and the bitwise ones
             steps.append(AllReduce(now, others, now.placements[others[0]].reduce_op))  # type: ignore[attr-defined]
-            now = _with(now, dict.fromkeys(others, REPLICATE))
+            now = now.placed(dict.fromkeys(others, REPLICATE))
         if set(reduced) - set(others):
             steps += self._cheapest(now, middle)
         else:
@@ -120,7 +120,7 @@ class _Planner:
             return self.dst
         bare = self.dst.replace(placements=tuple(places))
         staying = [axis for axis in cut if self._stays_inside(axis, bare, cut)]
-        bare = _with(bare, {axis: self.src.placements[axis] for axis in staying})
+        bare = bare.placed({axis: self.src.placements[axis] for axis in staying})
         return dealt_out(bare, [axis for axis in cut if axis not in staying], inside=cut) or bare
 
     def _stays_inside(self, axis: int, bare: Layout, cut: list[int]) -> bool:
@@ -138,7 +138,7 @@ class _Planner:
         become = [a for a in self._differ(middle, self.dst) if self.dst.placements[a].is_partial()]
         padded = tuple(a for a in become if middle.placements[a].is_shard())
         if padded:
-            after = _with(middle, {a: self.dst.placements[a] for a in padded})
+            after = middle.placed({a: self.dst.placements[a] for a in padded})
             steps.append(Pad(after, padded, middle))
             middle, fresh = after, True
         for axis in become:
@@ -148,7 +148,7 @@ class _Planner:
                     steps.append(Spread(middle, (axis,)))
                 steps.append(ToPartial(middle, (axis,), goal.reduce_op, fresh))  # type: ignore[attr-defined]
                 fresh = True
-                middle = _with(middle, {axis: goal})
+                middle = middle.placed({axis: goal})
         return steps
 
     # -- one exchange ---------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class _Planner:
             at = now
             steps: list[MeshStep] = []
             for axis in sorted(axes, key=lambda a: sign * self.cost.axes[a].bandwidth):
-                goal = _with(at, {axis: to.placements[axis]})
+                goal = at.placed({axis: to.placements[axis]})
                 part = self._differ(at, goal)
                 if part:
                     steps.append(self._one(at, goal, part))
@@ -192,7 +192,7 @@ class _Planner:
         everyone_else_too = self._replicas(now, to)
         if alone and not everyone_else_too and not kept:
             return self._exchange(now, to)
-        whole = _with(now, dict.fromkeys(reduced, REPLICATE))
+        whole = now.placed(dict.fromkeys(reduced, REPLICATE))
         ways = [[*sums, *self._exchange(whole, to)] for sums in self._all_reduced(now, reduced)]
         if alone and kept and not everyone_else_too:
             return self._best(ways, now)
@@ -208,7 +208,7 @@ class _Planner:
                 ways.append([*self._exchange(now, once), *self._exchange(once, to)])
         free = {a: to.placements[a] for a in differ if now.placements[a].is_replicate()}
         if free and not _has_pieces(now) and not _has_pieces(to):
-            sliced = _with(now, free)
+            sliced = now.placed(free)
             cut = self._differ(now, sliced)
             if not set(self._differ(sliced, to)) & set(cut):
                 ways.insert(0, [self._one(now, sliced, cut), *self._cheapest(sliced, to)])
@@ -221,7 +221,7 @@ class _Planner:
             steps: list[MeshStep] = []
             for axis in axes:
                 steps.append(AllReduce(now, (axis,)))
-                now = _with(now, {axis: REPLICATE})
+                now = now.placed({axis: REPLICATE})
             yield steps
 
     def _replicas(self, now: Layout, to: Layout) -> tuple[int, ...]:
@@ -308,7 +308,7 @@ def dealt_out(layout: Layout, axes: Iterable[int], inside: Iterable[int] | None 
             cut = _strided(layout, axis) if inside is not None else None
         if cut is None:
             return None
-        layout = _with(layout, {axis: cut})
+        layout = layout.placed({axis: cut})
     return layout
 
 
@@ -332,11 +332,6 @@ def _strided(layout: Layout, axis: int) -> Shard | None:
 
 def _has_pieces(layout: Layout) -> bool:
     return any(isinstance(p, Shard) and p.pieces is not None for p in layout.placements)
-
-
-def _with(layout: Layout, changes: dict[int, Placement]) -> Layout:
-    places = tuple(changes.get(a, p) for a, p in enumerate(layout.placements))
-    return layout if places == layout.placements else layout.replace(placements=places)
 
 
 @lru_cache(maxsize=256)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,27 +19,13 @@ from shardwise.move.steps import AllReduce, GatherParts, MeshStep, Spread, Step
 Run = Callable[[Any, Sequence[Step], Any, Note, list[Recorder]], Any]
 
 
-class Holder(Protocol):
-    """What a node asks of a backend: the plain tensors inside of a local value, and local values made of them."""
-
-    simulated: bool
-
-    def values(self, local: Any) -> tuple[torch.Tensor, ...]: ...
-
-    def structure(self, local: Any) -> Any: ...
-
-    def assemble(self, structure: Any, values: Sequence[torch.Tensor | None]) -> Any: ...
-
-    def pick_gradients(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]: ...
-
-
 class _Move(torch.autograd.Function):
     """Inputs and outputs are the distinct plain tensors of a local value before and after the steps."""
 
     @staticmethod
     def forward(ctx: Any, call: list[Any], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         comm, steps, local, note, run = call
-        to = recorders() if of_thread.recorders is None else of_thread.recorders
+        to = recorders()
         result = run(comm, steps, local, note, to)
         ctx.comm, ctx.steps, ctx.note = comm, steps, note
         ctx.comm_after = after = _comm_after(comm, steps)
@@ -67,15 +53,7 @@ def _comm_after(comm: Any, steps: Sequence[Step]) -> Any:
 
 
 def run_steps(comm: Any, steps: Sequence[Step], local: Any, note: Note, run: Run | None = None) -> Any:
-    """The local value after the steps; recorded by autograd where its tensors are.
-
-    Args:
-        comm: The backend that holds `local`.
-        steps: What to do, one after the other.
-        local: What the ranks of this process hold.
-        note: On whose behalf, for the ledger.
-        run: How the steps are run: one after the other and waited for, if not given.
-    """
+    """The local value after the steps; recorded by autograd where its tensors are. `run` is how steps are run: now."""
     if not steps:
         return local
     if torch.is_grad_enabled():
