@@ -61,7 +61,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     outputs = [] if in_place else results.layouts(call, assignment.outputs)
     split = split_axes(call.mesh, inputs, outputs)
     moves = operand_moves(call, inputs, assignment.splits or [split] * len(inputs))
-    is_new = results.base is None and getattr(spec, "may_alias", False)
+    is_new = results.base is None and spec.may_alias
     change = in_new_memory if is_new else lambda func: func
     if assignment.local is None:
         invoke, takes_all = call.mesh.comm.bind(change(func), split), True

@@ -26,12 +26,11 @@ class Results:
     """The outputs of a call as meta tensors (or as the rule describes them), and the container they come in."""
 
     def __init__(self, spec: Spec, call: CallShape, in_place: bool) -> None:
-        known = getattr(spec, "result", None)
-        if known is not None:
-            flat, self.tree = [known], _ONE
-        elif in_place and getattr(spec, "in_place_without_meta", False):
+        if spec.result is not None:
+            flat, self.tree = [spec.result], _ONE
+        elif in_place and spec.in_place_without_meta:
             flat, self.tree = [], _NONE
-        elif hasattr(spec, "run_meta"):
+        elif spec.run_meta is not None:
             with torch.no_grad():
                 flat, self.tree = tree_flatten(spec.run_meta(call.func))
         else:
