@@ -76,7 +76,10 @@ def replicated_plain(value: torch.Tensor, mesh: Mesh) -> Wrapper:
         raise MeshError("a RankTensor meets a DTensor; say how it is laid out: DTensor.from_local(x, mesh, placements)")
     if value.layout is not torch.strided:
         raise LayoutError(f"a {value.layout} tensor meets a DTensor, which only dense ones can; use x.to_dense()")
-    layout = Layout.make(
-        mesh, [REPLICATE] * len(mesh.shape), tuple(value.shape), value.dtype, value.stride(), value.device
-    )
-    return wrap(mesh.comm.shared(value), layout)
+    return wrap(mesh.comm.shared(value), replicated_like(value, mesh))
+
+
+def replicated_like(value: torch.Tensor, mesh: Mesh) -> Layout:
+    """The layout of a plain tensor that all ranks of `mesh` hold."""
+    places = [REPLICATE] * len(mesh.shape)
+    return Layout.make(mesh, places, tuple(value.shape), value.dtype, value.stride(), value.device)

@@ -62,15 +62,8 @@ class Results:
     def finisher(
         self, outputs: Sequence[Layout], base: Path | None, copied: bool, func: Callable[..., Any], name: str
     ) -> Finish:
-        """A function that wraps local results, and notes which of them torch would have made views.
-
-        Args:
-            outputs: The layouts of the results.
-            base: The path to the argument of which torch's results are views, if they are.
-            copied: Whether ours are copies instead.
-            func: The function that was called.
-            name: Its name in messages.
-        """
+        """A function that wraps local results. Torch's are views of the argument at `base`; it notes where ours are
+        copies instead."""
         wrap_all = self._wrapper(outputs)
         if base is None or isinstance(base[0], str):
             return lambda args, kwargs, out: wrap_all(out)
