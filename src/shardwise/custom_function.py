@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -160,11 +161,8 @@ def _flattened(values: Iterable[Any], forms: Sequence[_Form]) -> list[Any]:
 
 def _by_form(forms: Sequence[_Form], flat: Sequence[Any]) -> list[Sequence[Any]]:
     """The flat values of each form."""
-    found, start = [], 0
-    for form in forms:
-        found.append(flat[start : start + form.count])
-        start += form.count
-    return found
+    values = iter(flat)
+    return [tuple(islice(values, form.count)) for form in forms]
 
 
 class _Call:
@@ -335,8 +333,7 @@ class _Unwrapped(Function):
 
 
 def _with_local_graph(tensor: object) -> Any:
-    """A result of a Function whose graph C++ recorded on the wrapper, where nobody looks: recorded on its local
-    tensors instead."""
+    """A result whose graph C++ recorded on the wrapper, where nobody looks, with the graph on its local tensors."""
     if not isinstance(tensor, Wrapper):
         return tensor
     with without_torch_function():

@@ -21,15 +21,14 @@ from shardwise.move.steps import MeshStep
 from shardwise.protocols import LocalValue
 from shardwise.wrapper import Wrapper, wrap
 
+Dtype = torch.dtype | None
+
 
 @functools.lru_cache(maxsize=4096)
 def target_of(
     layout: Layout, placements: tuple[Placement, ...], cap: int | None
 ) -> tuple[Layout, tuple[MeshStep, ...]]:
-    """The layout that a redistribute leads to, and its steps.
-
-    There are none where only axes of a single rank change: then the new layout is another name for the old one.
-    """
+    """The layout that a redistribute leads to, and its steps: none where only axes of a single rank change."""
     target = layout.replace(placements=placements)
     if target is layout or not plan_steps(layout, target):
         return target, ()
@@ -41,11 +40,7 @@ register_cache("targets", target_of.cache_info, target_of.cache_clear)
 
 
 def redistribute_across(
-    tensor: Wrapper,
-    mesh: Mesh,
-    placements: Placements | None,
-    forward: torch.dtype | None,
-    backward: torch.dtype | None,
+    tensor: Wrapper, mesh: Mesh, placements: Placements | None, forward: Dtype, backward: Dtype
 ) -> Any:
     """The tensor on another mesh; values travel as `forward`, gradients as `backward`."""
     src = tensor._layout
@@ -74,19 +69,13 @@ def _cast(tensor: Wrapper, dtype: torch.dtype) -> Any:
     return wrap(tensor._local.to(dtype), tensor._layout.replace(dtype=dtype))  # nothing here to cast but the type
 
 
-def _with_grad_as(comm: Comm, local: LocalValue, dtype: torch.dtype | None) -> LocalValue:
+def _with_grad_as(comm: Comm, local: LocalValue, dtype: Dtype) -> LocalValue:
     """The local value, whose gradient is cast to `dtype` on its way back."""
     cast = torch.Tensor.to if comm.outside else comm.bind(torch.Tensor.to)
     return regrade(comm, local, lambda grad: cast(grad, dtype))
 
 
-def redistribute_as(
-    tensor: Any,
-    placements: Placements | None,
-    forward: torch.dtype | None,
-    backward: torch.dtype | None,
-    async_op: bool,
-) -> Any:
+def redistribute_as(tensor: Any, placements: Placements | None, forward: Dtype, backward: Dtype, async_op: bool) -> Any:
     """A redistribute whose values travel as `forward` and whose gradients travel as `backward`."""
     if forward is not None and forward != tensor.dtype:
         tensor = tensor.to(forward)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +34,12 @@ from shardwise.torch_private import foreach_types, make_wrapper
 from shardwise.wrapper import Wrapper, wrap
 
 _REDISTRIBUTE = Note("redistribute")
+_T = TypeVar("_T")
+
+
+def _asked_of_whole(question: Callable[[Any], _T]) -> Callable[[Any], _T]:
+    """A method that gives the answer of the whole value."""
+    return lambda self: question(self._whole())
 
 
 class DTensor(Wrapper):
@@ -168,10 +175,7 @@ class DTensor(Wrapper):
 
     @staticmethod
     def outside(
-        device_mesh: MeshArgument,
-        placements: Placements,
-        shape: Sequence[int],
-        dtype: torch.dtype | None = None,
+        device_mesh: MeshArgument, placements: Placements, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> DTensor:
         """A tensor on a mesh this rank is not in: it holds none of its values, but takes part in moves from it.
 
@@ -338,14 +342,9 @@ class DTensor(Wrapper):
         attributes.set_requires_grad(self, requires_grad)
         return self
 
-    def retain_grad(self) -> None:  # type: ignore[override]
-        attributes.retain_grad(self)
-
-    def register_hook(self, hook: hooks.Hook) -> hooks.Handle:  # type: ignore[override]
-        return hooks.register_hook(self, hook)
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> hooks.Handle:  # type: ignore[override]
-        return hooks.register_post_accumulate_grad_hook(self, hook)
+    retain_grad = attributes.retain_grad
+    register_hook = hooks.register_hook
+    register_post_accumulate_grad_hook = hooks.register_post_accumulate_grad_hook
 
     def detach_(self) -> DTensor:  # type: ignore[override]
         for value in leaf_values(self):
@@ -358,12 +357,6 @@ class DTensor(Wrapper):
         with relaxed(), torch.no_grad():
             return self.full_tensor()
 
-    def item(self) -> int | float | complex | bool:  # type: ignore[override]
-        return self._whole().item()
-
-    def tolist(self) -> Any:  # type: ignore[override]
-        return self._whole().tolist()
-
     def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
@@ -373,20 +366,9 @@ class DTensor(Wrapper):
         value = self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
         return value.copy() if copy else value
 
-    def __bool__(self) -> bool:
-        return bool(self._whole())
-
-    def __int__(self) -> int:
-        return int(self._whole())
-
-    def __float__(self) -> float:
-        return float(self._whole())
-
-    def __index__(self) -> int:
-        return self._whole().__index__()
-
-    def __complex__(self) -> complex:
-        return complex(self._whole())
+    item, tolist = _asked_of_whole(torch.Tensor.item), _asked_of_whole(torch.Tensor.tolist)
+    __bool__, __int__, __float__ = _asked_of_whole(bool), _asked_of_whole(int), _asked_of_whole(float)
+    __complex__, __index__ = _asked_of_whole(complex), _asked_of_whole(operator.index)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
@@ -439,11 +421,8 @@ class DTensor(Wrapper):
     def __create_write_items__(self, fqn: str, tensor: DTensor) -> list[Any]:
         return checkpoint_protocol.write_items(fqn, tensor)
 
-    def __create_chunk_list__(self) -> list[Any]:
-        return checkpoint_protocol.chunk_list(self)
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return checkpoint_protocol.tensor_shard(self, index)
+    __create_chunk_list__ = checkpoint_protocol.chunk_list
+    __get_tensor_shard__ = checkpoint_protocol.tensor_shard
 
     # -- torch comes in here --------------------------------------------------------------------------------
     __torch_function__: Any = classmethod(call_function)

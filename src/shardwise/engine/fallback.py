@@ -38,11 +38,7 @@ class replicated:
     sees the arguments of each call first. It keeps what it needs of the call, but not the call, which holds tensors."""
 
     def __init__(
-        self,
-        func: Callable[..., Any],
-        call: CallShape,
-        reason: str = NO_RULE,
-        check: Callable[..., None] | None = None,
+        self, func: Callable[..., Any], call: CallShape, reason: str = NO_RULE, check: Callable[..., None] | None = None
     ) -> None:
         self.func, self.name, self.paths, self.now = func, call.name, call.paths, call.layouts
         self.mesh, self.comm = call.mesh, call.mesh.comm

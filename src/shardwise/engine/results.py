@@ -26,6 +26,7 @@ class Results:
     """The outputs of a call as meta tensors (or as the rule describes them), and the container they come in."""
 
     def __init__(self, spec: Spec, call: CallShape, in_place: bool) -> None:
+        flat: list[Any]
         if spec.result is not None:
             flat, self.tree = [spec.result], _ONE
         elif in_place and spec.in_place_without_meta:

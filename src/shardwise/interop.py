@@ -1,4 +1,4 @@
-"""torch's DTensor to ours and back: the same local tensor under the same layout, differentiable."""
+"""torch's DTensor to ours and back, without a copy: the same local tensor under the same layout, differentiable."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from shardwise.mesh import as_mesh
 from shardwise.protocols import MeshLike
 from shardwise.tensor import DTensor
 from shardwise.torch_private import AsyncCollectiveTensor
+
+__all__ = ["from_torch", "to_torch"]
 
 _StridedShard = theirs.placement_types._StridedShard  # type: ignore[attr-defined]
 
@@ -58,14 +60,9 @@ def to_torch(tensor: DTensor) -> theirs.DTensor:
     if layout.mesh.comm.simulated:
         raise MeshError("to_torch: torch's DTensor needs processes, but this tensor lives on a simulated mesh")
     placements = [_theirs(layout.mesh, layout.placements, a, p, layout.shape) for a, p in enumerate(layout.placements)]
-    return theirs.DTensor.from_local(
-        tensor.to_local(),
-        layout.mesh.source,
-        placements,
-        run_check=False,
-        shape=torch.Size(layout.shape),
-        stride=layout.stride,
-    )
+    local, shape = tensor.to_local(), torch.Size(layout.shape)
+    mesh = layout.mesh.source
+    return theirs.DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=layout.stride)
 
 
 def _ours(mesh: MeshLike, placements: Sequence[Any], shape: tuple[int, ...]) -> tuple[Placement, ...]:
