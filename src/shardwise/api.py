@@ -59,7 +59,8 @@ def distribute_tensor(
         return _already(tensor, mesh, places)
     _check_plain(tensor)
     stride = torch.empty_like(tensor, device="meta").stride()  # a clone's: no holes, channels_last stays so
-    layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, stride, _device_for(tensor, mesh))
+    device = tensor.device if tensor.device.type in ("meta", mesh.device.type) else mesh.device
+    layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, stride, device)
     check_reductions(layout.placements, tensor.dtype)
     _check_source(mesh, src_data_rank)
     local = lay_out(tensor.detach(), layout, src_data_rank)
@@ -113,13 +114,6 @@ def _check_source(mesh: Mesh, source: int | None) -> None:
     for axis, k in enumerate(mesh.shape):
         if source is not None and k > 1 and not 0 <= source < k:
             raise LayoutError(f"src_data_rank={source} is not a coordinate of mesh axis {axis} of {k} ranks")
-
-
-def _device_for(tensor: torch.Tensor, mesh: Mesh) -> torch.device:
-    """The device of the local tensors: the mesh's, but a meta tensor stays meta."""
-    if tensor.device.type == "meta":
-        return tensor.device
-    return tensor.device if tensor.device.type == mesh.device.type else mesh.device
 
 
 def lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> LocalValue:

@@ -214,22 +214,21 @@ class _Node(BackwardCFunction):
         self._materialize = value
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        into, outof, what = [f for f in self._arg_forms if f.is_tensor], self._result_forms, type(self).__name__
-
-        def on_flat(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> Any:
-            result = hook(_gradients(into, grad_inputs), _gradients(outof, grad_outputs))
-            return None if result is None else _flat_gradients(into, _as_tuple(result), what)
-
-        return super().register_hook(on_flat)
+        into = [form for form in self._arg_forms if form.is_tensor]
+        return super().register_hook(_on_flat(hook, type(self).__name__, into, self._result_forms))
 
     def register_prehook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        outof, what = self._result_forms, type(self).__name__
+        return super().register_prehook(_on_flat(hook, type(self).__name__, self._result_forms))
 
-        def on_flat(grad_outputs: tuple[Any, ...]) -> Any:
-            result = hook(_gradients(outof, grad_outputs))
-            return None if result is None else _flat_gradients(outof, _as_tuple(result), what)
 
-        return super().register_prehook(on_flat)
+def _on_flat(hook: Callable[..., Any], what: str, *forms: Sequence[_Form]) -> Callable[..., Any]:
+    """A hook on flat gradients, from the user's; what that returns takes the place of the first of them."""
+
+    def on_flat(*flat: Sequence[Any]) -> Any:
+        result = hook(*map(_gradients, forms, flat))
+        return None if result is None else _flat_gradients(forms[0], _as_tuple(result), what)
+
+    return on_flat
 
 
 def _gradients(forms: Sequence[_Form], flat: Sequence[Any], materialize: bool = False) -> tuple[Any, ...]:

@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise import checkpoint_protocol, own_answers
+from shardwise import checkpoint_protocol
 from shardwise.argument_types import MeshArgument, Placements
-from shardwise.autograd import attributes, hooks
-from shardwise.autograd.backward import backward
+from shardwise.autograd import attributes, backward, hooks
 from shardwise.autograd.gradients import grad_layout
 from shardwise.autograd.leaves import first_leaf, leaf_values
 from shardwise.boundary import checked_grad_layout, enter, other_side
@@ -20,7 +19,7 @@ from shardwise.comm.bridge import collapse, own_each, regrade
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, relaxed, running_op
 from shardwise.copies import deep_copy, pickled, unpickled
-from shardwise.engine.call import call_function, call_overload
+from shardwise.engine.call import SPECIAL, call_function, call_overload
 from shardwise.errors import LayoutError, MeshError, RuleError
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
 from shardwise.layout.placement import REPLICATE, _rebuild_shard
@@ -30,7 +29,7 @@ from shardwise.move.limit import current_cap
 from shardwise.redistribution import redistribute_across, redistribute_as, target_of
 from shardwise.sizes import layout_of_locals
 from shardwise.spec import Spec
-from shardwise.torch_private import foreach_types, make_wrapper
+from shardwise.torch_private import foreach_types, make_dual, make_wrapper
 from shardwise.wrapper import Wrapper, wrap
 
 _REDISTRIBUTE = Note("redistribute")
@@ -336,7 +335,7 @@ class DTensor(Wrapper):
         create_graph: bool = False,
         inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
     ) -> None:
-        backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs)
+        backward.backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:  # type: ignore[override]
         attributes.set_requires_grad(self, requires_grad)
@@ -465,7 +464,25 @@ def _rebuild(*state: Any) -> DTensor:
     return unpickled(*state)
 
 
-own_answers.register()
+# Functions of torch that the class answers by a method or attribute of its own: torch.Tensor.item(x) is x.item().
+_METHODS = (
+    "__repr__ __deepcopy__ __reduce_ex__ __array__ __bool__ __int__ __float__ __index__ __complex__ __format__ "
+    "backward requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook detach_ item tolist numpy "
+    "is_conj is_neg"
+).split()
+
+
+def _method(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(self, name)(*args, **kwargs)
+
+
+SPECIAL.update({torch.autograd.backward: backward.backward, torch.autograd.grad: backward.grad})
+SPECIAL.update({make_dual: backward.make_dual, torch.is_conj: _method("is_conj"), torch.is_neg: _method("is_neg")})
+SPECIAL.update({getattr(torch.Tensor, name): _method(name) for name in _METHODS})
+for _name in "requires_grad grad grad_fn is_leaf retains_grad data _version".split():
+    SPECIAL[getattr(torch.Tensor, _name).__get__] = operator.attrgetter(_name)
+for _name in "requires_grad grad data".split():
+    SPECIAL[getattr(torch.Tensor, _name).__set__] = lambda self, value, name=_name: setattr(self, name, value)
 
 # What a pickled tensor is made of: torch.load(weights_only=True) may build these.
 torch.serialization.add_safe_globals([_rebuild, _rebuild_shard, Replicate, Partial, _submesh, DeviceMesh])

@@ -122,7 +122,7 @@ def _call_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     with without_torch_function():
         result = func(*args, **kwargs)
     if type(result) is torch.Tensor:  # made from shapes alone
-        mesh = mesh_in((*args, *kwargs.values()))
+        mesh = mesh_in(args, kwargs)
         return result if mesh is None else replicated_plain(result, mesh)
     return result
 

@@ -51,14 +51,12 @@ class Results:
     def layouts(self, call: CallShape, placements: Sequence[Any]) -> list[Layout]:
         """The layout of each output, from its placements."""
         default = call.layouts[0].device
-        made: dict[Any, Layout] = {}  # the results of list ops are mostly alike
-        found = []
-        for out, places in zip(self.metas, placements, strict=True):
-            key = (places, tuple(out.shape), out.dtype, out.stride(), _device_of(out, default))
-            if key not in made:
-                made[key] = Layout.make(call.mesh, *key)
-            found.append(made[key])
-        return found
+        keys = [
+            (places, tuple(out.shape), out.dtype, out.stride(), _device_of(out, default))
+            for out, places in zip(self.metas, placements, strict=True)
+        ]
+        made = {key: Layout.make(call.mesh, *key) for key in set(keys)}  # the results of list ops are mostly alike
+        return [made[key] for key in keys]
 
     def finisher(
         self, outputs: Sequence[Layout], base: Path | None, copied: bool, func: Callable[..., Any], name: str
