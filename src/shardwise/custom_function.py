@@ -67,11 +67,9 @@ def _apply_distributed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[
     if kwargs or not needed or are_transforms_active():
         return _torchs_apply(cls, *args, **kwargs)
     call = _Call(args)
-    flat = iter(_torchs_apply(_on_locals(cls), call, *_flattened(args, call.forms)))
-    results = tuple(
-        result if id(result) in call.dirty else form.value([next(flat) for _ in range(form.count)])
-        for result, form in zip(call.results, call.result_forms, strict=True)
-    )
+    flat = _torchs_apply(_on_locals(cls), call, *_flattened(args, call.forms))
+    found = zip(call.results, call.result_forms, _by_form(call.result_forms, flat), strict=True)
+    results = tuple(result if id(result) in call.dirty else form.value(parts) for result, form, parts in found)
     return results if call.several else results[0]
 
 
