@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,9 +48,9 @@ def get_grad(tensor: Wrapper) -> Any:
             own["_shown_grad"] = ([grad], wrapped)
             return wrapped
     held = layout.mesh.comm.values(local)
-    if shown is not None and held[0].grad is shown[0][0] and (len(held) == 1 or _are_grads_of(shown[0], held)):
-        return shown[1]
     grads = [value.grad for value in held]
+    if shown is not None and all(a is b for a, b in zip(grads, shown[0], strict=True)):
+        return shown[1]
     if grads[0] is None:
         own.pop("_shown_grad", None)
         return None
@@ -62,10 +62,6 @@ def get_grad(tensor: Wrapper) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _gradient_wrapper(layout: Layout) -> Callable[[LocalValue], Any]:
     return wrapper_of(grad_layout(layout))
-
-
-def _are_grads_of(grads: Sequence[torch.Tensor | None], held: Sequence[torch.Tensor]) -> bool:
-    return all(value.grad is grad for value, grad in zip(held, grads, strict=True))
 
 
 def drop_grad(tensor: Wrapper) -> None:
