@@ -300,9 +300,7 @@ class DTensor(Wrapper):
 
     grad = property(attributes.get_grad, attributes.set_grad, attributes.drop_grad)  # type: ignore[assignment]
 
-    @property
-    def grad_fn(self) -> Any:  # type: ignore[override]
-        return first_leaf(self).grad_fn
+    grad_fn = property(lambda self: first_leaf(self).grad_fn)  # type: ignore[assignment]
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
