@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from shardwise.errors import AutogradError, LayoutError
 from shardwise.layout import Layout, Partial, Placement, Shard, as_placements
 from shardwise.layout.layout import contiguous_stride, dense_stride
 from shardwise.layout.placement import REPLICATE, check_reductions
-from shardwise.layout.split import Intervals, count
+from shardwise.layout.split import count
 from shardwise.mesh import Mesh, as_mesh
 from shardwise.move import plan_steps
 from shardwise.move.pack import take
@@ -59,8 +58,9 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         return _already(tensor, mesh, places)
     _check_plain(tensor)
-    stride = _stride_of_copy(tensor)
-    layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, stride, _device_for(tensor, mesh))
+    stride = torch.empty_like(tensor, device="meta").stride()  # a clone's: no holes, channels_last stays so
+    device = tensor.device if tensor.device.type in ("meta", mesh.device.type) else mesh.device
+    layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, stride, device)
     check_reductions(layout.placements, tensor.dtype)
     _check_source(mesh, src_data_rank)
     local = lay_out(tensor.detach(), layout, src_data_rank)
@@ -98,11 +98,6 @@ def _check_plain(tensor: torch.Tensor) -> None:
         )
 
 
-def _stride_of_copy(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides that a clone has: without holes, dims in the same order in memory (channels_last stays so)."""
-    return torch.empty_like(tensor, device="meta").stride()
-
-
 def _stored(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """The value with its dims in memory in the order that these strides say."""
     there = torch.empty_strided(value.shape, dense_stride(value.shape, stride), dtype=value.dtype, device=value.device)
@@ -119,13 +114,6 @@ def _check_source(mesh: Mesh, source: int | None) -> None:
     for axis, k in enumerate(mesh.shape):
         if source is not None and k > 1 and not 0 <= source < k:
             raise LayoutError(f"src_data_rank={source} is not a coordinate of mesh axis {axis} of {k} ranks")
-
-
-def _device_for(tensor: torch.Tensor, mesh: Mesh) -> torch.device:
-    """The device of the local tensors: the mesh's, but a meta tensor stays meta."""
-    if tensor.device.type == "meta":
-        return tensor.device
-    return tensor.device if tensor.device.type == mesh.device.type else mesh.device
 
 
 def lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> LocalValue:
@@ -147,10 +135,8 @@ def lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> LocalVal
 
 
 def _send_parts(value: torch.Tensor, layout: Layout, source: int) -> torch.Tensor:
-    """Return this rank's part of a value, sent axis by axis by the coordinate `source` of the axis.
-
-    Of the value on other ranks only shape and dtype are read. It comes to the layout's device where it is sent.
-    """
+    """This rank's part of a value that the coordinate `source` of every axis sends, axis by axis. Of the value on other
+    ranks only shape and dtype are read. It comes to the layout's device where it is sent."""
     comm = layout.mesh.comm
     device = value.device if value.device.type == layout.device.type else layout.device
     like, shape, is_sent = torch.empty(0, dtype=value.dtype, device=device), tuple(value.shape), False
@@ -162,7 +148,8 @@ def _send_parts(value: torch.Tensor, layout: Layout, source: int) -> torch.Tenso
         if isinstance(placement, Shard):
             dim, row = placement.dim, layout.row(axis, comm.coords)
             shapes = [(*shape[:dim], count(part), *shape[dim + 1 :]) for part in row]
-            value = comm.scatter(functools.partial(_cut, value, dim, row), shapes, axis, source, like)
+            cut = lambda i, value=value, dim=dim, row=row: take(value, dim, row[i])
+            value = comm.scatter(cut, shapes, axis, source, like)
         else:
             value = comm.broadcast(value if value.device == device else like.new_empty(shape), axis, source)
             if isinstance(placement, Partial):
@@ -171,12 +158,8 @@ def _send_parts(value: torch.Tensor, layout: Layout, source: int) -> torch.Tenso
     return value if is_sent else value.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
-def _cut(value: torch.Tensor, dim: int, row: Sequence[Intervals], coordinate: int) -> torch.Tensor:
-    return take(value, dim, row[coordinate])
-
-
 def _as_partial(value: torch.Tensor, layout: Layout, axis: int) -> torch.Tensor:
-    """Return this rank's part of a pending reduction along one axis, of a value that all ranks hold."""
+    """This rank's part of a pending reduction along one axis, of a value that all ranks hold."""
     whole = layout.replace(placements=(REPLICATE,) * len(layout.placements))
     one = whole.replace(placements=[p if a == axis else REPLICATE for a, p in enumerate(layout.placements)])
     for step in plan_steps(whole, one):

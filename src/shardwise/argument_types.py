@@ -15,9 +15,7 @@ class PlacementLike(Protocol):
     """A placement of ours, or one of torch.distributed.tensor's."""
 
     def is_shard(self, dim: int | None = None) -> bool: ...
-
     def is_replicate(self) -> bool: ...
-
     def is_partial(self, reduce_op: str | None = None) -> bool: ...
 
 

@@ -47,11 +47,8 @@ def _alias(value: torch.Tensor) -> torch.Tensor:
 
 
 def _with_own_memory(comm: Comm, local: LocalValue) -> LocalValue:
-    """`local` with a copy for each simulated rank whose memory another rank has too.
-
-    Ranks that hold the same thing (along a Replicate axis) are one tensor, and an op runs once for them. Ranks that
-    hold different things each run it: in shared memory, an in-place op would take effect once per rank.
-    """
+    """`local` with a copy for each simulated rank whose memory another rank has too: ranks that hold different things
+    each run an op, and in shared memory an in-place op would take effect once per rank."""
     own: list[torch.Tensor | None] = []
     taken: set[object] = set()
     for value in comm.values(local):
@@ -62,11 +59,7 @@ def _with_own_memory(comm: Comm, local: LocalValue) -> LocalValue:
 
 
 def checked_grad_layout(layout: Layout, grad_placements: Placements) -> Layout:
-    """The layout that the user says the gradient of a local tensor has.
-
-    Raises:
-        LayoutError: Where a rank's gradient would not have the shape of its local tensor.
-    """
+    """The layout that the user says the gradient of a local tensor has; LayoutError if it has another local shape."""
     said = layout.replace(placements=as_placements(grad_placements))
     for coords in layout.mesh.comm.played():
         if said.local_shape_at(coords) != layout.local_shape_at(coords):

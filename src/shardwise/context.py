@@ -8,14 +8,18 @@ from typing import NoReturn
 from shardwise.errors import StrictError
 from shardwise.layout import Layout
 
-_state = threading.local()
 
+class _OfThread(threading.local):
+    """What holds in one thread."""
 
-class _Functions(threading.local):
+    depth = 0  # of strict() blocks
+    switched = False  # whether strict.enable() was called last
+    op: str | None = None  # whose program is running
+    replicating = 0  # depth of implicit_replication() blocks
     applying = False  # whether `custom_function`, which knows distributed tensors, is applying an autograd.Function
 
 
-functions = _Functions()
+of_thread = _OfThread()
 
 
 class strict:
@@ -29,37 +33,37 @@ class strict:
     """
 
     def __enter__(self) -> strict:
-        _state.depth = getattr(_state, "depth", 0) + 1
+        of_thread.depth = of_thread.depth + 1
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _state.depth -= 1
+        of_thread.depth -= 1
 
     @staticmethod
     def enable() -> None:
         """From now on, communication that the program did not ask for raises."""
-        _state.switched = True
+        of_thread.switched = True
 
     @staticmethod
     def disable() -> None:
         """Undo `enable`."""
-        _state.switched = False
+        of_thread.switched = False
 
 
 def is_strict() -> bool:
     """Whether communication that the program did not ask for raises."""
-    return getattr(_state, "depth", 0) > 0 or getattr(_state, "switched", False)
+    return of_thread.depth > 0 or of_thread.switched
 
 
 class relaxed:
     """Inside, communication counts as asked for: the library does what the program requested."""
 
     def __enter__(self) -> None:
-        self.saved = (getattr(_state, "depth", 0), getattr(_state, "switched", False))
-        _state.depth, _state.switched = 0, False
+        self.saved = (of_thread.depth, of_thread.switched)
+        of_thread.depth, of_thread.switched = 0, False
 
     def __exit__(self, *exc: object) -> None:
-        _state.depth, _state.switched = self.saved
+        of_thread.depth, of_thread.switched = self.saved
 
 
 class running:
@@ -70,15 +74,15 @@ class running:
         self.op = op
 
     def __enter__(self) -> None:
-        self.outer, _state.op = getattr(_state, "op", None), self.op
+        self.outer, of_thread.op = of_thread.op, self.op
 
     def __exit__(self, *exc: object) -> None:
-        _state.op = self.outer
+        of_thread.op = self.outer
 
 
 def running_op() -> str | None:
     """The name of the op whose program is running, if any."""
-    return getattr(_state, "op", None)
+    return of_thread.op
 
 
 def refuse_in_program(op: str, here: Layout, there: str) -> NoReturn:
@@ -98,13 +102,13 @@ class implicit_replication:
     """
 
     def __enter__(self) -> implicit_replication:
-        _state.replicating = getattr(_state, "replicating", 0) + 1
+        of_thread.replicating = of_thread.replicating + 1
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _state.replicating -= 1
+        of_thread.replicating -= 1
 
 
 def refuses_plain() -> bool:
     """Whether a plain tensor may not meet a distributed one."""
-    return is_strict() and not getattr(_state, "replicating", 0)
+    return is_strict() and not of_thread.replicating

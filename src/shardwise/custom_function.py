@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.autograd.gradients import as_gradient, from_gradient
 from shardwise.comm.rank_tensor import RankTensor, map_ranks
-from shardwise.context import functions
+from shardwise.context import of_thread
 from shardwise.engine.plain_tensors import replicated_plain
 from shardwise.errors import AutogradError
 from shardwise.torch_private import (
@@ -41,15 +42,15 @@ def take_functions() -> None:
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    outer = functions.applying
-    functions.applying = True
+    outer = of_thread.applying
+    of_thread.applying = True
     try:
         for arg in args:
             if type(arg) not in _PLAIN and isinstance(arg, (Wrapper, RankTensor)):
                 return _apply_distributed(cls, args, kwargs)
         result = _torchs_apply(cls, *args, **kwargs)
     finally:
-        functions.applying = outer
+        of_thread.applying = outer
     if type(result) is tuple:
         return tuple([r if type(r) in _PLAIN else _with_local_graph(r) for r in result])
     return result if type(result) in _PLAIN else _with_local_graph(result)
@@ -66,11 +67,9 @@ def _apply_distributed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[
     if kwargs or not needed or are_transforms_active():
         return _torchs_apply(cls, *args, **kwargs)
     call = _Call(args)
-    flat = iter(_torchs_apply(_on_locals(cls), call, *_flattened(args, call.forms)))
-    results = tuple(
-        result if id(result) in call.dirty else form.value([next(flat) for _ in range(form.count)])
-        for result, form in zip(call.results, call.result_forms, strict=True)
-    )
+    flat = _torchs_apply(_on_locals(cls), call, *_flattened(args, call.forms))
+    found = zip(call.results, call.result_forms, _by_form(call.result_forms, flat), strict=True)
+    results = tuple(result if id(result) in call.dirty else form.value(parts) for result, form, parts in found)
     return results if call.several else results[0]
 
 
@@ -160,11 +159,8 @@ def _flattened(values: Iterable[Any], forms: Sequence[_Form]) -> list[Any]:
 
 def _by_form(forms: Sequence[_Form], flat: Sequence[Any]) -> list[Sequence[Any]]:
     """The flat values of each form."""
-    found, start = [], 0
-    for form in forms:
-        found.append(flat[start : start + form.count])
-        start += form.count
-    return found
+    values = iter(flat)
+    return [tuple(islice(values, form.count)) for form in forms]
 
 
 class _Call:
@@ -216,22 +212,21 @@ class _Node(BackwardCFunction):
         self._materialize = value
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        into, outof, what = [f for f in self._arg_forms if f.is_tensor], self._result_forms, type(self).__name__
-
-        def on_flat(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> Any:
-            result = hook(_gradients(into, grad_inputs), _gradients(outof, grad_outputs))
-            return None if result is None else _flat_gradients(into, _as_tuple(result), what)
-
-        return super().register_hook(on_flat)
+        into = [form for form in self._arg_forms if form.is_tensor]
+        return super().register_hook(_on_flat(hook, type(self).__name__, into, self._result_forms))
 
     def register_prehook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        outof, what = self._result_forms, type(self).__name__
+        return super().register_prehook(_on_flat(hook, type(self).__name__, self._result_forms))
 
-        def on_flat(grad_outputs: tuple[Any, ...]) -> Any:
-            result = hook(_gradients(outof, grad_outputs))
-            return None if result is None else _flat_gradients(outof, _as_tuple(result), what)
 
-        return super().register_prehook(on_flat)
+def _on_flat(hook: Callable[..., Any], what: str, *forms: Sequence[_Form]) -> Callable[..., Any]:
+    """A hook on flat gradients, from the user's; what that returns takes the place of the first of them."""
+
+    def on_flat(*flat: Sequence[Any]) -> Any:
+        result = hook(*map(_gradients, forms, flat))
+        return None if result is None else _flat_gradients(forms[0], _as_tuple(result), what)
+
+    return on_flat
 
 
 def _gradients(forms: Sequence[_Form], flat: Sequence[Any], materialize: bool = False) -> tuple[Any, ...]:
@@ -335,8 +330,7 @@ class _Unwrapped(Function):
 
 
 def _with_local_graph(tensor: object) -> Any:
-    """A result of a Function whose graph C++ recorded on the wrapper, where nobody looks: recorded on its local
-    tensors instead."""
+    """A result whose graph C++ recorded on the wrapper, where nobody looks, with the graph on its local tensors."""
     if not isinstance(tensor, Wrapper):
         return tensor
     with without_torch_function():

@@ -45,8 +45,7 @@ def zeros(
     >>> x.shape, x.to_local().shape
     (torch.Size([8, 4]), torch.Size([2, 4]))
     """
-    target = _layout_for(size, dtype, layout, device_mesh, placements)
-    return _filled(lambda shape: torch.zeros(shape, dtype=target.dtype, device=target.device), target, requires_grad)
+    return _filled(torch.zeros, _layout_for(size, dtype, layout, device_mesh, placements), requires_grad)
 
 
 def ones(
@@ -58,8 +57,7 @@ def ones(
     placements: Placements | None = None,
 ) -> DTensor:
     """Like torch.ones, born distributed: each rank makes only its part. Arguments as for `zeros`."""
-    target = _layout_for(size, dtype, layout, device_mesh, placements)
-    return _filled(lambda shape: torch.ones(shape, dtype=target.dtype, device=target.device), target, requires_grad)
+    return _filled(torch.ones, _layout_for(size, dtype, layout, device_mesh, placements), requires_grad)
 
 
 def empty(
@@ -71,8 +69,7 @@ def empty(
     placements: Placements | None = None,
 ) -> DTensor:
     """Like torch.empty, born distributed: each rank makes only its part. Arguments as for `zeros`."""
-    target = _layout_for(size, dtype, layout, device_mesh, placements)
-    return _filled(lambda shape: torch.empty(shape, dtype=target.dtype, device=target.device), target, requires_grad)
+    return _filled(torch.empty, _layout_for(size, dtype, layout, device_mesh, placements), requires_grad)
 
 
 def full(
@@ -94,9 +91,7 @@ def full(
         layout, requires_grad, device_mesh, placements: As for `zeros`.
     """
     target = _layout_for((size,), dtype or torch.full((), fill_value).dtype, layout, device_mesh, placements)
-    return _filled(
-        lambda shape: torch.full(shape, fill_value, dtype=target.dtype, device=target.device), target, requires_grad
-    )
+    return _filled(lambda shape, **more: torch.full(shape, fill_value, **more), target, requires_grad)
 
 
 def rand(
@@ -115,8 +110,7 @@ def rand(
         generator: Where keys of random numbers come from; by default torch's default generator.
         dtype, layout, requires_grad, device_mesh, placements: As for `zeros`.
     """
-    target = _layout_for(size, dtype, layout, device_mesh, placements)
-    return _drawn(draws.uniform(), target, generator, requires_grad)
+    return _drawn(draws.uniform(), _layout_for(size, dtype, layout, device_mesh, placements), generator, requires_grad)
 
 
 def randn(
@@ -131,8 +125,7 @@ def randn(
     """Like torch.randn, born distributed: each rank draws only its part, the same numbers whatever the layout.
 
     Arguments as for `rand`."""
-    target = _layout_for(size, dtype, layout, device_mesh, placements)
-    return _drawn(draws.normal(), target, generator, requires_grad)
+    return _drawn(draws.normal(), _layout_for(size, dtype, layout, device_mesh, placements), generator, requires_grad)
 
 
 def randint(
@@ -185,11 +178,12 @@ def _layout_for(
     return Layout.make(mesh, places, shape, dtype or torch.get_default_dtype())  # type: ignore[arg-type]
 
 
-def _filled(fill: Callable[[tuple[int, ...]], torch.Tensor], layout: Layout, requires_grad: bool) -> DTensor:
-    """A tensor of which each rank makes its part, by `fill(local shape)`."""
+def _filled(fill: Callable[..., torch.Tensor], layout: Layout, requires_grad: bool) -> DTensor:
+    """A tensor of which each rank makes its part, by a factory of torch's."""
     comm = layout.mesh.comm
     split = tuple(axis for axis, p in enumerate(layout.placements) if not p.is_replicate())
-    made = wrap(comm.bind(fill, split)(comm.per_rank(layout.local_shape_at)), layout)
+    make = comm.bind(lambda shape: fill(shape, dtype=layout.dtype, device=layout.device), split)
+    made = wrap(make(comm.per_rank(layout.local_shape_at)), layout)
     return made.requires_grad_() if requires_grad else made
 
 

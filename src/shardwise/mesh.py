@@ -53,6 +53,11 @@ class Mesh:
         grid = itertools.product(*(range(k) for k in self.shape))
         self._coords = dict(zip(self.ranks, grid, strict=True))
 
+    def is_alike(self, other: Mesh) -> bool:
+        """Whether it is of the same processes in the same order: only the process groups may be others."""
+        mine, theirs = ((m.ranks, m.shape, m.axis_names, m.device, m.comm.simulated) for m in (self, other))
+        return mine == theirs and not self.comm.simulated
+
     def coords(self, rank: int) -> Coords:
         """Where `rank` stands on this mesh."""
         found = self._coords.get(rank)

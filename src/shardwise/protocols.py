@@ -22,24 +22,13 @@ class MeshLike(Protocol):
     """What a layout knows of a mesh."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The number of ranks along each axis."""
-
+    def shape(self) -> tuple[int, ...]: ...  # the number of ranks along each axis
     @property
-    def axis_names(self) -> tuple[str, ...]:
-        """The name of each axis."""
-
+    def axis_names(self) -> tuple[str, ...]: ...
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """The global ranks, in the order of their coordinates."""
-
+    def ranks(self) -> tuple[int, ...]: ...  # the global ranks, in the order of their coordinates
     @property
-    def device(self) -> torch.device:
-        """Where local tensors live."""
-
+    def device(self) -> torch.device: ...  # where local tensors live
     @property
-    def comm(self) -> Any:
-        """The backend: a `comm.base.Comm`, which stands above this file."""
-
-    def coords(self, rank: int) -> Coords:
-        """The coordinates of a global rank."""
+    def comm(self) -> Any: ...  # the backend: a `comm.base.Comm`, which stands above this file
+    def coords(self, rank: int) -> Coords: ...  # of a global rank

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from shardwise import checkpoint_protocol, own_answers
+from shardwise import checkpoint_protocol
 from shardwise.argument_types import MeshArgument, Placements
-from shardwise.autograd import attributes, hooks
-from shardwise.autograd.backward import backward
+from shardwise.autograd import attributes, backward, hooks
 from shardwise.autograd.gradients import grad_layout
 from shardwise.autograd.leaves import first_leaf, leaf_values
 from shardwise.boundary import checked_grad_layout, enter, other_side
 from shardwise.comm.bridge import collapse, own_each, regrade
 from shardwise.comm.record import Note
-from shardwise.context import is_strict, refuse_in_program, relaxed, running_op
+from shardwise.context import is_strict, of_thread, refuse_in_program, relaxed
 from shardwise.copies import deep_copy, pickled, unpickled
-from shardwise.engine.call import call_function, call_overload
+from shardwise.engine.call import SPECIAL, call_function, call_overload
 from shardwise.errors import LayoutError, MeshError, RuleError
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
 from shardwise.layout.placement import REPLICATE, _rebuild_shard
 from shardwise.mesh import DeviceMesh, SimulatedMesh, _submesh, as_mesh
-from shardwise.move import move, run_move, start_move
-from shardwise.move.limit import current_cap
+from shardwise.move import limit, move, run_move, start_move
 from shardwise.redistribution import redistribute_across, redistribute_as, target_of
 from shardwise.sizes import layout_of_locals
 from shardwise.spec import Spec
-from shardwise.torch_private import foreach_types, make_wrapper
+from shardwise.torch_private import foreach_types, make_dual, make_wrapper
 from shardwise.wrapper import Wrapper, wrap
 
 _REDISTRIBUTE = Note("redistribute")
+_T = TypeVar("_T")
+
+
+def _asked_of_whole(question: Callable[[Any], _T]) -> Callable[[Any], _T]:
+    """A method that gives the answer of the whole value."""
+    return lambda self: question(self._whole())
 
 
 class DTensor(Wrapper):
@@ -168,10 +173,7 @@ class DTensor(Wrapper):
 
     @staticmethod
     def outside(
-        device_mesh: MeshArgument,
-        placements: Placements,
-        shape: Sequence[int],
-        dtype: torch.dtype | None = None,
+        device_mesh: MeshArgument, placements: Placements, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> DTensor:
         """A tensor on a mesh this rank is not in: it holds none of its values, but takes part in moves from it.
 
@@ -247,10 +249,10 @@ class DTensor(Wrapper):
             return redistribute_as(self, placements, forward_dtype, backward_dtype, async_op)
         if placements is None:
             return self
-        target, steps = target_of(self._layout, as_placements(placements), current_cap())
+        target, steps = target_of(self._layout, as_placements(placements), limit.of_thread.cap)
         if not steps:
             return self if target is self._layout else wrap(self._local, target)
-        op, note = running_op(), _REDISTRIBUTE
+        op, note = of_thread.op, _REDISTRIBUTE
         if op is not None:
             note = Note(op)
             if is_strict() and any(step.kind != "local" for step in steps):
@@ -297,9 +299,7 @@ class DTensor(Wrapper):
 
     grad = property(attributes.get_grad, attributes.set_grad, attributes.drop_grad)  # type: ignore[assignment]
 
-    @property
-    def grad_fn(self) -> Any:  # type: ignore[override]
-        return first_leaf(self).grad_fn
+    grad_fn = property(lambda self: first_leaf(self).grad_fn)  # type: ignore[assignment]
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -332,20 +332,15 @@ class DTensor(Wrapper):
         create_graph: bool = False,
         inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
     ) -> None:
-        backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs)
+        backward.backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:  # type: ignore[override]
         attributes.set_requires_grad(self, requires_grad)
         return self
 
-    def retain_grad(self) -> None:  # type: ignore[override]
-        attributes.retain_grad(self)
-
-    def register_hook(self, hook: hooks.Hook) -> hooks.Handle:  # type: ignore[override]
-        return hooks.register_hook(self, hook)
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> hooks.Handle:  # type: ignore[override]
-        return hooks.register_post_accumulate_grad_hook(self, hook)
+    retain_grad = attributes.retain_grad
+    register_hook = hooks.register_hook
+    register_post_accumulate_grad_hook = hooks.register_post_accumulate_grad_hook
 
     def detach_(self) -> DTensor:  # type: ignore[override]
         for value in leaf_values(self):
@@ -358,12 +353,6 @@ class DTensor(Wrapper):
         with relaxed(), torch.no_grad():
             return self.full_tensor()
 
-    def item(self) -> int | float | complex | bool:  # type: ignore[override]
-        return self._whole().item()
-
-    def tolist(self) -> Any:  # type: ignore[override]
-        return self._whole().tolist()
-
     def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
@@ -373,20 +362,9 @@ class DTensor(Wrapper):
         value = self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
         return value.copy() if copy else value
 
-    def __bool__(self) -> bool:
-        return bool(self._whole())
-
-    def __int__(self) -> int:
-        return int(self._whole())
-
-    def __float__(self) -> float:
-        return float(self._whole())
-
-    def __index__(self) -> int:
-        return self._whole().__index__()
-
-    def __complex__(self) -> complex:
-        return complex(self._whole())
+    item, tolist = _asked_of_whole(torch.Tensor.item), _asked_of_whole(torch.Tensor.tolist)
+    __bool__, __int__, __float__ = _asked_of_whole(bool), _asked_of_whole(int), _asked_of_whole(float)
+    __complex__, __index__ = _asked_of_whole(complex), _asked_of_whole(operator.index)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
@@ -406,6 +384,9 @@ class DTensor(Wrapper):
 
     def is_shared(self) -> bool:
         return all(value.is_shared() for value in leaf_values(self))
+
+    def get_device(self) -> int:
+        return first_leaf(self).get_device()
 
     def is_conj(self) -> bool:
         """Whether the ranks' tensors are lazily conjugated; the wrapper never is."""
@@ -439,11 +420,8 @@ class DTensor(Wrapper):
     def __create_write_items__(self, fqn: str, tensor: DTensor) -> list[Any]:
         return checkpoint_protocol.write_items(fqn, tensor)
 
-    def __create_chunk_list__(self) -> list[Any]:
-        return checkpoint_protocol.chunk_list(self)
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return checkpoint_protocol.tensor_shard(self, index)
+    __create_chunk_list__ = checkpoint_protocol.chunk_list
+    __get_tensor_shard__ = checkpoint_protocol.tensor_shard
 
     # -- torch comes in here --------------------------------------------------------------------------------
     __torch_function__: Any = classmethod(call_function)
@@ -486,7 +464,25 @@ def _rebuild(*state: Any) -> DTensor:
     return unpickled(*state)
 
 
-own_answers.register()
+# Functions of torch that the class answers by a method or attribute of its own: torch.Tensor.item(x) is x.item().
+_METHODS = (
+    "__repr__ __deepcopy__ __reduce_ex__ __array__ __bool__ __int__ __float__ __index__ __complex__ __format__ "
+    "backward requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook detach_ item tolist numpy "
+    "is_conj is_neg get_device"
+).split()
+
+
+def _method(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(self, name)(*args, **kwargs)
+
+
+SPECIAL.update({torch.autograd.backward: backward.backward, torch.autograd.grad: backward.grad})
+SPECIAL.update({make_dual: backward.make_dual, torch.is_conj: _method("is_conj"), torch.is_neg: _method("is_neg")})
+SPECIAL.update({getattr(torch.Tensor, name): _method(name) for name in _METHODS})
+for _name in "requires_grad grad grad_fn is_leaf retains_grad data _version".split():
+    SPECIAL[getattr(torch.Tensor, _name).__get__] = operator.attrgetter(_name)
+for _name in "requires_grad grad data".split():
+    SPECIAL[getattr(torch.Tensor, _name).__set__] = lambda self, value, name=_name: setattr(self, name, value)
 
 # What a pickled tensor is made of: torch.load(weights_only=True) may build these.
 torch.serialization.add_safe_globals([_rebuild, _rebuild_shard, Replicate, Partial, _submesh, DeviceMesh])

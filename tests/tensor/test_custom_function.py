@@ -114,6 +114,19 @@ class InPlace(Function):
         return grad * 3
 
 
+class InPlaceAndMore(Function):
+    """The written argument comes before a new result."""
+
+    @staticmethod
+    def forward(ctx, t):
+        ctx.mark_dirty(t)
+        return t.mul_(3), t * 5
+
+    @staticmethod
+    def backward(ctx, grad, more):
+        return grad * 3 + more * 15
+
+
 class Parts(Function):
     """One result has no gradient; the other's may be missing."""
 
@@ -232,6 +245,12 @@ def in_place(mesh):
         same(leaf.grad, plain.grad, where)
         with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
             InPlace.apply(leaf)
+    for plain, leaf, where in both(mesh):
+        results = [InPlaceAndMore.apply(t * 2) for t in (plain, leaf)]
+        for written, more in results:
+            (written * more).sum().backward()
+        same(results[1][1], results[0][1], where)
+        same(leaf.grad, plain.grad, where)
 
 
 def missing_gradients(mesh):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shardwise.autograd.gradients import as_gradient, distributed_gradient, grad_layout
-from shardwise.autograd.leaves import leaf_local, leaf_values, note_loose_write
+from shardwise.autograd.leaves import leaf_local, leaf_values
 from shardwise.caches import register_cache
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program
@@ -35,7 +35,6 @@ def retain_grad(tensor: Wrapper) -> None:
         value.retain_grad()
 
 
-# -- grad --------------------------------------------------------------------------------------------------
 def get_grad(tensor: Wrapper) -> Any:
     """The gradient as a distributed tensor; the same object as long as the local gradients are the same."""
     own = tensor.__dict__  # optimizers and clipping ask this of every parameter, several times per step
@@ -49,9 +48,9 @@ def get_grad(tensor: Wrapper) -> Any:
             own["_shown_grad"] = ([grad], wrapped)
             return wrapped
     held = layout.mesh.comm.values(local)
-    if shown is not None and held[0].grad is shown[0][0] and (len(held) == 1 or _are_grads_of(shown[0], held)):
-        return shown[1]
     grads = [value.grad for value in held]
+    if shown is not None and all(a is b for a, b in zip(grads, shown[0], strict=True)):
+        return shown[1]
     if grads[0] is None:
         own.pop("_shown_grad", None)
         return None
@@ -63,10 +62,6 @@ def get_grad(tensor: Wrapper) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _gradient_wrapper(layout: Layout) -> Callable[[LocalValue], Any]:
     return wrapper_of(grad_layout(layout))
-
-
-def _are_grads_of(grads: Sequence[torch.Tensor | None], held: Sequence[torch.Tensor]) -> bool:
-    return all(value.grad is grad for value, grad in zip(held, grads, strict=True))
 
 
 def drop_grad(tensor: Wrapper) -> None:
@@ -85,7 +80,6 @@ def set_grad(tensor: Wrapper, grad: torch.Tensor | None) -> None:
     if grad is None:
         drop_grad(tensor)
         return
-    own = tensor.__dict__
     shown: Wrapper = _laid_out_as_gradient(tensor._layout, distributed_gradient(tensor._layout, grad, "grad"))
     comm = tensor._layout.mesh.comm
     parts = comm.pick(comm.structure(leaf_local(tensor)), shown._local)
@@ -94,10 +88,7 @@ def set_grad(tensor: Wrapper, grad: torch.Tensor | None) -> None:
         parts = tuple(part.clone() for part in parts)
     for value, part in zip(leaf_values(tensor), parts, strict=True):
         value.grad = part
-    if is_shared:
-        own.pop("_shown_grad", None)
-    else:
-        own["_shown_grad"] = (list(parts), shown)
+    tensor._shown_grad = None if is_shared else (list(parts), shown)
 
 
 def _laid_out_as_gradient(layout: Layout, grad: Wrapper) -> Wrapper:
@@ -112,10 +103,9 @@ def _laid_out_as_gradient(layout: Layout, grad: Wrapper) -> Wrapper:
     return wrap(run_move(grad._local, here.mesh.comm, steps, Note("grad")), wanted)
 
 
-# -- data --------------------------------------------------------------------------------------------------
 def get_data(tensor: Wrapper) -> Any:
     """tensor.data: the same memory without a graph."""
-    note_loose_write(tensor)
+    tensor._loose_writes += 1
     comm, local = tensor._layout.mesh.comm, leaf_local(tensor)
     return wrap(comm.rebuild(local, [value.data for value in comm.values(local)]), tensor._layout)
 
@@ -126,10 +116,10 @@ def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
         raise LayoutError(f"data: expected a DTensor, got {type(value).__name__}; distribute_tensor it first")
     with without_torch_function():
         torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
-    note_loose_write(tensor)
-    comm, local = tensor._layout.mesh.comm, leaf_local(tensor)
+    tensor._loose_writes += 1
     if value._layout.mesh is not tensor._layout.mesh:
         raise MeshError(f"data: on {value._layout.mesh!r}, the tensor on {tensor._layout.mesh!r}")
+    comm, local = tensor._layout.mesh.comm, leaf_local(tensor)
     if comm.structure(local) != comm.structure(value._local):
         flag = tensor.requires_grad
         tensor._local = comm.rebuild(value._local, [v.detach().requires_grad_(flag) for v in comm.values(value._local)])

@@ -59,19 +59,19 @@ def grad(
     grads = [grad_outputs] if one else list(grad_outputs or [None] * len(outputs))
     roots, seeds = _starts(outputs, grads, "autograd.grad")
     groups = _watched(inputs, "autograd.grad")
+    flat = [value for group in groups for value in group]
     with relaxed():
-        found = iter(
-            torch.autograd.grad(
-                roots,
-                [value for group in groups for value in group],
-                seeds,
-                retain_graph=retain_graph,
-                create_graph=create_graph,
-                allow_unused=allow_unused,
-                materialize_grads=materialize_grads,
-            )
+        found = torch.autograd.grad(
+            roots,
+            flat,
+            seeds,
+            retain_graph,
+            create_graph,
+            allow_unused=allow_unused,
+            materialize_grads=materialize_grads,
         )
-    return tuple(_gathered_up(t, [next(found) for _ in group]) for t, group in zip(inputs, groups, strict=True))
+    parts = iter(found)
+    return tuple(_gathered_up(t, [next(parts) for _ in group]) for t, group in zip(inputs, groups, strict=True))
 
 
 def make_dual(*args: Any, **kwargs: Any) -> NoReturn:
@@ -104,23 +104,17 @@ def _starts(
     tensors: Sequence[torch.Tensor], grads: Sequence[Any], what: str
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """The plain tensors that a backward pass starts from, and their gradients."""
-    roots: list[torch.Tensor] = []
-    seeds: list[torch.Tensor | None] = []
-    for tensor, seed in zip(tensors, grads, strict=True):
-        outs, start = _roots(tensor, seed, what) if isinstance(tensor, Wrapper) else ([tensor], [seed])
-        roots += outs
-        seeds += start
-    return roots, seeds
+    pairs = zip(tensors, grads, strict=True)
+    found = [_roots(t, seed, what) if isinstance(t, Wrapper) else ([t], [seed]) for t, seed in pairs]
+    return [root for roots, _ in found for root in roots], [seed for _, seeds in found for seed in seeds]
 
 
 def _roots(tensor: Wrapper, seed: Any, what: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     layout = tensor._layout
     if layout.mesh.comm.outside:  # nothing to start from, but the move that made it has a gradient to take part in
         return [tensor._local], [torch.empty_like(tensor._local)]
-    if any(p.is_partial() and not p.is_partial("sum") for p in layout.placements):
-        tensor = _replicated_partials(tensor)
-        layout = tensor._layout
-    comm = layout.mesh.comm
+    tensor = _replicated_partials(tensor)
+    layout, comm = tensor._layout, layout.mesh.comm
     outs = comm.values(tensor._local)
     if seed is None:
         if math.prod(layout.shape) != 1:
@@ -135,4 +129,4 @@ def _replicated_partials(tensor: Wrapper) -> Wrapper:
     layout = tensor._layout
     places = [REPLICATE if p.is_partial() and not p.is_partial("sum") else p for p in layout.placements]
     target = layout.replace(placements=places)
-    return wrap(move(tensor._local, layout, target, Note("backward")), target)
+    return tensor if target is layout else wrap(move(tensor._local, layout, target, Note("backward")), target)

@@ -21,14 +21,10 @@ from shardwise.wrapper import Wrapper, wrap
 
 
 def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """The placements of a gradient, from those of its value.
-
-    Shard and Replicate stay. The parts of a sum all have the gradient of the sum (Replicate). The parts of another
-    reduction each have a part of the gradient (Partial).
-    """
-    return tuple(
-        (REPLICATE if p.reduce_op == "sum" else Partial()) if isinstance(p, Partial) else p for p in placements
-    )
+    """The placements of a gradient, from those of its value. Shard and Replicate stay. The parts of a sum all have the
+    gradient of the sum (Replicate). The parts of another reduction each have a part of the gradient (Partial)."""
+    of_parts = lambda p: REPLICATE if p.reduce_op == "sum" else Partial()
+    return tuple(of_parts(p) if isinstance(p, Partial) else p for p in placements)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -46,9 +42,8 @@ def summed_axes(layout: Layout) -> tuple[int, ...]:
 def as_gradient(layout: Layout, local: LocalValue) -> Wrapper:
     """What autograd computed for the local value of a tensor with this layout, as a distributed tensor.
 
-    Every part of a sum gets the gradient of the sum. As a Replicate tensor it has a gradient of its own (a second
-    derivative). Autograd adds up what the parts have of it, so one part takes all of it.
-    """
+    Every part of a sum gets its gradient. In a second derivative autograd adds up what the parts have of that one's
+    gradient, so one part takes all of it."""
     result, sums, comm = grad_layout(layout), summed_axes(layout), layout.mesh.comm
     if sums and torch.is_grad_enabled() and comm.first(local).requires_grad:
         parts = result.replace(placements=[Partial() if a in sums else p for a, p in enumerate(result.placements)])
@@ -58,13 +53,7 @@ def as_gradient(layout: Layout, local: LocalValue) -> Wrapper:
 
 
 def from_gradient(layout: Layout, grad: torch.Tensor, what: str) -> LocalValue:
-    """The other direction: a gradient from the user, as autograd takes it for the local value of such a tensor.
-
-    Args:
-        layout: The layout of the tensor whose gradient it is.
-        grad: The gradient; a plain tensor counts as replicated.
-        what: Who gave it, for messages and the ledger.
-    """
+    """The other direction: a gradient that the user gave to `what`, as autograd takes it for such a local value."""
     given = distributed_gradient(layout, grad, what)
     wanted = grad_layout(layout).replace(dtype=given._layout.dtype, stride=given._layout.stride)
     return move(given._local, given._layout, wanted, Note(what, backward=what == "hook"), summed_axes(layout))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -21,13 +21,7 @@ from shardwise.wrapper import Wrapper
 Hook = Callable[[Any], torch.Tensor | None]
 
 
-class Handle(Protocol):
-    """What takes a hook off again."""
-
-    def remove(self) -> None: ...
-
-
-def register_hook(tensor: Wrapper, hook: Hook) -> Handle:
+def register_hook(tensor: Wrapper, hook: Hook) -> RemovableHandle | Handles:
     """The hook sees the gradient as a distributed tensor, whole, and may replace it."""
     if not first_leaf(tensor).requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
@@ -89,7 +83,7 @@ def register_post_accumulate_grad_hook(tensor: Wrapper, hook: Callable[[Any], No
 class Handles:
     """Several handles removed as one."""
 
-    def __init__(self, handles: Sequence[Handle]) -> None:
+    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
         self._handles = handles
 
     def remove(self) -> None:

@@ -23,12 +23,6 @@ def first_leaf(tensor: Wrapper) -> torch.Tensor:
     return tensor._layout.mesh.comm.first(leaf_local(tensor))
 
 
-def note_loose_write(tensor: Wrapper) -> None:
-    """Count that `.data` was handed out or replaced: such a write raises no version counter, and whoever keeps a copy
-    of the values must know."""
-    tensor._loose_writes += 1
-
-
 def loose_writes(tensor: Wrapper) -> int:
-    """How often `.data` was handed out or replaced."""
+    """How often `.data` was handed out or replaced: such a write raises no version counter."""
     return tensor._loose_writes

@@ -39,13 +39,12 @@ COPIES: dict[int, list[_Copy]] = {}  # by the storage the copy has; empty in nea
 
 
 class _UnderWay(threading.local):
-    """The copies that this thread is bringing up to date with their bases, or their bases with them."""
+    copies: tuple[
+        Wrapper, ...
+    ] = ()  # that this thread is bringing up to date with their bases, or their bases with them
 
-    def __init__(self) -> None:
-        self.copies: list[Wrapper] = []
 
-
-_under_way_here = _UnderWay()
+_here = _UnderWay()
 
 
 def note_copies(
@@ -112,8 +111,7 @@ def before_write(target: Wrapper, op: str) -> None:
 
 
 def after_write(target: Wrapper) -> None:
-    """Repeat a write to a copy on its base. Make the copies of a base that was written again; under strict(), have
-    their next use raise."""
+    """Repeat a write to a copy on its base; make the copies of a base again, or under strict() have their use raise."""
     if not COPIES:
         return
     storage = storage_id_of(target)
@@ -135,15 +133,15 @@ def after_write(target: Wrapper) -> None:
 
 @contextlib.contextmanager
 def _under_way(copy: Wrapper) -> Iterator[None]:
-    _under_way_here.copies.append(copy)
+    outer, _here.copies = _here.copies, (*_here.copies, copy)
     try:
         yield
     finally:
-        _under_way_here.copies.pop()
+        _here.copies = outer
 
 
 def _is_under_way(copy: Wrapper) -> bool:
-    return any(copy is other for other in _under_way_here.copies)
+    return any(copy is other for other in _here.copies)
 
 
 def _make_stale(storage: int, tensor: Wrapper) -> None:
@@ -185,11 +183,10 @@ class _Stale:
     """In place of the layout of a copied view whose base was written: no plan has it, and reading it raises."""
 
     def __init__(self, name: str) -> None:
-        self.__dict__["name"] = name
+        self.name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        name = self.__dict__["name"]
         raise RuleError(
-            f"the result of {name} is used after its base was written in place. In torch it is a view and would show "
-            f"the write; on this layout it had to be a copy. Take it again after the write, or .clone() it before"
+            f"the result of {self.name} is used after its base was written in place. In torch it is a view and would "
+            f"show the write; on this layout it had to be a copy. Take it again after the write, or .clone() it before"
         )

@@ -71,12 +71,8 @@ class _Probe(torch.Tensor):
 
 
 class _Watch:
-    """The ops that a call runs, with the dtypes of their tensors, and which tensors of the call it casts first of all.
-
-    Args:
-        call: The call; it is run on probes.
-        already: Tensors that are cast before the call.
-    """
+    """The ops that a call runs on probes, with the dtypes of their tensors, and which tensors of the call it casts
+    first of all; those of `already` are cast before the call."""
 
     def __init__(self, call: CallShape, already: Casts | None = None) -> None:
         self.device = call.layouts[0].device
@@ -97,11 +93,8 @@ class _Watch:
 
 
 def casts_of(call: CallShape) -> Casts | None:
-    """Which tensors of a call autocast casts, and to what.
-
-    Returns:
-        The casts, if the call does the same on tensors that are cast already; INSIDE if autocast casts something else
-        than the call's own tensors; None where the call cannot be tried without values."""
+    """Which tensors of a call autocast casts, and to what; INSIDE if it casts something else than the call's own
+    tensors; None where the call cannot be tried without values."""
     try:
         watch = _Watch(call)
         with off():

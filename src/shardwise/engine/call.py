@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map_only
 
 import shardwise.rules  # noqa: F401  (importing them registers them)
 from shardwise.caches import PlanCache, register_cache
+from shardwise.context import of_thread
 from shardwise.engine import autocast
 from shardwise.engine.call_shape import op_name, tensors_in
-from shardwise.engine.function_guard import check_gradient_is_kept
 from shardwise.engine.into_out import check_not_resized, out_names
 from shardwise.engine.keys import ANY_FLOAT, ODD_FLOATS, NumpyNumberError, PlainTensorError, freeze, freeze_kwargs
 from shardwise.engine.plain_tensors import has_transformed, with_plain_wrapped
@@ -84,7 +84,7 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
     if _get_default_dtype() is not torch.float32:  # what integers become in a division
         key.append(_get_default_dtype())
     if not _is_grad_enabled() and not is_forward_grad_enabled():
-        check_gradient_is_kept(func, args)
+        _check_gradient_is_kept(func, args)
     whole_key = tuple(key)
     try:
         plan = PLANS.get(whole_key)
@@ -96,6 +96,21 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
     else:
         PLANS.hits += 1
     return plan(args, kwargs, local_args, local_kwargs)
+
+
+def _check_gradient_is_kept(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Raise if `func` is called inside of a Function that C++ autograd, which does not see the local tensors, applied
+    to a distributed one: by an `apply` that the program stored before `custom_function` replaced it. To be called
+    where grad mode and forward-mode grad are both off, as in a Function's forward and in inference mode only."""
+    if of_thread.applying or torch.is_inference_mode_enabled():
+        return
+    for arg in args:
+        if isinstance(arg, Wrapper) and arg._layout.mesh.comm.first(arg._local).requires_grad:
+            raise AutogradError(
+                f"{op_name(func)} on a distributed tensor that requires grad inside a torch.autograd.Function whose "
+                f"`apply` was taken before shardwise was imported: its gradient would be lost. Import shardwise before "
+                f"the module that defines the Function, or call MyFunction.apply(x) itself"
+            )
 
 
 def _call_with_plain_tensors(cls: type, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:

@@ -35,10 +35,8 @@ def op_name(func: Callable[..., Any]) -> str:
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any], kind: type = Wrapper) -> Iterator[tuple[Path, Any]]:
     """Every distributed tensor among the arguments with the path to it, in order; lists and tuples are looked into."""
-    for i, value in enumerate(args):
-        yield from _tensors(value, (i,), kind)
-    for name, value in kwargs.items():
-        yield from _tensors(value, (name,), kind)
+    for key, value in (*enumerate(args), *kwargs.items()):
+        yield from _tensors(value, (key,), kind)
 
 
 def _tensors(value: Any, path: Path, kind: type) -> Iterator[tuple[Path, Any]]:
@@ -118,10 +116,8 @@ class CallShape:
                 self.refuse(error)
 
     def refuse(self, error: Exception) -> None:
-        """Raise the error that the call raises on tensors of zeros, if it raises one.
-
-        `error` is what the call raised on meta tensors. Meta kernels refuse some calls that other kernels compute, and
-        raise errors of other types. Where zeros would take much memory, `error` itself is raised."""
+        """Raise the error that the call raises on zeros, if it raises one: meta kernels, which raised `error`, refuse
+        some calls that others compute. Where zeros would take much memory, `error` itself is raised."""
         if sum(math.prod(layout.shape) for layout in self.layouts) > 2**20:
             raise error
         args, kwargs = self.with_tensors([torch.zeros(layout.shape, dtype=layout.dtype) for layout in self.layouts])
@@ -129,10 +125,7 @@ class CallShape:
             self.func(*args, **kwargs)
 
     def run_meta(self, numbers: Collection[int] = ()) -> Any:
-        """The result of the call on meta tensors, which has the global shape, stride and dtype. Raises torch's errors.
-
-        Args:
-            numbers: Which of the call's tensors (0-d ones) are passed as numbers."""
+        """The result of the call on meta tensors; `numbers` are the 0-d tensors that it is given as numbers."""
         self.metas = [t.item() if i in numbers else meta_like(t._layout) for i, t in enumerate(self.tensors)]
         self._index_of = {id(meta): i for i, meta in enumerate(self.metas)}
         args, kwargs = self.with_tensors(self.metas)
@@ -140,10 +133,8 @@ class CallShape:
             return self.func(*args, **kwargs)
 
     def described(self) -> Any:
-        """The result of `run_meta`, with errors as torch raises them for real tensors (see `refuse`).
-
-        Raises:
-            NotImplementedError: Where meta kernels refuse a call that torch computes: its result's shape is unknown."""
+        """The result of `run_meta`, with errors as torch raises them for real tensors (see `refuse`); and
+        NotImplementedError where meta kernels refuse a call that torch computes."""
         try:
             return self.run_meta()
         except NotImplementedError:

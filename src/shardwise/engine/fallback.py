@@ -18,12 +18,12 @@ from shardwise.comm.record import Note
 from shardwise.context import is_strict
 from shardwise.engine.aliasing import after_write, before_write, note_copies
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
+from shardwise.engine.plain_tensors import replicated_like
 from shardwise.engine.plan import Plan, refuse
 from shardwise.functions import writes_first
-from shardwise.layout import Layout, contiguous_stride
+from shardwise.layout import contiguous_stride
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
-from shardwise.mesh import Mesh
 from shardwise.move import plan_steps, run_move
 from shardwise.protocols import LocalValue
 from shardwise.strategy.registry import in_place_flag
@@ -33,25 +33,12 @@ from shardwise.wrapper import Wrapper, rebind, wrap
 NO_RULE = "gather, since there is no rule for it, and compute it on every rank"
 
 
-def replicated(
-    func: Callable[..., Any], call: CallShape, reason: str = NO_RULE, check: Callable[..., None] | None = None
-) -> Plan:
-    """The plan that gathers every operand, computes the op on all ranks and writes back what the op changes.
-
-    Args:
-        func: The function that was called.
-        call: The call.
-        reason: Why, for the ledger.
-        check: A function that sees the arguments of each call first, and may raise.
-    """
-    return _OnAllRanks(func, call, reason, check)
-
-
-class _OnAllRanks:
-    """A plan that gathers every operand. It keeps what it needs of the call, but not the call, which holds tensors."""
+class replicated:
+    """The plan that gathers every operand, computes the op on all ranks and writes back what the op changes. `check`
+    sees the arguments of each call first. It keeps what it needs of the call, but not the call, which holds tensors."""
 
     def __init__(
-        self, func: Callable[..., Any], call: CallShape, reason: str, check: Callable[..., None] | None
+        self, func: Callable[..., Any], call: CallShape, reason: str = NO_RULE, check: Callable[..., None] | None = None
     ) -> None:
         self.func, self.name, self.paths, self.now = func, call.name, call.paths, call.layouts
         self.mesh, self.comm = call.mesh, call.mesh.comm
@@ -103,7 +90,7 @@ class _OnAllRanks:
         for value, tensor in written:
             if self.comm.same(local, value):
                 return tensor
-        return _wrap_replicated(local, self.mesh)
+        return wrap(local, replicated_like(self.comm.first(local), self.mesh))
 
 
 def _stored(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -113,10 +100,9 @@ def _stored(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _wrap_replicated(local: LocalValue, mesh: Mesh) -> Any:
-    first = mesh.comm.first(local)
-    places = [REPLICATE] * len(mesh.shape)
-    return wrap(local, Layout.make(mesh, places, tuple(first.shape), first.dtype, first.stride(), first.device))
+def _argument(schema: Any, path: Path) -> Any:
+    """The argument of a schema at which a path starts: by its name or its number."""
+    return next((a for a in schema.arguments if a.name == path[0]), None) or schema.arguments[path[0]]
 
 
 def _viewed_path(func: Callable[..., Any], call: CallShape) -> Path | None:
@@ -124,9 +110,7 @@ def _viewed_path(func: Callable[..., Any], call: CallShape) -> Path | None:
     schema = schema_of(func)
     if schema is None or schema.is_mutable or not any(r.alias_info is not None for r in schema.returns):
         return None
-    shared = [a.name for a in schema.arguments if a.alias_info is not None]
-    index = {a.name: i for i, a in enumerate(schema.arguments)}
-    return next((path for path in call.paths if path[0] in shared or path[0] in [index[n] for n in shared]), None)
+    return next((path for path in call.paths if _argument(schema, path).alias_info is not None), None)
 
 
 def _written_paths(func: Callable[..., Any], call: CallShape) -> list[int]:
@@ -136,38 +120,33 @@ def _written_paths(func: Callable[..., Any], call: CallShape) -> list[int]:
     schema = schema_of(func)
     if schema is None:
         return [i for i, path in enumerate(call.paths) if path[0] == 0]
-    found = []
-    for i, path in enumerate(call.paths):
-        named = [a for a in schema.arguments if a.name == path[0]]
-        argument = named[0] if named else schema.arguments[path[0]]
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(i)
-    return found
+    infos = [_argument(schema, path).alias_info for path in call.paths]
+    return [i for i, info in enumerate(infos) if info is not None and info.is_write]
 
 
 def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
-    """The plan of an in-place op whose result has another layout than its target: compute it out of place and copy it
-    into the target, which moves it."""
-    call_name = call.name
+    """The plan of an in-place op whose result has another layout than its target: out of place, then copied into it."""
+    name = call.name
     functional = not_in_place(func) if in_place_flag(func, call.args, call.kwargs) else functional_form(func)
+
+    if functional is None:
+        return replicated(func, call)
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         target = args[0]
-        if isinstance(target, (list, tuple)):
-            values = functional([_to_outlive(one) for one in target], *args[1:], **kwargs)
-            for one, value in zip(target, values, strict=True):
-                write(one, value)
-            return target
-        return write(target, functional(_to_outlive(target), *args[1:], **kwargs))
+        if not isinstance(target, (list, tuple)):
+            return write(target, functional(_to_outlive(target), *args[1:], **kwargs))
+        values = functional([_to_outlive(one) for one in target], *args[1:], **kwargs)
+        for one, value in zip(target, values, strict=True):
+            write(one, value)
+        return target
 
     def write(target: Any, value: Any) -> Any:
         if not torch.can_cast(value.dtype, target.dtype):
-            raise RuntimeError(f"{call_name}: result type {value.dtype} can't be cast to the target's {target.dtype}")
+            raise RuntimeError(f"{name}: result type {value.dtype} can't be cast to the target's {target.dtype}")
         return target.copy_(value)
 
-    if functional is not None:
-        return run
-    return replicated(func, call)
+    return run
 
 
 def _to_outlive(target: Any) -> Any:

@@ -18,12 +18,7 @@ from shardwise.layout.layout import dense_stride
 from shardwise.torch_private import OpOverload, schema_of
 from shardwise.wrapper import Wrapper, rebind
 
-_OF_FACTORIES = (
-    "dtype",
-    "layout",
-    "device",
-    "pin_memory",
-)  # an overload with `out` may take these from it
+_OF_FACTORIES = ("dtype", "layout", "device", "pin_memory")  # an overload with `out` may take these from it
 
 
 def takes_outs(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
@@ -32,9 +27,8 @@ def takes_outs(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_out(out: object) -> bool:
-    return isinstance(out, Wrapper) or (
-        isinstance(out, (tuple, list)) and bool(out) and all(isinstance(o, Wrapper) for o in out)
-    )
+    outs = out if isinstance(out, (tuple, list)) else [out]
+    return bool(outs) and all(isinstance(o, Wrapper) for o in outs)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -48,7 +42,7 @@ def into_outs(func: Callable[..., Any], call: CallShape) -> Plan:
     """The plan of a call that names tensors to write its results into."""
     call.check()  # raises for ops that accept an `out` of the result's dtype only
     name, names = op_name(func), out_names(func)
-    forms = [func] if isinstance(func, OpOverload) else _forms_with_out(name)
+    forms = [func] if isinstance(func, OpOverload) else _overloads(name, with_out=True)
     without = _without_out(func) if isinstance(func, OpOverload) else func
     if without is None:
         return replicated(func, call)
@@ -125,23 +119,18 @@ def _resized(name: str, out: Any, value: Any) -> Any:
     return rebind(out, value.to(out.dtype, copy=True))
 
 
-# -- an overload and the one that writes its result ------------------------------------------------------------------
-def _forms_with_out(name: str) -> list[Any]:
-    return [form for form in _overloads(name) if any(a.is_out for a in schema_of(form).arguments)]
-
-
-def _overloads(name: str) -> list[Any]:
+def _overloads(name: str, with_out: bool) -> list[Any]:
+    """The overloads of an op that write their results into tensors they are given, or those that return them."""
     packet = getattr(torch.ops.aten, name, None)
-    return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    forms = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    return [form for form in forms if any(a.is_out for a in schema_of(form).arguments) == with_out]
 
 
 def _without_out(func: Any) -> Any:
     """The overload that takes the same arguments and returns what `func` writes into the outs; None without one."""
-    wanted = _arguments(func, ())
-    found = [form for form in _overloads(op_name(func)) if not any(a.is_out for a in schema_of(form).arguments)]
-    same = [form for form in found if _arguments(form, ()) == wanted]
-    alike = [form for form in found if _arguments(form, _OF_FACTORIES) == _arguments(func, _OF_FACTORIES)]
-    return next(iter(same + alike), None)
+    found = _overloads(op_name(func), with_out=False)
+    alike = [f for less in ((), _OF_FACTORIES) for f in found if _arguments(f, less) == _arguments(func, less)]
+    return next(iter(alike), None)
 
 
 def _arguments(func: Any, without: Sequence[str]) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.context import refuses_plain
+from shardwise.engine.call_shape import tensors_in
 from shardwise.errors import LayoutError, MeshError, StrictError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
@@ -24,7 +25,7 @@ def with_plain_wrapped(
     """The arguments of the op `name`, with every plain tensor wrapped as Replicate on the mesh of the others."""
     _refuse_if_strict(name)
     kwargs = kwargs or {}
-    mesh = mesh_in((*args, *kwargs.values()))
+    mesh = mesh_in(args, kwargs)
     if mesh is None:
         raise MeshError(f"{name}: no distributed tensor among the arguments")
     return tuple(_wrapped(a, mesh) for a in args), {k: _wrapped(v, mesh) for k, v in kwargs.items()}
@@ -44,16 +45,9 @@ def _refuse_if_strict(name: str) -> None:
         )
 
 
-def mesh_in(values: Iterable[Any]) -> Mesh | None:
-    """The mesh of the first distributed tensor among the values, lists and tuples looked into."""
-    for value in values:
-        if isinstance(value, Wrapper):
-            return value._layout.mesh
-        if isinstance(value, (list, tuple)):
-            mesh = mesh_in(value)
-            if mesh is not None:
-                return mesh
-    return None
+def mesh_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mesh | None:
+    """The mesh of the first distributed tensor among the arguments, lists and tuples looked into."""
+    return next((tensor._layout.mesh for _, tensor in tensors_in(args, kwargs)), None)
 
 
 def has_transformed(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
@@ -76,7 +70,10 @@ def replicated_plain(value: torch.Tensor, mesh: Mesh) -> Wrapper:
         raise MeshError("a RankTensor meets a DTensor; say how it is laid out: DTensor.from_local(x, mesh, placements)")
     if value.layout is not torch.strided:
         raise LayoutError(f"a {value.layout} tensor meets a DTensor, which only dense ones can; use x.to_dense()")
-    layout = Layout.make(
-        mesh, [REPLICATE] * len(mesh.shape), tuple(value.shape), value.dtype, value.stride(), value.device
-    )
-    return wrap(mesh.comm.shared(value), layout)
+    return wrap(mesh.comm.shared(value), replicated_like(value, mesh))
+
+
+def replicated_like(value: torch.Tensor, mesh: Mesh) -> Layout:
+    """The layout of a plain tensor that all ranks of `mesh` hold."""
+    places = [REPLICATE] * len(mesh.shape)
+    return Layout.make(mesh, places, tuple(value.shape), value.dtype, value.stride(), value.device)

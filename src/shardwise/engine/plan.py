@@ -23,28 +23,17 @@ from shardwise.errors import StrictError
 from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
 from shardwise.move.steps import MeshStep, Spread
-from shardwise.protocols import LocalValue, MeshLike
+from shardwise.protocols import LocalValue
 from shardwise.strategy.spec import Algorithm, LocalCall, PerCoords, Spec
 from shardwise.torch_private import schema_of, storage_id
 from shardwise.wrapper import Wrapper, shares_memory
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
-Moves = list[tuple[int, tuple[MeshStep, ...], bool]]  # per operand that must change: its number, its steps, and whether
-# all of them only spread, so that no data moves
+Moves = list[tuple[int, tuple[MeshStep, ...], bool]]  # of operands that change: number, steps, whether all only spread
 
 
 def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape, in_place: bool) -> Plan | None:
-    """The plan that a rule's answer leads to.
-
-    Args:
-        func: The function that was called.
-        spec: The rule's answer: an `Algorithm`, or a `Spec` that assigns placements.
-        call: The call, with the layouts of its operands.
-        in_place: Whether the result is written into the first operand.
-
-    Returns:
-        The plan; None where the result cannot be written into the first operand in its layout.
-    """
+    """The plan that a rule's answer leads to; None where the result cannot be written into the first operand."""
     if isinstance(spec, Algorithm):
         call.check()
         return None if in_place and not spec.writes else _run_program(spec.run, func, call.name)
@@ -54,15 +43,12 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     assignment = spec.assign(call.operands, results.metas, in_place)
     if assignment is None:
         return None
-    inputs = [
-        layout if layout.placements == p else layout.replace(placements=p)
-        for layout, p in zip(call.layouts, assignment.inputs, strict=True)
-    ]
+    pairs = zip(call.layouts, assignment.inputs, strict=True)
+    inputs = [layout if layout.placements == p else layout.replace(placements=p) for layout, p in pairs]
     outputs = [] if in_place else results.layouts(call, assignment.outputs)
-    split = split_axes(call.mesh, inputs, outputs)
+    split = split_axes(inputs, outputs)
     moves = operand_moves(call, inputs, assignment.splits or [split] * len(inputs))
-    is_new = results.base is None and getattr(spec, "may_alias", False)
-    change = in_new_memory if is_new else lambda func: func
+    change = in_new_memory if results.base is None and spec.may_alias else lambda func: func
     if assignment.local is None:
         invoke, takes_all = call.mesh.comm.bind(change(func), split), True
     else:
@@ -70,13 +56,13 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         local = PerCoords(change(local.func), local.value_at) if isinstance(local, PerCoords) else change(local)
         invoke, takes_all = bind_local(call.mesh.comm, local, split, len(inputs)), False
     if in_place:
-        return _run_in_place(call, inputs, moves, invoke, takes_all, assignment.reasons)
+        run = _run(call, inputs, moves, invoke, takes_all, lambda args, kwargs, out: args[0], assignment.reasons)
+        return _with_writes_noted(run, call.name)
     base = None if results.base is None else call.paths[results.base]
     moved = any(i == results.base and not spread_only for i, _, spread_only in moves)
     copied = base is not None and (moved or not assignment.aliases(inputs))
     if not moves and results.single and not copied and not results.same and base in (None, (0,)):
-        wrap_one = one_wrapper(outputs[0])
-        direct = (_run_direct if base is None else _run_view)(call.paths, wrap_one, invoke, takes_all)
+        direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all, base is not None)
         if direct is not None:
             return direct
     finish = results.finisher(outputs, base, copied, func, call.name)
@@ -84,9 +70,8 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
 
 
 def _run_program(program: Callable[..., Any], func: Callable[..., Any], name: str) -> Plan:
-    """The plan that runs the program of an op; its moves are noted in the ledger under the op's name.
-
-    The result of a view op may be a copy then, which is noted too."""
+    """The plan that runs the program of an op, under whose name the ledger notes its moves. Where a view op's result
+    is a copy then, that is noted too."""
     schema = schema_of(func)
     views = schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
@@ -101,32 +86,25 @@ def _run_program(program: Callable[..., Any], func: Callable[..., Any], name: st
 
 
 def _run_direct(
-    paths: list[Path], wrap_one: Callable[[LocalValue], Any], invoke: Callable[..., Any], takes_all: bool
+    paths: list[Path], wrap_one: Callable[[LocalValue], Any], invoke: Callable[..., Any], takes_all: bool, is_view: bool
 ) -> Plan | None:
-    """The shortest plan, where nothing moves and one new tensor comes out; None for arguments in other places."""
+    """The shortest plans, where nothing moves and one tensor comes out: a new one, or a view of the first argument,
+    which is noted if that is a copy of a view. None for arguments in other places."""
+
+    def view(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        result = wrap_one(invoke(local_args[0]))
+        if COPIES:
+            note_view(args[0], result)
+        return result
+
     if takes_all:
-        return lambda args, kwargs, local_args, local_kwargs: wrap_one(invoke(*local_args, **local_kwargs))
+        whole: Plan = lambda args, kwargs, local_args, local_kwargs: wrap_one(invoke(*local_args, **local_kwargs))
+        return None if is_view else whole
     if paths == [(0,)]:
-        return lambda args, kwargs, local_args, local_kwargs: wrap_one(invoke(local_args[0]))
-    if paths == [(0,), (1,)]:
+        return view if is_view else lambda args, kwargs, local_args, local_kwargs: wrap_one(invoke(local_args[0]))
+    if paths == [(0,), (1,)] and not is_view:
         return lambda args, kwargs, local_args, local_kwargs: wrap_one(invoke(local_args[0], local_args[1]))
     return None
-
-
-def _run_view(
-    paths: list[Path], wrap_one: Callable[[LocalValue], Any], invoke: Callable[..., Any], takes_all: bool
-) -> Plan | None:
-    """The same where the result is a view of the first argument. That is noted if the argument is a copy of a view."""
-    if takes_all or paths != [(0,)]:
-        return None
-
-    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        view = wrap_one(invoke(local_args[0]))
-        if COPIES:
-            note_view(args[0], view)
-        return view
-
-    return run
 
 
 def _run(
@@ -156,38 +134,24 @@ def _run(
     return run
 
 
-def _run_in_place(
-    call: CallShape,
-    inputs: list[Layout],
-    moves: Moves,
-    invoke: Callable[..., Any],
-    takes_all: bool,
-    reasons: Sequence[str],
-) -> Plan:
-    """The same for an op that writes into its first argument (a tensor, or a list of them) and returns it."""
-    name = call.name
-    run = _run(call, inputs, moves, invoke, takes_all, lambda args, kwargs, out: args[0], reasons)
+def _with_writes_noted(plan: Plan, name: str) -> Plan:
+    """The plan of an op that writes into its first argument: a tensor, or a list of them."""
 
-    def run_in_place(
-        args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]
-    ) -> Any:
+    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
         for target in written:
             before_write(target, name)
-        result = run(args, kwargs, local_args, local_kwargs)
+        result = plan(args, kwargs, local_args, local_kwargs)
         for target in written:
             after_write(target)
         return result
 
-    return run_in_place
+    return run
 
 
 def in_new_memory(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func` with a copy of each result that shares memory with its first argument.
-
-    Some functions copy only if they must: reshape of the whole tensor copies, but on a rank's shard it may return a
-    view. The result of the distributed call must not share memory where torch's would not.
-    """
+    """`func` with a copy of each result that shares memory with its first argument: where reshape of the whole tensor
+    copies, that of a rank's shard may return a view."""
 
     def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         own = lambda out: out.clone() if storage_id(out) == storage_id(x) else out  # noqa: E731
@@ -207,18 +171,14 @@ def bind_local(comm: Comm, local: LocalCall, split: Sequence[int], count: int) -
     return lambda *values: bound(*values, value)
 
 
-def split_axes(mesh: MeshLike, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[int, ...]:
+def split_axes(inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[int, ...]:
     """The axes on which ranks do different work."""
-    return tuple(
-        axis
-        for axis in range(len(mesh.shape))
-        if any(not layout.placements[axis].is_replicate() for layout in (*inputs, *outputs))
-    )
+    by_axis = enumerate(zip(*(layout.placements for layout in (*inputs, *outputs)), strict=True))
+    return tuple(axis for axis, places in by_axis if not all(p.is_replicate() for p in places))
 
 
 def operand_moves(call: CallShape, inputs: Sequence[Layout], splits: Sequence[Sequence[int]]) -> Moves:
-    """The moves from the layouts that operands have to those they need; `splits` are the axes that each call is split
-    on, per operand."""
+    """The moves of operands to the layouts they need; `splits` are the axes on which each one's call is split."""
     moves: Moves = []
     for i, (now, need, split) in enumerate(zip(call.layouts, inputs, splits, strict=True)):
         spread_on = tuple(axis for axis in split if need.placements[axis].is_replicate())
@@ -229,9 +189,8 @@ def operand_moves(call: CallShape, inputs: Sequence[Layout], splits: Sequence[Se
 
 
 def spread(tensor: Wrapper, steps: tuple[MeshStep, ...], note: Note) -> LocalValue:
-    """The local value with which a Replicate operand enters a split call: its gradient is summed over the ranks.
-
-    It is kept on the tensor, so that several calls share one all-reduce."""
+    """The local value with which a Replicate operand enters a split call: its gradient is summed over the ranks. It is
+    kept on the tensor, so that several calls share one all-reduce."""
     local = tensor._local
     if not torch.is_grad_enabled():
         return local

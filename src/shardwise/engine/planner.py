@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from shardwise.engine import autocast
-from shardwise.engine.argument_forms import is_out_of_order, placed_for, reordered, with_item_values
-from shardwise.engine.call_shape import CallShape, asks_for_a_value, numbers_in
+from shardwise.engine.call_shape import CallShape, asks_for_a_value, numbers_in, op_name, tensors_in
 from shardwise.engine.fallback import rebound, replicated, written_back
 from shardwise.engine.into_out import into_outs, takes_outs
 from shardwise.engine.keys import ANY_FLOAT
@@ -18,8 +20,11 @@ from shardwise.engine.plan import Plan, build_plan
 from shardwise.errors import ShardwiseError
 from shardwise.strategy import registry
 from shardwise.strategy.relayout import Relayout
-from shardwise.strategy.spec import Gathered
+from shardwise.strategy.spec import Gathered, Operand
 from shardwise.torch_private import OpOverload, schema_of, without_torch_function
+from shardwise.wrapper import Wrapper, wrap
+
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x2": "other"}  # which torch takes too
 
 
 def planned(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
@@ -33,6 +38,10 @@ def planned(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 def make_plan(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     """The plan of a call: what its rule leads to, if there is one for this form of it."""
+    if "out" not in kwargs:
+        moved = _on_first_mesh(func, args, kwargs)
+        if moved is not None:
+            return moved
     call = CallShape(func, args, kwargs)
     plan = _by_rule(func, call) if "out" not in kwargs else None
     if plan is not None:
@@ -45,6 +54,22 @@ def make_plan(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     if casts is not None and casts is not autocast.INSIDE:
         return autocast.cast_first(func, call, casts)
     return lambda args, kwargs, local_args, local_kwargs: _call_parts(func, args, kwargs)
+
+
+def _on_first_mesh(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | None:
+    """The plan of a call whose operands are on meshes of the same ranks with other process groups (two calls of
+    init_device_mesh): everything on the mesh of the first. None where there is one mesh, or they differ otherwise."""
+    meshes = list(dict.fromkeys(tensor._layout.mesh for _, tensor in tensors_in(args, kwargs)))
+    if len(meshes) < 2 or not all(mesh.is_alike(meshes[0]) for mesh in meshes[1:]):
+        return None
+
+    def run(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> Any:
+        first = next(tensor for _, tensor in tensors_in(args, kwargs))._layout.mesh
+        here = lambda x: x if x._layout.mesh is first else wrap(x._local, x._layout.replace(mesh=first))  # noqa: E731
+        args, kwargs = tree_map_only(Wrapper, here, (tuple(args), dict(kwargs)))
+        return func(*args, **kwargs)
+
+    return run
 
 
 def _by_rule(func: Callable[..., Any], call: CallShape) -> Plan | None:
@@ -117,6 +142,60 @@ def _call_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     with without_torch_function():
         result = func(*args, **kwargs)
     if type(result) is torch.Tensor:  # made from shapes alone
-        mesh = mesh_in((*args, *kwargs.values()))
+        mesh = mesh_in(args, kwargs)
         return result if mesh is None else replicated_plain(result, mesh)
     return result
+
+
+# -- forms of the arguments that a rule does not take as they are ------------------------------------------------
+def placed_for(
+    rule: registry.Rule, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
+    """The arguments in the order in which the rule takes them, torch's `input` first; None if it lacks a name."""
+    if not kwargs:
+        return args, kwargs
+    signature = inspect.signature(rule)
+    kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
+    first = next(iter(signature.parameters.values()))
+    if not args and "input" in kwargs and first.kind is first.POSITIONAL_OR_KEYWORD:
+        args = (kwargs.pop("input"),)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return None
+    return bound.args, bound.kwargs
+
+
+def is_out_of_order(call: CallShape, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a rule takes the tensors in another order than the call names them, or the first one by position only."""
+    ordered = [op.index for _, op in tensors_in(args, kwargs, Operand)]
+    return (bool(args) and not call.args) or ordered != [op.index for op in call.operands]
+
+
+def reordered(func: Callable[..., Any], rule: registry.Rule) -> Plan:
+    """The plan of a call that names its tensors in another order than the rule does: call it again in that order."""
+
+    def run(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> Any:
+        placed = placed_for(rule, args, kwargs)
+        assert placed is not None  # it was when the plan was made
+        return func(*placed[0], **placed[1])
+
+    return run
+
+
+def with_item_values(func: Callable[..., Any], which: set[int]) -> Plan:
+    """The plan of a call with 0-d tensors where torch takes numbers: call it again with the numbers of `which`."""
+    called = getattr(func, "overloadpacket", func)  # another overload may be the one for numbers
+
+    def number(tensor: Wrapper) -> Any:
+        if tensor.requires_grad:
+            raise TypeError(f"{op_name(func)}: a number is needed, not a tensor that requires grad")
+        return tensor.item()
+
+    def run(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> Any:
+        count = itertools.count()
+        args = tuple(tuple(a) if isinstance(a, list) else a for a in args)  # x[[i, j]] is x[i, j] for tensors only
+        args, kwargs = tree_map_only(Wrapper, lambda t: number(t) if next(count) in which else t, (args, dict(kwargs)))
+        return called(*args, **kwargs)
+
+    return run

@@ -26,12 +26,12 @@ class Results:
     """The outputs of a call as meta tensors (or as the rule describes them), and the container they come in."""
 
     def __init__(self, spec: Spec, call: CallShape, in_place: bool) -> None:
-        known = getattr(spec, "result", None)
-        if known is not None:
-            flat, self.tree = [known], _ONE
-        elif in_place and getattr(spec, "in_place_without_meta", False):
+        flat: list[Any]
+        if spec.result is not None:
+            flat, self.tree = [spec.result], _ONE
+        elif in_place and spec.in_place_without_meta:
             flat, self.tree = [], _NONE
-        elif hasattr(spec, "run_meta"):
+        elif spec.run_meta is not None:
             with torch.no_grad():
                 flat, self.tree = tree_flatten(spec.run_meta(call.func))
         else:
@@ -51,27 +51,18 @@ class Results:
     def layouts(self, call: CallShape, placements: Sequence[Any]) -> list[Layout]:
         """The layout of each output, from its placements."""
         default = call.layouts[0].device
-        made: dict[Any, Layout] = {}  # the results of list ops are mostly alike
-        found = []
-        for out, places in zip(self.metas, placements, strict=True):
-            key = (places, tuple(out.shape), out.dtype, out.stride(), _device_of(out, default))
-            if key not in made:
-                made[key] = Layout.make(call.mesh, *key)
-            found.append(made[key])
-        return found
+        keys = [
+            (places, tuple(out.shape), out.dtype, out.stride(), _device_of(out, default))
+            for out, places in zip(self.metas, placements, strict=True)
+        ]
+        made = {key: Layout.make(call.mesh, *key) for key in set(keys)}  # the results of list ops are mostly alike
+        return [made[key] for key in keys]
 
     def finisher(
         self, outputs: Sequence[Layout], base: Path | None, copied: bool, func: Callable[..., Any], name: str
     ) -> Finish:
-        """A function that wraps local results, and notes which of them torch would have made views.
-
-        Args:
-            outputs: The layouts of the results.
-            base: The path to the argument of which torch's results are views, if they are.
-            copied: Whether ours are copies instead.
-            func: The function that was called.
-            name: Its name in messages.
-        """
+        """A function that wraps local results. Torch's are views of the argument at `base`; it notes where ours are
+        copies instead."""
         wrap_all = self._wrapper(outputs)
         if base is None or isinstance(base[0], str):
             return lambda args, kwargs, out: wrap_all(out)

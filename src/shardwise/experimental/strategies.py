@@ -13,7 +13,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import Layout, Placement, Shard, as_placements
 from shardwise.layout.placement import REPLICATE
 from shardwise.spec import TensorMeta
-from shardwise.strategy.spec import Assignment, Choice, Factors, Operand, fitting, operands_in
+from shardwise.strategy.spec import Assignment, Choice, Factors, Operand, Spec, fitting, operands_in
 
 Op = Callable[..., Any]  # an op of torch.ops or torch.library, or a Python function
 Pair = tuple[tuple[Placement, ...], tuple[Placement, ...]]  # placements of outputs, of inputs
@@ -135,7 +135,7 @@ class Strategies(Factors):
 
 # -- a rule of the user's is not trusted -------------------------------------------------------------------
 @dataclasses.dataclass
-class CheckedRule:
+class CheckedRule(Spec):
     """A rule of the user's for one call.
 
     Before it is used, the op is run on meta tensors of the local shapes. The results must have the shapes that the

@@ -19,11 +19,11 @@ from shardwise.strategy.lines import line
 from shardwise.strategy.program import Tensor
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Answer, Assignment, Factors, Operand, operands_in
+from shardwise.strategy.spec import Algorithm, Answer, Assignment, Factors, Operand, Spec, operands_in
 
 
 @dataclass
-class Cat:
+class Cat(Spec):
     """Axes that cut another dim than the joined one are planned like any factor. Axes that cut the joined dim of every
     operand stay, each operand with its own split."""
 

@@ -16,18 +16,18 @@ from shardwise.strategy.halo import leaves_empty
 from shardwise.strategy.program import Tensor, needs_grad, reduced
 from shardwise.strategy.reading import factors
 from shardwise.strategy.registry import named, rule
-from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, Places, operands_in
+from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, Places, Spec, operands_in
 from shardwise.torch_private import foreach_max, foreach_mul_, foreach_norm, fused_optimizer_steps
 from shardwise.wrapper import wrap, wrapper_of
 
 _SAME_NAMES = {"alpha", "value", "weight", "memory_format", "non_blocking"}  # list ops have own names for the others
 
 
-class Columns:
+class Columns(Spec):
     """Every position of the lists by itself: plan(*the arguments there) says how it may be split. Of positions of one
     kind the first stands for all. Tensors outside of the lists meet every position, whole."""
 
-    in_place_without_meta = True  # fused steps have no meta kernels, and need none
+    in_place_without_meta = True  # fused steps have no meta kernels
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], plan: Callable[..., Any]) -> None:
         self.args, self.kwargs = args, kwargs

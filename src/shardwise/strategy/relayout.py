@@ -17,7 +17,7 @@ from shardwise.layout import Layout, Placement
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, intersect, normalize, repeat, shift
-from shardwise.strategy.spec import Assignment, Described, LocalCall, MakeLocal, Operand, PerCoords, Places
+from shardwise.strategy.spec import Assignment, Described, LocalCall, MakeLocal, Operand, PerCoords, Places, Spec
 
 MOST_PIECES = 4096  # a split with more intervals per rank than this is gathered instead
 
@@ -38,7 +38,7 @@ class Carried:
 
 
 @dataclass
-class Relayout:
+class Relayout(Spec):
     """One operand in; `carry(dim)` lists for each output the places a cut of that dim may go (none: it must be whole).
 
     `local(inputs, outputs)` makes the local call. Any Partial stays: elements are only renamed.
@@ -47,7 +47,7 @@ class Relayout:
     outputs: int
     carry: Callable[[int], Sequence[Sequence[Carried]]]
     local: MakeLocal
-    may_alias: bool = True  # as in Factors
+    may_alias: bool = True
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Described], pinned: bool) -> Assignment | None:
         layout = operands[0].layout

@@ -115,6 +115,11 @@ class Described(Protocol):
 class Spec(Protocol):
     """An answer that leads to one local call: `Factors`, `Relayout`, or a class of a family's own."""
 
+    result: Result | None = None  # of a single output; without it torch's meta kernel is asked
+    may_alias: bool = False  # the local call may return a view where torch makes a copy: then it is copied
+    in_place_without_meta: bool = False  # an in-place call has no meta kernel, and needs none
+    run_meta: Callable[[Callable[..., Any]], Any] | None = None  # the function on meta tensors, in the rule's own way
+
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Described], pinned: bool) -> Assignment | None:
         """What each operand must be and what each result will be.
 
@@ -165,7 +170,7 @@ class Choice:
 
 
 @dataclass
-class Factors:
+class Factors(Spec):
     """Named factors, one per dim: a factor that is cut passes through every operand and output that has it.
 
     `inputs[i][d]` names the factor of dim d of operand i; None means the dim must be whole. A factor that no output
@@ -183,8 +188,8 @@ class Factors:
     same: bool = False
     local: MakeLocal | None = None
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # as in Assignment
-    may_alias: bool = False  # the local call may return a view where torch makes a copy: then it is copied
-    result: Result | None = None  # of a single output; without it torch's meta kernel is asked
+    may_alias: bool = False
+    result: Result | None = None
     addends: frozenset[int] = frozenset()  # operands added to the result: where it is a sum of parts, one part has them
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Described], pinned: bool) -> Assignment | None:

@@ -71,6 +71,6 @@ def _torch_path(path: str) -> str:
 def install() -> None:
     """Make every module of the table importable, and an attribute of its package."""
     if not any(isinstance(finder, TorchPathFinder) for finder in sys.meta_path):
-        sys.meta_path.append(TorchPathFinder())
+        sys.meta_path.insert(0, TorchPathFinder())  # before folders of the same name that an older version left
     for path in TABLE:
         importlib.import_module(f"{_ROOT}.{path}")
