@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.comm.record import Note, record, recorders, recording_to
+from shardwise.comm.record import Note
 from shardwise.context import is_strict
 from shardwise.engine.call_shape import op_name
 from shardwise.errors import StrictError
 from shardwise.functions import writes_first
-from shardwise.sharded.groups import Group
 from shardwise.sharded.moves import same_tiles
-from shardwise.sharded.ops.exchange import TilesAxis
+from shardwise.sharded.ops.group_steps import spread
 from shardwise.sharded.ops.registry import Function
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.strategy import registry as rules
@@ -128,43 +126,6 @@ def _wrapped(results: Sequence[Any], model: ShardedTensor) -> Any:
     if isinstance(results[0], torch.Tensor):
         return model._with_parts(results)
     return type(results[0])(model._with_parts(column) for column in zip(*results))
-
-
-class _Spread(torch.autograd.Function):
-    """Identity on a value that is the same on all ranks, of which each uses a part: the gradients add up."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group, ctx.recorders = group, recorders()
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        with recording_to(ctx.recorders):
-            return _Summed.apply(grad, ctx.group), None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over the ranks of a group; its gradient is spread."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        out = value.clone(memory_format=torch.contiguous_format)
-        if recorders():
-            k = dist.get_world_size(group)
-            record(TilesAxis(), "all_reduce", 0, 2 * (k - 1) * out.nbytes // k, Note("spread", backward=True))  # type: ignore[arg-type]
-        dist.all_reduce(torch.view_as_real(out) if out.is_complex() else out, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Spread.apply(grad, ctx.group), None
-
-
-def spread(value: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return a plain tensor whose gradient is the sum of all ranks' gradients."""
-    return _Spread.apply(value, group)
 
 
 # -- lists ---------------------------------------------------------------------------------------------------------

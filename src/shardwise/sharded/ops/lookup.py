@@ -18,7 +18,7 @@ from shardwise.comm.record import Note
 from shardwise.errors import DimError
 from shardwise.sharded.groups import ranks_of
 from shardwise.sharded.ops.bags import Bags, rows_of
-from shardwise.sharded.ops.exchange import exchange
+from shardwise.sharded.ops.group_steps import exchange
 from shardwise.sharded.tensor import ShardedTensor
 
 

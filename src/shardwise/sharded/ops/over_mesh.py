@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from shardwise.comm.record import Note, record, recorders
+from shardwise.comm.record import Note, recorders, tell
 from shardwise.context import is_strict
 from shardwise.engine.call_shape import op_name
 from shardwise.errors import StrictError
@@ -21,7 +21,6 @@ from shardwise.sharded.from_dtensor import to_sharded
 from shardwise.sharded.groups import Group, all_gather_rows, communication_device, is_member, ranks_of, same_ranks
 from shardwise.sharded.ops import registry
 from shardwise.sharded.ops.elementwise import on_tiles
-from shardwise.sharded.ops.exchange import TilesAxis
 from shardwise.sharded.ops.registry import Function
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.sharded.to_dtensor import mesh_of, natural_layout, on_mesh
@@ -131,8 +130,8 @@ def check_agreement(name: str, tensors: Sequence[torch.Tensor], group: Group) ->
         return
     device = communication_device(group)
     mine = torch.stack([_fingerprint(t).to(device) for t in tensors])
-    if recorders():
-        record(TilesAxis(), "all_gather", 0, (world - 1) * mine.nbytes, Note(name, "do plain tensors agree?"))  # type: ignore[arg-type]
+    if to := recorders():
+        tell("tiles", "all_gather", (world - 1) * mine.nbytes, Note(name, "do plain tensors agree?"), to)
     table = all_gather_rows(mine, group)
     differing = (table != table[0]).any(dim=1).nonzero().flatten().tolist()
     if differing:
