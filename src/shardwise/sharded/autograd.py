@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.sharded.base import ShardedTensorBase
 from shardwise.sharded.metadata import ShardedTensorMetadata
@@ -27,15 +30,8 @@ _state = threading.local()
 TileHook = Callable[[list[torch.Tensor]], Sequence[torch.Tensor] | None]
 
 
-class Removable(Protocol):
-    """What `register_hook` returns."""
-
-    def remove(self) -> None:
-        """Take the hook away."""
-
-
 # -- requires_grad, grad, data -------------------------------------------------------------------------------------
-def set_requires_grad(tensor: ShardedTensor, requires_grad: bool) -> ShardedTensor:
+def requires_grad_(tensor: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
     """See `torch.Tensor.requires_grad_`."""
     for part in tensor._parts:
         part.requires_grad_(requires_grad)
@@ -93,20 +89,18 @@ def _zeros_for_none(grads: Sequence[torch.Tensor | None], parts: Sequence[torch.
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------
-def register_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], ShardedTensor | None]) -> Removable:
-    """See `ShardedTensor.register_hook`."""
+def register_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], ShardedTensor | None]) -> RemovableHandle:
+    """Call `hook` with the gradient when it is known, and return a handle whose `remove()` takes the hook away.
+
+    The hook may return another gradient, except where a rank holds several tiles of a tensor that is no leaf.
+    """
 
     def on_tiles(grads: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         answer = hook(tensor._with_parts(grads))
         return None if answer is None else answer._in_tiles_of(tensor)._parts
 
     if len(tensor._parts) == 1:
-
-        def on_the_tile(grad: torch.Tensor) -> torch.Tensor | None:
-            answer = on_tiles([grad])
-            return None if answer is None else answer[0]
-
-        return tensor._parts[0].register_hook(on_the_tile)
+        return tensor._parts[0].register_hook(lambda grad: (on_tiles([grad]) or [None])[0])
     if tensor.is_leaf:
         return _leaf_hooks(tensor).add(on_tiles)
 
@@ -153,31 +147,22 @@ class LeafHooks:
     None."""
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
-        self.parts, self.hooks = list(parts), dict[int, TileHook]()
+        self.parts, self.hooks = list(parts), OrderedDict[int, TileHook]()
         self.nodes = [torch.autograd.graph.get_gradient_edge(part).node for part in parts]
         self.arrived: dict[int, torch.Tensor] = {}
-        self.handles: list[Any] = []
-        self.count = 0
+        self.waits = False  # whether the tiles' gradients pass here
 
-    def add(self, hook: TileHook) -> Handle:
-        if not self.hooks:
-            self.handles = [part.register_hook(self._on_arrival_at(i)) for i, part in enumerate(self.parts)]
-        self.count += 1
-        self.hooks[self.count] = hook
-        return Handle(self, self.count)
-
-    def drop(self, number: int) -> None:
-        self.hooks.pop(number, None)
-        if not self.hooks:
-            for handle in self.handles:
-                handle.remove()
-
-    def _on_arrival_at(self, i: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda grad: self._arrive(i, grad)
+    def add(self, hook: TileHook) -> RemovableHandle:
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        for i, part in enumerate(() if self.waits else self.parts):
+            part.register_hook(partial(self._arrive, i))
+        self.waits = True
+        return handle
 
     def _arrive(self, i: int, grad: torch.Tensor) -> torch.Tensor:
         """Return zeros until the gradient of the last tile is there; then call the hooks."""
-        if getattr(_state, "later", False):
+        if not self.hooks or getattr(_state, "later", False):
             return grad
         self.arrived[i] = grad
         if any(j not in self.arrived and will_run(node) for j, node in enumerate(self.nodes)):
@@ -205,13 +190,3 @@ def _add_to_grad(part: torch.Tensor, grad: torch.Tensor) -> None:
     else:
         with torch.no_grad():
             part.grad.add_(grad)
-
-
-class Handle:
-    """Removes one hook."""
-
-    def __init__(self, hooks: LeafHooks, number: int) -> None:
-        self.hooks, self.number = hooks, number
-
-    def remove(self) -> None:
-        self.hooks.drop(self.number)

@@ -39,15 +39,31 @@ def same_tiles(one: ShardedTensor, other: ShardedTensor) -> bool:
     )
 
 
-def gather(tensor: ShardedTensor, dst: int, out: torch.Tensor | None, dtype: torch.dtype | None) -> None:
-    """Write the whole value into `out` on rank `dst` of the group; values travel as `dtype`, or as they are."""
+def gather(
+    tensor: ShardedTensor,
+    dst: int = 0,
+    out: torch.Tensor | None = None,
+    enforce_dtype: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the whole value into a tensor of one rank. Every rank of the group calls it.
+
+    Args:
+        dst: The rank of the group that gets the value.
+        out: The tensor to write into, on rank `dst` only. Values are cast to its dtype.
+        enforce_dtype: Whether values travel in this tensor's dtype, whatever `dtype` says. Deprecated in torch.
+        dtype: The dtype in which values travel. The default is this tensor's.
+
+    Raises:
+        ValueError: If `dst` is no rank of the group, or `out` is missing, of another size, or passed elsewhere.
+    """
     group, ranks = tensor._process_group, ranks_of(tensor._process_group)
     if not 0 <= dst < len(ranks):
         raise ValueError(f"dst={dst} is not a rank of the process group of {len(ranks)} ranks {ranks}")
     me = dist.get_rank(group)
     wrong = wrong_out(me, dst, tensor.size(), out)
     with torch.no_grad():
-        parts = tensor._parts if dtype is None else [part.to(dtype) for part in tensor._parts]
+        parts = tensor._parts if dtype is None or enforce_dtype else [part.to(dtype) for part in tensor._parts]
         into = None
         if out is not None and wrong is None and (out.dtype, out.device) == (parts[0].dtype, parts[0].device):
             into = [out]
@@ -88,22 +104,38 @@ def _on_device(part: torch.Tensor, shard: ShardMetadata) -> torch.Tensor:
 
 
 # -- devices -------------------------------------------------------------------------------------------------------
-def to_cpu(tensor: ShardedTensor, memory_format: torch.memory_format, process_group: Group | None) -> ShardedTensor:
-    """See `ShardedTensor.cpu`."""
+def cpu(
+    tensor: ShardedTensor,
+    memory_format: torch.memory_format = torch.preserve_format,
+    process_group: Group | None = None,
+) -> ShardedTensor:
+    """Return a copy in CPU memory; itself if it is there already.
+
+    Args:
+        memory_format: `torch.preserve_format` or `torch.contiguous_format`.
+        process_group: A group of the same ranks whose backend works on the CPU.
+    """
     _check_format(memory_format)
     if all(device_of(s).type == "cpu" for s in tensor._metadata.shards_metadata):
         return tensor
     return _on_devices(tensor, lambda rank: torch.device("cpu"), process_group, False)
 
 
-def to_cuda(
+def cuda(
     tensor: ShardedTensor,
-    device: torch.device | str | int | None,
-    non_blocking: bool,
-    memory_format: torch.memory_format,
-    process_group: Group | None,
+    device: torch.device | str | int | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+    process_group: Group | None = None,
 ) -> ShardedTensor:
-    """See `ShardedTensor.cuda`."""
+    """Return a copy in CUDA memory, on the current device of each rank.
+
+    Args:
+        device: "cuda" or the current device; another one raises a ValueError.
+        non_blocking: As in `torch.Tensor.cuda`.
+        memory_format: `torch.preserve_format` or `torch.contiguous_format`.
+        process_group: A group of the same ranks for CUDA.
+    """
     _check_format(memory_format)
     if device is not None:
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -154,7 +186,13 @@ def _with_placements(spec: ShardingSpec, moved: list[ShardMetadata]) -> Sharding
 
 
 def to(tensor: ShardedTensor, *args: Any, process_group: Group | None = None, **kwargs: Any) -> ShardedTensor:
-    """See `ShardedTensor.to`."""
+    """Return the tensor with another dtype or on another device; itself where nothing changes.
+
+    Args:
+        *args: As in `torch.Tensor.to`.
+        process_group: A group of the same ranks for the new device.
+        **kwargs: As in `torch.Tensor.to`.
+    """
     device, dtype, non_blocking, copy = _parse_to(*args, **kwargs)
     result = tensor
     if device is not None and device.type != tensor.device.type:

@@ -74,8 +74,8 @@ def get_state(tensor: ShardedTensor) -> State:
     return shards, tensor._metadata, state, tensor._sharding_spec, tensor._init_rrefs
 
 
-def set_state(tensor: ShardedTensor, state: State) -> tuple[Group, bool]:
-    """Fill a blank tensor with what was pickled. Return its process group, and whether it has remote shards."""
+def set_state(tensor: ShardedTensor, state: State) -> None:
+    """Fill a blank tensor with what was pickled."""
     if not dist.is_initialized():
         raise RuntimeError(
             'Need to initialize default process group using "init_process_group" before loading ShardedTensor'
@@ -89,10 +89,10 @@ def set_state(tensor: ShardedTensor, state: State) -> tuple[Group, bool]:
             text = field.name.replace("_", " ").capitalize()
             raise RuntimeError(f"{text} at save time was {then}, but at load time was {here}")
     tensor._local_shards, tensor._metadata, tensor._sharding_spec = shards, metadata, spec
-    return group, init_rrefs
+    tensor._join(group, init_rrefs)
 
 
-def reduce(tensor: ShardedTensor) -> tuple[Any, ...]:
+def reduce(tensor: ShardedTensor, protocol: object) -> tuple[Any, ...]:
     """Return what `__reduce_ex__` does: a function that makes a blank tensor, its arguments, and the state."""
     is_param = bool(getattr(tensor, "_is_param", False))
     return _unpickled, (type(tensor), tensor._metadata.size, tensor.dtype, is_param), get_state(tensor)

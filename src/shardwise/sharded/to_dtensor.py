@@ -47,7 +47,16 @@ def mesh_of(group: Group, device_type: str) -> DeviceMesh:
 def to_dtensor(
     tensor: ShardedTensor, mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> DTensor:
-    """See `ShardedTensor.to_dtensor`."""
+    """Return the tensor as a DTensor on a mesh of its ranks, differentiable.
+
+    Args:
+        mesh: The default is one axis over the process group.
+        placements: The default is those that say where the tiles are, if a mesh layout can say it: then nothing moves,
+            and a rank's only tile is not even copied. Else the first dim is cut along every axis.
+
+    Raises:
+        MeshError: If the mesh has other ranks than the process group, or is simulated.
+    """
     group = tensor._process_group
     grid = as_mesh(mesh_of(group, tensor.device.type) if mesh is None else mesh)
     if mesh is not None:
