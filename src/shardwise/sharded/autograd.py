@@ -31,16 +31,16 @@ TileHook = Callable[[list[torch.Tensor]], Sequence[torch.Tensor] | None]
 
 
 # -- requires_grad, grad, data -------------------------------------------------------------------------------------
-def requires_grad_(tensor: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
+def requires_grad_(self: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
     """See `torch.Tensor.requires_grad_`."""
-    for part in tensor._parts:
+    for part in self._parts:
         part.requires_grad_(requires_grad)
-    metadata = tensor._metadata
+    metadata = self._metadata
     if metadata.tensor_properties.requires_grad != requires_grad:
         properties = copy.copy(metadata.tensor_properties)
         properties.requires_grad = requires_grad
-        tensor._metadata = ShardedTensorMetadata(metadata.shards_metadata, metadata.size, properties)
-    return tensor
+        self._metadata = ShardedTensorMetadata(metadata.shards_metadata, metadata.size, properties)
+    return self
 
 
 def get_grad(tensor: ShardedTensor) -> ShardedTensor | None:
@@ -89,30 +89,30 @@ def _zeros_for_none(grads: Sequence[torch.Tensor | None], parts: Sequence[torch.
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------
-def register_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], ShardedTensor | None]) -> RemovableHandle:
+def register_hook(self: ShardedTensor, hook: Callable[[ShardedTensor], ShardedTensor | None]) -> RemovableHandle:
     """Call `hook` with the gradient when it is known, and return a handle whose `remove()` takes the hook away.
 
     The hook may return another gradient, except where a rank holds several tiles of a tensor that is no leaf.
     """
 
     def on_tiles(grads: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        answer = hook(tensor._with_parts(grads))
-        return None if answer is None else answer._in_tiles_of(tensor)._parts
+        answer = hook(self._with_parts(grads))
+        return None if answer is None else answer._in_tiles_of(self)._parts
 
-    if len(tensor._parts) == 1:
-        return tensor._parts[0].register_hook(lambda grad: (on_tiles([grad]) or [None])[0])
-    if tensor.is_leaf:
-        return _leaf_hooks(tensor).add(on_tiles)
+    if len(self._parts) == 1:
+        return self._parts[0].register_hook(lambda grad: (on_tiles([grad]) or [None])[0])
+    if self.is_leaf:
+        return _leaf_hooks(self).add(on_tiles)
 
     def watch(grads: Sequence[torch.Tensor | None]) -> None:
-        if on_tiles(_zeros_for_none(grads, tensor._parts)) is not None:
+        if on_tiles(_zeros_for_none(grads, self._parts)) is not None:
             raise RuntimeError(
-                f"register_hook: this rank holds {len(tensor._parts)} shards of a tensor that is no leaf, whose "
+                f"register_hook: this rank holds {len(self._parts)} shards of a tensor that is no leaf, whose "
                 f"gradients go on one by one: a hook can watch them but not replace them; hook "
                 f"local_shards()[i].tensor"
             )
 
-    return torch.autograd.graph.register_multi_grad_hook(tensor._parts, watch)
+    return torch.autograd.graph.register_multi_grad_hook(self._parts, watch)
 
 
 def call_hooks(tensor: ShardedTensor, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -40,7 +40,7 @@ def same_tiles(one: ShardedTensor, other: ShardedTensor) -> bool:
 
 
 def gather(
-    tensor: ShardedTensor,
+    self: ShardedTensor,
     dst: int = 0,
     out: torch.Tensor | None = None,
     enforce_dtype: bool = False,
@@ -57,17 +57,17 @@ def gather(
     Raises:
         ValueError: If `dst` is no rank of the group, or `out` is missing, of another size, or passed elsewhere.
     """
-    group, ranks = tensor._process_group, ranks_of(tensor._process_group)
+    group, ranks = self._process_group, ranks_of(self._process_group)
     if not 0 <= dst < len(ranks):
         raise ValueError(f"dst={dst} is not a rank of the process group of {len(ranks)} ranks {ranks}")
     me = dist.get_rank(group)
-    wrong = wrong_out(me, dst, tensor.size(), out)
+    wrong = wrong_out(me, dst, self.size(), out)
     with torch.no_grad():
-        parts = tensor._parts if dtype is None or enforce_dtype else [part.to(dtype) for part in tensor._parts]
+        parts = self._parts if dtype is None or enforce_dtype else [part.to(dtype) for part in self._parts]
         into = None
         if out is not None and wrong is None and (out.dtype, out.device) == (parts[0].dtype, parts[0].device):
             into = [out]
-        got = move_parts(parts, tensor._tiles, whole_on(ranks[dst], tensor.size()), group, Note("gather"), into)
+        got = move_parts(parts, self._tiles, whole_on(ranks[dst], self.size()), group, Note("gather"), into)
         if wrong is not None:  # raised after the exchange, so that the other ranks do not wait
             raise ValueError(wrong)
         if out is not None and into is None:
@@ -105,7 +105,7 @@ def _on_device(part: torch.Tensor, shard: ShardMetadata) -> torch.Tensor:
 
 # -- devices -------------------------------------------------------------------------------------------------------
 def cpu(
-    tensor: ShardedTensor,
+    self: ShardedTensor,
     memory_format: torch.memory_format = torch.preserve_format,
     process_group: Group | None = None,
 ) -> ShardedTensor:
@@ -116,13 +116,13 @@ def cpu(
         process_group: A group of the same ranks whose backend works on the CPU.
     """
     _check_format(memory_format)
-    if all(device_of(s).type == "cpu" for s in tensor._metadata.shards_metadata):
-        return tensor
-    return _on_devices(tensor, lambda rank: torch.device("cpu"), process_group, False)
+    if all(device_of(s).type == "cpu" for s in self._metadata.shards_metadata):
+        return self
+    return _on_devices(self, lambda rank: torch.device("cpu"), process_group, False)
 
 
 def cuda(
-    tensor: ShardedTensor,
+    self: ShardedTensor,
     device: torch.device | str | int | None = None,
     non_blocking: bool = False,
     memory_format: torch.memory_format = torch.preserve_format,
@@ -146,9 +146,9 @@ def cuda(
                 f"{device}; the current device is {current}"
             )
     mine = torch.cuda.current_device()
-    group = as_group(process_group if process_group is not None else tensor._process_group)
+    group = as_group(process_group if process_group is not None else self._process_group)
     devices = dict(zip(ranks_of(group), all_gather_objects(mine, group)))
-    return _on_devices(tensor, lambda rank: torch.device("cuda", devices[rank]), process_group, non_blocking)
+    return _on_devices(self, lambda rank: torch.device("cuda", devices[rank]), process_group, non_blocking)
 
 
 def _on_devices(
@@ -185,7 +185,7 @@ def _with_placements(spec: ShardingSpec, moved: list[ShardMetadata]) -> Sharding
     return copy
 
 
-def to(tensor: ShardedTensor, *args: Any, process_group: Group | None = None, **kwargs: Any) -> ShardedTensor:
+def to(self: ShardedTensor, *args: Any, process_group: Group | None = None, **kwargs: Any) -> ShardedTensor:
     """Return the tensor with another dtype or on another device; itself where nothing changes.
 
     Args:
@@ -194,8 +194,8 @@ def to(tensor: ShardedTensor, *args: Any, process_group: Group | None = None, **
         **kwargs: As in `torch.Tensor.to`.
     """
     device, dtype, non_blocking, copy = _parse_to(*args, **kwargs)
-    result = tensor
-    if device is not None and device.type != tensor.device.type:
+    result = self
+    if device is not None and device.type != self.device.type:
         if device.type == "cpu":
             result = result.cpu(process_group=process_group)
         elif device.type == "cuda":
@@ -206,7 +206,7 @@ def to(tensor: ShardedTensor, *args: Any, process_group: Group | None = None, **
         result = result.cuda(device, non_blocking, process_group=process_group)
     if dtype is not None and dtype != result.dtype:
         result = result._with_parts([part.to(dtype) for part in result._parts])
-    return result._with_parts([part.clone() for part in result._parts]) if copy and result is tensor else result
+    return result._with_parts([part.clone() for part in result._parts]) if copy and result is self else result
 
 
 def _parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, bool, bool]:

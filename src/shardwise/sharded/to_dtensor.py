@@ -45,7 +45,7 @@ def mesh_of(group: Group, device_type: str) -> DeviceMesh:
 
 
 def to_dtensor(
-    tensor: ShardedTensor, mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+    self: ShardedTensor, mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> DTensor:
     """Return the tensor as a DTensor on a mesh of its ranks, differentiable.
 
@@ -57,14 +57,14 @@ def to_dtensor(
     Raises:
         MeshError: If the mesh has other ranks than the process group, or is simulated.
     """
-    group = tensor._process_group
-    grid = as_mesh(mesh_of(group, tensor.device.type) if mesh is None else mesh)
+    group = self._process_group
+    grid = as_mesh(mesh_of(group, self.device.type) if mesh is None else mesh)
     if mesh is not None:
         _check_ranks(grid, group)
     if placements is None:
-        return on_mesh(tensor, grid)
-    layout = Layout.make(grid, placements, tuple(tensor.size()), tensor.dtype, None, tensor.device)
-    return wrap(_local_value(tensor, layout), layout)
+        return on_mesh(self, grid)
+    layout = Layout.make(grid, placements, tuple(self.size()), self.dtype, None, self.device)
+    return wrap(_local_value(self, layout), layout)
 
 
 def on_mesh(tensor: ShardedTensor, grid: Mesh) -> DTensor:

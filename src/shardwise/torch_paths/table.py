@@ -64,11 +64,11 @@ TABLE: dict[str, dict[str, str]] = {
     "sharded.sharding_spec.chunk_sharding_spec_ops": {},
     "sharded.sharding_spec.chunk_sharding_spec_ops.embedding": {
         "sharded": "ChunkShardingSpec ShardedTensor",
-        "torch_paths.registered_ops": "sharded_embedding",
+        "torch_paths.registering": "sharded_embedding",
     },
     "sharded.sharding_spec.chunk_sharding_spec_ops.embedding_bag": {
         "sharded": "ChunkShardingSpec ShardedTensor",
-        "torch_paths.registered_ops": "sharded_embedding_bag",
+        "torch_paths.registering": "sharded_embedding_bag",
     },
     # torch.distributed._shard.sharded_tensor
     "sharded.sharded_tensor": {
@@ -78,8 +78,7 @@ TABLE: dict[str, dict[str, str]] = {
         "sharded.ops.methods": "allclose equal",
         "sharded.ops.fills": "constant_ kaiming_uniform_ normal_ uniform_",
         "sharded.ops.registry": "_CUSTOM_SHARDED_OPS=custom_ops",
-        "torch_paths.registered_ops": "sharded_embedding sharded_embedding_bag",
-        "torch_paths.registering": "_decorator_func",
+        "torch_paths.registering": "_decorator_func sharded_embedding sharded_embedding_bag",
     },
     "sharded.sharded_tensor.api": {
         "sharded": "Shard ShardMetadata ShardedTensor ShardedTensorBase ShardedTensorMetadata TensorProperties",
@@ -91,8 +90,10 @@ TABLE: dict[str, dict[str, str]] = {
         "torch_paths.tiles": "_create_tensor_from_params _flatten_tensor_size _validate_output_tensor_for_gather "
         "build_global_metadata build_metadata_from_local_shards reshard_local_shard reshuffle_local_shard",
     },
-    "sharded.sharded_tensor.logger": {"torch_paths.logger": "_get_logging_handler _get_or_create_logger _log_handlers"},
-    "sharded.sharded_tensor.logging_handlers": {"torch_paths.logger": "_log_handlers"},
+    "sharded.sharded_tensor.logger": {
+        "torch_paths.registering": "_get_logging_handler _get_or_create_logger _log_handlers"
+    },
+    "sharded.sharded_tensor.logging_handlers": {"torch_paths.registering": "_log_handlers"},
     "sharded.sharded_tensor.metadata": {
         "sharded.metadata": "MEM_FORMAT_ENCODING ShardMetadata ShardedTensorMetadata TensorProperties"
     },
@@ -113,7 +114,7 @@ TABLE: dict[str, dict[str, str]] = {
         "build_metadata_from_local_shards",
     },
     "sharded.sharded_tensor._ops": {
-        "torch_paths.registered_ops": "allclose constant_ equal kaiming_uniform_ normal_ sharded_embedding "
+        "torch_paths.registering": "allclose constant_ equal kaiming_uniform_ normal_ sharded_embedding "
         "sharded_embedding_bag uniform_"
     },
     "sharded.sharded_tensor._ops._common": {
@@ -122,18 +123,18 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "sharded.sharded_tensor._ops.binary_cmp": {
         "sharded": "ShardedTensor",
-        "torch_paths.registered_ops": "_communicate_result allclose binary_cmp equal",
+        "torch_paths.registering": "_communicate_result allclose binary_cmp equal",
     },
     "sharded.sharded_tensor._ops.init": {
-        "torch_paths.registered_ops": "constant_ kaiming_uniform_ normal_ uniform_",
-        "torch_paths.registering": "register_tensor_creation_op tensor_like_creation_op_map validate_param",
+        "torch_paths.registering": "constant_ kaiming_uniform_ normal_ register_tensor_creation_op "
+        "tensor_like_creation_op_map uniform_ validate_param",
     },
-    "sharded.sharded_tensor._ops.misc_ops": {"torch_paths.registered_ops": "tensor_has_compatible_shallow_copy_type"},
+    "sharded.sharded_tensor._ops.misc_ops": {"torch_paths.registering": "tensor_has_compatible_shallow_copy_type"},
     "sharded.sharded_tensor._ops.tensor_ops": {
         "sharded": "Shard ShardedTensor _sharded_op_impl=custom_sharded_op_impl",
-        "torch_paths.registered_ops": "same_dtype sharded_clone sharded_deepcopy sharded_detach sharded_inplace_copy "
-        "sharded_type_as sharded_type_as_check st_is_meta tensor_device tensor_requires_grad_set",
-        "torch_paths.registering": "_register_default_op _register_sharded_op_on_local_shards",
+        "torch_paths.registering": "_register_default_op _register_sharded_op_on_local_shards same_dtype sharded_clone "
+        "sharded_deepcopy sharded_detach sharded_inplace_copy sharded_type_as sharded_type_as_check st_is_meta "
+        "tensor_device tensor_requires_grad_set",
     },
 }
 """Path below `shardwise` -> {module below `shardwise`: its names there}.
