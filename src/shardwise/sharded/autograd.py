@@ -100,7 +100,7 @@ def register_hook(self: ShardedTensor, hook: Callable[[ShardedTensor], ShardedTe
         return None if answer is None else answer._in_tiles_of(self)._parts
 
     if len(self._parts) == 1:
-        return self._parts[0].register_hook(lambda grad: (on_tiles([grad]) or [None])[0])
+        return self._parts[0].register_hook(lambda grad: next(iter(on_tiles([grad]) or ()), None))
     if self.is_leaf:
         return _leaf_hooks(self).add(on_tiles)
 

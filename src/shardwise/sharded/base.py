@@ -33,14 +33,7 @@ class ShardedTensorBase(torch.Tensor):
     def __new__(cls: type, sharding_spec: ShardingSpec, *size: int | Sequence[int], **kwargs: Any) -> Any:
         if not isinstance(sharding_spec, ShardingSpec):
             raise ValueError(f"Expecting ShardingSpec but got: {type(sharding_spec)}")
-        properties = checked_properties(
-            kwargs.get("dtype"),
-            kwargs.get("layout", torch.strided),
-            kwargs.get("requires_grad", False),
-            kwargs.get("pin_memory", False),
-            kwargs.get("memory_format", torch.contiguous_format),
-        )
-        metadata = sharding_spec.build_metadata(as_size(size), properties)
+        metadata = sharding_spec.build_metadata(as_size(size), checked_properties(**kwargs))
         return blank(cls, sharding_spec, metadata)
 
     @classmethod
@@ -63,7 +56,7 @@ class ShardedTensorBase(torch.Tensor):
         metadata = sharded_tensor_metadata
         if not metadata.shards_metadata:
             raise ValueError("shards_metadata must not be empty!")
-        check_strided(metadata.tensor_properties)
+        check_strided(metadata.tensor_properties.layout)
         spec = spec_of(metadata.shards_metadata) if sharding_spec is None else sharding_spec
         base = blank(cls, spec, metadata)
         base._local_shards = local_shards

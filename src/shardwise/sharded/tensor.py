@@ -20,8 +20,7 @@ from shardwise.layout.tileset import TileSet
 from shardwise.sharded import autograd, moves, pickling, remote
 from shardwise.sharded import to_dtensor as as_dtensor
 from shardwise.sharded.base import Options, ShardedTensorBase, blank, empty_tile, new_tile
-from shardwise.sharded.checks import checked_parts, parts_from_local_tensor
-from shardwise.sharded.global_metadata import agreed_parts
+from shardwise.sharded.checks import agreed_parts, checked_parts, parts_from_local_tensor
 from shardwise.sharded.groups import Group, check_member, communication_device, shards_of
 from shardwise.sharded.metadata import ShardedTensorMetadata, as_size, device_of
 from shardwise.sharded.ops import registry
@@ -257,7 +256,7 @@ class ShardedTensor(ShardedTensorBase):
     is_meta = _of_the_parts("is_meta")
 
     # -- moves --------------------------------------------------------------------------------------------------
-    gather = moves.gather
+    gather = moves.gather  # type: ignore[assignment]
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Change the tiles in place and return this tensor. Each element that must move moves once.
@@ -294,8 +293,8 @@ class ShardedTensor(ShardedTensorBase):
         return self.to_dtensor().full_tensor()
 
     # -- autograd: the graph is that of the tiles ---------------------------------------------------------------
-    requires_grad = property(lambda self: self._parts[0].requires_grad, autograd.requires_grad_)
-    requires_grad_ = autograd.requires_grad_
+    requires_grad = property(lambda self: self._parts[0].requires_grad, autograd.requires_grad_)  # type: ignore[arg-type]
+    requires_grad_ = autograd.requires_grad_  # type: ignore[assignment]
     is_leaf = _of_the_parts("is_leaf")
     grad_fn = _of_the_parts("grad_fn")
     retains_grad = _of_the_parts("retains_grad")

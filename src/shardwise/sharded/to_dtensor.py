@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.caches import PlanCache, register_cache
 from shardwise.comm.record import Note
 from shardwise.errors import MeshError
 from shardwise.layout import Layout, Placement, Shard
@@ -21,7 +20,7 @@ from shardwise.layout.tiles import Tiles
 from shardwise.layout.tileset import TileSet
 from shardwise.mesh import DeviceMesh, Mesh, as_mesh
 from shardwise.sharded.groups import Group, ranks_of
-from shardwise.sharded.tiles import layout_tiles, move_parts
+from shardwise.sharded.tiles import kept, layout_tiles, move_parts, new_cache
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
@@ -32,8 +31,7 @@ Coords = tuple[int, ...]
 Held = dict[Coords, list[Intervals]]  # for each rank of a mesh, what it holds of each dim; [] for nothing
 
 _meshes: weakref.WeakKeyDictionary[Group, DeviceMesh] = weakref.WeakKeyDictionary()
-_layouts = PlanCache(512)
-register_cache("sharded to_dtensor", _layouts.info, _layouts.reset)
+_layouts = new_cache("to_dtensor", 512)
 
 
 def mesh_of(group: Group, device_type: str) -> DeviceMesh:
@@ -95,24 +93,18 @@ class NaturalLayout(NamedTuple):
 
 
 def natural_layout(tensor: ShardedTensor, grid: Mesh) -> NaturalLayout:
-    """Return the layout that has the tensor's tiles, or that cuts its first dim where no layout has them.
-
-    Kept for the tiles: what is worked out once grows with the number of ranks, a later call does not.
-    """
+    """Return the layout that has the tensor's tiles, or that cuts its first dim where no layout has them; kept, since
+    working it out grows with the number of ranks."""
     key = (tensor._tiles.key, grid, tensor.size(), tensor.dtype, tensor.device)
-    found = _layouts.get(key)
-    if found is None:
-        placements = _agreeing_placements(tensor._tiles, tensor.size(), grid)
-        chosen = placements or [Shard(0) if tensor.dim() else REPLICATE] * len(grid.shape)
-        layout = Layout.make(grid, chosen, tuple(tensor.size()), tensor.dtype, None, tensor.device)
-        agrees = placements is not None
-        found = NaturalLayout(
-            layout, agrees, agrees and len(set(tensor._tiles.ranks.tolist())) == len(tensor._tiles.ranks)
-        )
-        _layouts.add(key, found)
-    else:
-        _layouts.hits += 1
-    return found
+    return kept(_layouts, key, lambda: _find_natural_layout(tensor, grid))
+
+
+def _find_natural_layout(tensor: ShardedTensor, grid: Mesh) -> NaturalLayout:
+    placements = _agreeing_placements(tensor._tiles, tensor.size(), grid)
+    chosen = placements or [Shard(0) if tensor.dim() else REPLICATE] * len(grid.shape)
+    layout = Layout.make(grid, chosen, tuple(tensor.size()), tensor.dtype, None, tensor.device)
+    ranks = tensor._tiles.ranks.tolist()
+    return NaturalLayout(layout, placements is not None, placements is not None and len(set(ranks)) == len(ranks))
 
 
 def _local_value(tensor: ShardedTensor, layout: Layout) -> torch.Tensor:

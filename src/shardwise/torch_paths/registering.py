@@ -138,7 +138,7 @@ def _op(work: Callable[..., Any]) -> Op:
     return lambda types, args=(), kwargs=None, pg=None: work(*args, **(kwargs or {}))
 
 
-def _op_on_parts(work: Callable[..., ShardedTensor]) -> Callable[..., Parts]:
+def _op_on_parts(work: Callable[..., Any]) -> Callable[..., Parts]:
     """A function that returns the local shards and the metadata of a result."""
 
     def op(args: Sequence[Any], kwargs: Mapping[str, Any] | None, pg: Any) -> Parts:

@@ -106,8 +106,8 @@ TABLE: dict[str, dict[str, str]] = {
     "sharded.sharded_tensor.shard": {"sharded": "Shard ShardMetadata"},
     "sharded.sharded_tensor.utils": {
         "sharded": "TensorProperties",
-        "sharded.checks": "_raise_if_mismatch=raise_if_mismatch",
-        "sharded.global_metadata": "recalc_global_sharded_tensor_metadata=put_one_after_the_other",
+        "sharded.checks": "_raise_if_mismatch=raise_if_mismatch "
+        "recalc_global_sharded_tensor_metadata=put_one_after_the_other",
         "sharded.groups": "_parse_and_validate_remote_device=check_remote_device",
         "sharded.tiles": "check_tensor=check_cover validate_non_overlapping_shards_metadata=check_disjoint",
         "torch_paths.tiles": "_flatten_tensor_size _validate_output_tensor_for_gather build_global_metadata "

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from shardwise.comm.record import Note
 from shardwise.sharded.base import new_tile
-from shardwise.sharded.checks import wrong_out
-from shardwise.sharded.global_metadata import global_metadata, local_metadata
+from shardwise.sharded.checks import global_metadata, local_metadata, wrong_out
 from shardwise.sharded.groups import rank_of
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_size
 from shardwise.sharded.shard import Shard
