@@ -4,6 +4,7 @@ error names the values and the ranks."""
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -213,7 +214,7 @@ def _agreed(
     for rank, other in zip(ranks_of(group), gathered):
         if isinstance(other, Exception):
             raise type(other)(f"rank {rank}: {other}")
-    return global_metadata(gathered, ranks_of(group))
+    return global_metadata(gathered, ranks=ranks_of(group))
 
 
 def local_metadata(local_shards: list[Shard], size: torch.Size, group: Group) -> ShardedTensorMetadata:
@@ -242,15 +243,16 @@ def _check_strided(tensor: torch.Tensor, rank: int) -> None:
 
 
 def global_metadata(
-    gathered: Sequence[ShardedTensorMetadata | None], ranks: Sequence[int] | None = None, *, recalc: bool = False
+    gathered_metadatas: Sequence[ShardedTensorMetadata | None],
+    recalc_metadata: bool = False,
+    ranks: Sequence[int] | None = None,
 ) -> ShardedTensorMetadata:
-    """Join the metadata of all ranks; one without shards must agree in the size only. With `recalc` the shards count as
-    rows one after the other, by rank, whatever their offsets say."""
-    ranks = list(range(len(gathered))) if ranks is None else ranks
+    """Join the metadata of all ranks; one without shards must agree in the size only. With `recalc_metadata` the shards
+    count as rows one after the other, by rank, whatever their offsets say."""
     shards: list[ShardMetadata] = []
     first: tuple[int, ShardedTensorMetadata] | None = None
     size: tuple[int, torch.Size] | None = None
-    for rank, metadata in zip(ranks, gathered):
+    for rank, metadata in zip(ranks or itertools.count(), gathered_metadatas):
         if metadata is None:
             continue
         size = size or (rank, metadata.size)
@@ -265,7 +267,7 @@ def global_metadata(
     if first is None or size is None:
         raise ValueError("ShardedTensor have no local shards on all ranks!")
     made = ShardedTensorMetadata(shards, size[1], copy.copy(first[1].tensor_properties))
-    if recalc:
+    if recalc_metadata:
         made.shards_metadata = [copy.deepcopy(shard) for shard in shards]
         put_one_after_the_other(made, 0)
     check_disjoint(made.shards_metadata)

@@ -86,7 +86,7 @@ def move_to(
     stays_leaf = tensor.requires_grad and tensor.is_leaf and not torch.is_grad_enabled()
     parts = move_parts(tensor._parts, tensor._tiles, tiles, group, note)
     mine = [metadata.shards_metadata[i] for i in tiles.rows_of(dist.get_rank())]
-    parts = [_on_device(part, shard) for part, shard in zip(parts, mine)] or [tensor._as_empty(parts[0])]
+    parts = [part.to(device_of(shard)) for part, shard in zip(parts, mine)] or [tensor._as_empty(parts[0])]
     if stays_leaf:
         parts = [part.detach().requires_grad_() for part in parts]
     tensor._local_shards = [Shard.unchecked(part, shard) for part, shard in zip(parts, mine)]
@@ -96,11 +96,6 @@ def move_to(
     if tensor._init_rrefs:
         tensor._remote = remote.RemoteShards(tensor, group)
     return tensor
-
-
-def _on_device(part: torch.Tensor, shard: ShardMetadata) -> torch.Tensor:
-    device = device_of(shard)
-    return part if part.device == device else part.to(device)
 
 
 # -- devices -------------------------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import optim
 
 from shardwise.sharded.tensor import ShardedTensor
 
@@ -141,27 +141,3 @@ class ShardedOptimizer(optim.Optimizer):
         self._params.update({name: self._tensors(param) for name, param in named.items()})
         tensors = [t for name in named for t in self._params[name]]
         self._optim.add_param_group({**param_group, "params": tensors})
-
-
-def named_params_with_sharded_tensor(
-    module: nn.Module, prefix: str = "", recurse: bool = True
-) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters of a module with their names, each tensor once.
-
-    Sharded tensors that are plain attributes of modules are among them.
-
-    Args:
-        module: The module.
-        prefix: What the names start with.
-        recurse: Whether those of submodules are among them.
-    """
-    seen: set[int] = set()
-    for path, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
-        for name, value in owner.__dict__.items():
-            if isinstance(value, ShardedTensor) and id(value) not in seen:
-                seen.add(id(value))
-                yield f"{path}.{name}" if path else name, value
-    for name, param in module.named_parameters(prefix, recurse):
-        if id(param) not in seen:
-            seen.add(id(param))
-            yield name, param

@@ -65,6 +65,11 @@ class Shard:
         return cls(tensor, metadata)
 
 
+def cut(tensor: torch.Tensor, box: tuple[Sequence[int], Sequence[int]]) -> torch.Tensor:
+    """Return a view of the box at these offsets, of these sizes."""
+    return tensor[tuple(slice(start, start + length) for start, length in zip(*box))]
+
+
 def check_device(tensor: torch.Tensor, device: torch.device) -> None:
     """Raise where the tensor of a shard is not on the device that its placement names."""
     if tensor.device != device:

@@ -23,15 +23,11 @@ class PlacementSpec(ABC):  # noqa: B024
 
 
 def _remote(placement: remote_device | torch.device | str) -> remote_device:
-    return placement if isinstance(placement, remote_device) else as_remote_device(_text(placement))
-
-
-def _text(placement: torch.device | str) -> str:
-    if isinstance(placement, torch.device):
-        return str(placement)
-    if not isinstance(placement, str):
+    if isinstance(placement, remote_device):
+        return placement
+    if not isinstance(placement, (str, torch.device)):
         raise TypeError(f"Invalid type for remote_device: {type(placement)}; write a string such as 'rank:0/cpu'")
-    return placement
+    return as_remote_device(str(placement))
 
 
 @dataclass
@@ -55,12 +51,7 @@ class ShardingSpec(ABC):
 
     @abstractmethod
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """Return the tiles of a tensor with their owners.
-
-        Args:
-            tensor_sizes: The global size of the tensor.
-            tensor_properties: What all tiles have in common.
-        """
+        """Return the tiles of a tensor of this global size with their owners."""
 
     def shard(
         self, tensor: torch.Tensor, src_rank: int = 0, process_group: dist.ProcessGroup | None = None

@@ -147,8 +147,7 @@ class ShardedTensor(ShardedTensorBase):
         Args:
             local_shards: The shards this rank holds.
             sharded_tensor_metadata: The tiles of all ranks; the same on every rank.
-            process_group: The default is the default process group.
-            init_rrefs: Whether `remote_shards` works.
+            process_group: As of the class, like `init_rrefs`.
             sharding_spec: The spec behind the tiles. The default is found from the tiles.
 
         Raises:
@@ -174,8 +173,7 @@ class ShardedTensor(ShardedTensorBase):
             local_tensor: The values of this rank's tile. A rank that owns no tile passes any tensor of the dtype.
             sharding_spec: The spec; it gives each rank at most one tile.
             *global_size: The global size, as ints or as one sequence of ints.
-            process_group: The default is the default process group.
-            init_rrefs: Whether `remote_shards` works.
+            process_group: As of the class, like `init_rrefs`.
 
         Raises:
             ValueError: If the local tensor does not fit its tile, or the spec gives this rank several tiles.
@@ -359,7 +357,7 @@ class ShardedTensor(ShardedTensorBase):
     @classmethod
     def __torch_dispatch__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with reentrant(), with_torch_function():
-            return registry.call_without_registration(func, args, kwargs or {})
+            return registry.call_generally(func, args, kwargs or {})
 
 
 def first_sharded(values: Iterable[Any]) -> ShardedTensor | None:

@@ -87,8 +87,10 @@ TABLE: dict[str, dict[str, str]] = {
         "_has_custom_op=has_spec_op",
         "sharded.remote": "_sharded_tensor_map=sharded_tensor_map",
         "sharded.tiles": "check_tensor=check_cover validate_non_overlapping_shards_metadata=check_disjoint",
-        "torch_paths.tiles": "_create_tensor_from_params _flatten_tensor_size _validate_output_tensor_for_gather "
-        "build_global_metadata build_metadata_from_local_shards reshard_local_shard reshuffle_local_shard",
+        "sharded.checks": "build_global_metadata=global_metadata",
+        "sharded.metadata": "_flatten_tensor_size=as_size",
+        "torch_paths.tiles": "_create_tensor_from_params _validate_output_tensor_for_gather "
+        "build_metadata_from_local_shards reshard_local_shard reshuffle_local_shard",
     },
     "sharded.sharded_tensor.logger": {
         "torch_paths.registering": "_get_logging_handler _get_or_create_logger _log_handlers"
@@ -106,12 +108,12 @@ TABLE: dict[str, dict[str, str]] = {
     "sharded.sharded_tensor.shard": {"sharded": "Shard ShardMetadata"},
     "sharded.sharded_tensor.utils": {
         "sharded": "TensorProperties",
-        "sharded.checks": "_raise_if_mismatch=raise_if_mismatch "
+        "sharded.checks": "_raise_if_mismatch=raise_if_mismatch build_global_metadata=global_metadata "
         "recalc_global_sharded_tensor_metadata=put_one_after_the_other",
+        "sharded.metadata": "_flatten_tensor_size=as_size",
         "sharded.groups": "_parse_and_validate_remote_device=check_remote_device",
         "sharded.tiles": "check_tensor=check_cover validate_non_overlapping_shards_metadata=check_disjoint",
-        "torch_paths.tiles": "_flatten_tensor_size _validate_output_tensor_for_gather build_global_metadata "
-        "build_metadata_from_local_shards",
+        "torch_paths.tiles": "_validate_output_tensor_for_gather build_metadata_from_local_shards",
     },
     "sharded.sharded_tensor._ops": {
         "torch_paths.registering": "allclose constant_ equal kaiming_uniform_ normal_ sharded_embedding "

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from shardwise.comm.record import Note
 from shardwise.sharded.base import new_tile
-from shardwise.sharded.checks import global_metadata, local_metadata, wrong_out
+from shardwise.sharded.checks import local_metadata, wrong_out
 from shardwise.sharded.groups import rank_of
-from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_size
-from shardwise.sharded.shard import Shard
+from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded.shard import Shard, cut
 from shardwise.sharded.spec import ChunkShardingSpec, ShardingSpec, chunk_size
 from shardwise.sharded.tiles import move_parts, overlapping, tiles_of
 from shardwise.torch_private import remote_device
@@ -46,12 +46,12 @@ def get_idx_from_placements(placements: Sequence[remote_device], current_rank: i
 # -- views ---------------------------------------------------------------------------------------------------------
 def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """Return a view of the box at `offsets` of these sizes."""
-    return tensor[tuple(slice(start, start + length) for start, length in zip(offsets, sizes))]
+    return cut(tensor, (offsets, sizes))
 
 
 def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor:
     """Return a view of a tile."""
-    return narrow_tensor_by_index(tensor, metadata.shard_offsets, metadata.shard_sizes)
+    return cut(tensor, (metadata.shard_offsets, metadata.shard_sizes))
 
 
 def _create_tensor_from_params(
@@ -82,19 +82,6 @@ def _find_1d_overlapping_shards(shards: Sequence[ShardMetadata], dim: int) -> tu
 
 
 # -- metadata ------------------------------------------------------------------------------------------------------
-def _flatten_tensor_size(size: Sequence[int] | Sequence[Sequence[int]]) -> torch.Size:
-    """Return a size that was passed as ints or as one sequence of them."""
-    return as_size(size)
-
-
-def build_global_metadata(
-    gathered_metadatas: Sequence[ShardedTensorMetadata | None], recalc_metadata: bool = False
-) -> ShardedTensorMetadata:
-    """Join the metadata of all ranks. With `recalc_metadata` the shards count as rows one after the other, by rank:
-    their offsets and the number of rows are worked out anew."""
-    return global_metadata(gathered_metadatas, recalc=recalc_metadata)
-
-
 def build_metadata_from_local_shards(
     local_shards: list[Shard], global_size: torch.Size, current_rank: int, pg: dist.ProcessGroup
 ) -> ShardedTensorMetadata:

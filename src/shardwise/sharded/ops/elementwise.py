@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,13 +57,9 @@ def on_tiles(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     if name == "type" and not writes and len(leaves) == 1:
         return torch.empty(0, dtype=model.dtype).type()  # x.type() returns the name of the type
     columns = _columns(op_name(func), leaves, model)
-    results = [_called(func, column, structure) for column in columns]
+    calls = [tree_unflatten(column, structure) for column in columns]
+    results = [func(*own_args, **own_kwargs) for own_args, own_kwargs in calls]
     return model if writes else _wrapped(results, model)
-
-
-def _called(func: Function, leaves: Sequence[Any], structure: Any) -> Any:
-    args, kwargs = tree_unflatten(leaves, structure)
-    return func(*args, **kwargs)
 
 
 def _fits(model: ShardedTensor, leaves: Sequence[Any]) -> bool:
@@ -87,7 +84,8 @@ def _columns(name: str, leaves: Sequence[Any], model: ShardedTensor) -> list[lis
             every.append(move_to_tiles_of(name, x, model)._parts)
         elif isinstance(x, torch.Tensor):
             whole = spread(x, model._process_group) if x.requires_grad and torch.is_grad_enabled() else x
-            every.append([_cut(whole, box) for box in _boxes(model)])
+            empty = ([0] * model.dim(), [0] * model.dim())  # what a rank without tiles uses
+            every.append([_cut(whole, box) for box in [s.box for s in model.local_shards()] or [empty]])
         else:
             every.append([x] * len(model._parts))
     return [list(column) for column in zip(*every)]
@@ -106,19 +104,11 @@ def move_to_tiles_of(name: str, x: ShardedTensor, model: ShardedTensor) -> Shard
     return x._in_tiles_of(model, Note(name, "operands in different tiles"))
 
 
-def _boxes(model: ShardedTensor) -> list[tuple[list[int], list[int]]]:
-    """Return offsets and sizes of the local tiles; for a rank without tiles those of an empty one."""
-    held = [(s.metadata.shard_offsets, s.metadata.shard_sizes) for s in model.local_shards()]
-    return held or [([0] * model.dim(), [0] * model.dim())]
-
-
 def _cut(x: torch.Tensor, box: tuple[Sequence[int], Sequence[int]]) -> torch.Tensor:
     """Return the part of a plain tensor that is used with a tile."""
-    lead = len(box[0]) - x.dim()
-    for dim in range(x.dim()):
-        start, length = box[0][lead + dim], box[1][lead + dim]
+    for dim in range(-x.dim(), 0):
         if x.shape[dim] != 1:  # else it is broadcast, along a tile without elements too
-            x = x.narrow(dim, start, length)
+            x = x.narrow(dim, box[0][dim], box[1][dim])
     return x
 
 
@@ -140,22 +130,16 @@ def _on_lists(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     def longer(value: Any) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(lead):
             return value
-        out: list[Any] = []
-        for x, model, n in zip(value, lead, counts):
-            if _is_sharded(x):
-                out += move_to_tiles_of(name, x, model)._parts
-            else:
-                out += [x] * n
-        return out
+        rows = zip(value, lead, counts)
+        each = [move_to_tiles_of(name, x, model)._parts if _is_sharded(x) else [x] * n for x, model, n in rows]
+        return list(itertools.chain.from_iterable(each))
 
     flat = func(*map(longer, args), **{k: longer(v) for k, v in kwargs.items()})
     if writes_first(func) or flat is None:
         return lead if flat is not None else None
-    results, at = [], 0
-    for model, n in zip(lead, counts):
-        results.append(model._with_parts(flat[at : at + n]) if _is_sharded(model) else flat[at])
-        at += n
-    return type(flat)(results)
+    found = iter(flat)
+    taken = [(model, list(itertools.islice(found, n))) for model, n in zip(lead, counts)]
+    return type(flat)(model._with_parts(parts) if _is_sharded(model) else parts[0] for model, parts in taken)
 
 
 def _is_sharded(value: Any) -> bool:

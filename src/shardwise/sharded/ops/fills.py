@@ -11,19 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.random import distributions as draws
-from shardwise.sharded.factories import fill_randomly
+from shardwise.sharded.factories import drawn, fill_randomly, filled
 from shardwise.sharded.ops.registry import own
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.torch_private import correct_fan
 
 Gen = torch.Generator | None
-
-
-def _fill(tensor: ShardedTensor, what: draws.Distribution, generator: Gen = None) -> ShardedTensor:
-    if not isinstance(tensor, ShardedTensor):
-        raise TypeError(f"tensor: expected a ShardedTensor, got {type(tensor).__name__}")
-    what.check(tensor.dtype)
-    return fill_randomly(tensor, what, generator)
 
 
 def check_not_none(**params: object) -> None:
@@ -36,13 +29,13 @@ def check_not_none(**params: object) -> None:
 @own(nn.init.uniform_)
 def uniform_(tensor: ShardedTensor, a: float = 0.0, b: float = 1.0, generator: Gen = None) -> ShardedTensor:
     check_not_none(a=a, b=b)
-    return _fill(tensor, draws.uniform(a, b), generator)
+    return drawn(tensor, draws.uniform(a, b), generator)
 
 
 @own(nn.init.normal_)
 def normal_(tensor: ShardedTensor, mean: float = 0.0, std: float = 1.0, generator: Gen = None) -> ShardedTensor:
     check_not_none(mean=mean, std=std)
-    return _fill(tensor, draws.normal(mean, std), generator)
+    return drawn(tensor, draws.normal(mean, std), generator)
 
 
 @own(nn.init.kaiming_uniform_)
@@ -57,20 +50,13 @@ def kaiming_uniform_(
     check_not_none(a=a, mode=mode, nonlinearity=nonlinearity)
     fan = correct_fan(torch.empty(tensor.size(), device="meta"), mode)  # type: ignore[arg-type]
     bound = math.sqrt(3.0) * nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
-    return _fill(tensor, draws.uniform(-bound, bound), generator)
+    return drawn(tensor, draws.uniform(-bound, bound), generator)
 
 
 @own(nn.init.constant_)
 def constant_(tensor: ShardedTensor, val: float) -> ShardedTensor:
     check_not_none(val=val)
-    return _every_tile(tensor, lambda x: x.fill_(val))
-
-
-def _every_tile(tensor: ShardedTensor, write: Callable[[torch.Tensor], Any]) -> ShardedTensor:
-    with torch.no_grad():
-        for shard in tensor.local_shards():
-            write(shard.tensor)
-    return tensor
+    return filled(tensor, val)
 
 
 @own(F.dropout)
@@ -109,4 +95,4 @@ for _method, _make in _METHODS.items():
     ) -> ShardedTensor:
         named = {{"from": "low", "to": "high"}.get(k, k) if _make is not _integers else k: v for k, v in named.items()}
         what = _make(tensor.dtype, *args, **named)
-        return _fill(tensor, what, generator)
+        return drawn(tensor, what, generator)

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from shardwise.comm.record import Note
 from shardwise.sharded.groups import Group, communication_device, same_ranks
 from shardwise.sharded.ops.registry import own
-from shardwise.sharded.shard import Shard
+from shardwise.sharded.shard import cut
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.torch_private import has_same_memory_kind, typed_storage
 
 _T = torch.Tensor
-Scalar = bool | int | float | complex
 
 
 # -- what the class answers itself ---------------------------------------------------------------------------------
@@ -46,14 +45,8 @@ def format_(tensor: ShardedTensor, format_spec: str) -> str:
     return format(value, format_spec)
 
 
-@own(_T.is_floating_point, torch.is_floating_point)
-def is_floating_point(tensor: ShardedTensor) -> bool:
-    return tensor.dtype.is_floating_point
-
-
-@own(_T.is_complex, torch.is_complex)
-def is_complex(tensor: ShardedTensor) -> bool:
-    return tensor.dtype.is_complex
+own(_T.is_floating_point, torch.is_floating_point)(lambda tensor: tensor.dtype.is_floating_point)
+own(_T.is_complex, torch.is_complex)(lambda tensor: tensor.dtype.is_complex)
 
 
 # -- copies --------------------------------------------------------------------------------------------------------
@@ -83,15 +76,10 @@ def copy_(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         parts = source._in_tiles_of(tensor)._parts
     else:
         whole = source.expand(tensor.size())
-        parts = [whole[_slices(shard)] for shard in tensor.local_shards()]
+        parts = [cut(whole, shard.box) for shard in tensor.local_shards()]
     for part, new in zip(tensor._parts, parts):
         part.copy_(new, non_blocking)
     return tensor
-
-
-def _slices(shard: Shard) -> tuple[slice, ...]:
-    """Return the indices of a tile."""
-    return tuple(slice(a, a + n) for a, n in zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes))
 
 
 # -- the whole value -----------------------------------------------------------------------------------------------
@@ -100,17 +88,7 @@ def _whole(tensor: ShardedTensor) -> torch.Tensor:
         return tensor.full_tensor()
 
 
-@own(_T.item)
-def item(tensor: ShardedTensor) -> Scalar:
-    return _whole(tensor).item()
-
-
-@own(_T.tolist)
-def tolist(tensor: ShardedTensor) -> list[Any] | Scalar:
-    return _whole(tensor).tolist()
-
-
-for _name in ("__bool__", "__int__", "__float__", "__index__", "__complex__"):
+for _name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__"):
     own(getattr(_T, _name))(lambda self, _name=_name: getattr(_whole(self), _name)())
 
 
@@ -151,25 +129,20 @@ def true_on_all_ranks(answer: bool, group: Group) -> bool:
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
-@own(_T.share_memory_)
-def share_memory_(tensor: ShardedTensor) -> ShardedTensor:
-    """Put the tiles of this rank into shared memory."""
-    for part in tensor._parts:
-        part.share_memory_()
-    return tensor
+def _on_every_tile(name: str) -> Callable[..., ShardedTensor]:
+    """A method that writes, or moves the memory of, each tile of this rank."""
+
+    def write(tensor: ShardedTensor, *args: Any) -> ShardedTensor:
+        for part in tensor._parts:
+            getattr(part, name)(*args)
+        return tensor
+
+    return write
 
 
-@own(_T.is_shared)
-def is_shared(tensor: ShardedTensor) -> bool:
-    return all(part.is_shared() for part in tensor._parts)
-
-
-@own(_T.apply_)
-def apply_(tensor: ShardedTensor, callable: Callable[[Any], Any]) -> ShardedTensor:
-    """Replace every element by a Python function of it; each rank does its own tiles."""
-    for part in tensor._parts:
-        part.apply_(callable)
-    return tensor
+own(_T.share_memory_)(_on_every_tile("share_memory_"))
+own(_T.apply_)(_on_every_tile("apply_"))
+own(_T.is_shared)(lambda tensor: all(part.is_shared() for part in tensor._parts))
 
 
 @own(_T.untyped_storage, _T.storage, typed_storage)
@@ -180,12 +153,5 @@ def storage(tensor: ShardedTensor) -> None:
     )
 
 
-@own(_T.__dlpack__)
-def dlpack(tensor: ShardedTensor, **options: Any) -> Any:
-    """Return the capsule of the whole value, as `numpy()` does."""
-    return _whole(tensor).__dlpack__(**options)
-
-
-@own(_T.__dlpack_device__)
-def dlpack_device(tensor: ShardedTensor) -> Any:
-    return torch.empty(0, device=tensor.device).__dlpack_device__()
+own(_T.__dlpack__)(lambda tensor, **options: _whole(tensor).__dlpack__(**options))  # as `numpy()` does
+own(_T.__dlpack_device__)(lambda tensor: torch.empty(0, device=tensor.device).__dlpack_device__())

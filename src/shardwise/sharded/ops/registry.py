@@ -87,10 +87,10 @@ def dispatch_spec_op(
 def default(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute a function for which the user has registered nothing."""
     ours = own_ops.get(func)
-    return _general[0](func, args, kwargs) if ours is None else ours(*args, **kwargs)
+    return call_generally(func, args, kwargs) if ours is None else ours(*args, **kwargs)
 
 
-def call_without_registration(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_generally(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute a function tile by tile or over a mesh layout, whatever is registered."""
     return _general[0](func, args, kwargs)
 
