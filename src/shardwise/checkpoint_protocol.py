@@ -102,7 +102,6 @@ def _before(layout: Layout, dim: int, coords: tuple[int, ...], offset: int) -> i
 
 
 def chunk(box: Box) -> ChunkStorageMetadata:
-    """Return a box as torch.distributed.checkpoint has it."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))

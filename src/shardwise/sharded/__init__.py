@@ -1,6 +1,7 @@
 """Tile tensors: tiles of any shape on any rank of a process group, with the names of torch.distributed._shard."""
 
 from shardwise.sharded import from_dtensor  # noqa: F401  (gives DTensor its to_sharded)
+from shardwise.sharded.base import ShardedTensorBase
 from shardwise.sharded.factories import empty, full, init_from_local_shards, ones, rand, randn, zeros
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded.module import (
@@ -25,12 +26,8 @@ from shardwise.sharded.spec import (
     PlacementSpec,
     ShardingSpec,
 )
-from shardwise.sharded.state_dict import (
-    named_params_with_sharded_tensor,
-    pre_load_state_dict_hook,
-    state_dict_hook,
-)
-from shardwise.sharded.tensor import ShardedTensor, ShardedTensorBase
+from shardwise.sharded.state_dict import named_params_with_sharded_tensor, pre_load_state_dict_hook, state_dict_hook
+from shardwise.sharded.tensor import ShardedTensor
 
 __all__ = [
     "ChunkShardingSpec",

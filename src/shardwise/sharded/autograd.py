@@ -32,7 +32,6 @@ TileHook = Callable[[list[torch.Tensor]], Sequence[torch.Tensor] | None]
 
 # -- requires_grad, grad, data -------------------------------------------------------------------------------------
 def requires_grad_(self: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
-    """See `torch.Tensor.requires_grad_`."""
     for part in self._parts:
         part.requires_grad_(requires_grad)
     metadata = self._metadata
@@ -77,7 +76,6 @@ def set_data(tensor: ShardedTensor, value: ShardedTensor) -> None:
 
 
 def _check_like(tensor: ShardedTensor, value: object, name: str, expected: str) -> None:
-    """Raise where `value` cannot be the grad or data of a tensor."""
     if not isinstance(value, ShardedTensorBase):
         raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
     if value.size() != tensor.size():

@@ -73,7 +73,6 @@ class ShardedTensorBase(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The global size."""
         return self._metadata.size
 
     @property
@@ -115,7 +114,6 @@ class ShardedTensorBase(torch.Tensor):
         return self._metadata.size[0]
 
     def is_pinned(self, device: torch.device | str | None = None) -> bool:
-        """Return whether the tiles are in pinned memory."""
         return self._metadata.tensor_properties.pin_memory
 
     # -- calls of torch's functions -----------------------------------------------------------------------------

@@ -15,11 +15,12 @@ from shardwise.random import distributions as draws
 from shardwise.random import torch_stream
 from shardwise.random.fill import fill_box
 from shardwise.random.generator import TORCH, next_key, stream
+from shardwise.sharded.base import Options
 from shardwise.sharded.groups import Group, as_group, check_member, ranks_of
 from shardwise.sharded.metadata import TensorProperties, as_size, device_of
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec
-from shardwise.sharded.tensor import Options, ShardedTensor
+from shardwise.sharded.tensor import ShardedTensor
 from shardwise.sharded.tiles import move_parts, tiles_of, whole_on
 
 Size = int | Sequence[int]
@@ -135,8 +136,7 @@ def init_from_local_shards(
 def scatter(
     tensor: torch.Tensor, spec: ShardingSpec, src_rank: int = 0, process_group: Group | None = None
 ) -> ShardedTensor:
-    """Cut the tensor of one rank of the group into tiles that are sent to their owners, in one exact exchange. The other
-    ranks' tensors say size and dtype."""
+    """Cut the tensor of one rank of the group into tiles that are sent to their owners, in one exact exchange."""
     group = check_member(as_group(process_group))
     ranks, me = ranks_of(group), dist.get_rank()
     if not isinstance(src_rank, int) or not 0 <= src_rank < len(ranks):

@@ -62,8 +62,6 @@ def to_sharded(tensor: DTensor) -> ShardedTensor:
 
 
 class Tiling(NamedTuple):
-    """The tiles of a layout as a sharded tensor knows them."""
-
     shards: list[ShardMetadata]
     mine: list[ShardMetadata]
     spec: ShardingSpec
@@ -104,7 +102,6 @@ def _views(local: torch.Tensor, layout: Layout, rank: int) -> list[torch.Tensor]
 
 
 def group_of(mesh: Mesh) -> Group:
-    """Return the process group of all ranks of a mesh."""
     if len(mesh.shape) == 1:
         return mesh.source.get_group(0)
     if sorted(mesh.ranks) == list(range(dist.get_world_size())):

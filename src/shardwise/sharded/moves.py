@@ -100,9 +100,7 @@ def move_to(
 
 # -- devices -------------------------------------------------------------------------------------------------------
 def cpu(
-    self: ShardedTensor,
-    memory_format: torch.memory_format = torch.preserve_format,
-    process_group: Group | None = None,
+    self: ShardedTensor, memory_format: torch.memory_format = torch.preserve_format, process_group: Group | None = None
 ) -> ShardedTensor:
     """Return a copy in CPU memory; itself if it is there already.
 

@@ -58,7 +58,6 @@ class ProcessGroupState:
 
     @staticmethod
     def of(group: Group) -> ProcessGroupState:
-        """Return the state of this rank."""
         return ProcessGroupState(
             dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size()
         )
@@ -75,7 +74,6 @@ def get_state(tensor: ShardedTensor) -> State:
 
 
 def set_state(tensor: ShardedTensor, state: State) -> None:
-    """Fill a blank tensor with what was pickled."""
     if not dist.is_initialized():
         raise RuntimeError(
             'Need to initialize default process group using "init_process_group" before loading ShardedTensor'
@@ -117,7 +115,6 @@ def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unpickled(cls: type, size: torch.Size, dtype: torch.dtype, is_param: bool) -> Any:
-    """Return the blank wrapper that `__setstate__` fills."""
     made: Any = make_wrapper(cls, size, dtype=dtype)
     made._local_shards = []
     if is_param:
@@ -126,19 +123,8 @@ def _unpickled(cls: type, size: torch.Size, dtype: torch.dtype, is_param: bool) 
 
 
 # What a pickled tensor is made of: torch.load(weights_only=True) may build these.
-torch.serialization.add_safe_globals(
-    [
-        _unpickled,
-        ProcessGroupState,
-        (_unpickled, "shardwise.sharded.saving._unpickled"),  # where they were when older files were saved
-        (ProcessGroupState, "shardwise.sharded.saving.ProcessGroupState"),
-        Shard,
-        ShardMetadata,
-        ShardedTensorMetadata,
-        TensorProperties,
-        MEM_FORMAT_ENCODING,
-        ChunkShardingSpec,
-        EnumerableShardingSpec,
-        remote_device,
-    ]
-)
+_METADATA = [Shard, ShardMetadata, ShardedTensorMetadata, TensorProperties, MEM_FORMAT_ENCODING]
+_SPECS = [ChunkShardingSpec, EnumerableShardingSpec, remote_device]
+_OWN: list[Any] = [_unpickled, ProcessGroupState]
+_FORMER = [(kind, f"shardwise.sharded.saving.{kind.__name__}") for kind in _OWN]  # where older files have them
+torch.serialization.add_safe_globals([*_METADATA, *_SPECS, *_OWN, *_FORMER])

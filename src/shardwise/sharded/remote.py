@@ -65,7 +65,6 @@ class RemoteShards:
 
 
 def _shard_of(number: int, slot: int) -> Any:
-    """Return the shard number `slot` of tensor `number`; called on its owner."""
     with _lock:
         known = sharded_tensor_map.get(number)
     tensor = None if known is None else known()

@@ -19,7 +19,7 @@ from shardwise.comm.record import Note
 from shardwise.layout.tileset import TileSet
 from shardwise.sharded import autograd, moves, pickling, remote
 from shardwise.sharded import to_dtensor as as_dtensor
-from shardwise.sharded.base import Options, ShardedTensorBase, blank, empty_tile, new_tile
+from shardwise.sharded.base import ShardedTensorBase, blank, empty_tile, new_tile
 from shardwise.sharded.checks import agreed_parts, checked_parts, parts_from_local_tensor
 from shardwise.sharded.groups import Group, check_member, communication_device, shards_of
 from shardwise.sharded.metadata import ShardedTensorMetadata, as_size, device_of
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.rpc import RRef
-
-
-__all__ = ["Options", "ShardedTensor", "ShardedTensorBase", "first_sharded"]
 
 
 def _of_the_parts(name: str) -> Any:
@@ -128,7 +125,6 @@ class ShardedTensor(ShardedTensorBase):
         process_group: Group | None = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """See `init_from_local_shards`."""
         group = check_member(remote.checked_group(process_group, init_rrefs))
         parts = agreed_parts(local_shards, global_size, group)
         return cls._from_parts(*parts, group, init_rrefs=init_rrefs)
@@ -223,7 +219,6 @@ class ShardedTensor(ShardedTensorBase):
 
     @property
     def _tiles(self) -> TileSet:
-        """The tiles of all ranks, as arrays."""
         if self._tiles_kept is None:
             self._tiles_kept = tiles_of(self._metadata.shards_metadata, self._process_group)
         return self._tiles_kept
@@ -247,7 +242,6 @@ class ShardedTensor(ShardedTensorBase):
         return part.view([0] * max(1, self.dim()))
 
     def _get_preferred_device(self) -> torch.device:
-        """Return the device on which the collectives of this tensor's group work."""
         return communication_device(self._process_group)
 
     device = _of_the_parts("device")
@@ -331,11 +325,9 @@ class ShardedTensor(ShardedTensorBase):
         return items_for(fqn, object, [s.box for s in object._local_shards if s.tensor.numel() or not object.numel()])
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes to read, one for each tile held here."""
         return [chunk(shard.box) for shard in self._local_shards]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The memory of the tile at `index.offset`."""
         offset = list(index.offset or ())
         for shard in self._local_shards:
             if list(shard.metadata.shard_offsets) == offset and (shard.tensor.numel() or not self.numel()):
@@ -358,6 +350,11 @@ class ShardedTensor(ShardedTensorBase):
     def __torch_dispatch__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with reentrant(), with_torch_function():
             return registry.call_generally(func, args, kwargs or {})
+
+
+def parts_of(value: Any) -> list[torch.Tensor]:
+    """Return the plain tensors of a sharded tensor, and a plain one itself."""
+    return value._parts if isinstance(value, ShardedTensor) else [value]
 
 
 def first_sharded(values: Iterable[Any]) -> ShardedTensor | None:

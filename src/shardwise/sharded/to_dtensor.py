@@ -150,7 +150,7 @@ def _agreeing_placements(tiles: TileSet, size: torch.Size, mesh: Mesh) -> list[P
         if not axes:
             continue
         found = _held_by_coords(table, axes, dim)
-        if found is None or not _is_partition(found.values(), n):
+        if not _is_partition(found.values(), n):
             return None
         shards = shards_from_table([mesh.shape[a] for a in axes], n, found.__getitem__, dim)
         for axis, shard in zip(axes, shards):
@@ -185,20 +185,16 @@ def _dim_of_each_axis(table: Held, mesh: Mesh, size: tuple[int, ...]) -> list[in
     return out
 
 
-def _held_by_coords(table: Held, axes: list[int], dim: int) -> dict[Coords, Intervals] | None:
-    """Return, by the coordinates of some axes, the indices of `dim` held there."""
+def _held_by_coords(table: Held, axes: list[int], dim: int) -> dict[Coords, Intervals]:
+    """Return, by the coordinates of some axes, the indices of `dim` that the first rank with elements holds there."""
     found: dict[Coords, Intervals] = {}
     for coords, side in table.items():
         key = tuple(coords[a] for a in axes)
-        held = side[dim] if side else ()
-        if found.get(key) and held and found[key] != held:
-            return None
-        found[key] = found.get(key) or held
+        found[key] = found.get(key) or (side[dim] if side else ())
     return found
 
 
 def _is_partition(sets: Iterable[Intervals], n: int) -> bool:
-    """Whether each of n indices is in exactly one set."""
     sets = list(sets)
     return sum(map(count, sets)) == n and normalize([i for s in sets for i in s]) == normalize([(0, n)])
 

@@ -16,8 +16,6 @@ _ROOT = __name__.partition(".")[0]
 
 
 class TorchPathFinder(MetaPathFinder, Loader):
-    """Finds and makes the modules of the table."""
-
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         root, _, relative = fullname.partition(".")
         if root != _ROOT or relative not in TABLE:

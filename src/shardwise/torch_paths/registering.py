@@ -40,7 +40,6 @@ def _register_op(op: Function, func: Op, op_table: dict[Any, Op]) -> None:
 
 
 def _decorator_func(wrapped_func: Op, op: Function, op_table: dict[Any, Op]) -> Op:
-    """Put a function into a table, and return it."""
     _register_op(op, wrapped_func, op_table)
     return wrapped_func
 
@@ -115,7 +114,6 @@ tensor_like_creation_op_map: dict[Function, Callable[..., ShardedTensor]] = {
 
 
 def validate_param(param: object, param_name: str) -> None:
-    """Raise ValueError where a parameter is None."""
     fills.check_not_none(**{param_name: param})
 
 
@@ -184,7 +182,6 @@ equal, allclose = functools.partial(binary_cmp, torch.equal), functools.partial(
 
 
 def _communicate_result(result: object, pg: dist.ProcessGroup) -> bool:
-    """Whether the result is true on every rank of the group."""
     return methods.true_on_all_ranks(bool(result), pg)
 
 
@@ -193,7 +190,6 @@ _log_handlers: dict[str, logging.Handler] = {"default": logging.NullHandler()}
 
 
 def _get_or_create_logger() -> logging.Logger:
-    """Return the logger of sharded tensors, with the default handler."""
     handler, name = _get_logging_handler()
     logger = logging.getLogger(f"sharding-spec-{name}")
     logger.setLevel(logging.DEBUG)
@@ -207,7 +203,6 @@ def _get_or_create_logger() -> logging.Logger:
 
 
 def _get_logging_handler(destination: str = "default") -> tuple[logging.Handler, str]:
-    """Return the handler of a destination, and the name of its class."""
     if destination not in _log_handlers:
         raise KeyError(f"destination: no handler for {destination!r}; there are {sorted(_log_handlers)}")
     handler = _log_handlers[destination]

@@ -129,7 +129,7 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "sharded.sharded_tensor._ops.init": {
         "torch_paths.registering": "constant_ kaiming_uniform_ normal_ register_tensor_creation_op "
-        "tensor_like_creation_op_map uniform_ validate_param",
+        "tensor_like_creation_op_map uniform_ validate_param"
     },
     "sharded.sharded_tensor._ops.misc_ops": {"torch_paths.registering": "tensor_has_compatible_shallow_copy_type"},
     "sharded.sharded_tensor._ops.tensor_ops": {

@@ -20,7 +20,6 @@ from shardwise.torch_private import remote_device
 
 # -- chunks of a dim -----------------------------------------------------------------------------------------------
 def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
-    """Return how many indices chunk `idx` has."""
     return max(min(dim_size, split_size * (idx + 1)) - split_size * idx, 0)
 
 
@@ -36,7 +35,6 @@ def get_chunk_sharding_params(
 
 
 def get_idx_from_placements(placements: Sequence[remote_device], current_rank: int) -> int:
-    """Return the position of a rank's placement."""
     for i, placement in enumerate(placements):
         if rank_of(placement) == current_rank:
             return i
@@ -45,25 +43,21 @@ def get_idx_from_placements(placements: Sequence[remote_device], current_rank: i
 
 # -- views ---------------------------------------------------------------------------------------------------------
 def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """Return a view of the box at `offsets` of these sizes."""
     return cut(tensor, (offsets, sizes))
 
 
 def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor:
-    """Return a view of a tile."""
     return cut(tensor, (metadata.shard_offsets, metadata.shard_sizes))
 
 
 def _create_tensor_from_params(
     *size: int, local_device: torch.device | str, tensor_properties: TensorProperties
 ) -> torch.Tensor:
-    """Return a tensor with undefined values and these properties."""
     return new_tile(size, torch.device(local_device), tensor_properties)
 
 
 # -- overlaps ------------------------------------------------------------------------------------------------------
 def _check_shard_metadata_pair_overlap(shard1: ShardMetadata, shard2: ShardMetadata) -> bool:
-    """Whether two tiles share an element."""
     return overlapping([shard1, shard2]) is not None
 
 
@@ -77,7 +71,6 @@ def _find_nd_overlapping_shards(shards: Sequence[ShardMetadata], sharded_dims: S
 
 
 def _find_1d_overlapping_shards(shards: Sequence[ShardMetadata], dim: int) -> tuple[int, int] | None:
-    """Return the positions of two tiles that overlap in one dim, or None."""
     return _find_nd_overlapping_shards(shards, [dim])
 
 
@@ -85,7 +78,6 @@ def _find_1d_overlapping_shards(shards: Sequence[ShardMetadata], dim: int) -> tu
 def build_metadata_from_local_shards(
     local_shards: list[Shard], global_size: torch.Size, current_rank: int, pg: dist.ProcessGroup
 ) -> ShardedTensorMetadata:
-    """Return the metadata of this rank's shards alone."""
     return local_metadata(local_shards, global_size, pg)
 
 

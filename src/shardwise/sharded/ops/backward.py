@@ -9,7 +9,7 @@ import torch
 
 from shardwise.sharded.autograd import call_hooks, hooks_called_later
 from shardwise.sharded.ops.registry import own
-from shardwise.sharded.tensor import ShardedTensor
+from shardwise.sharded.tensor import ShardedTensor, parts_of
 
 _backward, _grad = torch.autograd.backward, torch.autograd.grad
 
@@ -18,8 +18,9 @@ def _listed(value: Any) -> list[Any]:
     return [value] if isinstance(value, torch.Tensor) else list(value)
 
 
-def _starts(tensors: Sequence[Any], grads: Sequence[Any], what: str) -> tuple[list[Any], list[Any]]:
+def _starts(tensors: Sequence[Any], given: Any, what: str) -> tuple[list[Any], list[Any]]:
     """Return the plain tensors a backward pass starts from, and their gradients."""
+    grads = [None] * len(tensors) if given is None else _listed(given)
     roots: list[Any] = []
     seeds: list[Any] = []
     for tensor, grad in zip(tensors, grads):
@@ -36,10 +37,6 @@ def _starts(tensors: Sequence[Any], grads: Sequence[Any], what: str) -> tuple[li
     return roots, seeds
 
 
-def _grads_for(tensors: Sequence[Any], grads: Any) -> list[Any]:
-    return [None] * len(tensors) if grads is None else _listed(grads)
-
-
 @own(torch.autograd.backward)
 def backward(
     tensors: Any,
@@ -50,25 +47,21 @@ def backward(
     inputs: Any = None,
 ) -> None:
     tensors = _listed(tensors)
-    roots, seeds = _starts(tensors, _grads_for(tensors, grad_tensors), "backward")
-    leaves = None if inputs is None else [p for x in _listed(inputs) for p in _parts(x)]
+    roots, seeds = _starts(tensors, grad_tensors, "backward")
+    leaves = None if inputs is None else [p for x in _listed(inputs) for p in parts_of(x)]
     _backward(roots, seeds, retain_graph, create_graph, inputs=leaves)
-
-
-def _parts(value: Any) -> list[torch.Tensor]:
-    return value._parts if isinstance(value, ShardedTensor) else [value]
 
 
 @own(torch.autograd.grad)
 def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     outputs, inputs = _listed(outputs), _listed(inputs)
-    roots, seeds = _starts(outputs, _grads_for(outputs, grad_outputs), "grad")
+    roots, seeds = _starts(outputs, grad_outputs, "grad")
     with hooks_called_later():
-        found = list(_grad(roots, [p for x in inputs for p in _parts(x)], seeds, *args, **kwargs))
+        found = list(_grad(roots, [p for x in inputs for p in parts_of(x)], seeds, *args, **kwargs))
     create_graph = kwargs.get("create_graph", args[1] if len(args) > 1 else False)
     result: list[Any] = []
     for x in inputs:
-        mine = [found.pop(0) for _ in _parts(x)]
+        mine = [found.pop(0) for _ in parts_of(x)]
         if not isinstance(x, ShardedTensor):
             result += mine
         elif all(g is None for g in mine):

@@ -34,7 +34,6 @@ def _elementwise_names() -> frozenset[str]:
 
 
 def is_elementwise(func: Function) -> bool:
-    """Whether a function works on each element alone."""
     found = rules.find(func)
     return (found is not None and found.name in _elementwise_names()) or getattr(func, "__name__", "") in _CASTS
 

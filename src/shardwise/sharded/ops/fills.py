@@ -20,7 +20,6 @@ Gen = torch.Generator | None
 
 
 def check_not_none(**params: object) -> None:
-    """Raise ValueError where a parameter is None."""
     for name, value in params.items():
         if value is None:
             raise ValueError(f"param: {name} shouldn't be None!")
@@ -40,11 +39,7 @@ def normal_(tensor: ShardedTensor, mean: float = 0.0, std: float = 1.0, generato
 
 @own(nn.init.kaiming_uniform_)
 def kaiming_uniform_(
-    tensor: ShardedTensor,
-    a: float = 0,
-    mode: str = "fan_in",
-    nonlinearity: Any = "leaky_relu",
-    generator: Gen = None,
+    tensor: ShardedTensor, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Gen = None
 ) -> ShardedTensor:
     """The same as torch's, with the fan of the whole tensor."""
     check_not_none(a=a, mode=mode, nonlinearity=nonlinearity)
