@@ -45,11 +45,6 @@ class ShardedTensorBase(torch.Tensor):
     ) -> Any:
         """Make a tensor from this rank's shards and the metadata of all, without communication or checks.
 
-        Args:
-            local_shards: The shards this rank holds.
-            sharded_tensor_metadata: The tiles of all ranks.
-            sharding_spec: The spec behind the tiles. The default is found from the tiles.
-
         Raises:
             ValueError: If the metadata has no tiles, or its layout is not strided.
         """

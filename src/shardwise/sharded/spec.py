@@ -60,12 +60,8 @@ class ShardingSpec(ABC):
 
         Args:
             tensor: The values on `src_rank`; the other ranks pass a tensor of the same size and dtype.
-            src_rank: The rank of the group whose values are taken.
-            process_group: The default is the default process group.
-
-        Raises:
-            MeshError: If `src_rank` is not a rank of the group.
-            ValueError: If this rank is not in the group, or the spec does not fit the size.
+            src_rank: The rank of the group whose values are taken; a MeshError if it has no such rank.
+            process_group: The default is the default process group; a ValueError if this rank is not in it.
         """
         return ShardingSpec._scatter(tensor, self, src_rank, process_group)
 

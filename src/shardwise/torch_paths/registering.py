@@ -36,7 +36,7 @@ def _basic_validation(op: Function, args: Sequence[Any] = (), kwargs: Mapping[st
 
 def _register_op(op: Function, func: Op, op_table: dict[Any, Op]) -> None:
     """Put a function `(types, args, kwargs, process_group)` into a table."""
-    op_table[op] = registry.checked(func, "Custom sharded op function")
+    registry.put(op_table, op, "Custom sharded op function")(func)
 
 
 def _decorator_func(wrapped_func: Op, op: Function, op_table: dict[Any, Op]) -> Op:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,11 +124,7 @@ def reshard_local_shard(
 
 
 def reshuffle_local_shard(
-    local_shard: torch.Tensor,
-    st_size: torch.Size,
-    sharding_spec: ShardingSpec,
-    resharding_spec: ShardingSpec,
-    pg: dist.ProcessGroup,
+    local_shard: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[list[Shard], list[ShardMetadata]]:
     """The same as `reshard_local_shard`: torch has one function for specs that cut the same dim, one for others."""
-    return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
+    return reshard_local_shard(local_shard, *args, **kwargs)

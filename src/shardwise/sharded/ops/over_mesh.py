@@ -3,6 +3,7 @@ the engine computes, and the results become sharded tensors again."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -146,16 +147,9 @@ def check_agreement(name: str, tensors: Sequence[torch.Tensor], group: Group) ->
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number for shape, dtype and bits; the same values in another order give another number."""
-    shape = _shape_number(tensor)
+    shape = zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     bits = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
     words = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
     weights = torch.arange(1, len(words) + 1, device=words.device) * 0x9E37_79B9 + 1
     return (words * weights).sum() + shape
-
-
-def _shape_number(tensor: torch.Tensor) -> int:
-    number = sum(map(ord, str(tensor.dtype)))
-    for size in tensor.shape:
-        number = (number * 1_000_003 + size + 1) & 0x7FFF_FFFF
-    return number

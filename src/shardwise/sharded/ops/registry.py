@@ -22,11 +22,17 @@ _general: list[Callable[[Function, Sequence[Any], Mapping[str, Any]], Any]] = []
 _SIGNATURE = "(types, args, kwargs, process_group)"
 
 
-def checked(wrapped: Op, what: str) -> Op:
-    """Return a user's function; raise TypeError where it does not take four arguments."""
-    if len(inspect.signature(wrapped).parameters) != 4:
-        raise TypeError(f"{what} expects signature: {_SIGNATURE}, but received signature: {inspect.signature(wrapped)}")
-    return wrapped
+def put(table: dict[Function, Op], func: Function, what: str) -> Callable[[Op], Op]:
+    """Return a decorator that puts a user's function into a table; it raises where that takes not four arguments."""
+
+    def register(wrapped: Op) -> Op:
+        signature = inspect.signature(wrapped)
+        if len(signature.parameters) != 4:
+            raise TypeError(f"{what} expects signature: {_SIGNATURE}, but received signature: {signature}")
+        table[func] = wrapped
+        return wrapped
+
+    return register
 
 
 def custom_sharded_op_impl(func: Function) -> Callable[[Op], Op]:
@@ -36,17 +42,10 @@ def custom_sharded_op_impl(func: Function) -> Callable[[Op], Op]:
         func: The function of torch.
 
     Returns:
-        A decorator for a function `(types, args, kwargs, process_group)`, which it returns as it is.
-
-    Raises:
-        TypeError: By the decorator, if the function does not take four arguments.
+        A decorator for a function `(types, args, kwargs, process_group)`, which it returns as it is. It raises a
+        TypeError if the function does not take four arguments.
     """
-
-    def register(wrapped: Op) -> Op:
-        custom_ops[func] = checked(wrapped, "Custom sharded op function")
-        return wrapped
-
-    return register
+    return put(custom_ops, func, "Custom sharded op function")
 
 
 def custom_sharding_spec_op(sharding_spec_class: type, func: Function) -> Callable[[Op], Op]:
@@ -57,17 +56,9 @@ def custom_sharding_spec_op(sharding_spec_class: type, func: Function) -> Callab
         func: The function of torch.
 
     Returns:
-        A decorator for a function `(types, args, kwargs, process_group)`, which it returns as it is.
-
-    Raises:
-        TypeError: By the decorator, if the function does not take four arguments.
+        A decorator, like that of `custom_sharded_op_impl`.
     """
-
-    def register(wrapped: Op) -> Op:
-        spec_ops.setdefault(sharding_spec_class, {})[func] = checked(wrapped, "Custom sharding spec op")
-        return wrapped
-
-    return register
+    return put(spec_ops.setdefault(sharding_spec_class, {}), func, "Custom sharding spec op")
 
 
 def has_spec_op(sharding_spec: ShardingSpec, op: Function) -> bool:
