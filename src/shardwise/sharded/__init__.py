@@ -14,7 +14,7 @@ from shardwise.sharded.module import (
     shard_module,
     shard_parameter,
 )
-from shardwise.sharded.ops import backward, elementwise, embedding, fills, methods, over_mesh  # noqa: F401
+from shardwise.sharded.ops import elementwise, embedding, fills, methods, over_mesh  # noqa: F401
 from shardwise.sharded.ops.registry import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.sharded.optim import ShardedOptimizer
 from shardwise.sharded.pickling import load_with_process_group

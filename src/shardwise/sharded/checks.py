@@ -108,8 +108,13 @@ def checked_parts(
     if spec is None:
         spec = spec_of(metadata.shards_metadata)
         metadata.shards_metadata, mine = (in_order_of(spec, s) for s in (metadata.shards_metadata, mine))
-    else:
-        _check_spec(spec, metadata)
+        return in_order(local_shards, mine), metadata, spec
+    if not isinstance(spec, ShardingSpec):
+        raise ValueError(f"Expecting ShardingSpec but got: {type(spec)}")
+    built = spec.build_metadata(metadata.size, metadata.tensor_properties).shards_metadata
+    odd = next(iter(set(built) ^ set(metadata.shards_metadata)), None)
+    if odd is not None:
+        raise ValueError(f"sharding_spec: {spec} does not give the shards of the metadata; they differ in {odd}")
     return in_order(local_shards, mine), metadata, spec
 
 
@@ -133,8 +138,7 @@ def _checked_metadata(
             raise ValueError(f"rank {me} holds {shard.metadata}, but by the global metadata it holds {mine}")
         _check_contiguous(shard.tensor, me)
         for name in ("dtype", "layout", "requires_grad", "pin_memory"):
-            want = getattr(properties, name)
-            have = shard.tensor.is_pinned() if name == "pin_memory" else getattr(shard.tensor, name)
+            want, have = (getattr(of, name) for of in (properties, TensorProperties.create_from_tensor(shard.tensor)))
             if want != have:
                 raise ValueError(
                     f"Local shards' tensor {name} property is incompatible with tensor property on rank "
@@ -180,15 +184,6 @@ def in_order(local_shards: Sequence[Shard], mine: Sequence[ShardMetadata]) -> li
     return ordered
 
 
-def _check_spec(spec: object, metadata: ShardedTensorMetadata) -> None:
-    if not isinstance(spec, ShardingSpec):
-        raise ValueError(f"Expecting ShardingSpec but got: {type(spec)}")
-    built = spec.build_metadata(metadata.size, metadata.tensor_properties).shards_metadata
-    if set(built) != set(metadata.shards_metadata):
-        odd = next(iter(set(built) ^ set(metadata.shards_metadata)))
-        raise ValueError(f"sharding_spec: {spec} does not give the shards of the metadata; they differ in {odd}")
-
-
 # -- the metadata of all ranks: gathered, and every mismatch named on all ------------------------------------------
 def agreed_parts(local_shards: list[Shard], global_size: Sequence[int | Sequence[int]], group: Group) -> Parts:
     """Return what a tensor is made of whose shards on each rank are those that the rank passes. One collective."""
@@ -226,7 +221,10 @@ def local_metadata(local_shards: list[Shard], size: torch.Size, group: Group) ->
         if not isinstance(shard, Shard):
             raise TypeError(f"local_shards: expected Shards, found a {type(shard).__name__} on rank:{me}")
         device = _device_here(shard, group)
-        _check_strided(shard.tensor, me)
+        layout = shard.tensor.layout
+        if layout != torch.strided:
+            raise ValueError(f"Only torch.strided layout is currently supported, but found {layout} on rank:{me}!")
+        _check_contiguous(shard.tensor, me)
         check_device(shard.tensor, device)
         here = TensorProperties.create_from_tensor(shard.tensor)
         first = first or here
@@ -234,12 +232,6 @@ def local_metadata(local_shards: list[Shard], size: torch.Size, group: Group) ->
             raise_if_mismatch(getattr(first, name), getattr(here, name), name, me)
         shards.append(shard.metadata)
     return ShardedTensorMetadata(shards, size, first or TensorProperties())
-
-
-def _check_strided(tensor: torch.Tensor, rank: int) -> None:
-    if tensor.layout != torch.strided:
-        raise ValueError(f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{rank}!")
-    _check_contiguous(tensor, rank)
 
 
 def global_metadata(

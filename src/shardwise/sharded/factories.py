@@ -113,24 +113,7 @@ def fill_randomly(
 
 
 # -- from what ranks hold ------------------------------------------------------------------------------------------
-def init_from_local_shards(
-    local_shards: list[Shard], *global_size: Size, process_group: Group | None = None, init_rrefs: bool = False
-) -> ShardedTensor:
-    """Make a tensor of which each rank holds the shards it passes. Every rank of the group calls it.
-
-    Args:
-        local_shards: The shards this rank holds; an empty list where it holds none.
-        *global_size: The global size, as ints or as one sequence of ints; the same on every rank.
-        process_group: The default is the default process group.
-        init_rrefs: Whether `remote_shards` works; `torch.distributed.rpc` must run.
-
-    Raises:
-        ValueError: If shards overlap, leave a hole or reach out of the tensor, or differ in a property; on all ranks.
-        TypeError: If `local_shards` is not a list of shards; on all ranks.
-    """
-    return ShardedTensor._init_from_local_shards(
-        local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
-    )
+init_from_local_shards = ShardedTensor._init_from_local_shards
 
 
 def scatter(

@@ -12,15 +12,7 @@ import torch
 
 from shardwise.torch_private import remote_device
 
-
-@functools.lru_cache(maxsize=65536)
-def _parsed(text: str) -> remote_device:
-    return remote_device(text)
-
-
-def as_remote_device(placement: str | remote_device) -> remote_device:
-    """Return a placement such as "rank:1/cuda:0" as torch's object; equal texts give the same object."""
-    return _parsed(placement) if type(placement) is str else placement
+as_remote_device = functools.lru_cache(maxsize=65536)(remote_device)  # equal texts give the same object
 
 
 @dataclass(slots=True, init=False, repr=False)
@@ -44,7 +36,7 @@ class ShardMetadata:
         self, shard_offsets: list[int], shard_sizes: list[int], placement: str | remote_device | None = None
     ) -> None:
         self.shard_offsets, self.shard_sizes = shard_offsets, shard_sizes
-        self.placement = _parsed(placement) if type(placement) is str else placement  # type: ignore[assignment]
+        self.placement = as_remote_device(placement) if type(placement) is str else placement  # type: ignore[assignment]
         if len(shard_offsets) != len(shard_sizes):
             raise ValueError(
                 f"shard_offsets and shard_sizes should have the same number of elements, found {len(shard_offsets)} "

@@ -125,6 +125,18 @@ class ShardedTensor(ShardedTensorBase):
         process_group: Group | None = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
+        """Make a tensor of which each rank holds the shards it passes. Every rank of the group calls it.
+
+        Args:
+            local_shards: The shards this rank holds; an empty list where it holds none.
+            *global_size: The global size, as ints or as one sequence of ints; the same on every rank.
+            process_group: The default is the default process group.
+            init_rrefs: Whether `remote_shards` works; `torch.distributed.rpc` must run.
+
+        Raises:
+            ValueError: On all ranks, if shards overlap, leave a hole, reach out of the tensor, or differ in a property.
+            TypeError: On all ranks, if `local_shards` is not a list of shards.
+        """
         group = check_member(remote.checked_group(process_group, init_rrefs))
         parts = agreed_parts(local_shards, global_size, group)
         return cls._from_parts(*parts, group, init_rrefs=init_rrefs)

@@ -18,6 +18,8 @@ from shardwise.sharded.spec import ChunkShardingSpec, ShardingSpec, chunk_size
 from shardwise.sharded.tiles import move_parts, overlapping, tiles_of
 from shardwise.torch_private import remote_device
 
+Parts = tuple[list[Shard], list[ShardMetadata]]  # of this rank; all tiles
+
 
 # -- chunks of a dim -----------------------------------------------------------------------------------------------
 def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
@@ -110,7 +112,7 @@ def reshard_local_shard(
     sharding_spec: ShardingSpec,
     resharding_spec: ShardingSpec,
     pg: dist.ProcessGroup,
-) -> tuple[list[Shard], list[ShardMetadata]]:
+) -> Parts:
     """Return what this rank holds after a move from one spec to another, and every tile of the new spec.
 
     `local_tensor` is the one tile this rank holds; a rank without a tile passes an empty tensor. Differentiable.
@@ -123,8 +125,6 @@ def reshard_local_shard(
     return [Shard(part, shards[i]) for part, i in zip(parts, after.rows_of(me))], list(shards)
 
 
-def reshuffle_local_shard(
-    local_shard: torch.Tensor, *args: Any, **kwargs: Any
-) -> tuple[list[Shard], list[ShardMetadata]]:
+def reshuffle_local_shard(local_shard: torch.Tensor, *args: Any, **kwargs: Any) -> Parts:
     """The same as `reshard_local_shard`: torch has one function for specs that cut the same dim, one for others."""
     return reshard_local_shard(local_shard, *args, **kwargs)

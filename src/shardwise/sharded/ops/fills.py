@@ -67,27 +67,22 @@ def dropout(input: ShardedTensor, p: float = 0.5, training: bool = True, inplace
     return input.mul_(noise) if inplace else input * noise  # type: ignore[return-value]
 
 
-def _integers(dtype: torch.dtype, *bounds: Any, **named: Any) -> draws.Distribution:
-    """random_(to), random_(from, to)"""
-    return draws.integer(dtype, *bounds, *(named[key] for key in ("from", "to") if key in named))
+def _in_place(make: Callable[..., draws.Distribution]) -> Callable[..., ShardedTensor]:
+    """The method of torch that fills a tensor with numbers of a distribution, which is made from its arguments."""
+
+    def fill(tensor: ShardedTensor, *args: Any, generator: Gen = None, **named: Any) -> ShardedTensor:
+        named = {{"from": "low", "to": "high"}.get(name, name): value for name, value in named.items()}
+        return drawn(tensor, make(*args, **named), generator)
+
+    return fill
 
 
-def _by_name(name: str) -> Callable[..., draws.Distribution]:
-    make = getattr(draws, name)
-    return lambda dtype, *args, **named: make(*args, **named)
+for _name in ("normal", "uniform", "exponential", "geometric", "log_normal", "cauchy", "bernoulli"):
+    own(getattr(torch.Tensor, _name + "_"))(_in_place(getattr(draws, _name)))
 
 
-_METHODS: dict[Any, Callable[..., draws.Distribution]] = {
-    getattr(torch.Tensor, name + "_"): _by_name(name)
-    for name in ("normal", "uniform", "exponential", "geometric", "log_normal", "cauchy", "bernoulli")
-}
-_METHODS[torch.Tensor.random_] = _integers
-for _method, _make in _METHODS.items():
-
-    @own(_method)
-    def fill_in_place(
-        tensor: ShardedTensor, *args: Any, generator: Gen = None, _make: Any = _make, **named: Any
-    ) -> ShardedTensor:
-        named = {{"from": "low", "to": "high"}.get(k, k) if _make is not _integers else k: v for k, v in named.items()}
-        what = _make(tensor.dtype, *args, **named)
-        return drawn(tensor, what, generator)
+@own(torch.Tensor.random_)
+def random_(tensor: ShardedTensor, *bounds: int, generator: Gen = None, **named: int) -> ShardedTensor:
+    """random_(), random_(to), random_(from, to)"""
+    both = (*bounds, *(named[key] for key in ("from", "to") if key in named))
+    return drawn(tensor, draws.integer(tensor.dtype, *both), generator)
