@@ -186,30 +186,24 @@ def in_order(local_shards: Sequence[Shard], mine: Sequence[ShardMetadata]) -> li
 
 # -- the metadata of all ranks: gathered, and every mismatch named on all ------------------------------------------
 def agreed_parts(local_shards: list[Shard], global_size: Sequence[int | Sequence[int]], group: Group) -> Parts:
-    """Return what a tensor is made of whose shards on each rank are those that the rank passes. One collective."""
-    metadata = _agreed(local_shards, global_size, group)
+    """Return what a tensor is made of whose shards on each rank are those that the rank passes. An error of one
+    rank is raised on all."""
+    known: ShardedTensorMetadata | Exception
+    try:
+        known = local_metadata(local_shards, as_size(global_size), group)
+    except (ValueError, TypeError, RuntimeError) as error:
+        known = error
+    gathered = all_gather_objects(known, group)
+    if isinstance(known, Exception):
+        raise known
+    for rank, other in zip(ranks_of(group), gathered):
+        if isinstance(other, Exception):
+            raise type(other)(f"rank {rank}: {other}")
+    metadata = global_metadata(gathered, ranks=ranks_of(group))
     spec = spec_of(metadata.shards_metadata)
     metadata.shards_metadata = in_order_of(spec, metadata.shards_metadata)
     mine = in_order(local_shards, in_order_of(spec, [shard.metadata for shard in local_shards]))
     return mine, metadata, spec
-
-
-def _agreed(
-    local_shards: list[Shard], global_size: Sequence[int | Sequence[int]], group: Group
-) -> ShardedTensorMetadata:
-    """Return the metadata of all ranks; an error of one rank is raised on all, so that none is left waiting."""
-    mine: ShardedTensorMetadata | Exception
-    try:
-        mine = local_metadata(local_shards, as_size(global_size), group)
-    except (ValueError, TypeError, RuntimeError) as error:
-        mine = error
-    gathered = all_gather_objects(mine, group)
-    if isinstance(mine, Exception):
-        raise mine
-    for rank, other in zip(ranks_of(group), gathered):
-        if isinstance(other, Exception):
-            raise type(other)(f"rank {rank}: {other}")
-    return global_metadata(gathered, ranks=ranks_of(group))
 
 
 def local_metadata(local_shards: list[Shard], size: torch.Size, group: Group) -> ShardedTensorMetadata:

@@ -19,8 +19,6 @@ spec_ops: dict[type, dict[Function, Op]] = {}
 own_ops: dict[Function, Callable[..., Any]] = {}  # takes the arguments of torch's function
 _general: list[Callable[[Function, Sequence[Any], Mapping[str, Any]], Any]] = []  # one, set by `general`
 
-_SIGNATURE = "(types, args, kwargs, process_group)"
-
 
 def put(table: dict[Function, Op], func: Function, what: str) -> Callable[[Op], Op]:
     """Return a decorator that puts a user's function into a table; it raises where that takes not four arguments."""
@@ -28,7 +26,8 @@ def put(table: dict[Function, Op], func: Function, what: str) -> Callable[[Op], 
     def register(wrapped: Op) -> Op:
         signature = inspect.signature(wrapped)
         if len(signature.parameters) != 4:
-            raise TypeError(f"{what} expects signature: {_SIGNATURE}, but received signature: {signature}")
+            expected = "(types, args, kwargs, process_group)"
+            raise TypeError(f"{what} expects signature: {expected}, but received signature: {signature}")
         table[func] = wrapped
         return wrapped
 
