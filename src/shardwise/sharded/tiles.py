@@ -1,6 +1,6 @@
 """The tiles of a tensor as arrays: made, checked (no overlap, no hole, nothing outside), and moved.
 
-Everything that sharded tensors ask of `move/` is asked here.
+All moves of tiles are asked of `move/` here; exchanges of plain tensors in `ops/group_steps.py`.
 """
 
 from __future__ import annotations
