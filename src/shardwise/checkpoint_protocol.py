@@ -91,18 +91,13 @@ def _held(tensor: Wrapper) -> Iterator[tuple[Tile, torch.Tensor, tuple[int, ...]
     for coords, i in zip(comm.played(), comm.structure(local) or (0,), strict=True):
         if i not in seen:
             seen.add(i)
-            for tile in layout.tiles_at(coords):
-                start = (_before(layout, dim, coords, offset) for dim, offset in enumerate(tile.offsets))
+            sides = [layout.held(dim, coords) for dim in range(layout.ndim)]
+            for tile in layout.tiles_at(coords):  # a piece starts locally after those of smaller indices
+                start = (sum(b - a for a, b in side if b <= at) for side, at in zip(sides, tile.offsets))
                 yield tile, values[i].detach(), tuple(start)
 
 
-def _before(layout: Layout, dim: int, coords: tuple[int, ...], offset: int) -> int:
-    """Return how many indices of `dim` below `offset` are held at `coords`: where a piece starts locally."""
-    return sum(b - a for a, b in layout.held(dim, coords) if b <= offset)
-
-
 def chunk(box: Box) -> ChunkStorageMetadata:
-    """Return a box as torch.distributed.checkpoint has it."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))

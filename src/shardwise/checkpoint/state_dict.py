@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from shardwise.api import distribute_tensor
 from shardwise.errors import LayoutError
@@ -76,18 +76,10 @@ def _given(found: Any, options: StateDictOptions | None) -> Any:
     if options is None:
         return found
     if options.full_state_dict:
-        found = tree_map(_whole, found)  # every rank takes part
+        found = tree_map_only(DTensor, lambda x: x.full_tensor().detach(), found)  # every rank takes part
         if options.cpu_offload and _rank() != 0:
             return {}
-    return tree_map(_on_cpu, found) if options.cpu_offload else found
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor().detach() if isinstance(value, DTensor) else value
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+    return tree_map_only(torch.Tensor, lambda x: x.cpu(), found) if options.cpu_offload else found
 
 
 def _rank() -> int:
@@ -163,33 +155,19 @@ def _cut(value: Any, like: DTensor | None) -> Any:
 
 
 # -- from rank 0 -------------------------------------------------------------------------------------------
-class _Coming(NamedTuple):
-    """A tensor that rank 0 will send."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def _from_rank0(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """What rank 0 was given, everywhere: first what it is like, then tensor by tensor."""
-    leaves, shape = tree_flatten(given)
-    said: list[Any] = [[_announced(leaf) for leaf in leaves], shape]
+    """What rank 0 was given, everywhere: first what it is like, with tensors on "meta", then tensor by tensor."""
+    said = [tree_map_only(torch.Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), given)]
     dist.broadcast_object_list(said, src=0)
-    announced, shape = said
-    if _rank() != 0:
-        leaves = announced
-    return tree_unflatten([_sent(leaf, says, device) for leaf, says in zip(leaves, announced, strict=True)], shape)
-
-
-def _announced(leaf: Any) -> Any:
-    return _Coming(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+    leaves, shape = tree_flatten(said[0])
+    mine = tree_leaves(given) if _rank() == 0 else leaves
+    return tree_unflatten([_sent(leaf, says, device) for leaf, says in zip(mine, leaves, strict=True)], shape)
 
 
 def _sent(leaf: Any, says: Any, device: torch.device) -> Any:
-    if not isinstance(says, _Coming):
+    if not isinstance(says, torch.Tensor):
         return says
-    mine = leaf.detach().to(device).contiguous() if isinstance(leaf, torch.Tensor) else None
-    tensor = torch.empty(says.shape, dtype=says.dtype, device=device) if mine is None else mine
+    tensor = leaf.detach().to(device).contiguous() if _rank() == 0 else torch.empty_like(says, device=device)
     dist.broadcast(tensor, src=0)
     return tensor
 

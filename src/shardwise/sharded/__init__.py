@@ -1,20 +1,23 @@
 """Tile tensors: tiles of any shape on any rank of a process group, with the names of torch.distributed._shard."""
 
 from shardwise.sharded import from_dtensor  # noqa: F401  (gives DTensor its to_sharded)
+from shardwise.sharded.base import ShardedTensorBase
 from shardwise.sharded.factories import empty, full, init_from_local_shards, ones, rand, randn, zeros
 from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.sharded.module import (
+    Sharder,
+    ShardingPlan,
+    ShardingPlanner,
     _collect_local_shard,
     _reshard_output,
     _shard_tensor,
     shard_module,
     shard_parameter,
 )
-from shardwise.sharded.ops import backward, elementwise, embedding, fills, methods, over_mesh  # noqa: F401
+from shardwise.sharded.ops import elementwise, embedding, fills, methods, over_mesh  # noqa: F401
 from shardwise.sharded.ops.registry import custom_sharded_op_impl, custom_sharding_spec_op
-from shardwise.sharded.optim import ShardedOptimizer, named_params_with_sharded_tensor
+from shardwise.sharded.optim import ShardedOptimizer
 from shardwise.sharded.pickling import load_with_process_group
-from shardwise.sharded.plan import Sharder, ShardingPlan, ShardingPlanner
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import (
     ChunkShardingSpec,
@@ -23,8 +26,8 @@ from shardwise.sharded.spec import (
     PlacementSpec,
     ShardingSpec,
 )
-from shardwise.sharded.state_dict import pre_load_state_dict_hook, state_dict_hook
-from shardwise.sharded.tensor import ShardedTensor, ShardedTensorBase
+from shardwise.sharded.state_dict import named_params_with_sharded_tensor, pre_load_state_dict_hook, state_dict_hook
+from shardwise.sharded.tensor import ShardedTensor
 
 __all__ = [
     "ChunkShardingSpec",

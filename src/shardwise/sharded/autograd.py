@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.sharded.base import ShardedTensorBase
 from shardwise.sharded.metadata import ShardedTensorMetadata
@@ -27,24 +30,16 @@ _state = threading.local()
 TileHook = Callable[[list[torch.Tensor]], Sequence[torch.Tensor] | None]
 
 
-class Removable(Protocol):
-    """What `register_hook` returns."""
-
-    def remove(self) -> None:
-        """Take the hook away."""
-
-
 # -- requires_grad, grad, data -------------------------------------------------------------------------------------
-def set_requires_grad(tensor: ShardedTensor, requires_grad: bool) -> ShardedTensor:
-    """See `torch.Tensor.requires_grad_`."""
-    for part in tensor._parts:
+def requires_grad_(self: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
+    for part in self._parts:
         part.requires_grad_(requires_grad)
-    metadata = tensor._metadata
+    metadata = self._metadata
     if metadata.tensor_properties.requires_grad != requires_grad:
         properties = copy.copy(metadata.tensor_properties)
         properties.requires_grad = requires_grad
-        tensor._metadata = ShardedTensorMetadata(metadata.shards_metadata, metadata.size, properties)
-    return tensor
+        self._metadata = ShardedTensorMetadata(metadata.shards_metadata, metadata.size, properties)
+    return self
 
 
 def get_grad(tensor: ShardedTensor) -> ShardedTensor | None:
@@ -81,7 +76,6 @@ def set_data(tensor: ShardedTensor, value: ShardedTensor) -> None:
 
 
 def _check_like(tensor: ShardedTensor, value: object, name: str, expected: str) -> None:
-    """Raise where `value` cannot be the grad or data of a tensor."""
     if not isinstance(value, ShardedTensorBase):
         raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
     if value.size() != tensor.size():
@@ -93,32 +87,30 @@ def _zeros_for_none(grads: Sequence[torch.Tensor | None], parts: Sequence[torch.
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------
-def register_hook(tensor: ShardedTensor, hook: Callable[[ShardedTensor], ShardedTensor | None]) -> Removable:
-    """See `ShardedTensor.register_hook`."""
+def register_hook(self: ShardedTensor, hook: Callable[[ShardedTensor], ShardedTensor | None]) -> RemovableHandle:
+    """Call `hook` with the gradient when it is known, and return a handle whose `remove()` takes the hook away.
+
+    The hook may return another gradient, except where a rank holds several tiles of a tensor that is no leaf.
+    """
 
     def on_tiles(grads: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        answer = hook(tensor._with_parts(grads))
-        return None if answer is None else answer._in_tiles_of(tensor)._parts
+        answer = hook(self._with_parts(grads))
+        return None if answer is None else answer._in_tiles_of(self)._parts
 
-    if len(tensor._parts) == 1:
-
-        def on_the_tile(grad: torch.Tensor) -> torch.Tensor | None:
-            answer = on_tiles([grad])
-            return None if answer is None else answer[0]
-
-        return tensor._parts[0].register_hook(on_the_tile)
-    if tensor.is_leaf:
-        return _leaf_hooks(tensor).add(on_tiles)
+    if len(self._parts) == 1:
+        return self._parts[0].register_hook(lambda grad: next(iter(on_tiles([grad]) or ()), None))
+    if self.is_leaf:
+        return _leaf_hooks(self).add(on_tiles)
 
     def watch(grads: Sequence[torch.Tensor | None]) -> None:
-        if on_tiles(_zeros_for_none(grads, tensor._parts)) is not None:
+        if on_tiles(_zeros_for_none(grads, self._parts)) is not None:
             raise RuntimeError(
-                f"register_hook: this rank holds {len(tensor._parts)} shards of a tensor that is no leaf, whose "
+                f"register_hook: this rank holds {len(self._parts)} shards of a tensor that is no leaf, whose "
                 f"gradients go on one by one: a hook can watch them but not replace them; hook "
                 f"local_shards()[i].tensor"
             )
 
-    return torch.autograd.graph.register_multi_grad_hook(tensor._parts, watch)
+    return torch.autograd.graph.register_multi_grad_hook(self._parts, watch)
 
 
 def call_hooks(tensor: ShardedTensor, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -153,31 +145,22 @@ class LeafHooks:
     None."""
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
-        self.parts, self.hooks = list(parts), dict[int, TileHook]()
+        self.parts, self.hooks = list(parts), OrderedDict[int, TileHook]()
         self.nodes = [torch.autograd.graph.get_gradient_edge(part).node for part in parts]
         self.arrived: dict[int, torch.Tensor] = {}
-        self.handles: list[Any] = []
-        self.count = 0
+        self.waits = False  # whether the tiles' gradients pass here
 
-    def add(self, hook: TileHook) -> Handle:
-        if not self.hooks:
-            self.handles = [part.register_hook(self._on_arrival_at(i)) for i, part in enumerate(self.parts)]
-        self.count += 1
-        self.hooks[self.count] = hook
-        return Handle(self, self.count)
-
-    def drop(self, number: int) -> None:
-        self.hooks.pop(number, None)
-        if not self.hooks:
-            for handle in self.handles:
-                handle.remove()
-
-    def _on_arrival_at(self, i: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda grad: self._arrive(i, grad)
+    def add(self, hook: TileHook) -> RemovableHandle:
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        for i, part in enumerate(() if self.waits else self.parts):
+            part.register_hook(partial(self._arrive, i))
+        self.waits = True
+        return handle
 
     def _arrive(self, i: int, grad: torch.Tensor) -> torch.Tensor:
         """Return zeros until the gradient of the last tile is there; then call the hooks."""
-        if getattr(_state, "later", False):
+        if not self.hooks or getattr(_state, "later", False):
             return grad
         self.arrived[i] = grad
         if any(j not in self.arrived and will_run(node) for j, node in enumerate(self.nodes)):
@@ -205,13 +188,3 @@ def _add_to_grad(part: torch.Tensor, grad: torch.Tensor) -> None:
     else:
         with torch.no_grad():
             part.grad.add_(grad)
-
-
-class Handle:
-    """Removes one hook."""
-
-    def __init__(self, hooks: LeafHooks, number: int) -> None:
-        self.hooks, self.number = hooks, number
-
-    def remove(self) -> None:
-        self.hooks.drop(self.number)

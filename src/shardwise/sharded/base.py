@@ -33,14 +33,7 @@ class ShardedTensorBase(torch.Tensor):
     def __new__(cls: type, sharding_spec: ShardingSpec, *size: int | Sequence[int], **kwargs: Any) -> Any:
         if not isinstance(sharding_spec, ShardingSpec):
             raise ValueError(f"Expecting ShardingSpec but got: {type(sharding_spec)}")
-        properties = checked_properties(
-            kwargs.get("dtype"),
-            kwargs.get("layout", torch.strided),
-            kwargs.get("requires_grad", False),
-            kwargs.get("pin_memory", False),
-            kwargs.get("memory_format", torch.contiguous_format),
-        )
-        metadata = sharding_spec.build_metadata(as_size(size), properties)
+        metadata = sharding_spec.build_metadata(as_size(size), checked_properties(**kwargs))
         return blank(cls, sharding_spec, metadata)
 
     @classmethod
@@ -52,18 +45,13 @@ class ShardedTensorBase(torch.Tensor):
     ) -> Any:
         """Make a tensor from this rank's shards and the metadata of all, without communication or checks.
 
-        Args:
-            local_shards: The shards this rank holds.
-            sharded_tensor_metadata: The tiles of all ranks.
-            sharding_spec: The spec behind the tiles. The default is found from the tiles.
-
         Raises:
             ValueError: If the metadata has no tiles, or its layout is not strided.
         """
         metadata = sharded_tensor_metadata
         if not metadata.shards_metadata:
             raise ValueError("shards_metadata must not be empty!")
-        check_strided(metadata.tensor_properties)
+        check_strided(metadata.tensor_properties.layout)
         spec = spec_of(metadata.shards_metadata) if sharding_spec is None else sharding_spec
         base = blank(cls, spec, metadata)
         base._local_shards = local_shards
@@ -80,7 +68,6 @@ class ShardedTensorBase(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The global size."""
         return self._metadata.size
 
     @property
@@ -122,7 +109,6 @@ class ShardedTensorBase(torch.Tensor):
         return self._metadata.size[0]
 
     def is_pinned(self, device: torch.device | str | None = None) -> bool:
-        """Return whether the tiles are in pinned memory."""
         return self._metadata.tensor_properties.pin_memory
 
     # -- calls of torch's functions -----------------------------------------------------------------------------

@@ -1,17 +1,19 @@
-"""Checks before a sharded tensor is made or gathered; each error names the values and the ranks."""
+"""Checks before a sharded tensor is made or gathered, and what all ranks know made from what each one knows: every
+error names the values and the ranks."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.sharded.groups import Group, check_remote_device, shards_of
-from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.sharded.shard import Shard
+from shardwise.sharded.groups import Group, all_gather_objects, check_remote_device, ranks_of, shards_of
+from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_size
+from shardwise.sharded.shard import Shard, check_device
 from shardwise.sharded.spec import ShardingSpec, in_order_of, spec_of
 from shardwise.sharded.tiles import check_cover, check_disjoint
 
@@ -19,11 +21,12 @@ Parts = tuple[list[Shard], ShardedTensorMetadata, ShardingSpec]  # what a tensor
 
 
 def checked_properties(
-    dtype: torch.dtype | None,
-    layout: torch.layout,
-    requires_grad: bool,
-    pin_memory: bool,
-    memory_format: torch.memory_format,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    **others: object,
 ) -> TensorProperties:
     """Return the properties of a new tensor; raise where one has the wrong type or is not supported."""
     for name, value, kind in (
@@ -33,8 +36,7 @@ def checked_properties(
     ):
         if not isinstance(value, kind):
             raise TypeError(f"{name}: expected a {kind.__name__}, got {value!r}")
-    if layout != torch.strided:
-        raise ValueError(f"Only torch.strided layout is currently supported, got layout={layout}")
+    check_strided(layout)
     if memory_format != torch.contiguous_format:
         raise ValueError(
             f"Only torch.contiguous_format memory_format is currently supported, got memory_format={memory_format}"
@@ -42,9 +44,9 @@ def checked_properties(
     return TensorProperties(dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory)
 
 
-def check_strided(properties: TensorProperties) -> None:
-    if properties.layout != torch.strided:
-        raise ValueError(f"Only torch.strided layout is currently supported, got layout={properties.layout}")
+def check_strided(layout: torch.layout) -> None:
+    if layout != torch.strided:
+        raise ValueError(f"Only torch.strided layout is currently supported, got layout={layout}")
 
 
 def wrong_out(me: int, dst: int, size: torch.Size, out: torch.Tensor | None) -> str | None:
@@ -106,8 +108,13 @@ def checked_parts(
     if spec is None:
         spec = spec_of(metadata.shards_metadata)
         metadata.shards_metadata, mine = (in_order_of(spec, s) for s in (metadata.shards_metadata, mine))
-    else:
-        _check_spec(spec, metadata)
+        return in_order(local_shards, mine), metadata, spec
+    if not isinstance(spec, ShardingSpec):
+        raise ValueError(f"Expecting ShardingSpec but got: {type(spec)}")
+    built = spec.build_metadata(metadata.size, metadata.tensor_properties).shards_metadata
+    odd = next(iter(set(built) ^ set(metadata.shards_metadata)), None)
+    if odd is not None:
+        raise ValueError(f"sharding_spec: {spec} does not give the shards of the metadata; they differ in {odd}")
     return in_order(local_shards, mine), metadata, spec
 
 
@@ -118,7 +125,7 @@ def _checked_metadata(
     if not isinstance(metadata, ShardedTensorMetadata):
         raise TypeError(f"sharded_tensor_metadata: expected ShardedTensorMetadata, got {type(metadata).__name__}")
     properties, me = metadata.tensor_properties, dist.get_rank()
-    check_strided(properties)
+    check_strided(properties.layout)
     mine = shards_of(me, metadata.shards_metadata, group)
     if len(mine) != len(local_shards):
         raise RuntimeError(
@@ -126,18 +133,12 @@ def _checked_metadata(
             f"sharded_tensor_metadata ({len(mine)}) on rank ({dist.get_rank(group)}) "
         )
     for shard, known in zip(local_shards, mine):
-        rank, _ = check_remote_device(group, shard.metadata.placement)
-        if rank != me:
-            raise ValueError(
-                f"Local shard metadata's rank does not match with the rank in its process group! Found current rank in "
-                f"the process group: {me}, local ShardMetadata placement's rank: {rank}"
-            )
+        _device_here(shard, group)
         if shard.metadata != known and shard.metadata not in mine:
             raise ValueError(f"rank {me} holds {shard.metadata}, but by the global metadata it holds {mine}")
-        check_contiguous(shard.tensor, me)
+        _check_contiguous(shard.tensor, me)
         for name in ("dtype", "layout", "requires_grad", "pin_memory"):
-            want = getattr(properties, name)
-            have = shard.tensor.is_pinned() if name == "pin_memory" else getattr(shard.tensor, name)
+            want, have = (getattr(of, name) for of in (properties, TensorProperties.create_from_tensor(shard.tensor)))
             if want != have:
                 raise ValueError(
                     f"Local shards' tensor {name} property is incompatible with tensor property on rank "
@@ -150,7 +151,18 @@ def _checked_metadata(
     return ShardedTensorMetadata(list(metadata.shards_metadata), torch.Size(metadata.size), properties), mine
 
 
-def check_contiguous(tensor: torch.Tensor, rank: int) -> None:
+def _device_here(shard: Shard, group: Group) -> torch.device:
+    """Return the device that the placement of a shard names, which must be this rank's."""
+    rank, device = check_remote_device(group, shard.metadata.placement)
+    if rank != dist.get_rank():
+        raise ValueError(
+            f"Local shard metadata's rank does not match with the rank in its process group! Found current rank in "
+            f"the process group: {dist.get_rank()}, local ShardMetadata placement's rank: {rank}"
+        )
+    return device
+
+
+def _check_contiguous(tensor: torch.Tensor, rank: int) -> None:
     if tensor.layout == torch.strided and not tensor.is_contiguous():
         raise ValueError(
             f"Only torch.contiguous_format memory_format is currently supported! Found strides {tensor.stride()} for "
@@ -172,10 +184,90 @@ def in_order(local_shards: Sequence[Shard], mine: Sequence[ShardMetadata]) -> li
     return ordered
 
 
-def _check_spec(spec: object, metadata: ShardedTensorMetadata) -> None:
-    if not isinstance(spec, ShardingSpec):
-        raise ValueError(f"Expecting ShardingSpec but got: {type(spec)}")
-    built = spec.build_metadata(metadata.size, metadata.tensor_properties).shards_metadata
-    if set(built) != set(metadata.shards_metadata):
-        odd = next(iter(set(built) ^ set(metadata.shards_metadata)))
-        raise ValueError(f"sharding_spec: {spec} does not give the shards of the metadata; they differ in {odd}")
+# -- the metadata of all ranks: gathered, and every mismatch named on all ------------------------------------------
+def agreed_parts(local_shards: list[Shard], global_size: Sequence[int | Sequence[int]], group: Group) -> Parts:
+    """Return what a tensor is made of whose shards on each rank are those that the rank passes. An error of one
+    rank is raised on all."""
+    known: ShardedTensorMetadata | Exception
+    try:
+        known = local_metadata(local_shards, as_size(global_size), group)
+    except (ValueError, TypeError, RuntimeError) as error:
+        known = error
+    gathered = all_gather_objects(known, group)
+    if isinstance(known, Exception):
+        raise known
+    for rank, other in zip(ranks_of(group), gathered):
+        if isinstance(other, Exception):
+            raise type(other)(f"rank {rank}: {other}")
+    metadata = global_metadata(gathered, ranks=ranks_of(group))
+    spec = spec_of(metadata.shards_metadata)
+    metadata.shards_metadata = in_order_of(spec, metadata.shards_metadata)
+    mine = in_order(local_shards, in_order_of(spec, [shard.metadata for shard in local_shards]))
+    return mine, metadata, spec
+
+
+def local_metadata(local_shards: list[Shard], size: torch.Size, group: Group) -> ShardedTensorMetadata:
+    """Return the metadata of this rank's shards, which must have the same properties."""
+    if not isinstance(local_shards, (list, tuple)):
+        raise TypeError(f"local_shards: expected a list of Shard, got {type(local_shards).__name__}")
+    me, shards, first = dist.get_rank(), [], None
+    for shard in local_shards:
+        if not isinstance(shard, Shard):
+            raise TypeError(f"local_shards: expected Shards, found a {type(shard).__name__} on rank:{me}")
+        device = _device_here(shard, group)
+        layout = shard.tensor.layout
+        if layout != torch.strided:
+            raise ValueError(f"Only torch.strided layout is currently supported, but found {layout} on rank:{me}!")
+        _check_contiguous(shard.tensor, me)
+        check_device(shard.tensor, device)
+        here = TensorProperties.create_from_tensor(shard.tensor)
+        first = first or here
+        for name in ("dtype", "layout", "requires_grad", "pin_memory"):
+            raise_if_mismatch(getattr(first, name), getattr(here, name), name, me)
+        shards.append(shard.metadata)
+    return ShardedTensorMetadata(shards, size, first or TensorProperties())
+
+
+def global_metadata(
+    gathered_metadatas: Sequence[ShardedTensorMetadata | None],
+    recalc_metadata: bool = False,
+    ranks: Sequence[int] | None = None,
+) -> ShardedTensorMetadata:
+    """Join the metadata of all ranks; one without shards must agree in the size only. With `recalc_metadata` the shards
+    count as rows one after the other, by rank, whatever their offsets say."""
+    shards: list[ShardMetadata] = []
+    first: tuple[int, ShardedTensorMetadata] | None = None
+    size: tuple[int, torch.Size] | None = None
+    for rank, metadata in zip(ranks or itertools.count(), gathered_metadatas):
+        if metadata is None:
+            continue
+        size = size or (rank, metadata.size)
+        raise_if_mismatch(size[1], metadata.size, "global_size", (size[0], rank), is_local=False)
+        if not metadata.shards_metadata:
+            continue
+        first = first or (rank, metadata)
+        for name in ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"):
+            one, other = (getattr(m.tensor_properties, name) for m in (first[1], metadata))
+            raise_if_mismatch(one, other, name, (first[0], rank), is_local=False)
+        shards += metadata.shards_metadata
+    if first is None or size is None:
+        raise ValueError("ShardedTensor have no local shards on all ranks!")
+    made = ShardedTensorMetadata(shards, size[1], copy.copy(first[1].tensor_properties))
+    if recalc_metadata:
+        made.shards_metadata = [copy.deepcopy(shard) for shard in shards]
+        put_one_after_the_other(made, 0)
+    check_disjoint(made.shards_metadata)
+    check_cover(made.shards_metadata, made.size)
+    return made
+
+
+def put_one_after_the_other(global_sharded_tensor_metadata: ShardedTensorMetadata, sharded_dim: int) -> None:
+    """Put the shards one after the other along a dim, in place, and make the tensor as long as they are together."""
+    at, metadata = 0, global_sharded_tensor_metadata
+    for shard in metadata.shards_metadata:
+        shard.shard_offsets = [0] * len(shard.shard_sizes)
+        shard.shard_offsets[sharded_dim] = at
+        at += shard.shard_sizes[sharded_dim]
+    size = list(metadata.size)
+    size[sharded_dim] = at
+    metadata.size = torch.Size(size)

@@ -15,11 +15,12 @@ from shardwise.random import distributions as draws
 from shardwise.random import torch_stream
 from shardwise.random.fill import fill_box
 from shardwise.random.generator import TORCH, next_key, stream
+from shardwise.sharded.base import Options
 from shardwise.sharded.groups import Group, as_group, check_member, ranks_of
 from shardwise.sharded.metadata import TensorProperties, as_size, device_of
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec
-from shardwise.sharded.tensor import Options, ShardedTensor
+from shardwise.sharded.tensor import ShardedTensor
 from shardwise.sharded.tiles import move_parts, tiles_of, whole_on
 
 Size = int | Sequence[int]
@@ -38,25 +39,13 @@ def empty(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) 
 
 
 def zeros(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a tensor of zeros, like `torch.zeros`.
-
-    Args:
-        sharding_spec: Which tiles the tensor is cut into, and who owns them. Each rank makes its own.
-        *size: The global size, as ints or as one sequence of ints.
-        **options: As of ShardedTensor: `dtype`, `requires_grad`, `process_group` and so on.
-    """
-    return _filled(sharding_spec, size, 0, options)
+    """Make a tensor of zeros, like `torch.zeros`. Arguments as of `empty`."""
+    return filled(empty(sharding_spec, *size, **options), 0)
 
 
 def ones(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a tensor of ones, like `torch.ones`.
-
-    Args:
-        sharding_spec: Which tiles the tensor is cut into, and who owns them. Each rank makes its own.
-        *size: The global size, as ints or as one sequence of ints.
-        **options: As of ShardedTensor: `dtype`, `requires_grad`, `process_group` and so on.
-    """
-    return _filled(sharding_spec, size, 1, options)
+    """Make a tensor of ones, like `torch.ones`. Arguments as of `empty`."""
+    return filled(empty(sharding_spec, *size, **options), 1)
 
 
 def full(sharding_spec: ShardingSpec, size: Size, fill_value: Number, **options: Unpack[Options]) -> ShardedTensor:
@@ -73,53 +62,39 @@ def full(sharding_spec: ShardingSpec, size: Size, fill_value: Number, **options:
     """
     if fill_value is None:
         raise ValueError("param: fill_value shouldn't be None!")
-    return _filled(sharding_spec, as_size((size,) if isinstance(size, int) else size), fill_value, options)
+    return filled(empty(sharding_spec, *as_size((size,) if isinstance(size, int) else size), **options), fill_value)
 
 
 def rand(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a tensor of uniform random numbers, like `torch.rand`; for one seed the same tensor in any tiling.
-
-    Args:
-        sharding_spec: Which tiles the tensor is cut into, and who owns them. Each rank draws its own.
-        *size: The global size, as ints or as one sequence of ints.
-        **options: As of ShardedTensor: `dtype`, `requires_grad`, `process_group` and so on.
-    """
-    return _drawn(sharding_spec, size, draws.uniform(), options)
+    """Make a tensor of uniform random numbers, like `torch.rand`, the same in any tiling. Arguments as of `empty`."""
+    return drawn(empty(sharding_spec, *size, **options), draws.uniform())
 
 
 def randn(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a tensor of normal random numbers, like `torch.randn`; for one seed the same tensor in any tiling.
-
-    Args:
-        sharding_spec: Which tiles the tensor is cut into, and who owns them. Each rank draws its own.
-        *size: The global size, as ints or as one sequence of ints.
-        **options: As of ShardedTensor: `dtype`, `requires_grad`, `process_group` and so on.
-    """
-    return _drawn(sharding_spec, size, draws.normal(), options)
+    """Make a tensor of normal random numbers, like `torch.randn`, the same in any tiling. Arguments as of `empty`."""
+    return drawn(empty(sharding_spec, *size, **options), draws.normal())
 
 
-def _filled(spec: ShardingSpec, size: Sequence[Size], value: Number, options: Options) -> ShardedTensor:
-    made = empty(spec, *size, **options)
+def filled(tensor: ShardedTensor, value: Number) -> ShardedTensor:
+    """Fill the tiles of this rank with one value, not recorded by autograd."""
     with torch.no_grad():
-        for shard in made.local_shards():
+        for shard in tensor.local_shards():
             shard.tensor.fill_(value)
-    return made
+    return tensor
 
 
-def _drawn(spec: ShardingSpec, size: Sequence[Size], what: draws.Distribution, options: Options) -> ShardedTensor:
-    made = empty(spec, *size, **options)
-    what.check(made.dtype)
-    return fill_randomly(made, what)
+def drawn(tensor: ShardedTensor, what: draws.Distribution, generator: torch.Generator | None = None) -> ShardedTensor:
+    """Fill a tensor with random numbers and return it; torch's own errors for a wrong dtype or argument come first."""
+    if not isinstance(tensor, ShardedTensor):
+        raise TypeError(f"tensor: expected a ShardedTensor, got {type(tensor).__name__}")
+    what.check(tensor.dtype)
+    return fill_randomly(tensor, what, generator)
 
 
 def fill_randomly(
     tensor: ShardedTensor, what: draws.Distribution, generator: torch.Generator | None = None
 ) -> ShardedTensor:
-    """Fill a tensor with random numbers and return it. For one seed it is the same tensor in any tiling, and the one
-    that a DTensor gets.
-
-    A rank without tiles takes a random key too, so that its generator stays in step with the others'.
-    """
+    """Fill a tensor with the numbers that for this seed it gets in any tiling, and that a DTensor gets; return it."""
     size, like = tensor.size(), tensor._parts[0]
     tiles = [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in tensor.local_shards()]
     with torch.no_grad():
@@ -131,40 +106,20 @@ def fill_randomly(
                     if tile.numel():
                         torch_stream.keep_part(tile, sides, size, start, numbers)
         else:
-            key = next_key(generator)
+            key = next_key(generator)  # on a rank without tiles too: its generator stays in step with the others'
             for tile, offsets in tiles:
                 fill_box(tile, offsets, size, what, key)
     return tensor
 
 
 # -- from what ranks hold ------------------------------------------------------------------------------------------
-def init_from_local_shards(
-    local_shards: list[Shard], *global_size: Size, process_group: Group | None = None, init_rrefs: bool = False
-) -> ShardedTensor:
-    """Make a tensor of which each rank holds the shards it passes. Every rank of the group calls it.
-
-    Args:
-        local_shards: The shards this rank holds; an empty list where it holds none.
-        *global_size: The global size, as ints or as one sequence of ints; the same on every rank.
-        process_group: The default is the default process group.
-        init_rrefs: Whether `remote_shards` works; `torch.distributed.rpc` must run.
-
-    Raises:
-        ValueError: If shards overlap, leave a hole or reach out of the tensor, or differ in a property; on all ranks.
-        TypeError: If `local_shards` is not a list of shards; on all ranks.
-    """
-    return ShardedTensor._init_from_local_shards(
-        local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
-    )
+init_from_local_shards = ShardedTensor._init_from_local_shards
 
 
 def scatter(
     tensor: torch.Tensor, spec: ShardingSpec, src_rank: int = 0, process_group: Group | None = None
 ) -> ShardedTensor:
-    """Cut the tensor of one rank of the group into tiles that are sent to their owners, in one exact exchange.
-
-    The other ranks' tensors say size and dtype; their values are not read.
-    """
+    """Cut the tensor of one rank of the group into tiles that are sent to their owners, in one exact exchange."""
     group = check_member(as_group(process_group))
     ranks, me = ranks_of(group), dist.get_rank()
     if not isinstance(src_rank, int) or not 0 <= src_rank < len(ranks):

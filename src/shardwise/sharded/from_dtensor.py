@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.caches import PlanCache, register_cache
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import Tile
@@ -22,12 +21,11 @@ from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, Ten
 from shardwise.sharded.shard import Shard as TileShard
 from shardwise.sharded.spec import EnumerableShardingSpec, ShardingSpec, spec_of
 from shardwise.sharded.tensor import ShardedTensor
-from shardwise.sharded.tiles import tiles_of
+from shardwise.sharded.tiles import kept, new_cache, tiles_of
 from shardwise.tensor import DTensor
 from shardwise.torch_private import flatten_mesh
 
-_tilings = PlanCache(512)
-register_cache("sharded to_sharded", _tilings.info, _tilings.reset)
+_tilings = new_cache("to_sharded", 512)
 
 
 def to_sharded(tensor: DTensor) -> ShardedTensor:
@@ -48,7 +46,7 @@ def to_sharded(tensor: DTensor) -> ShardedTensor:
     elif layout.is_partial:
         tensor = tensor.redistribute(placements=[REPLICATE] * len(mesh.shape))
     layout, local = tensor._layout, tensor._local
-    tiling = _tiling_of(layout)
+    tiling = kept(_tilings, layout, lambda: _tiling_of(layout))
     properties = TensorProperties(layout.dtype, requires_grad=local.requires_grad)
     metadata = ShardedTensorMetadata(tiling.shards, torch.Size(layout.shape), properties)
     mine, me = tiling.mine, dist.get_rank()
@@ -64,8 +62,6 @@ def to_sharded(tensor: DTensor) -> ShardedTensor:
 
 
 class Tiling(NamedTuple):
-    """The tiles of a layout as a sharded tensor knows them."""
-
     shards: list[ShardMetadata]
     mine: list[ShardMetadata]
     spec: ShardingSpec
@@ -74,17 +70,7 @@ class Tiling(NamedTuple):
 
 
 def _tiling_of(layout: Layout) -> Tiling:
-    """Return the tiles of a layout in which nothing is replicated, kept for the next time."""
-    found = _tilings.get(layout)
-    if found is None:
-        found = _make_tiling(layout)
-        _tilings.add(layout, found)
-    else:
-        _tilings.hits += 1
-    return found
-
-
-def _make_tiling(layout: Layout) -> Tiling:
+    """Return the tiles of a layout in which nothing is replicated."""
     ranks = layout.mesh.ranks if layout.ndim else layout.mesh.ranks[:1]  # one rank owns a single value
     shards = [
         ShardMetadata(list(tile.offsets), list(tile.sizes), f"rank:{rank}/{layout.device}")
@@ -116,7 +102,6 @@ def _views(local: torch.Tensor, layout: Layout, rank: int) -> list[torch.Tensor]
 
 
 def group_of(mesh: Mesh) -> Group:
-    """Return the process group of all ranks of a mesh."""
     if len(mesh.shape) == 1:
         return mesh.source.get_group(0)
     if sorted(mesh.ranks) == list(range(dist.get_world_size())):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -45,12 +45,10 @@ def ranks_of(group: Group) -> list[int]:
 
 
 def same_ranks(one: Group, other: Group) -> bool:
-    """Whether two groups have the same ranks in the same order."""
     return one is other or ranks_of(one) == ranks_of(other)
 
 
 def is_member(group: Group) -> bool:
-    """Whether this rank is in the group."""
     return isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
 
 
@@ -63,15 +61,12 @@ def check_member(group: Group) -> Group:
 
 def communication_device(group: Group) -> torch.device:
     """Return the device on which this group's collectives work: for NCCL the current CUDA device."""
-    backend = dist.get_backend(group)
-    if backend == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    is_nccl = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 # -- owners of placements ------------------------------------------------------------------------------------------
 def rank_of(placement: remote_device | None) -> int:
-    """Return the global rank that a placement names."""
     if placement is None:
         raise ValueError("remote device is None: give every shard a placement such as 'rank:0/cpu'")
     rank = placement.rank()
@@ -90,34 +85,29 @@ def rank_of(placement: remote_device | None) -> int:
 
 def owners(shards: Sequence[ShardMetadata], group: Group) -> np.ndarray:
     """Return the global rank of each shard's owner; all must be in the group."""
-    known = _ranks_by_placement(shards, group)
+    placements = {id(shard.placement): shard.placement for shard in shards}  # most shards share few objects
+    known = {key: rank_of(placement) for key, placement in placements.items()}
+    _check_members(known.values(), group)
     return np.array([known[id(shard.placement)] for shard in shards], dtype=np.int64)
 
 
 def shards_of(rank: int, shards: Sequence[ShardMetadata], group: Group) -> list[ShardMetadata]:
     """Return the shards that a rank owns; all owners must be in the group."""
-    known = _ranks_by_placement(shards, group)
-    return [shard for shard in shards if known[id(shard.placement)] == rank]
-
-
-def _ranks_by_placement(shards: Sequence[ShardMetadata], group: Group) -> dict[int, int]:
-    """Return the ranks of all placements, by the id of the object: most shards share few of them."""
-    placements = {id(shard.placement): shard.placement for shard in shards}
-    known = {key: rank_of(placement) for key, placement in placements.items()}
-    members = set(ranks_of(group))
-    for rank in known.values() if members else ():
-        if rank not in members:
-            raise ValueError(f"Global rank {rank} does not exist in input process group: {ranks_of(group)}")
-    return known
+    return [shard for shard, owner in zip(shards, owners(shards, group).tolist()) if owner == rank]
 
 
 def check_remote_device(pg: Group, remote_device: remote_device) -> tuple[int, torch.device]:
     """Return the owner of a placement, which must be in the group, and its device there."""
     rank = rank_of(remote_device)
-    members = ranks_of(pg)
-    if members and rank not in members:
-        raise ValueError(f"Global rank {rank} does not exist in input process group: {members}")
+    _check_members([rank], pg)
     return rank, remote_device.device()
+
+
+def _check_members(ranks: Iterable[int], group: Group) -> None:
+    members = set(ranks_of(group))
+    for rank in ranks if members else ():
+        if rank not in members:
+            raise ValueError(f"Global rank {rank} does not exist in input process group: {ranks_of(group)}")
 
 
 # -- objects of all ranks ------------------------------------------------------------------------------------------

@@ -12,15 +12,7 @@ import torch
 
 from shardwise.torch_private import remote_device
 
-
-@functools.lru_cache(maxsize=65536)
-def _parsed(text: str) -> remote_device:
-    return remote_device(text)
-
-
-def as_remote_device(placement: str | remote_device) -> remote_device:
-    """Return a placement such as "rank:1/cuda:0" as torch's object; equal texts give the same object."""
-    return _parsed(placement) if type(placement) is str else placement
+as_remote_device = functools.lru_cache(maxsize=65536)(remote_device)  # equal texts give the same object
 
 
 @dataclass(slots=True, init=False, repr=False)
@@ -41,13 +33,10 @@ class ShardMetadata:
     placement: remote_device | None
 
     def __init__(
-        self,
-        shard_offsets: list[int],
-        shard_sizes: list[int],
-        placement: str | remote_device | None = None,
+        self, shard_offsets: list[int], shard_sizes: list[int], placement: str | remote_device | None = None
     ) -> None:
         self.shard_offsets, self.shard_sizes = shard_offsets, shard_sizes
-        self.placement = _parsed(placement) if type(placement) is str else placement  # type: ignore[assignment]
+        self.placement = as_remote_device(placement) if type(placement) is str else placement  # type: ignore[assignment]
         if len(shard_offsets) != len(shard_sizes):
             raise ValueError(
                 f"shard_offsets and shard_sizes should have the same number of elements, found {len(shard_offsets)} "
@@ -69,7 +58,6 @@ class ShardMetadata:
 
 
 def device_of(shard: ShardMetadata) -> torch.device:
-    """Return the device that the placement of a tile names."""
     return shard.placement.device()  # type: ignore[union-attr]
 
 
@@ -81,11 +69,7 @@ class MEM_FORMAT_ENCODING(Enum):
     TORCH_PRESERVE_FORMAT = 2
 
 
-_FORMATS = {
-    MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
-    MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST: torch.channels_last,
-    MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT: torch.preserve_format,
-}
+_FORMATS = dict(zip(MEM_FORMAT_ENCODING, (torch.contiguous_format, torch.channels_last, torch.preserve_format)))
 _ENCODINGS = {kind: encoding for encoding, kind in _FORMATS.items()}
 
 
@@ -121,13 +105,8 @@ class TensorProperties:
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
         """Return the properties of a tensor, which counts as contiguous."""
-        return TensorProperties(
-            dtype=tensor.dtype,
-            layout=tensor.layout,
-            requires_grad=tensor.requires_grad,
-            memory_format=torch.contiguous_format,
-            pin_memory=tensor.is_pinned(),
-        )
+        pinned = tensor.is_pinned()
+        return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=pinned)
 
 
 _SHOWN = 64  # tiles that a repr lists

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,9 +12,40 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.sharded.groups import Group, all_gather_objects, as_group, ranks_of
-from shardwise.sharded.plan import Sharder, ShardingPlan
 from shardwise.sharded.spec import ChunkShardingSpec, ShardingSpec
 from shardwise.sharded.tensor import ShardedTensor
+
+
+class Sharder(ABC):
+    """Shards a whole module by code of your own: a plan names the module by its path, and the module that `shard`
+    returns takes its place."""
+
+    @abstractmethod
+    def shard(self, module: nn.Module) -> nn.Module:
+        """Return the sharded version of the module at the path that the plan names."""
+
+
+@dataclass
+class ShardingPlan:
+    """What `shard_module` does to a module. The path of the module itself is "".
+
+    Args:
+        plan: From paths of parameters or buffers to specs, and from paths of modules to sharders.
+        output_plan: From paths of modules to the specs that their outputs are resharded to.
+        return_local_tensor: Paths of modules that return their local tensor instead of a ShardedTensor.
+    """
+
+    plan: dict[str, ShardingSpec | Sharder]
+    output_plan: dict[str, ShardingSpec] | None = None
+    return_local_tensor: list[str] | None = None
+
+
+class ShardingPlanner(ABC):
+    """Makes plans for modules."""
+
+    @abstractmethod
+    def build_plan(self, module: nn.Module) -> ShardingPlan:
+        """Return the plan by which this module is to be sharded."""
 
 
 def _shard_tensor(
@@ -42,13 +76,11 @@ def _shard_tensor(
 
 def _check_alike(group: Group, **arguments: Any) -> None:
     """Raise ValueError where ranks were called with different arguments, and say which."""
-    ranks, me = ranks_of(group), dist.get_rank()
-    for rank, other in zip(ranks, all_gather_objects(arguments, group)):
+    for rank, others in zip(ranks_of(group), all_gather_objects(arguments, group)):
         for name, value in arguments.items():
-            if other[name] != value:
-                raise ValueError(
-                    f"{name}={value} on rank: {me} does not match with {name}={other[name]} on rank: {rank}"
-                )
+            if others[name] != value:
+                me, other = dist.get_rank(), others[name]
+                raise ValueError(f"{name}={value} on rank: {me} does not match with {name}={other} on rank: {rank}")
 
 
 def shard_parameter(
@@ -98,12 +130,12 @@ def _shard_named(
 
 
 def _replace(module: nn.Module, name: str, value: Any) -> None:
-    if name in module._parameters:
-        module._parameters[name] = value
-    elif name in module._buffers:
-        module._buffers[name] = value
-    else:
-        setattr(module, name, value)
+    """Set an attribute; parameters and buffers without what `nn.Module` asks of them."""
+    for table in (module._parameters, module._buffers):
+        if name in table:
+            table[name] = value
+            return
+    setattr(module, name, value)
 
 
 def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Group | None = None) -> None:
@@ -133,19 +165,16 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
             if not isinstance(getattr(owner, name), ShardedTensor):
                 _shard_named(owner, name, spec, src_rank, process_group, made)
         else:
-            _replace_module(module.get_submodule(owner_path), name, path, spec)
+            parent = module.get_submodule(owner_path)
+            sharded = spec.shard(getattr(parent, name))
+            if not isinstance(sharded, nn.Module):
+                raise TypeError(f"the Sharder for '{path}' must return a torch.nn.Module, got {type(sharded).__name__}")
+            setattr(parent, name, sharded)
     _retie(module, made)
     for path, spec in (plan.output_plan or {}).items():
         _reshard_output(module.get_submodule(path), spec)
     for path in plan.return_local_tensor or []:
         _collect_local_shard(module.get_submodule(path))
-
-
-def _replace_module(parent: nn.Module, name: str, path: str, sharder: Sharder) -> None:
-    sharded = sharder.shard(getattr(parent, name))
-    if not isinstance(sharded, nn.Module):
-        raise TypeError(f"the Sharder for '{path}' must return a torch.nn.Module, got {type(sharded).__name__}")
-    setattr(parent, name, sharded)
 
 
 def _retie(module: nn.Module, made: dict[int, Any]) -> None:
@@ -163,34 +192,37 @@ def _check_plan(module: nn.Module, plan: ShardingPlan) -> None:
             raise TypeError(
                 f"Only `ShardingSpec` and `Sharder` are supported to shard '{path}', got {type(spec).__name__}"
             )
-        if isinstance(spec, Sharder) and not path:
-            raise KeyError("Module path must not be empty for custom sharder!")
-        if isinstance(spec, ShardingSpec) and not path:
-            raise AttributeError(f"{type(module).__name__} has no attribute ``: '' is the module itself, not a tensor")
-        found = _find(module, path)
-        if isinstance(spec, ShardingSpec):
-            _check_kind(path, found, torch.Tensor)
-        elif not isinstance(found, nn.Module):
-            raise AttributeError(f"`{path}` is not an nn.Module, but a {type(found).__name__}; a Sharder takes modules")
+        _check_entry(path, spec, module)
     _check_no_overlap(plan.plan)
     for path, spec in (plan.output_plan or {}).items():
         if not isinstance(spec, ShardingSpec):
             raise TypeError(f"Only `ShardingSpec` is supported as output_plan for '{path}', got {type(spec).__name__}")
+    for path in (*(plan.output_plan or ()), *(plan.return_local_tensor or ())):
         _check_kind(path, _find(module, path), nn.Module)
-    for path in plan.return_local_tensor or []:
-        _check_kind(path, _find(module, path), nn.Module)
+
+
+def _check_entry(path: str, spec: ShardingSpec | Sharder, module: nn.Module) -> None:
+    if isinstance(spec, ShardingSpec):
+        if not path:
+            raise AttributeError(f"{type(module).__name__} has no attribute ``: '' is the module itself, not a tensor")
+        _check_kind(path, _find(module, path), torch.Tensor)
+        return
+    if not path:
+        raise KeyError("Module path must not be empty for custom sharder!")
+    found = _find(module, path)
+    if not isinstance(found, nn.Module):
+        raise AttributeError(f"`{path}` is not an nn.Module, but a {type(found).__name__}; a Sharder takes modules")
 
 
 def _check_no_overlap(plan: dict[str, Any]) -> None:
     """Raise where the plan has entries below a module that a Sharder makes."""
     taken = [path for path, spec in plan.items() if isinstance(spec, Sharder)]
-    for path in plan:
-        for above in taken:
-            if path.startswith(above + "."):
-                raise RuntimeError(
-                    f"ShardingPlan is in-valid, trying to shard '{path}', but there's already a Sharder entry for "
-                    f"module '{above}', which makes all that is below it; leave one of them out"
-                )
+    for path, above in itertools.product(plan, taken):
+        if path.startswith(above + "."):
+            raise RuntimeError(
+                f"ShardingPlan is in-valid, trying to shard '{path}', but there's already a Sharder entry for "
+                f"module '{above}', which makes all that is below it; leave one of them out"
+            )
 
 
 def _check_kind(path: str, found: Any, kind: type) -> None:
@@ -208,12 +240,7 @@ def _find(module: nn.Module, path: str) -> Any:
 
 
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
-    """Add a hook to a module that reshards its output where that is a ShardedTensor; return the module.
-
-    Args:
-        module: The module.
-        resharding_spec: The spec of the outputs.
-    """
+    """Add a hook to a module that reshards its output where that is a ShardedTensor; return the module."""
 
     def hook(_: nn.Module, inputs: Any, output: Any) -> Any:
         return output.reshard(resharding_spec) if isinstance(output, ShardedTensor) else output
@@ -226,9 +253,6 @@ def _collect_local_shard(module: nn.Module) -> nn.Module:
     """Add a hook to a module that returns the local tensor of a ShardedTensor output; return the module.
 
     A dim that is cut into single rows is dropped: a [4, 16] tensor on 4 ranks is a [16] tensor on each.
-
-    Args:
-        module: The module.
     """
 
     def hook(_: nn.Module, inputs: Any, output: Any) -> Any:

@@ -39,19 +39,35 @@ def same_tiles(one: ShardedTensor, other: ShardedTensor) -> bool:
     )
 
 
-def gather(tensor: ShardedTensor, dst: int, out: torch.Tensor | None, dtype: torch.dtype | None) -> None:
-    """Write the whole value into `out` on rank `dst` of the group; values travel as `dtype`, or as they are."""
-    group, ranks = tensor._process_group, ranks_of(tensor._process_group)
+def gather(
+    self: ShardedTensor,
+    dst: int = 0,
+    out: torch.Tensor | None = None,
+    enforce_dtype: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the whole value into a tensor of one rank. Every rank of the group calls it.
+
+    Args:
+        dst: The rank of the group that gets the value.
+        out: The tensor to write into, on rank `dst` only. Values are cast to its dtype.
+        enforce_dtype: Whether values travel in this tensor's dtype, whatever `dtype` says. Deprecated in torch.
+        dtype: The dtype in which values travel. The default is this tensor's.
+
+    Raises:
+        ValueError: If `dst` is no rank of the group, or `out` is missing, of another size, or passed elsewhere.
+    """
+    group, ranks = self._process_group, ranks_of(self._process_group)
     if not 0 <= dst < len(ranks):
         raise ValueError(f"dst={dst} is not a rank of the process group of {len(ranks)} ranks {ranks}")
     me = dist.get_rank(group)
-    wrong = wrong_out(me, dst, tensor.size(), out)
+    wrong = wrong_out(me, dst, self.size(), out)
     with torch.no_grad():
-        parts = tensor._parts if dtype is None else [part.to(dtype) for part in tensor._parts]
+        parts = self._parts if dtype is None or enforce_dtype else [part.to(dtype) for part in self._parts]
         into = None
         if out is not None and wrong is None and (out.dtype, out.device) == (parts[0].dtype, parts[0].device):
             into = [out]
-        got = move_parts(parts, tensor._tiles, whole_on(ranks[dst], tensor.size()), group, Note("gather"), into)
+        got = move_parts(parts, self._tiles, whole_on(ranks[dst], self.size()), group, Note("gather"), into)
         if wrong is not None:  # raised after the exchange, so that the other ranks do not wait
             raise ValueError(wrong)
         if out is not None and into is None:
@@ -70,7 +86,7 @@ def move_to(
     stays_leaf = tensor.requires_grad and tensor.is_leaf and not torch.is_grad_enabled()
     parts = move_parts(tensor._parts, tensor._tiles, tiles, group, note)
     mine = [metadata.shards_metadata[i] for i in tiles.rows_of(dist.get_rank())]
-    parts = [_on_device(part, shard) for part, shard in zip(parts, mine)] or [tensor._as_empty(parts[0])]
+    parts = [part.to(device_of(shard)) for part, shard in zip(parts, mine)] or [tensor._as_empty(parts[0])]
     if stays_leaf:
         parts = [part.detach().requires_grad_() for part in parts]
     tensor._local_shards = [Shard.unchecked(part, shard) for part, shard in zip(parts, mine)]
@@ -82,28 +98,37 @@ def move_to(
     return tensor
 
 
-def _on_device(part: torch.Tensor, shard: ShardMetadata) -> torch.Tensor:
-    device = device_of(shard)
-    return part if part.device == device else part.to(device)
-
-
 # -- devices -------------------------------------------------------------------------------------------------------
-def to_cpu(tensor: ShardedTensor, memory_format: torch.memory_format, process_group: Group | None) -> ShardedTensor:
-    """See `ShardedTensor.cpu`."""
-    _check_format(memory_format)
-    if all(device_of(s).type == "cpu" for s in tensor._metadata.shards_metadata):
-        return tensor
-    return _on_devices(tensor, lambda rank: torch.device("cpu"), process_group, False)
-
-
-def to_cuda(
-    tensor: ShardedTensor,
-    device: torch.device | str | int | None,
-    non_blocking: bool,
-    memory_format: torch.memory_format,
-    process_group: Group | None,
+def cpu(
+    self: ShardedTensor, memory_format: torch.memory_format = torch.preserve_format, process_group: Group | None = None
 ) -> ShardedTensor:
-    """See `ShardedTensor.cuda`."""
+    """Return a copy in CPU memory; itself if it is there already.
+
+    Args:
+        memory_format: `torch.preserve_format` or `torch.contiguous_format`.
+        process_group: A group of the same ranks whose backend works on the CPU.
+    """
+    _check_format(memory_format)
+    if all(device_of(s).type == "cpu" for s in self._metadata.shards_metadata):
+        return self
+    return _on_devices(self, lambda rank: torch.device("cpu"), process_group, False)
+
+
+def cuda(
+    self: ShardedTensor,
+    device: torch.device | str | int | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+    process_group: Group | None = None,
+) -> ShardedTensor:
+    """Return a copy in CUDA memory, on the current device of each rank.
+
+    Args:
+        device: "cuda" or the current device; another one raises a ValueError.
+        non_blocking: As in `torch.Tensor.cuda`.
+        memory_format: `torch.preserve_format` or `torch.contiguous_format`.
+        process_group: A group of the same ranks for CUDA.
+    """
     _check_format(memory_format)
     if device is not None:
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -114,9 +139,9 @@ def to_cuda(
                 f"{device}; the current device is {current}"
             )
     mine = torch.cuda.current_device()
-    group = as_group(process_group if process_group is not None else tensor._process_group)
+    group = as_group(process_group if process_group is not None else self._process_group)
     devices = dict(zip(ranks_of(group), all_gather_objects(mine, group)))
-    return _on_devices(tensor, lambda rank: torch.device("cuda", devices[rank]), process_group, non_blocking)
+    return _on_devices(self, lambda rank: torch.device("cuda", devices[rank]), process_group, non_blocking)
 
 
 def _on_devices(
@@ -153,11 +178,17 @@ def _with_placements(spec: ShardingSpec, moved: list[ShardMetadata]) -> Sharding
     return copy
 
 
-def to(tensor: ShardedTensor, *args: Any, process_group: Group | None = None, **kwargs: Any) -> ShardedTensor:
-    """See `ShardedTensor.to`."""
+def to(self: ShardedTensor, *args: Any, process_group: Group | None = None, **kwargs: Any) -> ShardedTensor:
+    """Return the tensor with another dtype or on another device; itself where nothing changes.
+
+    Args:
+        *args: As in `torch.Tensor.to`.
+        process_group: A group of the same ranks for the new device.
+        **kwargs: As in `torch.Tensor.to`.
+    """
     device, dtype, non_blocking, copy = _parse_to(*args, **kwargs)
-    result = tensor
-    if device is not None and device.type != tensor.device.type:
+    result = self
+    if device is not None and device.type != self.device.type:
         if device.type == "cpu":
             result = result.cpu(process_group=process_group)
         elif device.type == "cuda":
@@ -168,7 +199,7 @@ def to(tensor: ShardedTensor, *args: Any, process_group: Group | None = None, **
         result = result.cuda(device, non_blocking, process_group=process_group)
     if dtype is not None and dtype != result.dtype:
         result = result._with_parts([part.to(dtype) for part in result._parts])
-    return result._with_parts([part.clone() for part in result._parts]) if copy and result is tensor else result
+    return result._with_parts([part.clone() for part in result._parts]) if copy and result is self else result
 
 
 def _parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, bool, bool]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import optim
 
-from shardwise.sharded.tensor import ShardedTensor
+from shardwise.sharded.tensor import ShardedTensor, parts_of
 
 
 class ShardedOptimizer(optim.Optimizer):
@@ -31,28 +31,15 @@ class ShardedOptimizer(optim.Optimizer):
         *optimizer_args: Any,
         **optimizer_kwargs: Any,
     ) -> None:
-        self.named_params = dict(named_params)
-        self._params = {name: self._tensors(param) for name, param in self.named_params.items()}
+        self.named_params = dict(named_params)  # on a rank without tiles the empty one: all ranks have the same state
+        self._params = {name: parts_of(param) for name, param in self.named_params.items()}
         tensors = [t for held in self._params.values() for t in held]
         self._optim = optimizer_class(tensors, *optimizer_args, **optimizer_kwargs)
 
-    @staticmethod
-    def _tensors(param: Any) -> list[torch.Tensor]:
-        """Return the local shards, or the empty tensor of a rank without shards: all ranks have the same state."""
-        return param._parts if isinstance(param, ShardedTensor) else [param]
-
     # What an Optimizer keeps is kept by the optimizer inside.
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self._optim.param_groups
-
-    @property
-    def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
-        return self._optim.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._optim.defaults
+    param_groups = property(lambda self: self._optim.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self._optim.state)  # type: ignore[assignment]
+    defaults = property(lambda self: self._optim.defaults)  # type: ignore[assignment]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters. Arguments as in torch."""
@@ -102,11 +89,9 @@ class ShardedOptimizer(optim.Optimizer):
         missing = [n for n in self.named_params if n not in state_dict["state"]]
         if unknown or missing:
             raise KeyError(f"state_dict: unknown parameters {unknown}, missing parameters {missing}")
-        if len(state_dict["param_groups"]) != len(self._optim.param_groups):
-            raise ValueError(
-                f"state_dict: {len(state_dict['param_groups'])} param_groups, the optimizer has "
-                f"{len(self._optim.param_groups)}"
-            )
+        given, known = len(state_dict["param_groups"]), len(self._optim.param_groups)
+        if given != known:
+            raise ValueError(f"state_dict: {given} param_groups, the optimizer has {known}")
         for name, saved in state_dict["state"].items():
             param: Any = self.named_params[name]
             held = self._params[name]
@@ -138,30 +123,6 @@ class ShardedOptimizer(optim.Optimizer):
         if taken:
             raise ValueError(f"params: names {taken} are in the optimizer already")
         self.named_params.update(named)
-        self._params.update({name: self._tensors(param) for name, param in named.items()})
+        self._params.update({name: parts_of(param) for name, param in named.items()})
         tensors = [t for name in named for t in self._params[name]]
         self._optim.add_param_group({**param_group, "params": tensors})
-
-
-def named_params_with_sharded_tensor(
-    module: nn.Module, prefix: str = "", recurse: bool = True
-) -> Iterator[tuple[str, Any]]:
-    """Yield the parameters of a module with their names, each tensor once.
-
-    Sharded tensors that are plain attributes of modules are among them.
-
-    Args:
-        module: The module.
-        prefix: What the names start with.
-        recurse: Whether those of submodules are among them.
-    """
-    seen: set[int] = set()
-    for path, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
-        for name, value in owner.__dict__.items():
-            if isinstance(value, ShardedTensor) and id(value) not in seen:
-                seen.add(id(value))
-                yield f"{path}.{name}" if path else name, value
-    for name, param in module.named_parameters(prefix, recurse):
-        if id(param) not in seen:
-            seen.add(id(param))
-            yield name, param

@@ -58,7 +58,6 @@ class ProcessGroupState:
 
     @staticmethod
     def of(group: Group) -> ProcessGroupState:
-        """Return the state of this rank."""
         return ProcessGroupState(
             dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size()
         )
@@ -74,8 +73,7 @@ def get_state(tensor: ShardedTensor) -> State:
     return shards, tensor._metadata, state, tensor._sharding_spec, tensor._init_rrefs
 
 
-def set_state(tensor: ShardedTensor, state: State) -> tuple[Group, bool]:
-    """Fill a blank tensor with what was pickled. Return its process group, and whether it has remote shards."""
+def set_state(tensor: ShardedTensor, state: State) -> None:
     if not dist.is_initialized():
         raise RuntimeError(
             'Need to initialize default process group using "init_process_group" before loading ShardedTensor'
@@ -89,10 +87,10 @@ def set_state(tensor: ShardedTensor, state: State) -> tuple[Group, bool]:
             text = field.name.replace("_", " ").capitalize()
             raise RuntimeError(f"{text} at save time was {then}, but at load time was {here}")
     tensor._local_shards, tensor._metadata, tensor._sharding_spec = shards, metadata, spec
-    return group, init_rrefs
+    tensor._join(group, init_rrefs)
 
 
-def reduce(tensor: ShardedTensor) -> tuple[Any, ...]:
+def reduce(tensor: ShardedTensor, protocol: object) -> tuple[Any, ...]:
     """Return what `__reduce_ex__` does: a function that makes a blank tensor, its arguments, and the state."""
     is_param = bool(getattr(tensor, "_is_param", False))
     return _unpickled, (type(tensor), tensor._metadata.size, tensor.dtype, is_param), get_state(tensor)
@@ -117,7 +115,6 @@ def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unpickled(cls: type, size: torch.Size, dtype: torch.dtype, is_param: bool) -> Any:
-    """Return the blank wrapper that `__setstate__` fills."""
     made: Any = make_wrapper(cls, size, dtype=dtype)
     made._local_shards = []
     if is_param:
@@ -126,19 +123,8 @@ def _unpickled(cls: type, size: torch.Size, dtype: torch.dtype, is_param: bool) 
 
 
 # What a pickled tensor is made of: torch.load(weights_only=True) may build these.
-torch.serialization.add_safe_globals(
-    [
-        _unpickled,
-        ProcessGroupState,
-        (_unpickled, "shardwise.sharded.saving._unpickled"),  # where they were when older files were saved
-        (ProcessGroupState, "shardwise.sharded.saving.ProcessGroupState"),
-        Shard,
-        ShardMetadata,
-        ShardedTensorMetadata,
-        TensorProperties,
-        MEM_FORMAT_ENCODING,
-        ChunkShardingSpec,
-        EnumerableShardingSpec,
-        remote_device,
-    ]
-)
+_METADATA = [Shard, ShardMetadata, ShardedTensorMetadata, TensorProperties, MEM_FORMAT_ENCODING]
+_SPECS = [ChunkShardingSpec, EnumerableShardingSpec, remote_device]
+_OWN: list[Any] = [_unpickled, ProcessGroupState]
+_FORMER = [(kind, f"shardwise.sharded.saving.{kind.__name__}") for kind in _OWN]  # where older files have them
+torch.serialization.add_safe_globals([*_METADATA, *_SPECS, *_OWN, *_FORMER])

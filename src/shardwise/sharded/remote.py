@@ -23,15 +23,10 @@ _next = [0]
 
 
 def checked_group(process_group: Group | None, init_rrefs: bool) -> Group:
-    """Return the group of a new tensor. With `init_rrefs`, raise where RPC is not ready for it."""
+    """Return the group of a new tensor. With `init_rrefs`, raise where RPC does not run, or has other ranks."""
     group = as_group(process_group)
-    if init_rrefs:
-        _check_ready()
-    return group
-
-
-def _check_ready() -> None:
-    """Raise where RPC does not run, or has other ranks than the default process group."""
+    if not init_rrefs:
+        return group
     if not rpc_is_running():
         raise RuntimeError(
             "RPC Framework needs to be initialized using torch.distributed.rpc.init_rpc if init_rrefs is set to True"
@@ -42,6 +37,7 @@ def _check_ready() -> None:
             f"Default ProcessGroup and RPC ranks must be the same for ShardedTensor, found process group rank: "
             f"{dist.get_rank()} of {dist.get_world_size()} and RPC rank: {rank} of {world}"
         )
+    return group
 
 
 class RemoteShards:
@@ -69,7 +65,6 @@ class RemoteShards:
 
 
 def _shard_of(number: int, slot: int) -> Any:
-    """Return the shard number `slot` of tensor `number`; called on its owner."""
     with _lock:
         known = sharded_tensor_map.get(number)
     tensor = None if known is None else known()

@@ -37,12 +37,8 @@ class Shard:
                 f"Shard tensor size does not match with metadata.shard_lengths! Found shard tensor size: {sizes}, "
                 f"metadata.shard_lengths: {list(self.metadata.shard_sizes)}, "
             )
-        placement = self.metadata.placement
-        if placement is not None and placement.device() != self.tensor.device:
-            raise ValueError(
-                f"Local shard tensor device does not match with local Shard's placement! Found local shard tensor "
-                f"device: {self.tensor.device}, local shard metadata placement device: {placement.device()}"
-            )
+        if self.metadata.placement is not None:
+            check_device(self.tensor, self.metadata.placement.device())
 
     @property
     def box(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -67,3 +63,17 @@ class Shard:
         """
         metadata = ShardMetadata(shard_offsets, list(tensor.size()), f"rank:{rank}/{tensor.device}")
         return cls(tensor, metadata)
+
+
+def cut(tensor: torch.Tensor, box: tuple[Sequence[int], Sequence[int]]) -> torch.Tensor:
+    """Return a view of the box at these offsets, of these sizes."""
+    return tensor[tuple(slice(start, start + length) for start, length in zip(*box))]
+
+
+def check_device(tensor: torch.Tensor, device: torch.device) -> None:
+    """Raise where the tensor of a shard is not on the device that its placement names."""
+    if tensor.device != device:
+        raise ValueError(
+            f"Local shard tensor device does not match with local Shard's placement! Found local shard tensor device: "
+            f"{tensor.device}, local shard metadata placement device: {device}"
+        )

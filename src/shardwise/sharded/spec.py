@@ -23,15 +23,11 @@ class PlacementSpec(ABC):  # noqa: B024
 
 
 def _remote(placement: remote_device | torch.device | str) -> remote_device:
-    return placement if isinstance(placement, remote_device) else as_remote_device(_text(placement))
-
-
-def _text(placement: torch.device | str) -> str:
-    if isinstance(placement, torch.device):
-        return str(placement)
-    if not isinstance(placement, str):
+    if isinstance(placement, remote_device):
+        return placement
+    if not isinstance(placement, (str, torch.device)):
         raise TypeError(f"Invalid type for remote_device: {type(placement)}; write a string such as 'rank:0/cpu'")
-    return placement
+    return as_remote_device(str(placement))
 
 
 @dataclass
@@ -55,12 +51,7 @@ class ShardingSpec(ABC):
 
     @abstractmethod
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """Return the tiles of a tensor with their owners.
-
-        Args:
-            tensor_sizes: The global size of the tensor.
-            tensor_properties: What all tiles have in common.
-        """
+        """Return the tiles of a tensor of this global size with their owners."""
 
     def shard(
         self, tensor: torch.Tensor, src_rank: int = 0, process_group: dist.ProcessGroup | None = None
@@ -69,12 +60,8 @@ class ShardingSpec(ABC):
 
         Args:
             tensor: The values on `src_rank`; the other ranks pass a tensor of the same size and dtype.
-            src_rank: The rank of the group whose values are taken.
-            process_group: The default is the default process group.
-
-        Raises:
-            MeshError: If `src_rank` is not a rank of the group.
-            ValueError: If this rank is not in the group, or the spec does not fit the size.
+            src_rank: The rank of the group whose values are taken; a MeshError if it has no such rank.
+            process_group: The default is the default process group; a ValueError if this rank is not in it.
         """
         return ShardingSpec._scatter(tensor, self, src_rank, process_group)
 

@@ -1,25 +1,26 @@
-"""Hooks that put sharded tensors which are plain attributes of modules into state dicts, and take them out again."""
+"""Sharded tensors that are plain attributes of modules: in state dicts, and among named parameters."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
-import torch
+from torch import nn
 
 from shardwise.sharded.tensor import ShardedTensor
 
 
-def _attributes(module: torch.nn.Module, prefix: str) -> list[tuple[str, torch.nn.Module, str, ShardedTensor]]:
-    """Return (key, owner, name, tensor) of every sharded tensor that is an attribute but not a parameter or buffer."""
-    found = []
-    for path, owner in module.named_modules():
-        for name, value in owner.__dict__.items():
-            if isinstance(value, ShardedTensor):
-                found.append((prefix + (f"{path}." if path else "") + name, owner, name, value))
-    return found
+def _attributes(module: nn.Module, recurse: bool = True) -> list[tuple[str, nn.Module, str, Any]]:
+    """Return (path, owner, name, value) of every plain attribute of a module and of those below it."""
+    return [
+        (f"{path}.{name}" if path else name, owner, name, value)
+        for path, owner in (module.named_modules() if recurse else [("", module)])
+        for name, value in owner.__dict__.items()
+    ]
 
 
-def state_dict_hook(module: torch.nn.Module, destination: dict[str, Any], prefix: str, local_metadata: object) -> None:
+def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: object) -> None:
     """Add the sharded tensors of a module to its state dict: ``module._register_state_dict_hook(state_dict_hook)``.
 
     Args:
@@ -28,12 +29,13 @@ def state_dict_hook(module: torch.nn.Module, destination: dict[str, Any], prefix
         prefix: What the names of the module's tensors start with.
         local_metadata: Not used.
     """
-    for key, _, _, tensor in _attributes(module, prefix):
-        destination[key] = tensor
+    for path, _, _, value in _attributes(module):
+        if isinstance(value, ShardedTensor):
+            destination[prefix + path] = value
 
 
 def pre_load_state_dict_hook(
-    module: torch.nn.Module,
+    module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
     local_metadata: object,
@@ -48,15 +50,29 @@ def pre_load_state_dict_hook(
     Args:
         module: The module.
         state_dict: The state dict; what is taken is removed from it.
-        prefix: What the names of the module's tensors start with.
-        local_metadata: Not used, like the arguments after it.
-        strict: Not used.
-        missing_keys: Not used.
-        unexpected_keys: Not used.
-        error_msgs: Not used.
+        prefix: What the names of the module's tensors start with. The other arguments are not used.
     """
-    for path, owner in module.named_modules():
-        for name in list(owner.__dict__):
-            key = prefix + (f"{path}." if path else "") + name
-            if key in state_dict and isinstance(state_dict[key], ShardedTensor):
-                setattr(owner, name, state_dict.pop(key))
+    for path, owner, name, _ in _attributes(module):
+        if isinstance(state_dict.get(prefix + path), ShardedTensor):
+            setattr(owner, name, state_dict.pop(prefix + path))
+
+
+def named_params_with_sharded_tensor(
+    module: nn.Module, prefix: str = "", recurse: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters of a module with their names, each tensor once.
+
+    Sharded tensors that are plain attributes of modules are among them.
+
+    Args:
+        module: The module.
+        prefix: What the names start with.
+        recurse: Whether those of submodules are among them.
+    """
+    start = f"{prefix}." if prefix else ""
+    sharded = [(start + path, v) for path, _, _, v in _attributes(module, recurse) if isinstance(v, ShardedTensor)]
+    seen: set[int] = set()
+    for name, param in itertools.chain(sharded, module.named_parameters(prefix, recurse)):
+        if id(param) not in seen:
+            seen.add(id(param))
+            yield name, param

@@ -8,7 +8,7 @@ every collective of a backward pass.
 from __future__ import annotations
 
 import copy as copying
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +18,9 @@ from shardwise.checkpoint_protocol import chunk, items_for
 from shardwise.comm.record import Note
 from shardwise.layout.tileset import TileSet
 from shardwise.sharded import autograd, moves, pickling, remote
-from shardwise.sharded.base import Options, ShardedTensorBase, blank, empty_tile, new_tile
-from shardwise.sharded.checks import checked_parts, parts_from_local_tensor
-from shardwise.sharded.global_metadata import agreed_parts
+from shardwise.sharded import to_dtensor as as_dtensor
+from shardwise.sharded.base import ShardedTensorBase, blank, empty_tile, new_tile
+from shardwise.sharded.checks import agreed_parts, checked_parts, parts_from_local_tensor
 from shardwise.sharded.groups import Group, check_member, communication_device, shards_of
 from shardwise.sharded.metadata import ShardedTensorMetadata, as_size, device_of
 from shardwise.sharded.ops import registry
@@ -28,7 +28,6 @@ from shardwise.sharded.ops.registry import Function
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec
 from shardwise.sharded.tiles import tiles_of
-from shardwise.sharded.to_dtensor import to_dtensor
 from shardwise.torch_private import reentrant, with_torch_function
 
 if TYPE_CHECKING:
@@ -36,11 +35,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.rpc import RRef
 
-    from shardwise.layout import Placement
-    from shardwise.mesh import DeviceMesh
-    from shardwise.tensor import DTensor
 
-__all__ = ["Options", "ShardedTensor", "ShardedTensorBase", "first_sharded"]
+def _of_the_parts(name: str) -> Any:
+    """A property of the plain tensors of a rank, which agree in it."""
+    return property(lambda self: getattr(self._parts[0], name))
 
 
 class ShardedTensor(ShardedTensorBase):
@@ -127,7 +125,18 @@ class ShardedTensor(ShardedTensorBase):
         process_group: Group | None = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """See `init_from_local_shards`."""
+        """Make a tensor of which each rank holds the shards it passes. Every rank of the group calls it.
+
+        Args:
+            local_shards: The shards this rank holds; an empty list where it holds none.
+            *global_size: The global size, as ints or as one sequence of ints; the same on every rank.
+            process_group: The default is the default process group.
+            init_rrefs: Whether `remote_shards` works; `torch.distributed.rpc` must run.
+
+        Raises:
+            ValueError: On all ranks, if shards overlap, leave a hole, reach out of the tensor, or differ in a property.
+            TypeError: On all ranks, if `local_shards` is not a list of shards.
+        """
         group = check_member(remote.checked_group(process_group, init_rrefs))
         parts = agreed_parts(local_shards, global_size, group)
         return cls._from_parts(*parts, group, init_rrefs=init_rrefs)
@@ -146,8 +155,7 @@ class ShardedTensor(ShardedTensorBase):
         Args:
             local_shards: The shards this rank holds.
             sharded_tensor_metadata: The tiles of all ranks; the same on every rank.
-            process_group: The default is the default process group.
-            init_rrefs: Whether `remote_shards` works.
+            process_group: As of the class, like `init_rrefs`.
             sharding_spec: The spec behind the tiles. The default is found from the tiles.
 
         Raises:
@@ -173,8 +181,7 @@ class ShardedTensor(ShardedTensorBase):
             local_tensor: The values of this rank's tile. A rank that owns no tile passes any tensor of the dtype.
             sharding_spec: The spec; it gives each rank at most one tile.
             *global_size: The global size, as ints or as one sequence of ints.
-            process_group: The default is the default process group.
-            init_rrefs: Whether `remote_shards` works.
+            process_group: As of the class, like `init_rrefs`.
 
         Raises:
             ValueError: If the local tensor does not fit its tile, or the spec gives this rank several tiles.
@@ -224,7 +231,6 @@ class ShardedTensor(ShardedTensorBase):
 
     @property
     def _tiles(self) -> TileSet:
-        """The tiles of all ranks, as arrays."""
         if self._tiles_kept is None:
             self._tiles_kept = tiles_of(self._metadata.shards_metadata, self._process_group)
         return self._tiles_kept
@@ -248,39 +254,13 @@ class ShardedTensor(ShardedTensorBase):
         return part.view([0] * max(1, self.dim()))
 
     def _get_preferred_device(self) -> torch.device:
-        """Return the device on which the collectives of this tensor's group work."""
         return communication_device(self._process_group)
 
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """The device of this rank's tiles."""
-        return self._parts[0].device
-
-    @property
-    def is_meta(self) -> bool:  # type: ignore[override]
-        return self.device.type == "meta"
+    device = _of_the_parts("device")
+    is_meta = _of_the_parts("is_meta")
 
     # -- moves --------------------------------------------------------------------------------------------------
-    def gather(
-        self,
-        dst: int = 0,
-        out: torch.Tensor | None = None,
-        enforce_dtype: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Write the whole value into a tensor of one rank. Every rank of the group calls it.
-
-        Args:
-            dst: The rank of the group that gets the value.
-            out: The tensor to write into, on rank `dst` only. Values are cast to its dtype.
-            enforce_dtype: Whether values travel in this tensor's dtype, whatever `dtype` says. Deprecated in torch.
-            dtype: The dtype in which values travel. The default is this tensor's.
-
-        Raises:
-            ValueError: If `dst` is not a rank of the group, or `out` is missing there, has another size, or is passed
-                on another rank.
-        """
-        moves.gather(self, dst, out, None if enforce_dtype else dtype)
+    gather = moves.gather  # type: ignore[assignment]
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Change the tiles in place and return this tensor. Each element that must move moves once.
@@ -309,108 +289,23 @@ class ShardedTensor(ShardedTensorBase):
         copy = self._with_parts(self._parts)
         return moves.move_to(copy, other._tiles, metadata, other._sharding_spec, note or Note("reshard"))
 
-    def cpu(
-        self, memory_format: torch.memory_format = torch.preserve_format, process_group: Group | None = None
-    ) -> ShardedTensor:
-        """Return a copy in CPU memory; itself if it is there already.
-
-        Args:
-            memory_format: `torch.preserve_format` or `torch.contiguous_format`.
-            process_group: A group of the same ranks whose backend works on the CPU.
-        """
-        return moves.to_cpu(self, memory_format, process_group)
-
-    def cuda(
-        self,
-        device: torch.device | str | int | None = None,
-        non_blocking: bool = False,
-        memory_format: torch.memory_format = torch.preserve_format,
-        process_group: Group | None = None,
-    ) -> ShardedTensor:
-        """Return a copy in CUDA memory, on the current device of each rank.
-
-        Args:
-            device: "cuda" or the current device; another one raises a ValueError.
-            non_blocking: As in `torch.Tensor.cuda`.
-            memory_format: `torch.preserve_format` or `torch.contiguous_format`.
-            process_group: A group of the same ranks for CUDA.
-        """
-        return moves.to_cuda(self, device, non_blocking, memory_format, process_group)
-
-    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """Return the tensor with another dtype or on another device; itself where nothing changes.
-
-        Args:
-            *args: As in `torch.Tensor.to`.
-            **kwargs: As in `torch.Tensor.to`, and `process_group`, a group of the same ranks for the new device.
-        """
-        return moves.to(self, *args, **kwargs)
-
-    def to_dtensor(self, mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None) -> DTensor:
-        """Return the tensor as a DTensor on a mesh of its ranks, differentiable.
-
-        Args:
-            mesh: The default is one axis over the process group.
-            placements: The default is those that say where the tiles are, if a mesh layout can say it: then nothing
-                moves, and a rank's only tile is not even copied. Else the first dim is cut along every axis.
-
-        Raises:
-            MeshError: If the mesh has other ranks than the process group, or is simulated.
-        """
-        return to_dtensor(self, mesh, placements)
+    cpu, cuda, to = moves.cpu, moves.cuda, moves.to
+    to_dtensor = as_dtensor.to_dtensor
 
     def full_tensor(self) -> torch.Tensor:
         """Return the whole value as a plain tensor on every rank, differentiable."""
-        return to_dtensor(self).full_tensor()
+        return self.to_dtensor().full_tensor()
 
     # -- autograd: the graph is that of the tiles ---------------------------------------------------------------
-    @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
-        return self._parts[0].requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, flag: bool) -> None:
-        self.requires_grad_(flag)
-
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
-        return autograd.set_requires_grad(self, requires_grad)
-
-    @property
-    def is_leaf(self) -> bool:  # type: ignore[override]
-        return self._parts[0].is_leaf
-
-    @property
-    def grad_fn(self) -> torch.autograd.graph.Node | None:  # type: ignore[override]
-        return self._parts[0].grad_fn
-
-    @property
-    def retains_grad(self) -> bool:  # type: ignore[override]
-        return self._parts[0].retains_grad
-
-    @property
-    def _version(self) -> int:  # type: ignore[override]
-        return self._parts[0]._version
-
-    @property
-    def grad(self) -> ShardedTensor | None:  # type: ignore[override]
-        """The gradient, in the same tiles; the same object as long as the tiles' gradients are the same."""
-        return autograd.get_grad(self)
-
-    @grad.setter
-    def grad(self, value: ShardedTensor | None) -> None:
-        autograd.set_grad(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        autograd.set_grad(self, None)
-
-    @property
-    def data(self) -> ShardedTensor:  # type: ignore[override]
-        return self._with_parts([part.data for part in self._parts])
-
-    @data.setter
-    def data(self, value: ShardedTensor) -> None:
-        autograd.set_data(self, value)
+    requires_grad = property(lambda self: self._parts[0].requires_grad, autograd.requires_grad_)  # type: ignore[arg-type]
+    requires_grad_ = autograd.requires_grad_  # type: ignore[assignment]
+    is_leaf = _of_the_parts("is_leaf")
+    grad_fn = _of_the_parts("grad_fn")
+    retains_grad = _of_the_parts("retains_grad")
+    _version = _of_the_parts("_version")
+    grad = property(autograd.get_grad, autograd.set_grad, lambda self: autograd.set_grad(self, None))
+    data = property(lambda self: self._with_parts([part.data for part in self._parts]), autograd.set_data)
+    register_hook = autograd.register_hook
 
     def backward(
         self,
@@ -431,36 +326,20 @@ class ShardedTensor(ShardedTensorBase):
             part.detach_()
         return self
 
-    def register_hook(self, hook: Callable[[ShardedTensor], ShardedTensor | None]) -> autograd.Removable:
-        """Call `hook` with the gradient when it is known, and return a handle whose `remove()` takes the hook away.
-
-        The hook may return another gradient, except where a rank holds several tiles of a tensor that is no leaf.
-        """
-        return autograd.register_hook(self, hook)
-
     # -- copies, pickles, checkpoints ---------------------------------------------------------------------------
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        return pickling.deep_copy(self, memo)
-
-    def __getstate__(self) -> pickling.State:
-        return pickling.get_state(self)
-
-    def __setstate__(self, state: pickling.State) -> None:
-        self._join(*pickling.set_state(self, state))
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return pickling.reduce(self)
+    __deepcopy__ = pickling.deep_copy
+    __getstate__ = pickling.get_state
+    __setstate__ = pickling.set_state
+    __reduce_ex__ = pickling.reduce
 
     def __create_write_items__(self, fqn: str, object: ShardedTensor) -> list[WriteItem]:
         """One item for each tile held here that has elements; for a tensor without any, one for each tile."""
         return items_for(fqn, object, [s.box for s in object._local_shards if s.tensor.numel() or not object.numel()])
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes to read, one for each tile held here."""
         return [chunk(shard.box) for shard in self._local_shards]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The memory of the tile at `index.offset`."""
         offset = list(index.offset or ())
         for shard in self._local_shards:
             if list(shard.metadata.shard_offsets) == offset and (shard.tensor.numel() or not self.numel()):
@@ -482,7 +361,12 @@ class ShardedTensor(ShardedTensorBase):
     @classmethod
     def __torch_dispatch__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with reentrant(), with_torch_function():
-            return registry.call_without_registration(func, args, kwargs or {})
+            return registry.call_generally(func, args, kwargs or {})
+
+
+def parts_of(value: Any) -> list[torch.Tensor]:
+    """Return the plain tensors of a sharded tensor, and a plain one itself."""
+    return value._parts if isinstance(value, ShardedTensor) else [value]
 
 
 def first_sharded(values: Iterable[Any]) -> ShardedTensor | None:

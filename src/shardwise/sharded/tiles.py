@@ -1,13 +1,14 @@
 """The tiles of a tensor as arrays: made, checked (no overlap, no hole, nothing outside), and moved.
 
-Everything that sharded tensors ask of `move/` is asked here.
+All moves of tiles are asked of `move/` here; exchanges of plain tensors in `ops/group_steps.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import add, gt
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,10 +23,28 @@ from shardwise.move.tiles import TilePlan
 from shardwise.sharded.groups import Group, owners, ranks_of
 from shardwise.sharded.metadata import ShardMetadata
 
-_plans, _tile_sets, _layout_tiles = PlanCache(128), PlanCache(512), PlanCache(512)
-for _name, _cache in (("moves", _plans), ("tiles", _tile_sets), ("layouts", _layout_tiles)):
-    register_cache(f"sharded {_name}", _cache.info, _cache.reset)
 _KEPT_TILES = 64  # with more, comparing keys costs as much as making the arrays
+T = TypeVar("T")
+
+
+def new_cache(name: str, maxsize: int) -> PlanCache:
+    cache = PlanCache(maxsize)
+    register_cache(f"sharded {name}", cache.info, cache.reset)
+    return cache
+
+
+def kept(cache: PlanCache, key: Hashable, make: Callable[[], T]) -> T:
+    """Return what is kept under a key; the first time it is made."""
+    found = cache.get(key)
+    if found is None:
+        found = make()
+        cache.add(key, found)
+    else:
+        cache.hits += 1
+    return found
+
+
+_plans, _tile_sets, _layout_tiles = new_cache("moves", 128), new_cache("tiles", 512), new_cache("layouts", 512)
 
 
 def boxes_of(shards: Sequence[ShardMetadata]) -> Tiles:
@@ -44,28 +63,22 @@ def tiles_of(shards: Sequence[ShardMetadata], group: Group) -> TileSet:
     if len(shards) > _KEPT_TILES or any(s.placement is None or s.placement.rank() is None for s in shards):
         return TileSet.owned(owners(shards, group), boxes_of(shards))
     key = (tuple(ranks_of(group)), *[(*s.shard_offsets, *s.shard_sizes, id(s.placement)) for s in shards])
-    kept = _tile_sets.get(key)
-    if kept is None:
-        made = TileSet.owned(owners(shards, group), boxes_of(shards))
-        kept = (made, [s.placement for s in shards])  # kept alive, so that no other object gets one of these ids
-        _tile_sets.add(key, kept)
-    else:
-        _tile_sets.hits += 1
-    return kept[0]
+    placements = [s.placement for s in shards]  # kept alive, so that no other object gets one of these ids
+    return kept(_tile_sets, key, lambda: (TileSet.owned(owners(shards, group), boxes_of(shards)), placements))[0]
 
 
-def check_disjoint(shards: Sequence[ShardMetadata], boxes: Tiles | None = None) -> None:
+def check_disjoint(shards: Sequence[ShardMetadata]) -> None:
     """Raise ValueError where two tiles overlap, and say which."""
-    clash = overlapping(shards, boxes)
+    clash = overlapping(shards)
     if clash is not None:
         raise ValueError(f"Shards {shards[clash[0]]} and {shards[clash[1]]} overlap")
 
 
-def overlapping(shards: Sequence[ShardMetadata], boxes: Tiles | None = None) -> tuple[int, int] | None:
+def overlapping(shards: Sequence[ShardMetadata]) -> tuple[int, int] | None:
     """Return the positions of two tiles that share an element, or None."""
     if len(shards) <= _FEW:
         return _first_overlap_of_few(shards) if shards else None
-    return first_overlap(boxes_of(shards) if boxes is None else boxes)
+    return first_overlap(boxes_of(shards))
 
 
 _FEW = 16  # up to so many tiles, looking at all pairs is quicker than making arrays
@@ -104,13 +117,11 @@ def _covers(shards: Sequence[ShardMetadata], size: Sequence[int]) -> bool:
     return total == math.prod(size)
 
 
-def check_cover(
-    shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int], boxes: Tiles | None = None
-) -> None:
+def check_cover(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
     """Raise ValueError where the (disjoint) tiles leave a hole in a tensor of these dims, or reach out of it."""
     if len(shards_metadata) <= _FEW and _covers(shards_metadata, tensor_dims):
         return
-    boxes = boxes_of(shards_metadata) if boxes is None else boxes
+    boxes = boxes_of(shards_metadata)
     ndim = boxes.starts.shape[1]
     if ndim != len(tensor_dims):
         raise ValueError(f"Rank of tensor is {len(tensor_dims)}, but shards rank is {ndim}")
@@ -135,13 +146,7 @@ def check_cover(
 def plan_between(sources: TileSet, targets: TileSet, itemsize: int) -> TilePlan:
     """Return the plan of a move between two sets of tiles, kept for the next time."""
     key = (sources.key, targets.key, itemsize)
-    found = _plans.get(key)
-    if found is None:
-        found = TilePlan(sources, targets, itemsize=itemsize)
-        _plans.add(key, found)
-    else:
-        _plans.hits += 1
-    return found
+    return kept(_plans, key, lambda: TilePlan(sources, targets, itemsize=itemsize))
 
 
 def move_parts(
@@ -152,13 +157,8 @@ def move_parts(
     note: Note,
     into: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Return this rank's target tiles, given its source tiles. Every rank of the group calls it; differentiable.
-
-    A rank without source tiles passes one empty tensor, and a rank without target tiles gets one. With `into` the
-    target tiles are written into these tensors, and autograd records nothing.
-    """
-    plan = plan_between(sources, targets, parts[0].dtype.itemsize)
-    return run_tiles(plan, parts, group, note, into)
+    """Return this rank's target tiles, given its source tiles; see `run_tiles`."""
+    return run_tiles(plan_between(sources, targets, parts[0].dtype.itemsize), parts, group, note, into)
 
 
 def whole_on(rank: int, size: Sequence[int]) -> TileSet:
@@ -170,10 +170,4 @@ def whole_on(rank: int, size: Sequence[int]) -> TileSet:
 
 def layout_tiles(layout: Layout) -> TileSet:
     """Return what every rank of a layout holds, replicas included; the same object each time."""
-    found = _layout_tiles.get(layout)
-    if found is None:
-        found = TileSet.of({rank: layout.tiles(rank) for rank in layout.mesh.ranks})
-        _layout_tiles.add(layout, found)
-    else:
-        _layout_tiles.hits += 1
-    return found
+    return kept(_layout_tiles, layout, lambda: TileSet.of({rank: layout.tiles(rank) for rank in layout.mesh.ranks}))

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.caches import PlanCache, register_cache
 from shardwise.comm.record import Note
 from shardwise.errors import MeshError
 from shardwise.layout import Layout, Placement, Shard
@@ -21,7 +20,7 @@ from shardwise.layout.tiles import Tiles
 from shardwise.layout.tileset import TileSet
 from shardwise.mesh import DeviceMesh, Mesh, as_mesh
 from shardwise.sharded.groups import Group, ranks_of
-from shardwise.sharded.tiles import layout_tiles, move_parts
+from shardwise.sharded.tiles import kept, layout_tiles, move_parts, new_cache
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
@@ -32,8 +31,7 @@ Coords = tuple[int, ...]
 Held = dict[Coords, list[Intervals]]  # for each rank of a mesh, what it holds of each dim; [] for nothing
 
 _meshes: weakref.WeakKeyDictionary[Group, DeviceMesh] = weakref.WeakKeyDictionary()
-_layouts = PlanCache(512)
-register_cache("sharded to_dtensor", _layouts.info, _layouts.reset)
+_layouts = new_cache("to_dtensor", 512)
 
 
 def mesh_of(group: Group, device_type: str) -> DeviceMesh:
@@ -45,17 +43,26 @@ def mesh_of(group: Group, device_type: str) -> DeviceMesh:
 
 
 def to_dtensor(
-    tensor: ShardedTensor, mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+    self: ShardedTensor, mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> DTensor:
-    """See `ShardedTensor.to_dtensor`."""
-    group = tensor._process_group
-    grid = as_mesh(mesh_of(group, tensor.device.type) if mesh is None else mesh)
+    """Return the tensor as a DTensor on a mesh of its ranks, differentiable.
+
+    Args:
+        mesh: The default is one axis over the process group.
+        placements: The default is those that say where the tiles are, if a mesh layout can say it: then nothing moves,
+            and a rank's only tile is not even copied. Else the first dim is cut along every axis.
+
+    Raises:
+        MeshError: If the mesh has other ranks than the process group, or is simulated.
+    """
+    group = self._process_group
+    grid = as_mesh(mesh_of(group, self.device.type) if mesh is None else mesh)
     if mesh is not None:
         _check_ranks(grid, group)
     if placements is None:
-        return on_mesh(tensor, grid)
-    layout = Layout.make(grid, placements, tuple(tensor.size()), tensor.dtype, None, tensor.device)
-    return wrap(_local_value(tensor, layout), layout)
+        return on_mesh(self, grid)
+    layout = Layout.make(grid, placements, tuple(self.size()), self.dtype, None, self.device)
+    return wrap(_local_value(self, layout), layout)
 
 
 def on_mesh(tensor: ShardedTensor, grid: Mesh) -> DTensor:
@@ -86,24 +93,18 @@ class NaturalLayout(NamedTuple):
 
 
 def natural_layout(tensor: ShardedTensor, grid: Mesh) -> NaturalLayout:
-    """Return the layout that has the tensor's tiles, or that cuts its first dim where no layout has them.
-
-    Kept for the tiles: what is worked out once grows with the number of ranks, a later call does not.
-    """
+    """Return the layout that has the tensor's tiles, or that cuts its first dim where no layout has them; kept, since
+    working it out grows with the number of ranks."""
     key = (tensor._tiles.key, grid, tensor.size(), tensor.dtype, tensor.device)
-    found = _layouts.get(key)
-    if found is None:
-        placements = _agreeing_placements(tensor._tiles, tensor.size(), grid)
-        chosen = placements or [Shard(0) if tensor.dim() else REPLICATE] * len(grid.shape)
-        layout = Layout.make(grid, chosen, tuple(tensor.size()), tensor.dtype, None, tensor.device)
-        agrees = placements is not None
-        found = NaturalLayout(
-            layout, agrees, agrees and len(set(tensor._tiles.ranks.tolist())) == len(tensor._tiles.ranks)
-        )
-        _layouts.add(key, found)
-    else:
-        _layouts.hits += 1
-    return found
+    return kept(_layouts, key, lambda: _find_natural_layout(tensor, grid))
+
+
+def _find_natural_layout(tensor: ShardedTensor, grid: Mesh) -> NaturalLayout:
+    placements = _agreeing_placements(tensor._tiles, tensor.size(), grid)
+    chosen = placements or [Shard(0) if tensor.dim() else REPLICATE] * len(grid.shape)
+    layout = Layout.make(grid, chosen, tuple(tensor.size()), tensor.dtype, None, tensor.device)
+    ranks = tensor._tiles.ranks.tolist()
+    return NaturalLayout(layout, placements is not None, placements is not None and len(set(ranks)) == len(ranks))
 
 
 def _local_value(tensor: ShardedTensor, layout: Layout) -> torch.Tensor:
@@ -149,7 +150,7 @@ def _agreeing_placements(tiles: TileSet, size: torch.Size, mesh: Mesh) -> list[P
         if not axes:
             continue
         found = _held_by_coords(table, axes, dim)
-        if found is None or not _is_partition(found.values(), n):
+        if not _is_partition(found.values(), n):
             return None
         shards = shards_from_table([mesh.shape[a] for a in axes], n, found.__getitem__, dim)
         for axis, shard in zip(axes, shards):
@@ -184,20 +185,16 @@ def _dim_of_each_axis(table: Held, mesh: Mesh, size: tuple[int, ...]) -> list[in
     return out
 
 
-def _held_by_coords(table: Held, axes: list[int], dim: int) -> dict[Coords, Intervals] | None:
-    """Return, by the coordinates of some axes, the indices of `dim` held there."""
+def _held_by_coords(table: Held, axes: list[int], dim: int) -> dict[Coords, Intervals]:
+    """Return, by the coordinates of some axes, the indices of `dim` that the first rank with elements holds there."""
     found: dict[Coords, Intervals] = {}
     for coords, side in table.items():
         key = tuple(coords[a] for a in axes)
-        held = side[dim] if side else ()
-        if found.get(key) and held and found[key] != held:
-            return None
-        found[key] = found.get(key) or held
+        found[key] = found.get(key) or (side[dim] if side else ())
     return found
 
 
 def _is_partition(sets: Iterable[Intervals], n: int) -> bool:
-    """Whether each of n indices is in exactly one set."""
     sets = list(sets)
     return sum(map(count, sets)) == n and normalize([i for s in sets for i in s]) == normalize([(0, n)])
 

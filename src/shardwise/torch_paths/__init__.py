@@ -1,12 +1,73 @@
 """Modules that exist only so that programs written for torch import them: `torch.distributed.tensor.X` is
 `shardwise.X`, `torch.distributed._shard.X` is `shardwise.sharded.X`.
 
-None of them is a file. `table.py` says which names each one has and where the code behind each name is; `finder.py`
-makes the modules from the table. The other files here hold the functions that torch has and that nothing else in the
-library calls.
+None of them is a file. `table.py` says which names each one has and where the code behind each name is; the modules are
+made from it here, empty until a name is asked for: importing all of them imports nothing. The other files hold the
+functions that torch has and that nothing else in the library calls.
 """
 
-from shardwise.torch_paths.finder import install
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
 from shardwise.torch_paths.table import TABLE
 
 __all__ = ["TABLE", "install"]
+
+_ROOT = __name__.partition(".")[0]
+
+
+class TorchPathFinder(MetaPathFinder, Loader):
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        root, _, relative = fullname.partition(".")
+        if root != _ROOT or relative not in TABLE:
+            return None
+        return ModuleSpec(fullname, self, origin="torch_paths", is_package=bool(_children(relative)))
+
+    def exec_module(self, module: ModuleType) -> None:
+        _fill(module, module.__name__.partition(".")[2])
+
+
+def _children(path: str) -> list[str]:
+    """The modules of the table directly inside of this one."""
+    inside = (other.removeprefix(path + ".") for other in TABLE if other.startswith(path + "."))
+    return [name for name in inside if "." not in name]
+
+
+def _fill(module: ModuleType, path: str) -> None:
+    """Give a module its `__all__`, `__dir__` and `__getattr__`, which looks names up in the table."""
+    homes, everything_of = TABLE[path], TABLE[path].get("*", ("", ""))[0]
+
+    def find(name: str) -> Any:
+        home, real = homes.get(name, (everything_of, name))
+        if not home or (name not in homes and name.startswith("__")):
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(home if home.startswith("torch.") else f"{_ROOT}.{home}"), real)
+        if name in homes:
+            setattr(module, name, found)
+        return found
+
+    listed = sorted({*homes, *_children(path)} - {"*"})
+    module.__doc__ = f"The names that torch has in {_torch_path(path)}."
+    module.__dict__.update(__getattr__=find, __dir__=lambda: sorted({*vars(module), *listed}))
+    if not everything_of:
+        module.__dict__["__all__"] = listed
+
+
+def _torch_path(path: str) -> str:
+    first, _, rest = path.partition(".")
+    return f"torch.distributed._shard.{rest}" if first == "sharded" else f"torch.distributed.tensor.{path}"
+
+
+def install() -> None:
+    """Make every module of the table importable, and an attribute of its package."""
+    if not any(isinstance(finder, TorchPathFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, TorchPathFinder())  # before folders of the same name that an older version left
+    for path in TABLE:
+        importlib.import_module(f"{_ROOT}.{path}")

@@ -1,20 +1,25 @@
-"""The decorators and checks with which torch's programs register ops of their own for sharded tensors."""
+"""The decorators and checks with which torch's programs register ops of their own for sharded tensors, ops in the form
+in which they are registered, `op(types, args, kwargs, process_group)`, and the logger that torch has for them."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.sharded import factories
 from shardwise.sharded.metadata import ShardedTensorMetadata
-from shardwise.sharded.ops import registry
-from shardwise.sharded.ops.fills import check_not_none
+from shardwise.sharded.ops import embedding, fills, methods, registry
 from shardwise.sharded.ops.registry import Function, Op
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.tensor import ShardedTensor, first_sharded
+
+Parts = tuple[list[Shard], ShardedTensorMetadata]
 
 
 def _basic_validation(op: Function, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
@@ -31,11 +36,10 @@ def _basic_validation(op: Function, args: Sequence[Any] = (), kwargs: Mapping[st
 
 def _register_op(op: Function, func: Op, op_table: dict[Any, Op]) -> None:
     """Put a function `(types, args, kwargs, process_group)` into a table."""
-    op_table[op] = registry.checked(func, "Custom sharded op function")
+    registry.put(op_table, op, "Custom sharded op function")(func)
 
 
 def _decorator_func(wrapped_func: Op, op: Function, op_table: dict[Any, Op]) -> Op:
-    """Put a function into a table, and return it."""
     _register_op(op, wrapped_func, op_table)
     return wrapped_func
 
@@ -78,7 +82,7 @@ def _register_sharded_op_on_local_shards(
     op: Function,
     early_stop_func: Callable[..., bool] | None = None,
     extra_check: Callable[..., None] | None = None,
-    customized_func: Callable[..., tuple[list[Shard], ShardedTensorMetadata]] | None = None,
+    customized_func: Callable[..., Parts] | None = None,
 ) -> Op:
     """Register that `op` is called on each local shard of its first argument.
 
@@ -110,8 +114,7 @@ tensor_like_creation_op_map: dict[Function, Callable[..., ShardedTensor]] = {
 
 
 def validate_param(param: object, param_name: str) -> None:
-    """Raise ValueError where a parameter is None."""
-    check_not_none(**{param_name: param})
+    fills.check_not_none(**{param_name: param})
 
 
 def register_tensor_creation_op(op: Function) -> None:
@@ -126,3 +129,81 @@ def register_tensor_creation_op(op: Function) -> None:
         return tensor_like_creation_op_map[op](
             tensor.sharding_spec(), *size, *rest, process_group=tensor._process_group, **options
         )
+
+
+# -- ops as they are registered ------------------------------------------------------------------------------------
+def _op(work: Callable[..., Any]) -> Op:
+    return lambda types, args=(), kwargs=None, pg=None: work(*args, **(kwargs or {}))
+
+
+def _op_on_parts(work: Callable[..., Any]) -> Callable[..., Parts]:
+    """A function that returns the local shards and the metadata of a result."""
+
+    def op(args: Sequence[Any], kwargs: Mapping[str, Any] | None, pg: Any) -> Parts:
+        made = work(*args, **(kwargs or {}))
+        return made.local_shards(), made.metadata()
+
+    return op
+
+
+uniform_, normal_, constant_ = _op(fills.uniform_), _op(fills.normal_), _op(fills.constant_)
+kaiming_uniform_ = _op(fills.kaiming_uniform_)
+sharded_embedding, sharded_embedding_bag = _op(embedding.embedding), _op(embedding.embedding_bag)
+tensor_device = _op(lambda tensor, *_: tensor.device)
+st_is_meta = _op(lambda tensor, *_: tensor.is_meta)
+sharded_inplace_copy, tensor_requires_grad_set = _op(torch.Tensor.copy_), _op(torch.Tensor.requires_grad_)
+tensor_has_compatible_shallow_copy_type = _op(lambda *args: False)  # a sharded tensor takes over no other's memory
+sharded_type_as = _op_on_parts(lambda tensor, other: tensor.to(other.dtype))
+sharded_deepcopy, sharded_clone = _op_on_parts(copy.deepcopy), _op_on_parts(torch.clone)
+sharded_detach = _op_on_parts(torch.detach)
+
+
+def sharded_type_as_check(*args: Any, **kwargs: Any) -> None:
+    """Raise where `type_as` is called without a tensor to take the type of."""
+    if len(args) < 2:
+        raise ValueError("Needs to give a tensor to cast type as!")
+    if not isinstance(args[1], torch.Tensor):
+        raise ValueError(f"Needs to give a Tensor or ShardedTensor to cast type as, got {type(args[1]).__name__}")
+
+
+def same_dtype(*args: Any, **kwargs: Any) -> bool:
+    return args[0].dtype == args[1].dtype
+
+
+def binary_cmp(cmp_fun: Any, types: Any, args: Any, kwargs: Any = None, process_group: Any = None) -> bool:
+    """`torch.equal` or `torch.allclose` of two sharded tensors in any tiles."""
+    if len(args) != 2:
+        raise ValueError(f"Expected two arguments for torch.{cmp_fun.__name__}, got {len(args)}")
+    compare = {torch.equal: methods.equal, torch.allclose: methods.allclose}[cmp_fun]
+    return compare(*args, **(kwargs or {}))
+
+
+equal, allclose = functools.partial(binary_cmp, torch.equal), functools.partial(binary_cmp, torch.allclose)
+
+
+def _communicate_result(result: object, pg: dist.ProcessGroup) -> bool:
+    return methods.true_on_all_ranks(bool(result), pg)
+
+
+# -- the logger: silent unless somebody puts a handler in ----------------------------------------------------------
+_log_handlers: dict[str, logging.Handler] = {"default": logging.NullHandler()}
+
+
+def _get_or_create_logger() -> logging.Logger:
+    handler, name = _get_logging_handler()
+    logger = logging.getLogger(f"sharding-spec-{name}")
+    logger.setLevel(logging.DEBUG)
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s %(filename)s:%(lineno)s %(levelname)s p:%(processName)s %(message)s")
+    )
+    logger.propagate = False
+    if handler not in logger.handlers:
+        logger.addHandler(handler)
+    return logger
+
+
+def _get_logging_handler(destination: str = "default") -> tuple[logging.Handler, str]:
+    if destination not in _log_handlers:
+        raise KeyError(f"destination: no handler for {destination!r}; there are {sorted(_log_handlers)}")
+    handler = _log_handlers[destination]
+    return handler, type(handler).__name__

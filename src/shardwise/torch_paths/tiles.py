@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm.record import Note
 from shardwise.sharded.base import new_tile
-from shardwise.sharded.checks import wrong_out
-from shardwise.sharded.global_metadata import global_metadata, local_metadata
+from shardwise.sharded.checks import local_metadata, wrong_out
 from shardwise.sharded.groups import rank_of
-from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_size
-from shardwise.sharded.shard import Shard
+from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded.shard import Shard, cut
 from shardwise.sharded.spec import ChunkShardingSpec, ShardingSpec, chunk_size
 from shardwise.sharded.tiles import move_parts, overlapping, tiles_of
 from shardwise.torch_private import remote_device
 
+Parts = tuple[list[Shard], list[ShardMetadata]]  # of this rank; all tiles
+
 
 # -- chunks of a dim -----------------------------------------------------------------------------------------------
 def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
-    """Return how many indices chunk `idx` has."""
     return max(min(dim_size, split_size * (idx + 1)) - split_size * idx, 0)
 
 
@@ -37,7 +38,6 @@ def get_chunk_sharding_params(
 
 
 def get_idx_from_placements(placements: Sequence[remote_device], current_rank: int) -> int:
-    """Return the position of a rank's placement."""
     for i, placement in enumerate(placements):
         if rank_of(placement) == current_rank:
             return i
@@ -46,25 +46,21 @@ def get_idx_from_placements(placements: Sequence[remote_device], current_rank: i
 
 # -- views ---------------------------------------------------------------------------------------------------------
 def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """Return a view of the box at `offsets` of these sizes."""
-    return tensor[tuple(slice(start, start + length) for start, length in zip(offsets, sizes))]
+    return cut(tensor, (offsets, sizes))
 
 
 def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor:
-    """Return a view of a tile."""
-    return narrow_tensor_by_index(tensor, metadata.shard_offsets, metadata.shard_sizes)
+    return cut(tensor, (metadata.shard_offsets, metadata.shard_sizes))
 
 
 def _create_tensor_from_params(
     *size: int, local_device: torch.device | str, tensor_properties: TensorProperties
 ) -> torch.Tensor:
-    """Return a tensor with undefined values and these properties."""
     return new_tile(size, torch.device(local_device), tensor_properties)
 
 
 # -- overlaps ------------------------------------------------------------------------------------------------------
 def _check_shard_metadata_pair_overlap(shard1: ShardMetadata, shard2: ShardMetadata) -> bool:
-    """Whether two tiles share an element."""
     return overlapping([shard1, shard2]) is not None
 
 
@@ -78,28 +74,13 @@ def _find_nd_overlapping_shards(shards: Sequence[ShardMetadata], sharded_dims: S
 
 
 def _find_1d_overlapping_shards(shards: Sequence[ShardMetadata], dim: int) -> tuple[int, int] | None:
-    """Return the positions of two tiles that overlap in one dim, or None."""
     return _find_nd_overlapping_shards(shards, [dim])
 
 
 # -- metadata ------------------------------------------------------------------------------------------------------
-def _flatten_tensor_size(size: Sequence[int] | Sequence[Sequence[int]]) -> torch.Size:
-    """Return a size that was passed as ints or as one sequence of them."""
-    return as_size(size)
-
-
-def build_global_metadata(
-    gathered_metadatas: Sequence[ShardedTensorMetadata | None], recalc_metadata: bool = False
-) -> ShardedTensorMetadata:
-    """Join the metadata of all ranks. With `recalc_metadata` the shards count as rows one after the other, by rank:
-    their offsets and the number of rows are worked out anew."""
-    return global_metadata(gathered_metadatas, recalc=recalc_metadata)
-
-
 def build_metadata_from_local_shards(
     local_shards: list[Shard], global_size: torch.Size, current_rank: int, pg: dist.ProcessGroup
 ) -> ShardedTensorMetadata:
-    """Return the metadata of this rank's shards alone."""
     return local_metadata(local_shards, global_size, pg)
 
 
@@ -131,7 +112,7 @@ def reshard_local_shard(
     sharding_spec: ShardingSpec,
     resharding_spec: ShardingSpec,
     pg: dist.ProcessGroup,
-) -> tuple[list[Shard], list[ShardMetadata]]:
+) -> Parts:
     """Return what this rank holds after a move from one spec to another, and every tile of the new spec.
 
     `local_tensor` is the one tile this rank holds; a rank without a tile passes an empty tensor. Differentiable.
@@ -144,12 +125,6 @@ def reshard_local_shard(
     return [Shard(part, shards[i]) for part, i in zip(parts, after.rows_of(me))], list(shards)
 
 
-def reshuffle_local_shard(
-    local_shard: torch.Tensor,
-    st_size: torch.Size,
-    sharding_spec: ShardingSpec,
-    resharding_spec: ShardingSpec,
-    pg: dist.ProcessGroup,
-) -> tuple[list[Shard], list[ShardMetadata]]:
+def reshuffle_local_shard(local_shard: torch.Tensor, *args: Any, **kwargs: Any) -> Parts:
     """The same as `reshard_local_shard`: torch has one function for specs that cut the same dim, one for others."""
-    return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
+    return reshard_local_shard(local_shard, *args, **kwargs)

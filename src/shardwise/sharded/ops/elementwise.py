@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.comm.record import Note, record, recorders, recording_to
+from shardwise.comm.record import Note
 from shardwise.context import is_strict
 from shardwise.engine.call_shape import op_name
 from shardwise.errors import StrictError
 from shardwise.functions import writes_first
-from shardwise.sharded.groups import Group
 from shardwise.sharded.moves import same_tiles
-from shardwise.sharded.ops.exchange import TilesAxis
+from shardwise.sharded.ops.group_steps import spread
 from shardwise.sharded.ops.registry import Function
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.strategy import registry as rules
@@ -35,7 +34,6 @@ def _elementwise_names() -> frozenset[str]:
 
 
 def is_elementwise(func: Function) -> bool:
-    """Whether a function works on each element alone."""
     found = rules.find(func)
     return (found is not None and found.name in _elementwise_names()) or getattr(func, "__name__", "") in _CASTS
 
@@ -58,13 +56,9 @@ def on_tiles(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     if name == "type" and not writes and len(leaves) == 1:
         return torch.empty(0, dtype=model.dtype).type()  # x.type() returns the name of the type
     columns = _columns(op_name(func), leaves, model)
-    results = [_called(func, column, structure) for column in columns]
+    calls = [tree_unflatten(column, structure) for column in columns]
+    results = [func(*own_args, **own_kwargs) for own_args, own_kwargs in calls]
     return model if writes else _wrapped(results, model)
-
-
-def _called(func: Function, leaves: Sequence[Any], structure: Any) -> Any:
-    args, kwargs = tree_unflatten(leaves, structure)
-    return func(*args, **kwargs)
 
 
 def _fits(model: ShardedTensor, leaves: Sequence[Any]) -> bool:
@@ -89,7 +83,8 @@ def _columns(name: str, leaves: Sequence[Any], model: ShardedTensor) -> list[lis
             every.append(move_to_tiles_of(name, x, model)._parts)
         elif isinstance(x, torch.Tensor):
             whole = spread(x, model._process_group) if x.requires_grad and torch.is_grad_enabled() else x
-            every.append([_cut(whole, box) for box in _boxes(model)])
+            empty = ([0] * model.dim(), [0] * model.dim())  # what a rank without tiles uses
+            every.append([_cut(whole, box) for box in [s.box for s in model.local_shards()] or [empty]])
         else:
             every.append([x] * len(model._parts))
     return [list(column) for column in zip(*every)]
@@ -108,19 +103,11 @@ def move_to_tiles_of(name: str, x: ShardedTensor, model: ShardedTensor) -> Shard
     return x._in_tiles_of(model, Note(name, "operands in different tiles"))
 
 
-def _boxes(model: ShardedTensor) -> list[tuple[list[int], list[int]]]:
-    """Return offsets and sizes of the local tiles; for a rank without tiles those of an empty one."""
-    held = [(s.metadata.shard_offsets, s.metadata.shard_sizes) for s in model.local_shards()]
-    return held or [([0] * model.dim(), [0] * model.dim())]
-
-
 def _cut(x: torch.Tensor, box: tuple[Sequence[int], Sequence[int]]) -> torch.Tensor:
     """Return the part of a plain tensor that is used with a tile."""
-    lead = len(box[0]) - x.dim()
-    for dim in range(x.dim()):
-        start, length = box[0][lead + dim], box[1][lead + dim]
+    for dim in range(-x.dim(), 0):
         if x.shape[dim] != 1:  # else it is broadcast, along a tile without elements too
-            x = x.narrow(dim, start, length)
+            x = x.narrow(dim, box[0][dim], box[1][dim])
     return x
 
 
@@ -128,43 +115,6 @@ def _wrapped(results: Sequence[Any], model: ShardedTensor) -> Any:
     if isinstance(results[0], torch.Tensor):
         return model._with_parts(results)
     return type(results[0])(model._with_parts(column) for column in zip(*results))
-
-
-class _Spread(torch.autograd.Function):
-    """Identity on a value that is the same on all ranks, of which each uses a part: the gradients add up."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group, ctx.recorders = group, recorders()
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        with recording_to(ctx.recorders):
-            return _Summed.apply(grad, ctx.group), None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over the ranks of a group; its gradient is spread."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        out = value.clone(memory_format=torch.contiguous_format)
-        if recorders():
-            k = dist.get_world_size(group)
-            record(TilesAxis(), "all_reduce", 0, 2 * (k - 1) * out.nbytes // k, Note("spread", backward=True))  # type: ignore[arg-type]
-        dist.all_reduce(torch.view_as_real(out) if out.is_complex() else out, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Spread.apply(grad, ctx.group), None
-
-
-def spread(value: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return a plain tensor whose gradient is the sum of all ranks' gradients."""
-    return _Spread.apply(value, group)
 
 
 # -- lists ---------------------------------------------------------------------------------------------------------
@@ -179,22 +129,16 @@ def _on_lists(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     def longer(value: Any) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(lead):
             return value
-        out: list[Any] = []
-        for x, model, n in zip(value, lead, counts):
-            if _is_sharded(x):
-                out += move_to_tiles_of(name, x, model)._parts
-            else:
-                out += [x] * n
-        return out
+        rows = zip(value, lead, counts)
+        each = [move_to_tiles_of(name, x, model)._parts if _is_sharded(x) else [x] * n for x, model, n in rows]
+        return list(itertools.chain.from_iterable(each))
 
     flat = func(*map(longer, args), **{k: longer(v) for k, v in kwargs.items()})
     if writes_first(func) or flat is None:
         return lead if flat is not None else None
-    results, at = [], 0
-    for model, n in zip(lead, counts):
-        results.append(model._with_parts(flat[at : at + n]) if _is_sharded(model) else flat[at])
-        at += n
-    return type(flat)(results)
+    found = iter(flat)
+    taken = [(model, list(itertools.islice(found, n))) for model, n in zip(lead, counts)]
+    return type(flat)(model._with_parts(parts) if _is_sharded(model) else parts[0] for model, parts in taken)
 
 
 def _is_sharded(value: Any) -> bool:

@@ -8,6 +8,7 @@ mode and option is torch's. Where bags are summed or averaged and it takes fewer
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,39 +25,32 @@ from shardwise.sharded.tensor import ShardedTensor
 _embedding, _embedding_bag = F.embedding, F.embedding_bag
 
 
-def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    bound = inspect.signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
 @own(F.embedding)
 def embedding(*args: Any, **kwargs: Any) -> Any:
-    given = _given(_embedding, args, kwargs)
-    if not _own_ids(given):
-        return over_mesh(F.embedding, args, kwargs)
-    ids, table = given["input"], given["weight"]
-    _check_padding("embedding", table, given["padding_idx"])
-    needed, places = torch.unique(ids, return_inverse=True)
-    lookup = Lookup(table, needed.long(), "embedding")
-    given |= _fetched(lookup, places.view(ids.shape), given)
-    return _embedding(**given | {"max_norm": None, "sparse": False})
+    return _looked_up(_embedding, args, kwargs)
 
 
 @own(F.embedding_bag)
 def embedding_bag(*args: Any, **kwargs: Any) -> Any:
-    given = _given(_embedding_bag, args, kwargs)
+    return _looked_up(_embedding_bag, args, kwargs)
+
+
+def _looked_up(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given, op = dict(bound.arguments), func.__name__
     if not _own_ids(given):
-        return over_mesh(F.embedding_bag, args, kwargs)
-    _check_bags(given)
-    ids, table, padding = given["input"], given["weight"], given["padding_idx"]
-    _check_padding("embedding_bag", table, padding)
+        return over_mesh(func, args, kwargs)
+    if func is _embedding_bag:
+        _check_bags(given)
+    ids, table = given["input"], given["weight"]
+    _check_padding(op, table, given["padding_idx"])
     needed, places = torch.unique(ids, return_inverse=True)
-    lookup = Lookup(table, needed.long(), "embedding_bag", _bags(given))
+    lookup = Lookup(table, needed.long(), op, _bags(given) if func is _embedding_bag else None)
     if lookup.pools and lookup.bags is not None:
         return lookup.bags.pooled(given["mode"], given["sparse"])
     given |= _fetched(lookup, places.view(ids.shape), given)
-    return _embedding_bag(**given | {"max_norm": None, "sparse": False})
+    return func(**given | {"max_norm": None, "sparse": False})
 
 
 def _bags(given: dict[str, Any]) -> Bags | None:

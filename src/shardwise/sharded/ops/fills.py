@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.random import distributions as draws
-from shardwise.sharded.factories import fill_randomly
+from shardwise.sharded.factories import drawn, fill_randomly, filled
 from shardwise.sharded.ops.registry import own
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.torch_private import correct_fan
@@ -19,15 +19,7 @@ from shardwise.torch_private import correct_fan
 Gen = torch.Generator | None
 
 
-def _fill(tensor: ShardedTensor, what: draws.Distribution, generator: Gen = None) -> ShardedTensor:
-    if not isinstance(tensor, ShardedTensor):
-        raise TypeError(f"tensor: expected a ShardedTensor, got {type(tensor).__name__}")
-    what.check(tensor.dtype)
-    return fill_randomly(tensor, what, generator)
-
-
 def check_not_none(**params: object) -> None:
-    """Raise ValueError where a parameter is None."""
     for name, value in params.items():
         if value is None:
             raise ValueError(f"param: {name} shouldn't be None!")
@@ -36,41 +28,30 @@ def check_not_none(**params: object) -> None:
 @own(nn.init.uniform_)
 def uniform_(tensor: ShardedTensor, a: float = 0.0, b: float = 1.0, generator: Gen = None) -> ShardedTensor:
     check_not_none(a=a, b=b)
-    return _fill(tensor, draws.uniform(a, b), generator)
+    return drawn(tensor, draws.uniform(a, b), generator)
 
 
 @own(nn.init.normal_)
 def normal_(tensor: ShardedTensor, mean: float = 0.0, std: float = 1.0, generator: Gen = None) -> ShardedTensor:
     check_not_none(mean=mean, std=std)
-    return _fill(tensor, draws.normal(mean, std), generator)
+    return drawn(tensor, draws.normal(mean, std), generator)
 
 
 @own(nn.init.kaiming_uniform_)
 def kaiming_uniform_(
-    tensor: ShardedTensor,
-    a: float = 0,
-    mode: str = "fan_in",
-    nonlinearity: Any = "leaky_relu",
-    generator: Gen = None,
+    tensor: ShardedTensor, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Gen = None
 ) -> ShardedTensor:
     """The same as torch's, with the fan of the whole tensor."""
     check_not_none(a=a, mode=mode, nonlinearity=nonlinearity)
     fan = correct_fan(torch.empty(tensor.size(), device="meta"), mode)  # type: ignore[arg-type]
     bound = math.sqrt(3.0) * nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
-    return _fill(tensor, draws.uniform(-bound, bound), generator)
+    return drawn(tensor, draws.uniform(-bound, bound), generator)
 
 
 @own(nn.init.constant_)
 def constant_(tensor: ShardedTensor, val: float) -> ShardedTensor:
     check_not_none(val=val)
-    return _every_tile(tensor, lambda x: x.fill_(val))
-
-
-def _every_tile(tensor: ShardedTensor, write: Callable[[torch.Tensor], Any]) -> ShardedTensor:
-    with torch.no_grad():
-        for shard in tensor.local_shards():
-            write(shard.tensor)
-    return tensor
+    return filled(tensor, val)
 
 
 @own(F.dropout)
@@ -86,27 +67,22 @@ def dropout(input: ShardedTensor, p: float = 0.5, training: bool = True, inplace
     return input.mul_(noise) if inplace else input * noise  # type: ignore[return-value]
 
 
-def _integers(dtype: torch.dtype, *bounds: Any, **named: Any) -> draws.Distribution:
-    """random_(to), random_(from, to)"""
-    return draws.integer(dtype, *bounds, *(named[key] for key in ("from", "to") if key in named))
+def _in_place(make: Callable[..., draws.Distribution]) -> Callable[..., ShardedTensor]:
+    """The method of torch that fills a tensor with numbers of a distribution, which is made from its arguments."""
+
+    def fill(tensor: ShardedTensor, *args: Any, generator: Gen = None, **named: Any) -> ShardedTensor:
+        named = {{"from": "low", "to": "high"}.get(name, name): value for name, value in named.items()}
+        return drawn(tensor, make(*args, **named), generator)
+
+    return fill
 
 
-def _by_name(name: str) -> Callable[..., draws.Distribution]:
-    make = getattr(draws, name)
-    return lambda dtype, *args, **named: make(*args, **named)
+for _name in ("normal", "uniform", "exponential", "geometric", "log_normal", "cauchy", "bernoulli"):
+    own(getattr(torch.Tensor, _name + "_"))(_in_place(getattr(draws, _name)))
 
 
-_METHODS: dict[Any, Callable[..., draws.Distribution]] = {
-    getattr(torch.Tensor, name + "_"): _by_name(name)
-    for name in ("normal", "uniform", "exponential", "geometric", "log_normal", "cauchy", "bernoulli")
-}
-_METHODS[torch.Tensor.random_] = _integers
-for _method, _make in _METHODS.items():
-
-    @own(_method)
-    def fill_in_place(
-        tensor: ShardedTensor, *args: Any, generator: Gen = None, _make: Any = _make, **named: Any
-    ) -> ShardedTensor:
-        named = {{"from": "low", "to": "high"}.get(k, k) if _make is not _integers else k: v for k, v in named.items()}
-        what = _make(tensor.dtype, *args, **named)
-        return _fill(tensor, what, generator)
+@own(torch.Tensor.random_)
+def random_(tensor: ShardedTensor, *bounds: int, generator: Gen = None, **named: int) -> ShardedTensor:
+    """random_(), random_(to), random_(from, to)"""
+    both = (*bounds, *(named[key] for key in ("from", "to") if key in named))
+    return drawn(tensor, draws.integer(tensor.dtype, *both), generator)

@@ -8,6 +8,7 @@ ranks too, so that all make the same choice.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardwise.comm.record import Note
 from shardwise.errors import DimError
 from shardwise.sharded.groups import ranks_of
 from shardwise.sharded.ops.bags import Bags, rows_of
-from shardwise.sharded.ops.exchange import exchange
+from shardwise.sharded.ops.group_steps import exchange
 from shardwise.sharded.tensor import ShardedTensor
 
 
@@ -128,7 +129,7 @@ class Lookup:
                 bands.setdefault((where.start, where.stop), []).append((column, part.view(n, w)))
         if not bands:
             return got.new_empty(0, self.table.size(1)) + got.sum() * 0
-        if _are_bands(list(bands)):
+        if all(a[1] == b[0] for a, b in itertools.pairwise(sorted(bands))):  # they follow one another
             rows = [torch.cat([p for _, p in sorted(side, key=lambda s: s[0])], 1) for _, side in sorted(bands.items())]
             return rows[0] if len(rows) == 1 else torch.cat(rows)
         return self._scattered(bands, got)
@@ -175,9 +176,3 @@ class Lookup:
                 factor[asked] = piece
         for tile, factor in zip(shards, factors):
             tile.mul_(factor.unsqueeze(1))
-
-
-def _are_bands(ranges: list[tuple[int, int]]) -> bool:
-    """Whether ranges of rows follow one another."""
-    ranges = sorted(ranges)
-    return all(a[1] == b[0] for a, b in zip(ranges, ranges[1:]))

@@ -1,22 +1,24 @@
-"""Attributes and methods of the class, copies, comparisons, memory: answered tile by tile, or by the class itself."""
+"""Attributes and methods of the class, copies, comparisons, memory, backward passes: answered tile by tile, or by the
+class itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm.record import Note
+from shardwise.sharded.autograd import call_hooks, hooks_called_later
 from shardwise.sharded.groups import Group, communication_device, same_ranks
 from shardwise.sharded.ops.registry import own
-from shardwise.sharded.shard import Shard
-from shardwise.sharded.tensor import ShardedTensor
+from shardwise.sharded.shard import cut
+from shardwise.sharded.tensor import ShardedTensor, parts_of
 from shardwise.torch_private import has_same_memory_kind, typed_storage
 
 _T = torch.Tensor
-Scalar = bool | int | float | complex
+_backward, _grad = torch.autograd.backward, torch.autograd.grad
 
 
 # -- what the class answers itself ---------------------------------------------------------------------------------
@@ -46,14 +48,8 @@ def format_(tensor: ShardedTensor, format_spec: str) -> str:
     return format(value, format_spec)
 
 
-@own(_T.is_floating_point, torch.is_floating_point)
-def is_floating_point(tensor: ShardedTensor) -> bool:
-    return tensor.dtype.is_floating_point
-
-
-@own(_T.is_complex, torch.is_complex)
-def is_complex(tensor: ShardedTensor) -> bool:
-    return tensor.dtype.is_complex
+own(_T.is_floating_point, torch.is_floating_point)(lambda tensor: tensor.dtype.is_floating_point)
+own(_T.is_complex, torch.is_complex)(lambda tensor: tensor.dtype.is_complex)
 
 
 # -- copies --------------------------------------------------------------------------------------------------------
@@ -83,15 +79,10 @@ def copy_(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         parts = source._in_tiles_of(tensor)._parts
     else:
         whole = source.expand(tensor.size())
-        parts = [whole[_slices(shard)] for shard in tensor.local_shards()]
+        parts = [cut(whole, shard.box) for shard in tensor.local_shards()]
     for part, new in zip(tensor._parts, parts):
         part.copy_(new, non_blocking)
     return tensor
-
-
-def _slices(shard: Shard) -> tuple[slice, ...]:
-    """Return the indices of a tile."""
-    return tuple(slice(a, a + n) for a, n in zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes))
 
 
 # -- the whole value -----------------------------------------------------------------------------------------------
@@ -100,17 +91,7 @@ def _whole(tensor: ShardedTensor) -> torch.Tensor:
         return tensor.full_tensor()
 
 
-@own(_T.item)
-def item(tensor: ShardedTensor) -> Scalar:
-    return _whole(tensor).item()
-
-
-@own(_T.tolist)
-def tolist(tensor: ShardedTensor) -> list[Any] | Scalar:
-    return _whole(tensor).tolist()
-
-
-for _name in ("__bool__", "__int__", "__float__", "__index__", "__complex__"):
+for _name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__"):
     own(getattr(_T, _name))(lambda self, _name=_name: getattr(_whole(self), _name)())
 
 
@@ -151,25 +132,20 @@ def true_on_all_ranks(answer: bool, group: Group) -> bool:
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
-@own(_T.share_memory_)
-def share_memory_(tensor: ShardedTensor) -> ShardedTensor:
-    """Put the tiles of this rank into shared memory."""
-    for part in tensor._parts:
-        part.share_memory_()
-    return tensor
+def _on_every_tile(name: str) -> Callable[..., ShardedTensor]:
+    """A method that writes, or moves the memory of, each tile of this rank."""
+
+    def write(tensor: ShardedTensor, *args: Any) -> ShardedTensor:
+        for part in tensor._parts:
+            getattr(part, name)(*args)
+        return tensor
+
+    return write
 
 
-@own(_T.is_shared)
-def is_shared(tensor: ShardedTensor) -> bool:
-    return all(part.is_shared() for part in tensor._parts)
-
-
-@own(_T.apply_)
-def apply_(tensor: ShardedTensor, callable: Callable[[Any], Any]) -> ShardedTensor:
-    """Replace every element by a Python function of it; each rank does its own tiles."""
-    for part in tensor._parts:
-        part.apply_(callable)
-    return tensor
+own(_T.share_memory_)(_on_every_tile("share_memory_"))
+own(_T.apply_)(_on_every_tile("apply_"))
+own(_T.is_shared)(lambda tensor: all(part.is_shared() for part in tensor._parts))
 
 
 @own(_T.untyped_storage, _T.storage, typed_storage)
@@ -180,12 +156,64 @@ def storage(tensor: ShardedTensor) -> None:
     )
 
 
-@own(_T.__dlpack__)
-def dlpack(tensor: ShardedTensor, **options: Any) -> Any:
-    """Return the capsule of the whole value, as `numpy()` does."""
-    return _whole(tensor).__dlpack__(**options)
+own(_T.__dlpack__)(lambda tensor, **options: _whole(tensor).__dlpack__(**options))  # as `numpy()` does
+own(_T.__dlpack_device__)(lambda tensor: torch.empty(0, device=tensor.device).__dlpack_device__())
 
 
-@own(_T.__dlpack_device__)
-def dlpack_device(tensor: ShardedTensor) -> Any:
-    return torch.empty(0, device=tensor.device).__dlpack_device__()
+# -- backward passes: from and to all tiles of a rank at once ------------------------------------------------------
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+def _starts(tensors: Sequence[Any], given: Any, what: str) -> tuple[list[Any], list[Any]]:
+    """Return the plain tensors a backward pass starts from, and their gradients."""
+    grads = [None] * len(tensors) if given is None else _listed(given)
+    roots: list[Any] = []
+    seeds: list[Any] = []
+    for tensor, grad in zip(tensors, grads):
+        if not isinstance(tensor, ShardedTensor):
+            roots.append(tensor)
+            seeds.append(grad)
+            continue
+        if grad is None and tensor.numel() != 1:
+            raise RuntimeError(f"{what}: grad can be implicitly created only for scalar outputs")
+        if grad is not None and not isinstance(grad, ShardedTensor):
+            raise TypeError(f"{what}: the gradient of a ShardedTensor must be one too, got {type(grad).__name__}")
+        roots += tensor._parts
+        seeds += [torch.ones_like(p) for p in tensor._parts] if grad is None else grad._in_tiles_of(tensor)._parts
+    return roots, seeds
+
+
+@own(torch.autograd.backward)
+def backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    tensors = _listed(tensors)
+    roots, seeds = _starts(tensors, grad_tensors, "backward")
+    leaves = None if inputs is None else [p for x in _listed(inputs) for p in parts_of(x)]
+    _backward(roots, seeds, retain_graph, create_graph, inputs=leaves)
+
+
+@own(torch.autograd.grad)
+def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    outputs, inputs = _listed(outputs), _listed(inputs)
+    roots, seeds = _starts(outputs, grad_outputs, "grad")
+    with hooks_called_later():
+        found = list(_grad(roots, [p for x in inputs for p in parts_of(x)], seeds, *args, **kwargs))
+    create_graph = kwargs.get("create_graph", args[1] if len(args) > 1 else False)
+    result: list[Any] = []
+    for x in inputs:
+        mine = [found.pop(0) for _ in parts_of(x)]
+        if not isinstance(x, ShardedTensor):
+            result += mine
+        elif all(g is None for g in mine):
+            result.append(None)
+        else:
+            with torch.set_grad_enabled(create_graph):
+                result.append(x._with_parts(call_hooks(x, mine)))
+    return tuple(result)

@@ -3,6 +3,7 @@ the engine computes, and the results become sharded tensors again."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from shardwise.comm.record import Note, record, recorders
+from shardwise.comm.record import Note, recorders, tell
 from shardwise.context import is_strict
 from shardwise.engine.call_shape import op_name
 from shardwise.errors import StrictError
@@ -21,7 +22,6 @@ from shardwise.sharded.from_dtensor import to_sharded
 from shardwise.sharded.groups import Group, all_gather_rows, communication_device, is_member, ranks_of, same_ranks
 from shardwise.sharded.ops import registry
 from shardwise.sharded.ops.elementwise import on_tiles
-from shardwise.sharded.ops.exchange import TilesAxis
 from shardwise.sharded.ops.registry import Function
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.sharded.to_dtensor import mesh_of, natural_layout, on_mesh
@@ -131,8 +131,8 @@ def check_agreement(name: str, tensors: Sequence[torch.Tensor], group: Group) ->
         return
     device = communication_device(group)
     mine = torch.stack([_fingerprint(t).to(device) for t in tensors])
-    if recorders():
-        record(TilesAxis(), "all_gather", 0, (world - 1) * mine.nbytes, Note(name, "do plain tensors agree?"))  # type: ignore[arg-type]
+    if to := recorders():
+        tell("tiles", "all_gather", (world - 1) * mine.nbytes, Note(name, "do plain tensors agree?"), to)
     table = all_gather_rows(mine, group)
     differing = (table != table[0]).any(dim=1).nonzero().flatten().tolist()
     if differing:
@@ -147,16 +147,9 @@ def check_agreement(name: str, tensors: Sequence[torch.Tensor], group: Group) ->
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number for shape, dtype and bits; the same values in another order give another number."""
-    shape = _shape_number(tensor)
+    shape = zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     bits = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
     words = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
     weights = torch.arange(1, len(words) + 1, device=words.device) * 0x9E37_79B9 + 1
     return (words * weights).sum() + shape
-
-
-def _shape_number(tensor: torch.Tensor) -> int:
-    number = sum(map(ord, str(tensor.dtype)))
-    for size in tensor.shape:
-        number = (number * 1_000_003 + size + 1) & 0x7FFF_FFFF
-    return number

@@ -19,14 +19,19 @@ spec_ops: dict[type, dict[Function, Op]] = {}
 own_ops: dict[Function, Callable[..., Any]] = {}  # takes the arguments of torch's function
 _general: list[Callable[[Function, Sequence[Any], Mapping[str, Any]], Any]] = []  # one, set by `general`
 
-_SIGNATURE = "(types, args, kwargs, process_group)"
 
+def put(table: dict[Function, Op], func: Function, what: str) -> Callable[[Op], Op]:
+    """Return a decorator that puts a user's function into a table; it raises where that takes not four arguments."""
 
-def checked(wrapped: Op, what: str) -> Op:
-    """Return a user's function; raise TypeError where it does not take four arguments."""
-    if len(inspect.signature(wrapped).parameters) != 4:
-        raise TypeError(f"{what} expects signature: {_SIGNATURE}, but received signature: {inspect.signature(wrapped)}")
-    return wrapped
+    def register(wrapped: Op) -> Op:
+        signature = inspect.signature(wrapped)
+        if len(signature.parameters) != 4:
+            expected = "(types, args, kwargs, process_group)"
+            raise TypeError(f"{what} expects signature: {expected}, but received signature: {signature}")
+        table[func] = wrapped
+        return wrapped
+
+    return register
 
 
 def custom_sharded_op_impl(func: Function) -> Callable[[Op], Op]:
@@ -36,17 +41,10 @@ def custom_sharded_op_impl(func: Function) -> Callable[[Op], Op]:
         func: The function of torch.
 
     Returns:
-        A decorator for a function `(types, args, kwargs, process_group)`, which it returns as it is.
-
-    Raises:
-        TypeError: By the decorator, if the function does not take four arguments.
+        A decorator for a function `(types, args, kwargs, process_group)`, which it returns as it is. It raises a
+        TypeError if the function does not take four arguments.
     """
-
-    def register(wrapped: Op) -> Op:
-        custom_ops[func] = checked(wrapped, "Custom sharded op function")
-        return wrapped
-
-    return register
+    return put(custom_ops, func, "Custom sharded op function")
 
 
 def custom_sharding_spec_op(sharding_spec_class: type, func: Function) -> Callable[[Op], Op]:
@@ -57,17 +55,9 @@ def custom_sharding_spec_op(sharding_spec_class: type, func: Function) -> Callab
         func: The function of torch.
 
     Returns:
-        A decorator for a function `(types, args, kwargs, process_group)`, which it returns as it is.
-
-    Raises:
-        TypeError: By the decorator, if the function does not take four arguments.
+        A decorator, like that of `custom_sharded_op_impl`.
     """
-
-    def register(wrapped: Op) -> Op:
-        spec_ops.setdefault(sharding_spec_class, {})[func] = checked(wrapped, "Custom sharding spec op")
-        return wrapped
-
-    return register
+    return put(spec_ops.setdefault(sharding_spec_class, {}), func, "Custom sharding spec op")
 
 
 def has_spec_op(sharding_spec: ShardingSpec, op: Function) -> bool:
@@ -87,10 +77,10 @@ def dispatch_spec_op(
 def default(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute a function for which the user has registered nothing."""
     ours = own_ops.get(func)
-    return _general[0](func, args, kwargs) if ours is None else ours(*args, **kwargs)
+    return call_generally(func, args, kwargs) if ours is None else ours(*args, **kwargs)
 
 
-def call_without_registration(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_generally(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute a function tile by tile or over a mesh layout, whatever is registered."""
     return _general[0](func, args, kwargs)
 
