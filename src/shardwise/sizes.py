@@ -9,7 +9,7 @@ know anyway. They do where
 
 - the caller gives the global shape (`shape=`, or a layer that knows the size of its input),
 - nothing is cut,
-- the tensor is one that a style took from a DTensor, or that has been here before (`parallel/styles/known_layouts.py`).
+- the tensor is one that a style took from a DTensor, or that has been here before (`parallel/styles/remembered.py`).
 
 Else sizes are exchanged: one all-gather of 18 integers along each axis of the mesh. It takes place between the hosts
 where the process group can do that (one of ``cpu:gloo,cuda:nccl``, which ``init_process_group()`` makes without a

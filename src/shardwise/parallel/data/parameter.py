@@ -13,8 +13,7 @@ from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note
 from shardwise.move import run_move
 from shardwise.move.steps import Spread
-from shardwise.parallel.data.axis import DataAxis
-from shardwise.parallel.data.layouts import ParameterLayouts
+from shardwise.parallel.data.layouts import DataAxis, ParameterLayouts
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
@@ -22,23 +21,14 @@ Owners = list[tuple[torch.nn.Module, str]]  # the modules that have a parameter,
 
 
 class ManagedParameter:
-    """A parameter, who uses it, and its leaves.
+    """A parameter (the DTensor that the optimizer sees), who uses it, and its leaves, in which the module computes."""
 
-    Attributes:
-        param: the DTensor that the optimizer sees.
-        layouts: how it is kept, and how the leaves are laid out.
-        owners: the modules that have it.
-        dtype: that of the leaves, in which the module computes.
-        leaves: the tensors that stand in for it, one for each rank that this process runs. Each collects the gradient
-            of its rank alone.
-        unreduced: the gradients that the optimizer sees, each with its version, when some of a gradient was left
-            unreduced (`no_sync`); None where nothing is left.
-    """
-
+    # The tensors that stand in for it, one for each rank that this process runs; each collects its rank's gradient.
     leaves: list[torch.Tensor]
 
     def __init__(self, param: DTensor, layouts: ParameterLayouts, owners: Owners, dtype: torch.dtype) -> None:
         self.param, self.layouts, self.owners, self.dtype = param, layouts, owners, dtype
+        # The gradients that the optimizer sees, and their versions, when `no_sync` left some of a gradient unreduced.
         self.unreduced: list[tuple[torch.Tensor, int]] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> ManagedParameter:
@@ -89,7 +79,6 @@ class ManagedParameter:
             self.param._unreduced = True  # type: ignore[attr-defined]
 
     def unmark(self) -> None:
-        """Everything is reduced, or dropped."""
         if self.unreduced is not None:
             self.unreduced = None
             self.param.__dict__.pop("_unreduced", None)

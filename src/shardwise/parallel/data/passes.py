@@ -12,9 +12,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.errors import LayoutError
-from shardwise.parallel.data.axis import DataAxis
+from shardwise.parallel.data.gradients import Reduction
+from shardwise.parallel.data.layouts import DataAxis
 from shardwise.parallel.data.parameter import ManagedParameter
-from shardwise.parallel.data.reduction import Reduction
 from shardwise.parallel.data.states import Use
 from shardwise.parallel.data.unit import Unit, plain_tensors
 from shardwise.tensor import DTensor

@@ -9,8 +9,7 @@ import torch
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import LayoutError
 from shardwise.mesh import DeviceMesh, SimulatedMesh
-from shardwise.parallel.data.axis import DataAxis
-from shardwise.parallel.data.layouts import ParameterLayouts, common_mesh, layouts_of
+from shardwise.parallel.data.layouts import DataAxis, ParameterLayouts, layouts_of
 from shardwise.parallel.data.parameter import ManagedParameter, Owners
 from shardwise.parallel.data.passes import DataParallel
 from shardwise.parallel.data.rows import Rows
@@ -152,7 +151,7 @@ def _lay_out(
         for name, param in owner._parameters.items():
             if param is not None:
                 owners.setdefault(param, []).append((owner, name))
-    common = common_mesh(owners, data)
+    common = data.mesh_for_plain(owners)
     made = []
     for param, users in owners.items():
         floats = param.dtype.is_floating_point

@@ -3,6 +3,7 @@ local tensors out again."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -17,13 +18,12 @@ from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import DeviceMesh, Mesh, SimulatedMesh, as_mesh
 from shardwise.move import move, plan_steps
-from shardwise.parallel.styles.known_layouts import known_layout, remember_layout
-from shardwise.parallel.styles.placing import Placing, placing_key, unless_cut
-from shardwise.parallel.styles.shared_inputs import distributed_once
+from shardwise.parallel.styles.remembered import distributed_once, known_layout, remember_layout, unless_cut
 from shardwise.sizes import exchange_kinds, layout_of_locals
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
+Placing = Placement | Mapping[str, Placement]  # on the style's axis, or by the names of axes
 _NOTE = Note("redistribute")
 
 
@@ -51,13 +51,7 @@ class StyleAxis:
 
     @property
     def is_only_axis(self) -> bool:
-        """Whether the mesh has no other axis."""
         return len(self.mesh.shape) == 1
-
-    @property
-    def size(self) -> int:
-        """How many ranks are along the axis."""
-        return self.mesh.shape[self.number]
 
     def placements(self, placing: Placing, others: tuple[Placement, ...] | None = None) -> tuple[Placement, ...]:
         """Placements for all axes: those of `placing`, and `others` (or Replicate) where it says nothing."""
@@ -94,8 +88,9 @@ class StyleAxis:
             return x
         if self.mesh.comm.simulated:
             places = self.placements(placing)
-            return DTensor.from_local(x, self.mesh, places, shape=_global_shape(_first_rank(x), places, whole))
-        key = (x.shape, x.stride(), x.dtype, x.device, placing_key(placing))
+            first = getattr(x, "ranks", (x,))[0]
+            return DTensor.from_local(x, self.mesh, places, shape=_global_shape(first, places, whole))
+        key = (x.shape, x.stride(), x.dtype, x.device, _placing_key(placing))
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layout_of(x, placing, whole, key, x if known_as is None else known_as)
@@ -114,8 +109,7 @@ class StyleAxis:
         shape = _global_shape(x, places, whole)
         is_cut = any(isinstance(p, Shard) and k > 1 for p, k in zip(places, self.mesh.shape, strict=True))
         if shape is not None or not is_cut:
-            layout = layout_of_locals(x, self.mesh, places, shape)[1]
-            return _remember(self._layouts, key, layout)
+            return _remember(self._layouts, key, layout_of_locals(x, self.mesh, places, shape)[1])
         known = known_layout(known_as, places, self.mesh)
         if known is not None:
             return known
@@ -132,10 +126,9 @@ class StyleAxis:
         DTensor, and one reduction of its gradient."""
         if isinstance(x, DTensor):
             return self.distributed(x, placing)
-        key = (self.mesh, self.number, placing_key(placing), tuple(whole.items()))
-        return distributed_once(
-            x, key, lambda alias: self.distributed(alias, placing, whole, watched=False, known_as=x)
-        )
+        key = (self.mesh, self.number, _placing_key(placing), tuple(whole.items()))
+        make = functools.partial(self.distributed, placing=placing, whole=whole, watched=False, known_as=x)
+        return distributed_once(x, key, make)
 
     def lay_out(self, param: torch.Tensor, placement: Placement, source: int | None) -> DTensor:
         """A parameter or buffer with this placement on the axis; a DTensor keeps those on the other axes."""
@@ -156,7 +149,7 @@ class StyleAxis:
         `like` is the input of the module whose output `x` is. What the other axes cut of its leading dims they cut of
         `x`: a batch stays cut, also where it was cheaper to gather it than a parameter which those axes cut."""
         before = like._layout if isinstance(like, DTensor) and not self.is_only_axis else None
-        key = (x._layout, before, placing_key(placing))
+        key = (x._layout, before, _placing_key(placing))
         if key not in self._targets:
             asked = self.placements(placing, x.placements if before is None else self._cut_like(x._layout, before))
             settled = tuple(unless_cut(want, have, x.dim()) for want, have in zip(asked, x.placements))
@@ -165,7 +158,10 @@ class StyleAxis:
         if target is None:
             return x
         is_gathered = x.placements[self.number].is_shard() and target.placements[self.number].is_replicate()
-        return _gathered_once(x, target, self.number) if is_gathered and _has_version(x) else _moved(x, target)
+        # a tensor made in inference mode cannot tell that it has been written to
+        if is_gathered and not self.mesh.comm.first(x._local).is_inference():
+            return _gathered_once(x, target, self.number)
+        return _moved(x, target)
 
     def _cut_like(self, output: Layout, given: Layout) -> tuple[Placement, ...]:
         """The placements of `output`, with those of `given` on other axes that cut a dim which both have."""
@@ -198,28 +194,18 @@ class StyleAxis:
 
 
 # -- plain tensors -----------------------------------------------------------------------------------------
-def _first_rank(x: torch.Tensor) -> torch.Tensor:
-    return getattr(x, "ranks", (x,))[0]
-
-
-def _cut_dims(x: torch.Tensor, places: tuple[Placement, ...]) -> set[int]:
-    """The dims of a local tensor that the placements cut."""
-    return {p.dim % x.ndim for p in places if isinstance(p, Shard) and -x.ndim <= p.dim < x.ndim}
+def _placing_key(placing: Placing) -> Hashable:
+    return placing if isinstance(placing, Placement) else tuple(placing.items())
 
 
 def _global_shape(x: torch.Tensor, places: tuple[Placement, ...], whole: Mapping[int, int] | None) -> list[int] | None:
     """The global shape, where something is cut and the sizes of all cut dims are known."""
-    cut = _cut_dims(x, places)
+    cut = {p.dim % x.ndim for p in places if isinstance(p, Shard) and -x.ndim <= p.dim < x.ndim}
     known = {dim % x.ndim: size for dim, size in (whole or {}).items() if -x.ndim <= dim < x.ndim}
     return [known.get(d, n) for d, n in enumerate(x.shape)] if cut and cut <= known.keys() else None
 
 
 # -- moves -------------------------------------------------------------------------------------------------
-def _has_version(x: DTensor) -> bool:
-    """Whether a tensor can tell that it has been written to; one made in inference mode cannot."""
-    return not x._layout.mesh.comm.first(x._local).is_inference()
-
-
 def _target(layout: Layout, places: tuple[Placement, ...]) -> Layout:
     target = layout.replace(placements=places)
     return target.replace(stride=None) if plan_steps(layout, target) else target  # what has not moved is as it was

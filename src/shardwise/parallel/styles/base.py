@@ -1,18 +1,40 @@
-"""What every style has: the class to extend, its hooks, and parameters laid out."""
+"""What every style has: the class to extend, its hooks, what it is told of tensors, and parameters laid out."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
-from shardwise.layout.placement import Placement
+from shardwise.errors import LayoutError
+from shardwise.layout.placement import Placement, as_placement
 from shardwise.mesh import DeviceMesh, SimulatedMesh
-from shardwise.parallel.styles.axis import StyleAxis
+from shardwise.parallel.styles.axis import Placing, StyleAxis
 from shardwise.tensor import DTensor
+
+
+class PlacementLike(Protocol):
+    """A placement of ours or of torch."""
+
+    def is_replicate(self) -> bool: ...
+
+
+PlacingArgument = PlacementLike | Mapping[str, PlacementLike]
+
+
+def as_placing(value: Any, name: str) -> Placing:
+    """What a user gave as the argument `name`, in our placements."""
+    if isinstance(value, Mapping):
+        return {axis: as_placement(place, f"{name}[{axis!r}]") for axis, place in value.items()}
+    return as_placement(value, name)
+
+
+def refuse(x: object, what: str) -> NoReturn:
+    """Raise, because only tensors can be laid out."""
+    raise LayoutError(f"{what} is a {type(x).__name__}, not a tensor; give it the layout None")
 
 
 class ParallelStyle(ABC):
