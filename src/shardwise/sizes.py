@@ -1,11 +1,9 @@
 """From what the ranks hold to a layout: global sizes are never guessed from one rank.
 
-A rank sees its own local tensor only. That its size is what it was in the last call says nothing of the other ranks: 16
-rows cut over 4 ranks are (4, 4, 4, 4), 15 rows are (4, 4, 4, 3), and three of the ranks see no difference. A rank that
-went on with what it remembers would meet the rank that did change in collectives of other sizes: a hang, or wrong
-values. Nor can the rank that changed warn the others in time: no warning yet and no warning at all look the same. So
-before a layout is used, every rank must have heard from every other rank, unless the sizes follow from what all ranks
-know anyway. They do where
+A rank sees its own local tensor only, and its size says nothing of the others: 16 rows cut over 4 ranks are 4, 4, 4, 4,
+15 rows are 4, 4, 4, 3. A rank that went on with what it remembers would meet the one that changed in collectives of
+other sizes: a hang, or wrong values. So before a layout is used, every rank must have heard from every other rank,
+unless the sizes follow from what all ranks know anyway. They do where
 
 - the caller gives the global shape (`shape=`, or a layer that knows the size of its input),
 - nothing is cut,
@@ -49,8 +47,7 @@ def layout_of_locals(
 ) -> tuple[torch.Tensor, Layout]:
     """The local value in the backend's form, and the layout under which the ranks hold it.
 
-    Arguments are those of `DTensor.from_local`; `kinds` is what `exchange_kinds` gave, if it has been called. Raises
-    LayoutError where the placements do not fit the mesh, the tensor, or what the ranks hold."""
+    Arguments are those of `DTensor.from_local`; `kinds` is what `exchange_kinds` gave, if it has been called."""
     comm = mesh.comm
     if len(placements) != len(mesh.shape):
         raise LayoutError(
@@ -66,7 +63,8 @@ def layout_of_locals(
     shapes = None if kinds is None else {coords: held for coords, (_, held) in kinds.items()}
     placements = _from_the_front(placements, first)
     if shape is None and (cut or run_check):
-        shape, placements = _global(mesh, placements, shapes or _same_everywhere(mesh, first))
+        alike = dict.fromkeys(itertools.product(*map(range, mesh.shape)), tuple(first.shape))
+        shape, placements = _global(mesh, placements, shapes or alike)
     shape = tuple(first.shape if shape is None else shape)
     if len(shape) != first.ndim:
         raise LayoutError(
@@ -74,7 +72,12 @@ def layout_of_locals(
         )
     stride = stride or dense_stride(shape, first.stride())
     layout = Layout.make(mesh, placements, shape, first.dtype, stride, first.device)
-    _check_shapes(layout, shapes or {c: tuple(comm.at(local, c).shape) for c in comm.played()})
+    for coords, held in (shapes or {c: tuple(comm.at(local, c).shape) for c in comm.played()}).items():
+        if held != layout.local_shape_at(coords):
+            raise LayoutError(
+                f"shape={layout.shape}: under {list(layout.placements)} the rank at {coords} holds "
+                f"{layout.local_shape_at(coords)}, but its local tensor is {held}"
+            )
     if run_check:
         local = comm.first_of_replicas(local, tuple(a for a, p in enumerate(placements) if p.is_replicate()))
     return local, layout
@@ -82,12 +85,11 @@ def layout_of_locals(
 
 # -- what the ranks hold -----------------------------------------------------------------------------------
 def exchange_kinds(local: torch.Tensor, mesh: Mesh) -> Kinds:
-    """The dtype and local shape of every rank (one small exchange, in which all ranks of the mesh take part).
-
-    Raises:
-        LayoutError: on all ranks alike, where they differ in dtype or in the number of dims.
-    """
-    kinds = mesh.comm.all_kinds(_on_host(local) if _hosts_can_gather(local, mesh) else local)
+    """The dtype and local shape of every rank (one small exchange, in which all ranks of the mesh take part); raises on
+    all ranks alike, where they differ in dtype or in the number of dims."""
+    if _hosts_can_gather(local, mesh):  # a tensor of this dtype and shape that takes one element in the host's memory
+        local = torch.empty((), dtype=local.dtype, device="cpu").expand(local.shape)
+    kinds = mesh.comm.all_kinds(local)
     dtype, some = next(iter(kinds.values()))
     for coords, (other, shape) in kinds.items():
         if len(shape) != len(some):
@@ -105,25 +107,7 @@ def _hosts_can_gather(local: torch.Tensor, mesh: Mesh) -> bool:
     return all("cpu:" in dist.get_backend_config(source.get_group(axis)) for axis in range(source.ndim))
 
 
-def _on_host(local: torch.Tensor) -> torch.Tensor:
-    """A tensor of this dtype and shape in the host's memory, of which it takes one element."""
-    return torch.empty((), dtype=local.dtype, device="cpu").expand(local.shape)
-
-
-def _same_everywhere(mesh: Mesh, local: torch.Tensor) -> Shapes:
-    return {c: tuple(local.shape) for c in itertools.product(*(range(k) for k in mesh.shape))}
-
-
 # -- what layout that is -----------------------------------------------------------------------------------
-def _check_shapes(layout: Layout, shapes: Shapes) -> None:
-    for coords, held in shapes.items():
-        if held != layout.local_shape_at(coords):
-            raise LayoutError(
-                f"shape={layout.shape}: under {list(layout.placements)} the rank at {coords} holds "
-                f"{layout.local_shape_at(coords)}, but its local tensor is {held}"
-            )
-
-
 def _from_the_front(placements: tuple[Placement, ...], local: torch.Tensor) -> tuple[Placement, ...]:
     """The placements with dims counted from the front."""
     placements = tuple(p.at(p.dim + local.ndim) if isinstance(p, Shard) and p.dim < 0 else p for p in placements)

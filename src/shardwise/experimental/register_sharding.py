@@ -104,13 +104,9 @@ def _signature(op: Op) -> inspect.Signature:
     if schema is None:
         return inspect.signature(op)
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    none = inspect.Parameter.empty
-    return inspect.Signature(
-        [
-            inspect.Parameter(a.name, kinds[a.kwarg_only], default=a.default_value if a.has_default_value() else none)
-            for a in schema.arguments
-        ]
-    )
+    default = lambda a: a.default_value if a.has_default_value() else inspect.Parameter.empty
+    every = [inspect.Parameter(a.name, kinds[a.kwarg_only], default=default(a)) for a in schema.arguments]
+    return inspect.Signature(every)
 
 
 # -- as a line ---------------------------------------------------------------------------------------------
@@ -134,13 +130,12 @@ def _check_line(op: Op, line: str, linear: str) -> None:
     schema = schema_of(op)
     if schema is None:
         return
-    tensors = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
-    lists = any("List[" in str(a.type) for a in schema.arguments if "Tensor" in str(a.type))
-    for what, terms, have in (
-        ("input terms", len(parsed.inputs), len(tensors)),
-        ("output terms", len(parsed.outputs), len(schema.returns)),
-    ):
-        if terms != have and not lists:
+    tensors = {a.name: str(a.type) for a in schema.arguments if "Tensor" in str(a.type)}
+    if any("List[" in kind for kind in tensors.values()):
+        return
+    counts = (len(parsed.inputs), len(tensors)), (len(parsed.outputs), len(schema.returns))
+    for what, (terms, have) in zip(("input terms", "output terms"), counts, strict=True):
+        if terms != have:
             raise RuleError(
                 f"{op}: line = {line!r} has {terms} {what}, but the op has {have} (tensors {', '.join(tensors)} -> "
                 f"{len(schema.returns)} results); write one term for each, `x?` for one that may be missing"

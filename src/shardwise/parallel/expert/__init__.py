@@ -12,8 +12,6 @@ on plain tensors.
 """
 
 from shardwise.parallel.expert.dispatch import Routed, combine, dispatch
-from shardwise.parallel.expert.grouped import grouped_linear
-from shardwise.parallel.expert.layer import MixtureOfExperts
-from shardwise.parallel.expert.router import balance_loss, top_k
+from shardwise.parallel.expert.layer import MixtureOfExperts, balance_loss, grouped_linear, top_k
 
 __all__ = ["MixtureOfExperts", "Routed", "balance_loss", "combine", "dispatch", "grouped_linear", "top_k"]

@@ -93,13 +93,11 @@ def combine(routed: Routed, outputs: torch.Tensor, weights: torch.Tensor | None 
     back = _moved(outputs, routed._routes.layout_by_token(target), "combine")
     if weights is not None:
         weights = _on_mesh(weights, tokens, "weights").redistribute(placements=target.placements)
-    here = lambda coords: target.local_shape_at(coords)[0]  # noqa: E731
-    add = lambda rows, weights, slots, n: _added_up(rows, weights, slots, choices, n)  # noqa: E731
-    return run_local(add, [back, weights, routed._slots], target, here)
+    here = lambda coords: target.local_shape_at(coords)[0]
+    return run_local(_added_up, [back, weights, routed._slots, choices], target, here)
 
 
 def _moved(rows: DTensor, target: Layout, op: str) -> DTensor:
-    """Rows in another layout; the ledger says that `op` moved them."""
     return rows if rows._layout is target else wrap(move(rows._local, rows._layout, target, Note(op)), target)
 
 
