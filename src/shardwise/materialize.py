@@ -101,7 +101,6 @@ def _check(name: str, owner: nn.Module, init: Init | None) -> None:
 
 
 def _with_memory(old: DTensor) -> DTensor:
-    """A tensor like one on the meta device, with memory on the mesh's."""
     layout = old._layout.replace(device=old._layout.mesh.device)
     comm = layout.mesh.comm
     split = [axis for axis, p in enumerate(layout.placements) if not p.is_replicate()]  # replicas share a tensor

@@ -18,7 +18,7 @@ the host waits for its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,29 @@ import torch.distributed as dist
 from shardwise.comm.base import Coords
 from shardwise.errors import DimError, LayoutError
 from shardwise.layout import Layout, Placement, Shard
-from shardwise.layout.layout import dense_stride
+from shardwise.layout.layout import dense_stride, shards_from_table
 from shardwise.layout.placement import check_reductions
-from shardwise.layout.split import count
+from shardwise.layout.split import Intervals, count
 from shardwise.mesh import DeviceMesh, Mesh
 
 Kinds = Mapping[Coords, tuple[str, tuple[int, ...]]]  # dtype and local shape of each rank, by its mesh coordinates
 Shapes = Mapping[Coords, tuple[int, ...]]
+
+
+def cut_as_held(
+    layout: Layout, axes: Sequence[int], dim: int, length: int, held: Callable[[Coords], Intervals]
+) -> tuple[Placement, ...]:
+    """The placements of a layout, but these axes cut `dim`, of `length`: the rank at `coords` has held(coords)."""
+    shape = layout.mesh.shape
+    table = lambda here: held(coords_on(axes, here, len(shape)))
+    shards = dict(zip(axes, shards_from_table([shape[a] for a in axes], length, table, dim), strict=True))
+    return tuple(shards.get(axis, place) for axis, place in enumerate(layout.placements))
+
+
+def coords_on(axes: Sequence[int], here: Sequence[int], ndim: int) -> Coords:
+    """Coordinates on all axes of a mesh: those on some axes, and 0 on the others."""
+    at = dict(zip(axes, here, strict=True))
+    return tuple(at.get(axis, 0) for axis in range(ndim))
 
 
 def layout_of_locals(
@@ -109,7 +125,6 @@ def _hosts_can_gather(local: torch.Tensor, mesh: Mesh) -> bool:
 
 # -- what layout that is -----------------------------------------------------------------------------------
 def _from_the_front(placements: tuple[Placement, ...], local: torch.Tensor) -> tuple[Placement, ...]:
-    """The placements with dims counted from the front."""
     placements = tuple(p.at(p.dim + local.ndim) if isinstance(p, Shard) and p.dim < 0 else p for p in placements)
     for axis, p in enumerate(placements):
         if isinstance(p, Shard) and not 0 <= p.dim < local.ndim:

@@ -60,7 +60,6 @@ def visible_blocks(rows: Intervals, keys: Intervals, causal: bool, by_piece: boo
 
 
 def _placed(intervals: Intervals) -> Iterator[tuple[int, int, int]]:
-    """Start, stop and position of each interval."""
     at = 0
     for start, stop in intervals:
         yield start, stop, at
@@ -96,7 +95,6 @@ def attend(q: Any, k: Any, v: Any, mask: Any, so_far: Any, how: How, blocks: tup
 
 
 def output_shape(q: Sequence[int], k: Sequence[int], v: Sequence[int], how: How) -> tuple[int, ...]:
-    """The shape of the output, from those of queries, keys and values."""
     kept = 3 if how.grouped else 2
     batch = torch.broadcast_shapes(*(tuple(shape[: len(shape) - kept]) for shape in (q, k, v)))
     return (*batch, *q[len(q) - kept : -1], v[-1])
@@ -111,7 +109,6 @@ def _nothing_seen(q: Any, k: Any, v: Any, how: How) -> tuple[torch.Tensor, torch
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, part: Any, rows: Interval) -> None:
-    """Two parts over different keys as one, written into the first."""
     more, more_lse = part
     out, lse = out[..., slice(*rows), :], lse[..., slice(*rows)]
     both = torch.logaddexp(lse, more_lse)
@@ -157,7 +154,6 @@ def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _row_chunks(q: torch.Tensor, k: torch.Tensor) -> list[Interval]:
-    """Rows cut so that few scores are alive at a time."""
     rows, batch = q.shape[-2], math.prod(q.shape[:-2])
     step = max(1, _MOST_SCORES // max(1, batch * k.shape[-2]))
     return [(a, min(a + step, rows)) for a in range(0, max(rows, 1), step)]

@@ -25,10 +25,10 @@ from shardwise.attention.blocks import (
 from shardwise.comm.base import Coords
 from shardwise.comm.record import Note, for_backward, recorders, recording_to, user_line
 from shardwise.layout import Layout
-from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals
 from shardwise.move import plan_steps, run_move, start_move
+from shardwise.sizes import coords_on, cut_as_held
 from shardwise.strategy.program import sum_dtype
 
 Local = torch.Tensor  # a local value: of one rank on processes, of all ranks in simulation
@@ -60,7 +60,6 @@ class RingAttention:
         self.blocks_by_step = [self.comm.per_rank(of_rank) for of_rank in blocks]
 
     def _blocks(self, layouts: Sequence[Layout], coords: Coords) -> tuple[Block, ...]:
-        """The blocks that the rank at `coords` computes while keys and values have these layouts."""
         keys = layouts[0].held(layouts[0].ndim - 2, coords)
         return visible_blocks(self._rows(coords), keys, self.causal, by_piece=len(self.inputs) > 3)
 
@@ -84,13 +83,11 @@ class RingAttention:
 
     # -- keys and values on their way -----------------------------------------------------------------------
     def _packed(self, k: Local, v: Local) -> list[Local]:
-        """Keys and values as they travel."""
         if len(self.layouts_by_step) == 1 or len(self.travelling) == 2:
             return [k, v]
         return [self._bound(lambda k, v: torch.cat([k, v], -1))(k, v)]
 
     def _unpacked(self, here: Sequence[Local]) -> Sequence[Local]:
-        """Keys and values of what travels."""
         keys = self.inputs[1].shape[-1]
         return here if len(here) == 2 else self._bound(lambda both: (both[..., :keys], both[..., keys:]))(here[0])
 
@@ -168,16 +165,10 @@ def _rotated(layout: Layout, axes: tuple[int, ...], by: int) -> Layout:
     ranks = list(itertools.product(*map(range, sizes)))
     earlier = dict(zip(ranks, ranks[-by:] + ranks[:-by], strict=True))
 
-    def held(on_axes: tuple[int, ...]) -> Intervals:
-        coords = [0] * len(layout.placements)
-        for axis, c in zip(axes, earlier[tuple(on_axes)], strict=True):
-            coords[axis] = c
-        return layout.held(dim, coords)
+    def held(coords: Coords) -> Intervals:
+        return layout.held(dim, coords_on(axes, earlier[tuple(coords[a] for a in axes)], len(coords)))
 
-    places = list(layout.placements)
-    for axis, shard in zip(axes, shards_from_table(sizes, layout.shape[dim], held, dim), strict=True):
-        places[axis] = shard
-    return layout.replace(placements=places)
+    return layout.replace(placements=cut_as_held(layout, axes, dim, layout.shape[dim], held))
 
 
 def _wait_for_nothing() -> None:

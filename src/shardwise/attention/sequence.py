@@ -55,12 +55,10 @@ class sequence_exchange:
 
 
 def current_way() -> str:
-    """How keys and values are brought to the queries now, in this thread."""
     return getattr(_state, "way", "auto")
 
 
 def set_sequence_exchange(way: str) -> None:
-    """Set the way from here on, in this thread."""
     _state.way = sequence_exchange(way).way
 
 

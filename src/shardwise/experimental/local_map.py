@@ -33,15 +33,13 @@ def local_map(
 
     Args:
         func: takes and gives local tensors. Without it, `local_map` gives a decorator.
-        out_placements: how the outputs are laid out: placements for a single output, a tuple with one entry for each
-            flattened output otherwise (None for what is not a tensor; a tensor with None is replicated).
+        out_placements: those of a single output, or a tuple with one entry for each flattened output (None for what is
+            not a tensor; a tensor with None is replicated).
         in_placements: what `func` needs, one entry for each flattened positional argument; None takes any layout.
-            Plain tensors are passed as they are.
-        in_grad_placements: how the gradients that `func` gives its inputs are laid out, where not as the inputs: a
-            replicated input of which each rank uses a part has the gradient [Partial()].
+        in_grad_placements: those of the gradients that `func` gives its inputs, where not as the inputs: a replicated
+            input of which each rank uses a part has the gradient [Partial()].
         device_mesh: where the outputs live; default: the first DTensor's mesh.
-        redistribute_inputs: whether to redistribute an argument that is laid out otherwise than `in_placements` says,
-            instead of raising.
+        redistribute_inputs: whether to redistribute an argument that is laid out otherwise, instead of raising.
 
     Returns:
         A function of DTensors. Called without any, it is `func`.
@@ -116,7 +114,6 @@ def _one_each(given: Sequence[Any] | None, positional: int, total: int, what: st
 
 
 def _local_argument(tensor: Any, need: Places, grad: Places, mesh: Mesh, redistribute: bool, what: str) -> Any:
-    """What `func` gets for one argument."""
     if not isinstance(tensor, DTensor):
         return tensor
     comm = tensor._layout.mesh.comm

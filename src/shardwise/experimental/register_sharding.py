@@ -34,11 +34,9 @@ def register_sharding(
             `__torch_function__` (torch.overrides.wrap_torch_function makes one).
         line: a line of factors, one term for each tensor argument (docs/extending.md has the notation). A cut factor
             passes through every term that has it; one that no output has leaves a Partial(`reduce`).
-        linear: which arguments may be pending sums: "none" of them, all of them together ("joint"), or any one
-            ("each").
+        linear: which arguments may be pending sums: "none" of them, all together ("joint"), or any one ("each").
         reduce: the reduction of a factor that no output has.
-        replace: whether this rule takes the place of an earlier one of yours. It always comes before one of the
-            library.
+        replace: whether this rule takes the place of an earlier one of yours (it always comes before the library's).
 
     Returns:
         None with a `line`; else a decorator.
@@ -75,7 +73,6 @@ def register_sharding(
 
 
 def _overloads(op: Any) -> list[Op]:
-    """The functions under which torch calls an op."""
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
     if isinstance(op, OpOverloadPacket):
         return [one for one in (getattr(op, name) for name in op.overloads()) if not schema_of(one).is_mutable]
@@ -111,7 +108,6 @@ def _signature(op: Op) -> inspect.Signature:
 
 # -- as a line ---------------------------------------------------------------------------------------------
 def _check_line(op: Op, line: str, linear: str) -> None:
-    """Raise where a line cannot be a rule of this op."""
     if linear not in ("none", "joint", "each"):
         raise RuleError(f"{op}: linear = {linear!r}: expected 'none', 'joint' or 'each'")
     parsed = parse(line)

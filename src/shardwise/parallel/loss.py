@@ -26,12 +26,11 @@ _SIGNATURE = inspect.signature(F.cross_entropy)
 class loss_parallel(TorchFunctionMode):
     """A context manager: inside, `F.cross_entropy` of DTensors never moves logits, only a few numbers for each sample.
 
-    The logits must be DTensors whose classes are cut over a mesh axis; for others, the call raises LayoutError.
+    Logits whose classes no mesh axis cuts, as ColwiseParallel(use_local_output=False) does, raise LayoutError.
 
     Example:
         with loss_parallel():
-            loss = F.cross_entropy(logits, targets)  # logits as ColwiseParallel(use_local_output=False) gives them
-            loss.backward()
+            F.cross_entropy(logits, targets).backward()
     """
 
     def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:

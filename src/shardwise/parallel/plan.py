@@ -33,12 +33,10 @@ def parallelize_module(
 
     Args:
         module: the module. Parameters that several of its modules share stay shared.
-        device_mesh: the mesh.
-        parallelize_plan: a style, or styles by module path. Each name in a path may have wildcards, as "layers.*.mlp";
-            a path that matches nothing warns.
+        device_mesh: the mesh. Over axes that the plan does not cut, parameters are replicated.
+        parallelize_plan: a style, or styles by module path, as "layers.*.mlp"; a path that matches nothing warns.
         src_data_rank: the rank whose values the parameters take; None trusts that all ranks have the same.
-        axis: the mesh axis that the plan cuts; needed where the mesh has several. Over the other axes parameters are
-            replicated, and other tensors stay laid out as they are.
+        axis: the mesh axis that the plan cuts; needed where the mesh has several.
 
     Returns:
         The module itself.
@@ -71,7 +69,6 @@ def parallelize_module(
 
 
 def _resolve(module: nn.Module, plan: object) -> Iterator[tuple[nn.Module, ParallelStyle]]:
-    """The modules that a plan names, each with its style."""
     if isinstance(plan, ParallelStyle):
         plan = {"": plan}
     if not isinstance(plan, Mapping):
@@ -124,7 +121,6 @@ def _tables_of(root: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
 
 
 def _shared_parameters(root: nn.Module) -> list[tuple[nn.Parameter, Owners]]:
-    """Parameters that several modules have."""
     owners: dict[nn.Parameter, Owners] = {}
     for path, module in root.named_modules():
         for name, param in module._parameters.items():

@@ -83,8 +83,7 @@ class PrepareModuleInput(ParallelStyle):
     """Lay out the inputs of a module before it runs.
 
     Args:
-        input_layouts: how each positional input comes: a placement on the axis, or placements by the names of axes;
-            None for an input that is left alone.
+        input_layouts: of each positional input a placement on the axis, or by the names of axes; None leaves it alone.
         desired_input_layouts: what each becomes.
         input_kwarg_layouts: the same for keyword arguments, by name.
         desired_input_kwarg_layouts: what they become.
@@ -145,8 +144,7 @@ class PrepareModuleOutput(ParallelStyle):
     """Lay out the outputs of a module after it ran.
 
     Args:
-        output_layouts: how each output comes: a placement on the axis, or placements by the names of axes; None for an
-            output that is left alone.
+        output_layouts: of each output a placement on the axis, or by the names of axes; None leaves it alone.
         desired_output_layouts: what each becomes.
         use_local_output: whether the program gets local tensors. Default: where the mesh has no other axis.
 

@@ -28,8 +28,7 @@ def zigzag(dim: int, length: int, ranks: int | Sequence[int]) -> Shard | tuple[S
     Args:
         dim: the dim that is the sequence.
         length: of the sequence.
-        ranks: how many ranks are along the mesh axis. Or one number for each of several axes: the sequence is dealt to
-            all ranks along these axes, in mesh order.
+        ranks: how many ranks are along the mesh axis; or along each of several, to all of which it is dealt.
 
     Returns:
         The Shard; a tuple of one for each axis where `ranks` is a sequence.
@@ -65,8 +64,7 @@ def context_parallel_shard(
 
     Args:
         mesh: the axis or axes to cut over.
-        buffers: of a DTensor, the placements on the other axes stay as they are. A plain tensor is taken to be the
-            same on all ranks.
+        buffers: DTensors, cut over these axes alone, or plain tensors, taken to be the same on all ranks.
         seq_dims: for each tensor, the dim that is the sequence.
 
     Returns:
@@ -113,7 +111,6 @@ def context_parallel_unshard(
 
 
 def balanced_placements(x: DTensor, dim: int, cp: Mesh) -> list[Placement]:
-    """The placements of `x` with `dim` cut by zigzag on the axes of the mesh `cp`."""
     axes = _axes_in(x, cp)
     other = [a for a in x._layout.axes_of(dim) if a not in axes]
     if other:
@@ -154,7 +151,6 @@ def from_parts(local: torch.Tensor, cp: Mesh, dim: int, length: int | None) -> D
 
 
 def checked_dims(buffers: Sequence[object], dims: Sequence[int], what: str, name: str) -> list[int]:
-    """The dim of each buffer, counted from the front; raises where a buffer is no tensor or has no such dim."""
     if len(buffers) != len(dims):
         raise LayoutError(f"{what}: {len(buffers)} buffers and {len(dims)} {name}; give one for each")
     found = []

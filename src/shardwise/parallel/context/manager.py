@@ -34,9 +34,8 @@ def context_parallel(
 
     Args:
         mesh: the axis or axes to cut the sequences over.
-        buffers: changed in place. A DTensor gets the axes of `mesh` cut, and gradients need nothing more. A plain
-            tensor, the same on all ranks, becomes this rank's part: attention of plain tensors takes them for parts of
-            whole sequences, and gradients of plain parameters are this rank's share, for the program to add up.
+        buffers: changed in place. A DTensor gets the axes of `mesh` cut. A plain tensor, the same on all ranks, becomes
+            this rank's part; gradients of plain parameters are then this rank's share, for the program to add up.
         buffer_seq_dims: for each buffer, the dim that is the sequence.
         no_restore_buffers: those that do not get their old values back afterwards.
 

@@ -9,7 +9,6 @@ goes on.
 parameters.
 """
 
-from shardwise.parallel.data.passes import DataParallel
-from shardwise.parallel.data.setup import SHARDS, Units, data_parallel
+from shardwise.parallel.data.setup import SHARDS, data_parallel
 
-__all__ = ["SHARDS", "DataParallel", "Units", "data_parallel"]
+__all__ = ["SHARDS", "data_parallel"]

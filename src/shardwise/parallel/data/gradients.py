@@ -54,7 +54,6 @@ class GradBucket:
         self.begin()
 
     def begin(self) -> None:
-        """Get ready for another backward pass."""
         self.state.to(Gradients.COLLECTING)
         self.missing = set(self.places)
         self.taken: set[int] = set()  # leaves whose gradient is in the matrices
@@ -64,7 +63,6 @@ class GradBucket:
     # -- taking ---------------------------------------------------------------------------------------------
     @torch.no_grad()
     def take(self, leaf: torch.Tensor, scale: float) -> None:
-        """Move the gradient of a leaf, times `scale`, into the matrices."""
         if self.state.now is not Gradients.COLLECTING:
             raise AutogradError(
                 f"data_parallel: a parameter of shape {tuple(leaf.shape)} got another gradient in one backward pass "
@@ -107,7 +105,6 @@ class GradBucket:
     # -- reducing -------------------------------------------------------------------------------------------
     @torch.no_grad()
     def start(self, scale: float) -> None:
-        """Begin to sum over the ranks what the leaves had."""
         if len(self.taken) < len(self.places):
             self._take_the_rest(scale)
         self.state.to(Gradients.REDUCING)
@@ -124,7 +121,6 @@ class GradBucket:
         self._reducing = start_move(value, self.unreduced, self.reduced, note, owned=True)
 
     def drop(self) -> None:
-        """Wait for the sum under way, and forget it."""
         if self._reducing is not None:
             self._reducing[1]()
         self.state.to(Gradients.REDUCED)
@@ -186,13 +182,11 @@ class Reduction:
         self._in_flight: list[GradBucket] = []
 
     def begin(self) -> None:
-        """Get ready for another backward pass."""
         self._started = 0
         for bucket in self.buckets:
             bucket.begin()
 
     def take(self, leaf: torch.Tensor, scale: float) -> None:
-        """Take the gradient of a leaf, times `scale`, and start the reductions that have all they need."""
         bucket = self._bucket_of[id(leaf)]
         bucket.take(leaf, scale)
         bucket.missing.discard(id(leaf))

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.base import Coords
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, Placement, Shard
-from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, chunk_pieces, compose, count
 from shardwise.mesh import DeviceMesh, Mesh, SimulatedMesh, _submesh, as_mesh
+from shardwise.sizes import cut_as_held
 from shardwise.tensor import DTensor
 
 
@@ -132,7 +133,6 @@ def _on_data_axis(layout: Layout, data: DataAxis, dtype: torch.dtype) -> tuple[L
 
 
 def _without(layout: Layout, axis: int) -> Layout | None:
-    """The layout over the other axes alone, or None where there are none."""
     mesh = layout.mesh
     names = tuple(name for a, name in enumerate(mesh.axis_names) if a != axis)
     if not names:
@@ -154,20 +154,12 @@ def _cut_dim(whole: Layout, parts: int) -> int | None:
 
 def _placements(whole: Layout, axis: int, dim: int) -> tuple[Placement, ...]:
     """The data axis cuts what each rank holds of `dim` into chunks, whatever the others do to it."""
-    places, parts = list(whole.placements), whole.mesh.shape[axis]
-    axes = sorted((axis, *whole.axes_of(dim)))
+    parts, axes = whole.mesh.shape[axis], sorted((axis, *whole.axes_of(dim)))
     if len(axes) == 1:
-        places[axis] = Shard(dim)
-        return tuple(places)
+        return tuple(Shard(dim) if a == axis else p for a, p in enumerate(whole.placements))
 
-    def held(coords: tuple[int, ...]) -> Intervals:
-        here = [0] * len(whole.mesh.shape)
-        for a, c in zip(axes, coords, strict=True):
-            here[a] = c
-        mine = whole.held(dim, here)
-        return compose(mine, chunk_pieces(count(mine), parts)[here[axis]])
+    def held(coords: Coords) -> Intervals:
+        mine = whole.held(dim, coords)
+        return compose(mine, chunk_pieces(count(mine), parts)[coords[axis]])
 
-    shards = shards_from_table([whole.mesh.shape[a] for a in axes], whole.shape[dim], held, dim)
-    for a, shard in zip(axes, shards, strict=True):
-        places[a] = shard
-    return tuple(places)
+    return cut_as_held(whole, axes, dim, whole.shape[dim], held)

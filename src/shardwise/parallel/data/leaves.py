@@ -67,7 +67,6 @@ def _describe(freed: torch.Tensor) -> str:
 
 
 def mark_freed(tensor: DTensor) -> None:
-    """Let a DTensor over memory that has been given back say so from now on."""
     for value in tensor._layout.mesh.comm.values(tensor._local):
         if type(value) is torch.Tensor and not value.untyped_storage().nbytes():
             value.__class__ = Freed
@@ -188,7 +187,6 @@ class LeafGroup:
     # -- gathering and freeing ------------------------------------------------------------------------------
     @torch.no_grad()
     def start(self) -> None:
-        """Begin to gather, unless that is done or under way."""
         versions = self._versions()
         if self.in_place or (self.memory.now is not Memory.PARTS and self._gathered_versions == versions):
             return
@@ -231,7 +229,6 @@ class LeafGroup:
         self._set_class(torch.Tensor)
 
     def _arrived(self) -> torch.Tensor | None:
-        """What was on its way, once it is here."""
         (arrived, wait), self._arriving = self._arriving, (None, _wait_for_nothing)
         wait()
         return arrived
@@ -264,4 +261,4 @@ class LeafGroup:
 
 
 def _wait_for_nothing() -> None:
-    """Nothing is on its way."""
+    return None

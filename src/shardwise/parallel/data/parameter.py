@@ -44,11 +44,9 @@ class ManagedParameter:
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
-        """The distinct plain tensors behind the parameter."""
         return leaf_values(self.param)
 
     def values_by_rank(self) -> tuple[torch.Tensor, ...]:
-        """What each rank that this process runs holds of the parameter."""
         local = leaf_local(self.param)
         return local.ranks if isinstance(local, RankTensor) else (local,)
 
@@ -95,7 +93,6 @@ class ManagedParameter:
 
     # -- standing in ----------------------------------------------------------------------------------------
     def _local(self) -> torch.Tensor:
-        """The leaves as the local value of a DTensor."""
         return RankTensor(self.leaves) if self.layouts.kept.mesh.comm.simulated else self.leaves[0]
 
     def stand_in(self) -> torch.Tensor:

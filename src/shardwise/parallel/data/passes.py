@@ -30,15 +30,9 @@ class DataParallel:
     between uses, `one_at_a_time` whether a reduction of gradients must end before the next begins."""
 
     def __init__(
-        self,
-        data: DataAxis,
-        units: Sequence[Unit],
-        *,
-        frees: bool,
-        one_at_a_time: bool,
-        compute_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-    ) -> None:
+        self, data: DataAxis, units: Sequence[Unit], frees: bool, one_at_a_time: bool,
+        compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
         self.data, self.units, self.root = data, list(units), units[-1]
         self.frees, self.one_at_a_time = frees, one_at_a_time
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
@@ -151,7 +145,6 @@ class DataParallel:
 
     # -- backward -------------------------------------------------------------------------------------------
     def _begin_backward(self) -> None:
-        """Get ready for a backward pass, unless that is done."""
         if self._in_backward:
             if self._end_of_backward() is not None:
                 return
@@ -171,7 +164,6 @@ class DataParallel:
         at_end_of_backward(end)
 
     def _backward_begins(self, unit: Unit, grad: torch.Tensor) -> None:
-        """The gradient of an output of a unit has come."""
         self._begin_backward()
         if unit.is_in_backward:
             return
@@ -181,7 +173,6 @@ class DataParallel:
         self._prefetch(unit, -1)
 
     def _gradient_came(self, unit: Unit, leaf: torch.Tensor) -> None:
-        """A leaf has its gradient."""
         self._begin_backward()
         unit.missing.discard(id(leaf))
         if self.sync:
@@ -227,7 +218,6 @@ class DataParallel:
             self.sync = before
 
     def _parameters(self) -> Iterator[ManagedParameter]:
-        """The parameters that have leaves."""
         for unit in self.units:
             if unit.groups is not None:
                 yield from unit.parameters

@@ -37,7 +37,6 @@ class Rows:
         return (*shape[:dim], sizes[row], *shape[dim + 1 :])
 
     def piece(self, i: int, whole: torch.Tensor, row: int) -> torch.Tensor:
-        """The part of a whole tensor that a row has, as a view."""
         dim, sizes = self.dims[i], self.sizes[i]
         if dim is None or sizes is None:
             return whole

@@ -158,7 +158,6 @@ class Unit:
         self._begin(Use.BACKWARD if self.use.now is Use.IDLE else Use.BOTH, distributed)
 
     def end_backward(self) -> None:
-        """The module shows its parameters again, unless its forward goes on."""
         self.inputs_done, self.missing = False, set()
         if self.use.now is Use.BOTH:
             self.use.to(Use.FORWARD)

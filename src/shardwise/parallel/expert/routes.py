@@ -12,11 +12,10 @@ from shardwise.comm.base import Coords
 from shardwise.comm.record import Note
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Shard
-from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, normalize
-from shardwise.mesh import Mesh
 from shardwise.move import move
+from shardwise.sizes import coords_on, cut_as_held
 from shardwise.strategy.program import run_local
 from shardwise.tensor import DTensor
 
@@ -78,11 +77,7 @@ class Routes:
         return self._layout(tokens, axes, lambda coords: self._rows(self._runs_for(coords), self.experts_at(coords)))
 
     def _layout(self, tokens: Layout, axes: tuple[int, ...], held: Callable[[Coords], Intervals]) -> Layout:
-        mesh = tokens.mesh
-        table = lambda on_axes: held(_coords(mesh, axes, on_axes))
-        places = list(tokens.placements)
-        for axis, shard in zip(axes, shards_from_table([mesh.shape[a] for a in axes], self.total, table, 0)):
-            places[axis] = shard
+        places = cut_as_held(tokens, axes, 0, self.total, held)
         return tokens.replace(shape=(self.total, tokens.shape[1]), placements=places)
 
     def _own_runs(self, coords: Coords) -> list[int]:
@@ -90,7 +85,6 @@ class Routes:
         return [r for r, run in enumerate(self.runs) if run.holder == mine]
 
     def _runs_for(self, coords: Coords) -> list[int]:
-        """The runs whose rows the experts at `coords` get."""
         fixed = [(i, coords[a]) for i, a in enumerate(self.token_axes) if a not in self.expert_axes]
         return [r for r, run in enumerate(self.runs) if all(run.holder[i] == c for i, c in fixed)]
 
@@ -105,7 +99,6 @@ class Routes:
         return tuple(self.counts[mine].T.ravel().tolist()), tuple(self.kept[mine].T.ravel().tolist())
 
     def rows_per_expert(self, coords: Coords) -> tuple[int, ...]:
-        """How many rows each of the experts at `coords` has there."""
         return tuple(self.kept[self._runs_for(coords)][:, self.experts_at(coords)].sum(0).tolist())
 
 
@@ -114,7 +107,7 @@ def _exchanged_counts(chosen: DTensor, experts: int) -> tuple[list[Run], numpy.n
     layout = chosen._layout
     mesh, axes = layout.mesh, layout.axes_of(0)
     holders = list(numpy.ndindex(*(mesh.shape[a] for a in axes)))
-    pieces = {holder: layout.held(0, _coords(mesh, axes, holder)) for holder in holders}
+    pieces = {holder: layout.held(0, coords_on(axes, holder, len(mesh.shape))) for holder in holders}
     most = max(1, max(map(len, pieces.values())))
     evenly = [Shard(0) if p.is_shard(0) else REPLICATE for p in layout.placements]
     table = layout.replace(shape=(len(holders) * most, experts), placements=evenly)
@@ -130,12 +123,6 @@ def _exchanged_counts(chosen: DTensor, experts: int) -> tuple[list[Run], numpy.n
     )
     rows = numpy.array([row for _, row in found], dtype=numpy.int64).reshape(len(found), experts)
     return [run for run, _ in found], rows
-
-
-def _coords(mesh: Mesh, axes: Sequence[int], on_axes: Sequence[int]) -> Coords:
-    """Coordinates on all axes of the mesh: those on some axes, and 0 on the others."""
-    at = dict(zip(axes, on_axes, strict=True))
-    return tuple(at.get(a, 0) for a in range(len(mesh.shape)))
 
 
 def _counted(chosen: torch.Tensor, experts: int, held: Intervals, most: int) -> torch.Tensor:

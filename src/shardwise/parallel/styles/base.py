@@ -33,7 +33,6 @@ def as_placing(value: Any, name: str) -> Placing:
 
 
 def refuse(x: object, what: str) -> NoReturn:
-    """Raise, because only tensors can be laid out."""
     raise LayoutError(f"{what} is a {type(x).__name__}, not a tensor; give it the layout None")
 
 

@@ -100,7 +100,6 @@ class _LayerParallel(ParallelStyle):
         return handed_over(laid, self._use_local, axis)
 
     def _cut_dim(self, module: nn.Module) -> int:
-        """The dim of the weight that is cut."""
         if self.weight_dim is not None:
             return self.weight_dim
         for kind, dim in zip((nn.Linear, nn.Embedding), self.cut_dims, strict=True):
@@ -120,13 +119,12 @@ class ColwiseParallel(_LayerParallel):
     """Cut a linear layer by its outputs, or an embedding by the columns of its table.
 
     Args:
-        input_layouts: the placement of the input on the axis, or placements by the names of axes. The input is made
-            whole along the axis. Default: Replicate().
+        input_layouts: the placement of the input, which is made whole, on the axis; or by the names of axes. Default:
+            Replicate().
         output_layouts: what the output becomes. Default: Shard(-1), as it is computed.
         use_local_output: whether the program gets a local tensor. Default: where the mesh has no other axis.
         weight_dim: the dim of the weight to cut, for modules of other types.
-        parts: the outputs are this many projections side by side, as the query, key and value of one fused layer, and
-            every one of them is cut.
+        parts: how many projections the outputs are, side by side, as query, key and value; every one of them is cut.
 
     Raises:
         LayoutError: a placement or `parts` is not one.
@@ -163,8 +161,8 @@ class RowwiseParallel(_LayerParallel):
     """Cut a linear layer by its inputs, or an embedding by the rows of its table.
 
     Args:
-        input_layouts: the placement of the input on the axis, or placements by the names of axes. The input is cut to
-            fit the weight; the ids of an embedding are made whole. Default: Shard(-1).
+        input_layouts: the placement of the input, which is cut to fit the weight (the ids of an embedding are made
+            whole), on the axis; or by the names of axes. Default: Shard(-1).
         output_layouts: what the output is summed to. Default: Replicate().
         use_local_output: whether the program gets a local tensor. Default: where the mesh has no other axis.
         weight_dim: the dim of the weight to cut, for modules of other types.
