@@ -13,8 +13,7 @@ from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
 Init = Callable[[nn.Module], object]
-# The method that sets a module's own parameters; that which sets all parameters inside of it, as torch.nn.Transformer
-# does after its submodules were built.
+# The methods that set a module's own parameters, and all parameters inside of it (torch.nn.Transformer).
 _RESETS = ("reset_parameters", "_reset_parameters")
 
 

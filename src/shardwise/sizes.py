@@ -9,10 +9,9 @@ unless the sizes follow from what all ranks know anyway. They do where
 - nothing is cut,
 - the tensor is one that a style took from a DTensor, or that has been here before (`parallel/styles/remembered.py`).
 
-Else sizes are exchanged: one all-gather of 18 integers along each axis of the mesh. It takes place between the hosts
-where the process group can do that (one of ``cpu:gloo,cuda:nccl``, which ``init_process_group()`` makes without a
-backend), so that no host waits for its device. On a group of NCCL alone the integers travel between the devices, and
-the host waits for its own.
+Else sizes are exchanged: one all-gather of 18 integers along each axis of the mesh, between the hosts where the process
+group can do that (``cpu:gloo,cuda:nccl``, which ``init_process_group()`` makes without a backend): no host waits for
+its device. On a group of NCCL alone they travel between the devices.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """loss_parallel: cross-entropy on logits whose classes are cut, and nothing of them moved.
 
-The rule of cross_entropy never gathers cut classes: for each sample the ranks exchange the largest logit and the sum of
-exponentials, and one number more in the backward pass. What this adds is a promise: a call that would move logits,
-because they come whole, pending or laid out otherwise, raises instead.
+The rule of cross_entropy never gathers cut classes. What this adds is a promise: a call that would move logits, because
+they come whole, pending or laid out otherwise, raises instead.
 """
 
 from __future__ import annotations

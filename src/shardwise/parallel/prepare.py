@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.errors import LayoutError
 from shardwise.mesh import DeviceMesh, SimulatedMesh
 from shardwise.parallel.styles.axis import Placing, StyleAxis
-from shardwise.parallel.styles.base import ParallelStyle, PlacingArgument, StyleHook, as_placing, handed_over, refuse
+from shardwise.parallel.styles.base import ParallelStyle, PlacingArgument, StyleHook, as_placing, refuse
 
 Placings = tuple[Placing | None, ...]  # one for each tensor; None for what is left alone
 PlacingsArgument = PlacingArgument | Sequence[PlacingArgument | None] | None
@@ -51,7 +51,7 @@ def _prepared(
     laid = axis.distributed(x, layout)
     if desired is not None:
         laid = axis.move(laid, desired)
-    return handed_over(laid, use_local, axis)
+    return axis.handed_over(laid, use_local)
 
 
 def _all_prepared(

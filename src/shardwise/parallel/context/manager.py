@@ -93,9 +93,8 @@ def _change(x: torch.Tensor, dim: int, cp: Mesh, what: str) -> tuple[Callable[[]
 
 
 class _WholeAttention(TorchFunctionMode):
-    """Inside, attention of plain tensors, each rank's zig-zag part of a sequence, is that of the whole sequences.
-
-    Attention of DTensors is so anyway; here its communication counts as asked for."""
+    """Inside, attention of plain tensors, each rank's zig-zag part of a sequence, is that of the whole sequences. Of
+    DTensors it is so anyway; here its communication counts as asked for."""
 
     def __init__(self, cp: Mesh, length: int | None) -> None:
         super().__init__()

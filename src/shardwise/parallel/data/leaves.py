@@ -192,12 +192,12 @@ class LeafGroup:
             return
         self.memory.to(Memory.GATHERING)
         self._gathered_versions = versions
-        self._arriving = self._start_gather() if self.cut else (None, _wait_for_nothing)
-
-    def _start_gather(self) -> tuple[torch.Tensor, Callable[[], object]]:
-        mine = [row.unsqueeze(0) for row in self._own_rows()]
-        local = RankTensor(mine) if self.data.mesh.comm.simulated else mine[0]
-        return start_move(local, self._layout, self._layout.replace(placements=[REPLICATE]), Note("data_parallel"))
+        self._arriving = None, _wait_for_nothing
+        if self.cut:
+            mine = [row.unsqueeze(0) for row in self._own_rows()]
+            local = RankTensor(mine) if self.data.mesh.comm.simulated else mine[0]
+            whole = self._layout.replace(placements=[REPLICATE])
+            self._arriving = start_move(local, self._layout, whole, Note("data_parallel"))
 
     def _own_rows(self) -> list[torch.Tensor]:
         """What each rank that this process runs keeps, as a row."""

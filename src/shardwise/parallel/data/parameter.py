@@ -103,9 +103,8 @@ class ManagedParameter:
     def distributed_stand_in(self, data: DataAxis) -> DTensor:
         """What stands in for it where the batch is a DTensor: Replicate over the data axis.
 
-        Its gradient must reach the leaves as parts of a sum. A call that is split over the data axis gives each rank
-        a part of the gradient: such a call gets the leaf itself, which is kept as the spread form of the tensor. Any
-        other use gives every rank the whole gradient: each rank takes its share of that."""
+        Its gradient must reach the leaves as parts of a sum. A call that is split over the data axis gives parts: it
+        gets the leaf itself, the spread form of the tensor. Of the whole gradient of other uses, each takes a share."""
         axis, layout = self.layouts.axis, self.layouts.whole.replace(dtype=self.dtype)
         comm = layout.mesh.comm
         replicas = [a for a, p in enumerate(layout.placements) if p.is_replicate()]

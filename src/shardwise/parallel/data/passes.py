@@ -20,7 +20,9 @@ from shardwise.parallel.data.unit import Unit, plain_tensors
 from shardwise.tensor import DTensor
 from shardwise.torch_private import at_end_of_backward
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward
+Args = tuple[Any, ...]  # of a forward
+Kwargs = dict[str, Any]
+Call = tuple[Args, Kwargs]
 
 
 class DataParallel:
@@ -61,9 +63,7 @@ class DataParallel:
         self._reset()
 
     # -- forward --------------------------------------------------------------------------------------------
-    def _before_forward(
-        self, unit: Unit, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Call | None:
+    def _before_forward(self, unit: Unit, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> Call | None:
         if self._in_backward and self._end_of_backward() is None:
             self._give_up_backward()
         self._order.setdefault(unit, len(self._order))
@@ -76,7 +76,7 @@ class DataParallel:
             self._watch_inputs(unit, (args, kwargs) if changed is None else changed)
         return changed
 
-    def _begin_outermost(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def _begin_outermost(self, unit: Unit, args: Args, kwargs: Kwargs) -> Call | None:
         """Decide how to compute, and cast the inputs; None where they stay as they are."""
         self._outermost = unit
         for other in self.units:
@@ -114,9 +114,7 @@ class DataParallel:
         if inputs:
             torch.autograd.graph.register_multi_grad_hook(inputs, lambda grads: self._inputs_have_gradients(unit))
 
-    def _after_forward(
-        self, unit: Unit, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         hooked = False
         if torch.is_grad_enabled():
             for value in plain_tensors(output):

@@ -23,7 +23,7 @@ class Rows:
     def __init__(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int | None], parts: int) -> None:
         self.shapes, self.dims, self.parts = list(shapes), list(dims), parts
         cuts = zip(shapes, dims, strict=True)
-        self.sizes = [None if dim is None else _chunk_sizes(shape[dim], parts) for shape, dim in cuts]
+        self.sizes = [None if d is None else list(map(count, chunk_pieces(shape[d], parts))) for shape, d in cuts]
         widths = [math.prod(self.piece_shape(i, 0)) for i in range(len(self.shapes))]
         self.columns = list(itertools.pairwise(itertools.accumulate(widths, initial=0)))
         self.length = sum(widths)
@@ -87,7 +87,3 @@ class Rows:
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-
-
-def _chunk_sizes(n: int, parts: int) -> list[int]:
-    return [count(piece) for piece in itertools.islice(chunk_pieces(n, parts), parts)]

@@ -166,21 +166,17 @@ class Unit:
 
     def _begin(self, use: Use, distributed: bool) -> None:
         is_installed = self.use.now is not Use.IDLE
-        if not is_installed:
-            self._check_slots()
-        self.use.to(use)
-        self.gather()
-        if not is_installed:
-            self._install(distributed)
-
-    def _check_slots(self) -> None:
-        for parameters, name, _, param in self._slots:
+        for parameters, name, _, param in () if is_installed else self._slots:
             if parameters.get(name) is not param:
                 raise LayoutError(
                     f"data_parallel: parameter {name!r} of shape {tuple(param.shape)} was replaced or taken away after "
                     f"data_parallel(); change the module (dtype, parametrizations, new parameters) before, or write "
                     f"into it: param.copy_(...), load_state_dict(...)"
                 )
+        self.use.to(use)
+        self.gather()
+        if not is_installed:
+            self._install(distributed)
 
     def _install(self, distributed: bool) -> None:
         if distributed:

@@ -45,15 +45,13 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, -2)
         logits = self.router(tokens)
         weights, chosen = top_k(logits, self.k)
-        routed = dispatch(tokens, chosen, self.up, capacity=self._capacity(tokens.shape[0]))
+        capacity = None
+        if self.capacity_factor is not None:
+            capacity = math.ceil(self.capacity_factor * tokens.shape[0] * self.k / self.up.shape[0])
+        routed = dispatch(tokens, chosen, self.up, capacity=capacity)
         y = F.gelu(grouped_linear(routed, routed.rows, self.up, self.up_bias))
         y = combine(routed, grouped_linear(routed, y, self.down, self.down_bias), weights)
         return y.unflatten(0, x.shape[:-1]), balance_loss(logits, chosen)
-
-    def _capacity(self, tokens: int) -> int | None:
-        if self.capacity_factor is None:
-            return None
-        return math.ceil(self.capacity_factor * tokens * self.k / self.up.shape[0])
 
 
 # -- the router --------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
 Placing = Placement | Mapping[str, Placement]  # on the style's axis, or by the names of axes
+Sizes = Mapping[int, int] | None  # global sizes of dims that are known
 _NOTE = Note("redistribute")
 
 
@@ -56,11 +57,11 @@ class StyleAxis:
     def placements(self, placing: Placing, others: tuple[Placement, ...] | None = None) -> tuple[Placement, ...]:
         """Placements for all axes: those of `placing`, and `others` (or Replicate) where it says nothing."""
         found = list(others if others is not None else (REPLICATE,) * len(self.mesh.shape))
-        if not isinstance(placing, Mapping):
+        if isinstance(placing, Mapping):
+            for name, place in placing.items():
+                found[self.mesh.axis(name)] = place
+        else:
             found[self.number] = placing
-            return tuple(found)
-        for name, place in placing.items():
-            found[self.mesh.axis(name)] = place
         return tuple(found)
 
     # -- onto the mesh --------------------------------------------------------------------------------------
@@ -68,16 +69,15 @@ class StyleAxis:
         self,
         x: torch.Tensor,
         placing: Placing,
-        whole: Mapping[int, int] | None = None,
+        whole: Sizes = None,
         *,
         watched: bool = True,
         known_as: torch.Tensor | None = None,
     ) -> DTensor:
         """A DTensor of `x`: `x` itself if it is one, else the tensor of which each rank holds `x` under `placing`.
 
-        `whole` gives the global sizes of cut dims, where they are known. `watched` says whether hooks may be put on
-        the result, so that it needs a node of its own in the graph. `known_as` is the tensor to look the layout up
-        for, where `x` is another form of it."""
+        `whole` has the global sizes of cut dims that are known. If `watched`, hooks may be put on the result: it gets a
+        node of its own in the graph. `known_as`, where `x` is another form of it, is what the layout is known for."""
         if isinstance(x, DTensor):
             if x._layout.mesh is not self.mesh:
                 axis = self.mesh.axis_names[self.number]
@@ -97,12 +97,7 @@ class StyleAxis:
         return enter(x, layout) if watched or x.grad_fn is None else wrap(x, layout)
 
     def _layout_of(
-        self,
-        x: torch.Tensor,
-        placing: Placing,
-        whole: Mapping[int, int] | None,
-        key: tuple[Hashable, ...],
-        known_as: torch.Tensor,
+        self, x: torch.Tensor, placing: Placing, whole: Sizes, key: tuple[Hashable, ...], known_as: torch.Tensor
     ) -> Layout:
         """The layout of a plain tensor: derived where that is possible, else agreed on by all ranks (see `sizes`)."""
         places = self.placements(placing)
@@ -143,9 +138,8 @@ class StyleAxis:
 
     # -- along it -------------------------------------------------------------------------------------------
     def move(self, x: DTensor, placing: Placing, like: Any = None) -> DTensor:
-        """The tensor laid out so; axes that `placing` does not speak of stay as they are.
+        """The tensor laid out so; axes that `placing` does not speak of, or that cut the dim it asks for, stay.
 
-        A plain Shard(dim) asks for no particular sizes: a tensor that is cut along dim already stays, however it is.
         `like` is the input of the module whose output `x` is. What the other axes cut of its leading dims they cut of
         `x`: a batch stays cut, also where it was cheaper to gather it than a parameter which those axes cut."""
         before = like._layout if isinstance(like, DTensor) and not self.is_only_axis else None
@@ -153,7 +147,10 @@ class StyleAxis:
         if key not in self._targets:
             asked = self.placements(placing, x.placements if before is None else self._cut_like(x._layout, before))
             settled = tuple(unless_cut(want, have, x.dim()) for want, have in zip(asked, x.placements))
-            _remember(self._targets, key, None if settled == x.placements else _target(x._layout, settled))
+            made = x._layout.replace(placements=settled)
+            if plan_steps(x._layout, made):
+                made = made.replace(stride=None)  # what has not moved is as it was
+            _remember(self._targets, key, None if settled == x.placements else made)
         target = self._targets[key]
         if target is None:
             return x
@@ -173,7 +170,11 @@ class StyleAxis:
         )
 
     # -- and out again --------------------------------------------------------------------------------------
-    def local_of(self, x: DTensor) -> torch.Tensor:
+    def handed_over(self, x: DTensor, use_local: bool | None) -> torch.Tensor:
+        """What the program gets of a tensor: the local one if `use_local`; by default, where there is no other axis."""
+        return self._local_of(x) if (self.is_only_axis if use_local is None else use_local) else x
+
+    def _local_of(self, x: DTensor) -> torch.Tensor:
         """The local tensor. What simulated ranks hold alike is one tensor, and a plain one if all do: a plain parameter
         that meets it gets its gradient once, as on every process."""
         comm = self.mesh.comm
@@ -198,7 +199,7 @@ def _placing_key(placing: Placing) -> Hashable:
     return placing if isinstance(placing, Placement) else tuple(placing.items())
 
 
-def _global_shape(x: torch.Tensor, places: tuple[Placement, ...], whole: Mapping[int, int] | None) -> list[int] | None:
+def _global_shape(x: torch.Tensor, places: tuple[Placement, ...], whole: Sizes) -> list[int] | None:
     """The global shape, where something is cut and the sizes of all cut dims are known."""
     cut = {p.dim % x.ndim for p in places if isinstance(p, Shard) and -x.ndim <= p.dim < x.ndim}
     known = {dim % x.ndim: size for dim, size in (whole or {}).items() if -x.ndim <= dim < x.ndim}
@@ -206,11 +207,6 @@ def _global_shape(x: torch.Tensor, places: tuple[Placement, ...], whole: Mapping
 
 
 # -- moves -------------------------------------------------------------------------------------------------
-def _target(layout: Layout, places: tuple[Placement, ...]) -> Layout:
-    target = layout.replace(placements=places)
-    return target.replace(stride=None) if plan_steps(layout, target) else target  # what has not moved is as it was
-
-
 def _moved(x: DTensor, target: Layout) -> DTensor:
     """x.redistribute, with the layout that it comes to known beforehand."""
     return wrap(move(x._local, x._layout, target, _NOTE), target)

@@ -6,14 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
-import torch
 from torch import nn
 
 from shardwise.errors import LayoutError
 from shardwise.layout.placement import Placement, as_placement
 from shardwise.mesh import DeviceMesh, SimulatedMesh
 from shardwise.parallel.styles.axis import Placing, StyleAxis
-from shardwise.tensor import DTensor
 
 
 class PlacementLike(Protocol):
@@ -64,14 +62,7 @@ class StyleHook:
         return self
 
 
-def handed_over(x: DTensor, use_local: bool | None, axis: StyleAxis) -> torch.Tensor:
-    """What the program gets of a tensor: the local one if `use_local`; by default, where the mesh has no other axis."""
-    return axis.local_of(x) if (axis.is_only_axis if use_local is None else use_local) else x
-
-
-def lay_out_parameters(
-    module: nn.Module, placements: Mapping[str, Placement], axis: StyleAxis, source: int | None
-) -> None:
+def lay_out_module(module: nn.Module, placements: Mapping[str, Placement], axis: StyleAxis, source: int | None) -> None:
     """Lay the module's own parameters out as `placements` says by name, with the values of the rank `source`."""
     for name, param in list(module._parameters.items()):
         if param is not None:

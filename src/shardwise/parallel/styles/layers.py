@@ -13,15 +13,7 @@ from shardwise.layout.placement import REPLICATE, Placement
 from shardwise.layout.split import chunk_bounds
 from shardwise.mesh import DeviceMesh, SimulatedMesh
 from shardwise.parallel.styles.axis import Placing, StyleAxis
-from shardwise.parallel.styles.base import (
-    ParallelStyle,
-    PlacingArgument,
-    StyleHook,
-    as_placing,
-    handed_over,
-    lay_out_parameters,
-    refuse,
-)
+from shardwise.parallel.styles.base import ParallelStyle, PlacingArgument, StyleHook, as_placing, lay_out_module, refuse
 from shardwise.tensor import DTensor
 
 
@@ -55,7 +47,7 @@ class _LayerParallel(ParallelStyle):
         axis = StyleAxis.of(device_mesh, self.axis)
         dim = self._cut_dim(module)
         placements = {name: self._placement(param, dim, axis) for name, param in module._parameters.items()}
-        lay_out_parameters(module, placements, axis, self.src_data_rank)
+        lay_out_module(module, placements, axis, self.src_data_rank)
         module.register_forward_pre_hook(StyleHook(self._before, axis), with_kwargs=True)
         module.register_forward_hook(StyleHook(self._after, axis), with_kwargs=True)
         return module
@@ -97,7 +89,7 @@ class _LayerParallel(ParallelStyle):
         if not isinstance(output, torch.Tensor):
             refuse(output, f"{type(self).__name__}: the output of {type(module).__name__}")
         laid = axis.move(axis.distributed(output, REPLICATE), self._output, like=next(iter((*args, *kwargs.values()))))
-        return handed_over(laid, self._use_local, axis)
+        return axis.handed_over(laid, self._use_local)
 
     def _cut_dim(self, module: nn.Module) -> int:
         if self.weight_dim is not None:
@@ -220,7 +212,7 @@ class SequenceParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
         axis = StyleAxis.of(device_mesh, self.axis)
-        lay_out_parameters(module, dict.fromkeys(module._parameters, REPLICATE), axis, self.src_data_rank)
+        lay_out_module(module, dict.fromkeys(module._parameters, REPLICATE), axis, self.src_data_rank)
         module.register_forward_pre_hook(StyleHook(self._before, axis))
         module.register_forward_hook(StyleHook(self._after, axis))
         return module
@@ -234,7 +226,7 @@ class SequenceParallel(ParallelStyle):
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor, axis: StyleAxis) -> torch.Tensor:
         laid = axis.distributed(output, self.sequence)
         laid = axis.move(laid, laid.placements[axis.number], like=args[0])
-        return handed_over(laid, self.use_local_output, axis)
+        return axis.handed_over(laid, self.use_local_output)
 
     def __repr__(self) -> str:
         return f"SequenceParallel(sequence_dim={self.sequence.dim}, use_local_output={self.use_local_output})"

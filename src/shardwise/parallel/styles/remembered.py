@@ -1,12 +1,10 @@
 """What is remembered of plain tensors: the layouts they have, and the DTensors that they became.
 
-*Layouts*: a plain tensor that a style hands to the program has a layout that all ranks know, and so has one whose sizes
-have been exchanged. When the same object comes to a style again, they need not exchange them. All ranks run the same
-program, so on all of them it is the same object, or on none.
+*Layouts*: sizes of a tensor that a style handed to the program, or that were exchanged, need not be exchanged again.
+All ranks run the same program, so on all of them it is the same object that comes again, or on none.
 
 *DTensors*: query, key and value projections get one plain tensor. As one DTensor, it gets their gradients added up by
-autograd, and the ranks exchange the sum once instead of three times. This is dropped when the tensor dies; it keeps the
-tensor's memory and graph alive, but not the tensor itself.
+autograd, and the ranks exchange the sum once. It keeps the tensor's memory and graph alive, not the tensor itself.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ def remember_layout(x: torch.Tensor, layout: Layout) -> None:
     _known[id(x)] = entry
 
 
-def _forget_layout(entry: Any) -> None:
+def _forget_layout(entry: _Remembered) -> None:
     if _known.get(entry.key) is entry:
         del _known[entry.key]
 
@@ -97,7 +95,7 @@ def distributed_once(x: torch.Tensor, key: tuple[Any, ...], make: Callable[[torc
     return entry.laid
 
 
-def _forget_dtensor(entry: Any) -> None:
+def _forget_dtensor(entry: _Remembered) -> None:
     entry.laid = None
 
 
