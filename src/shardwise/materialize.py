@@ -13,8 +13,7 @@ from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
 Init = Callable[[nn.Module], object]
-# The method that sets a module's own parameters; that which sets all parameters inside of it, as torch.nn.Transformer
-# does after its submodules were built.
+# The methods that set a module's own parameters, and all parameters inside of it (torch.nn.Transformer).
 _RESETS = ("reset_parameters", "_reset_parameters")
 
 
@@ -22,8 +21,8 @@ def materialize(module: nn.Module, init: Init | None = None) -> nn.Module:
     """Make memory for every meta parameter and buffer of a module that is laid out, and initialise it, in place.
 
     No rank ever holds more than its part. Submodules are initialised innermost first, in the order they were
-    registered, which is the order in which they are built. A parameter that several submodules share keeps the values
-    that the first of them gave it. Parameters become new objects, so make the optimizer afterwards.
+    registered. A parameter that several of them share keeps the values that the first gave it. Parameters become new
+    objects, so make the optimizer afterwards.
 
     Args:
         module: its meta parameters and buffers must be DTensors.
@@ -46,7 +45,7 @@ def materialize(module: nn.Module, init: Init | None = None) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise LayoutError(f"materialize: module must be a torch.nn.Module, got {type(module).__name__}")
     made: dict[int, DTensor] = {}  # by id of the meta tensor
-    waiting = [(name, owner) for name, owner in _innermost_first(module) if _is_waiting(owner)]
+    waiting = [(name, owner) for name, owner in _innermost_first(module, "", set()) if _is_waiting(owner)]
     for name, owner in waiting:
         _check(name, owner, init)
     for _, owner in waiting:
@@ -56,24 +55,22 @@ def materialize(module: nn.Module, init: Init | None = None) -> nn.Module:
                 made[id(old)] = _with_memory(old)
             table[key] = made[id(old)]
         kept = [(tensor, tensor.detach().clone()) for tensor in shared]
-        _initialise(owner, init)
+        if init is not None:
+            init(owner)
+        else:
+            next(getattr(owner, reset) for reset in _RESETS if hasattr(owner, reset))()
         with torch.no_grad():
             for tensor, value in kept:
                 tensor.copy_(value)
     return module
 
 
-def _innermost_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    seen: set[int] = set()
-
-    def visit(owner: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-        if id(owner) not in seen:
-            seen.add(id(owner))
-            for key, child in owner.named_children():
-                yield from visit(child, f"{name}.{key}" if name else key)
-            yield name, owner
-
-    return visit(module, name)
+def _innermost_first(owner: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if owner not in seen:
+        seen.add(owner)
+        for key, child in owner.named_children():
+            yield from _innermost_first(child, f"{name}.{key}" if name else key, seen)
+        yield name, owner
 
 
 def _is_waiting(owner: nn.Module) -> bool:
@@ -103,17 +100,8 @@ def _check(name: str, owner: nn.Module, init: Init | None) -> None:
 
 
 def _with_memory(old: DTensor) -> DTensor:
-    """A tensor like one on the meta device, with memory on the mesh's."""
     layout = old._layout.replace(device=old._layout.mesh.device)
     comm = layout.mesh.comm
     split = [axis for axis, p in enumerate(layout.placements) if not p.is_replicate()]  # replicas share a tensor
     new = wrap(comm.bind(lambda local: torch.empty_like(local, device=layout.device), split)(old._local), layout)
     return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new  # type: ignore[return-value]
-
-
-def _initialise(owner: nn.Module, init: Init | None) -> None:
-    if init is not None:
-        init(owner)
-        return
-    reset = next(getattr(owner, reset) for reset in _RESETS if hasattr(owner, reset))
-    reset()

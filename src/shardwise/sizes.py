@@ -1,26 +1,23 @@
 """From what the ranks hold to a layout: global sizes are never guessed from one rank.
 
-A rank sees its own local tensor only. That its size is what it was in the last call says nothing of the other ranks: 16
-rows cut over 4 ranks are (4, 4, 4, 4), 15 rows are (4, 4, 4, 3), and three of the ranks see no difference. A rank that
-went on with what it remembers would meet the rank that did change in collectives of other sizes: a hang, or wrong
-values. Nor can the rank that changed warn the others in time: no warning yet and no warning at all look the same. So
-before a layout is used, every rank must have heard from every other rank, unless the sizes follow from what all ranks
-know anyway. They do where
+A rank sees its own local tensor only, and its size says nothing of the others: 16 rows cut over 4 ranks are 4, 4, 4, 4,
+15 rows are 4, 4, 4, 3. A rank that went on with what it remembers would meet the one that changed in collectives of
+other sizes: a hang, or wrong values. So before a layout is used, every rank must have heard from every other rank,
+unless the sizes follow from what all ranks know anyway. They do where
 
 - the caller gives the global shape (`shape=`, or a layer that knows the size of its input),
 - nothing is cut,
-- the tensor is one that a style took from a DTensor, or that has been here before (`parallel/styles/known_layouts.py`).
+- the tensor is one that a style took from a DTensor, or that has been here before (`parallel/styles/remembered.py`).
 
-Else sizes are exchanged: one all-gather of 18 integers along each axis of the mesh. It takes place between the hosts
-where the process group can do that (one of ``cpu:gloo,cuda:nccl``, which ``init_process_group()`` makes without a
-backend), so that no host waits for its device. On a group of NCCL alone the integers travel between the devices, and
-the host waits for its own.
+Else sizes are exchanged: one all-gather of 18 integers along each axis of the mesh, between the hosts where the process
+group can do that (``cpu:gloo,cuda:nccl``, which ``init_process_group()`` makes without a backend): no host waits for
+its device. On a group of NCCL alone they travel between the devices.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,13 +25,29 @@ import torch.distributed as dist
 from shardwise.comm.base import Coords
 from shardwise.errors import DimError, LayoutError
 from shardwise.layout import Layout, Placement, Shard
-from shardwise.layout.layout import dense_stride
+from shardwise.layout.layout import dense_stride, shards_from_table
 from shardwise.layout.placement import check_reductions
-from shardwise.layout.split import count
+from shardwise.layout.split import Intervals, count
 from shardwise.mesh import DeviceMesh, Mesh
 
 Kinds = Mapping[Coords, tuple[str, tuple[int, ...]]]  # dtype and local shape of each rank, by its mesh coordinates
 Shapes = Mapping[Coords, tuple[int, ...]]
+
+
+def cut_as_held(
+    layout: Layout, axes: Sequence[int], dim: int, length: int, held: Callable[[Coords], Intervals]
+) -> tuple[Placement, ...]:
+    """The placements of a layout, but these axes cut `dim`, of `length`: the rank at `coords` has held(coords)."""
+    shape = layout.mesh.shape
+    table = lambda here: held(coords_on(axes, here, len(shape)))
+    shards = dict(zip(axes, shards_from_table([shape[a] for a in axes], length, table, dim), strict=True))
+    return tuple(shards.get(axis, place) for axis, place in enumerate(layout.placements))
+
+
+def coords_on(axes: Sequence[int], here: Sequence[int], ndim: int) -> Coords:
+    """Coordinates on all axes of a mesh: those on some axes, and 0 on the others."""
+    at = dict(zip(axes, here, strict=True))
+    return tuple(at.get(axis, 0) for axis in range(ndim))
 
 
 def layout_of_locals(
@@ -49,8 +62,7 @@ def layout_of_locals(
 ) -> tuple[torch.Tensor, Layout]:
     """The local value in the backend's form, and the layout under which the ranks hold it.
 
-    Arguments are those of `DTensor.from_local`; `kinds` is what `exchange_kinds` gave, if it has been called. Raises
-    LayoutError where the placements do not fit the mesh, the tensor, or what the ranks hold."""
+    Arguments are those of `DTensor.from_local`; `kinds` is what `exchange_kinds` gave, if it has been called."""
     comm = mesh.comm
     if len(placements) != len(mesh.shape):
         raise LayoutError(
@@ -66,7 +78,8 @@ def layout_of_locals(
     shapes = None if kinds is None else {coords: held for coords, (_, held) in kinds.items()}
     placements = _from_the_front(placements, first)
     if shape is None and (cut or run_check):
-        shape, placements = _global(mesh, placements, shapes or _same_everywhere(mesh, first))
+        alike = dict.fromkeys(itertools.product(*map(range, mesh.shape)), tuple(first.shape))
+        shape, placements = _global(mesh, placements, shapes or alike)
     shape = tuple(first.shape if shape is None else shape)
     if len(shape) != first.ndim:
         raise LayoutError(
@@ -74,7 +87,12 @@ def layout_of_locals(
         )
     stride = stride or dense_stride(shape, first.stride())
     layout = Layout.make(mesh, placements, shape, first.dtype, stride, first.device)
-    _check_shapes(layout, shapes or {c: tuple(comm.at(local, c).shape) for c in comm.played()})
+    for coords, held in (shapes or {c: tuple(comm.at(local, c).shape) for c in comm.played()}).items():
+        if held != layout.local_shape_at(coords):
+            raise LayoutError(
+                f"shape={layout.shape}: under {list(layout.placements)} the rank at {coords} holds "
+                f"{layout.local_shape_at(coords)}, but its local tensor is {held}"
+            )
     if run_check:
         local = comm.first_of_replicas(local, tuple(a for a, p in enumerate(placements) if p.is_replicate()))
     return local, layout
@@ -82,12 +100,11 @@ def layout_of_locals(
 
 # -- what the ranks hold -----------------------------------------------------------------------------------
 def exchange_kinds(local: torch.Tensor, mesh: Mesh) -> Kinds:
-    """The dtype and local shape of every rank (one small exchange, in which all ranks of the mesh take part).
-
-    Raises:
-        LayoutError: on all ranks alike, where they differ in dtype or in the number of dims.
-    """
-    kinds = mesh.comm.all_kinds(_on_host(local) if _hosts_can_gather(local, mesh) else local)
+    """The dtype and local shape of every rank (one small exchange, in which all ranks of the mesh take part); raises on
+    all ranks alike, where they differ in dtype or in the number of dims."""
+    if _hosts_can_gather(local, mesh):  # a tensor of this dtype and shape that takes one element in the host's memory
+        local = torch.empty((), dtype=local.dtype, device="cpu").expand(local.shape)
+    kinds = mesh.comm.all_kinds(local)
     dtype, some = next(iter(kinds.values()))
     for coords, (other, shape) in kinds.items():
         if len(shape) != len(some):
@@ -105,27 +122,8 @@ def _hosts_can_gather(local: torch.Tensor, mesh: Mesh) -> bool:
     return all("cpu:" in dist.get_backend_config(source.get_group(axis)) for axis in range(source.ndim))
 
 
-def _on_host(local: torch.Tensor) -> torch.Tensor:
-    """A tensor of this dtype and shape in the host's memory, of which it takes one element."""
-    return torch.empty((), dtype=local.dtype, device="cpu").expand(local.shape)
-
-
-def _same_everywhere(mesh: Mesh, local: torch.Tensor) -> Shapes:
-    return {c: tuple(local.shape) for c in itertools.product(*(range(k) for k in mesh.shape))}
-
-
 # -- what layout that is -----------------------------------------------------------------------------------
-def _check_shapes(layout: Layout, shapes: Shapes) -> None:
-    for coords, held in shapes.items():
-        if held != layout.local_shape_at(coords):
-            raise LayoutError(
-                f"shape={layout.shape}: under {list(layout.placements)} the rank at {coords} holds "
-                f"{layout.local_shape_at(coords)}, but its local tensor is {held}"
-            )
-
-
 def _from_the_front(placements: tuple[Placement, ...], local: torch.Tensor) -> tuple[Placement, ...]:
-    """The placements with dims counted from the front."""
     placements = tuple(p.at(p.dim + local.ndim) if isinstance(p, Shard) and p.dim < 0 else p for p in placements)
     for axis, p in enumerate(placements):
         if isinstance(p, Shard) and not 0 <= p.dim < local.ndim:

@@ -21,7 +21,7 @@ from shardwise import (
 )
 from shardwise.attention import ring
 from shardwise.attention.blocks import visible_blocks
-from shardwise.attention.exchange import current_way
+from shardwise.attention.sequence import current_way
 from shardwise.parallel import (
     context_parallel,
     context_parallel_shard,

@@ -12,7 +12,7 @@ from shardwise.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from shardwise.parallel.styles import known_layouts
+from shardwise.parallel.styles import remembered
 from tests.parallel.test_siblings import CUT, WIDTH, mixer, same, whole
 from tests.workers import device_mesh, run_ranks
 
@@ -140,13 +140,13 @@ def test_on_processes():
 def test_what_is_known_goes_with_its_tensor():
     mesh = shardwise.simulate(2)
     layout = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).layout
-    mesh, before = shardwise.mesh.as_mesh(mesh), len(known_layouts._known)
+    mesh, before = shardwise.mesh.as_mesh(mesh), len(remembered._known)
     x = torch.ones(2)
-    known_layouts.remember_layout(x, layout)
-    assert known_layouts.known_layout(x, (Shard(0),), mesh) is layout
-    assert known_layouts.known_layout(x, (Shard(-1),), mesh) is layout
+    remembered.remember_layout(x, layout)
+    assert remembered.known_layout(x, (Shard(0),), mesh) is layout
+    assert remembered.known_layout(x, (Shard(-1),), mesh) is layout
     for other in (Replicate(), shardwise.Partial(), Shard(0, sizes=(1, 3))):
-        assert known_layouts.known_layout(x, (other,), mesh) is None
-    assert known_layouts.known_layout(x.clone(), (Shard(0),), mesh) is None
+        assert remembered.known_layout(x, (other,), mesh) is None
+    assert remembered.known_layout(x.clone(), (Shard(0),), mesh) is None
     del x
-    assert len(known_layouts._known) == before
+    assert len(remembered._known) == before

@@ -18,7 +18,7 @@ from shardwise.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from shardwise.parallel.styles import shared_inputs
+from shardwise.parallel.styles import remembered
 from tests.workers import device_mesh, run_ranks
 
 WIDTH, HEADS = 6, 5  # nothing divides by 4
@@ -198,8 +198,8 @@ def test_only_so_many_are_remembered():
         return len(kinds(log, True))
 
     for keep in (False, True):
-        assert reductions(shared_inputs.MOST - 1, keep) == 1
-        assert reductions(shared_inputs.MOST, keep) == 2
+        assert reductions(remembered.MOST - 1, keep) == 1
+        assert reductions(remembered.MOST, keep) == 2
 
 
 def recomputed(mesh):

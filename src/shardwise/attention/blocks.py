@@ -7,7 +7,7 @@ keys merge exactly; given the merged pair, the gradient of each block can be had
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,7 @@ def visible_blocks(rows: Intervals, keys: Intervals, causal: bool, by_piece: boo
         for c, d, key in _placed(keys):
             for (r0, r1), (k0, k1), diagonal in _seen(a, b, c, d) if causal else [((a, b), (c, d), False)]:
                 block = Block((r0 - a + row, r1 - a + row), (k0 - c + key, k1 - c + key), k0, diagonal)
-                if mine and _follows(mine[-1], block) and (not by_piece or _continues(mine[-1], block)):
+                if mine and _follows(mine[-1], block, by_piece):
                     mine[-1] = mine[-1]._replace(keys=(mine[-1].keys[0], block.keys[1]))
                 else:
                     mine.append(block)
@@ -60,7 +60,6 @@ def visible_blocks(rows: Intervals, keys: Intervals, causal: bool, by_piece: boo
 
 
 def _placed(intervals: Intervals) -> Iterator[tuple[int, int, int]]:
-    """Start, stop and position of each interval."""
     at = 0
     for start, stop in intervals:
         yield start, stop, at
@@ -68,9 +67,8 @@ def _placed(intervals: Intervals) -> Iterator[tuple[int, int, int]]:
 
 
 def _seen(a: int, b: int, c: int, d: int) -> Iterator[tuple[Interval, Interval, bool]]:
-    """What the queries [a, b) see of the keys [c, d), in whole rectangles and squares on the diagonal:
-
-    keys before the first query, for all; the square where both begin together; what is left of it below."""
+    """What the queries [a, b) see of the keys [c, d): the keys before the first query, for all; the square on the
+    diagonal where both begin together; what is left below it."""
     if c < min(d, a):
         yield (a, b), (c, min(d, a)), False
     start, stop = max(a, c), min(b, d)
@@ -80,12 +78,10 @@ def _seen(a: int, b: int, c: int, d: int) -> Iterator[tuple[Interval, Interval, 
             yield (stop, b), (start, stop), False
 
 
-def _follows(one: Block, other: Block) -> bool:
-    return not one.causal and not other.causal and one.rows == other.rows and one.keys[1] == other.keys[0]
-
-
-def _continues(one: Block, other: Block) -> bool:
-    return one.column + one.keys[1] - one.keys[0] == other.column
+def _follows(one: Block, other: Block, by_column: bool) -> bool:
+    if one.causal or other.causal or one.rows != other.rows or one.keys[1] != other.keys[0]:
+        return False
+    return not by_column or one.column + one.keys[1] - one.keys[0] == other.column
 
 
 # -- forward -----------------------------------------------------------------------------------------------
@@ -93,19 +89,19 @@ def attend(q: Any, k: Any, v: Any, mask: Any, so_far: Any, how: How, blocks: tup
     """`so_far` (output, log-sum) with these blocks merged in; None where there is nothing yet."""
     out, lse = so_far or _nothing_seen(q, k, v, how)
     for block in blocks:
-        part = _forward(*_operands(q, k, v, block, how), _cut(mask, block, q, k), block.causal, how.scale)
+        part = _forward(*_operands(q, k, v, block, how), _cut(mask, block, q), block.causal, how.scale)
         _merge(out, lse, part, block.rows)
     return out, lse
 
 
-def finished(out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return out.to(dtype)
+def output_shape(q: Sequence[int], k: Sequence[int], v: Sequence[int], how: How) -> tuple[int, ...]:
+    kept = 3 if how.grouped else 2
+    batch = torch.broadcast_shapes(*(tuple(shape[: len(shape) - kept]) for shape in (q, k, v)))
+    return (*batch, *q[len(q) - kept : -1], v[-1])
 
 
 def _nothing_seen(q: Any, k: Any, v: Any, how: How) -> tuple[torch.Tensor, torch.Tensor]:
-    heads = q.shape[-3:-2] if how.grouped else ()
-    batch = torch.broadcast_shapes(*(x.shape[: -3 if how.grouped else -2] for x in (q, k, v))) + heads
-    shape = (*batch, q.shape[-2], v.shape[-1])
+    shape = output_shape(q.shape, k.shape, v.shape, how)
     like = q.stride() if q.ndim == len(shape) else range(len(shape), 0, -1)
     kept = {"dtype": sum_dtype(q.dtype), "device": q.device}
     out = torch.empty_strided(shape, dense_stride(shape, like), **kept).zero_()
@@ -113,7 +109,6 @@ def _nothing_seen(q: Any, k: Any, v: Any, how: How) -> tuple[torch.Tensor, torch
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, part: Any, rows: Interval) -> None:
-    """Two parts over different keys as one, written into the first."""
     more, more_lse = part
     out, lse = out[..., slice(*rows), :], lse[..., slice(*rows)]
     both = torch.logaddexp(lse, more_lse)
@@ -133,15 +128,12 @@ def _grouped(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
 
 
-def _cut(mask: Any, block: Block, q: Any, k: Any) -> Any:
+def _cut(mask: Any, block: Block, q: Any) -> Any:
     """The mask of a block. Rows are cut as the queries are, columns are all there."""
-    if mask is None:
-        return None
-    if mask.ndim > 1 and mask.shape[-2] == q.shape[-2]:
-        mask = mask.narrow(-2, block.rows[0], block.rows[1] - block.rows[0])
-    if mask.shape[-1] != 1:
-        mask = mask.narrow(-1, block.column, block.keys[1] - block.keys[0])
-    return mask
+    mask = _rows_of(mask, block.rows, q)
+    if mask is None or mask.shape[-1] == 1:
+        return mask
+    return mask.narrow(-1, block.column, block.keys[1] - block.keys[0])
 
 
 def _forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> tuple[Any, Any]:
@@ -162,7 +154,6 @@ def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _row_chunks(q: torch.Tensor, k: torch.Tensor) -> list[Interval]:
-    """Rows cut so that few scores are alive at a time."""
     rows, batch = q.shape[-2], math.prod(q.shape[:-2])
     step = max(1, _MOST_SCORES // max(1, batch * k.shape[-2]))
     return [(a, min(a + step, rows)) for a in range(0, max(rows, 1), step)]
@@ -195,20 +186,17 @@ def attend_backward(
     grad: Any, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, so_far: Any, how: How, blocks: tuple[Block, ...]
 ) -> Any:
     """The gradients of q and of the mask with these blocks added to `so_far`, and those of these keys and values."""
-    dq, dmask = so_far or (torch.zeros_like(q, dtype=sum_dtype(q.dtype)), _zeros_if_wanted(mask))
+    wanted = mask is not None and mask.is_floating_point()
+    dq, dmask = so_far or (torch.zeros_like(q, dtype=sum_dtype(q.dtype)), torch.zeros_like(mask) if wanted else None)
     dk, dv = (torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (k, v))
     for block in blocks:
         rows, keys = slice(*block.rows), slice(*block.keys)
         here = _operands(q, k, v, block, how)
         results = grad[..., rows, :], out[..., rows, :], lse[..., rows]
-        more = _backward(*results, *here, _cut(mask, block, q, k), _cut(dmask, block, q, k), block.causal, how.scale)
+        more = _backward(*results, *here, _cut(mask, block, q), _cut(dmask, block, q), block.causal, how.scale)
         for total, part in ((dq[..., rows, :], more[0]), (dk[..., keys, :], more[1]), (dv[..., keys, :], more[2])):
             _add_to(total, part, how)
     return dq, dmask, dk, dv
-
-
-def _zeros_if_wanted(mask: Any) -> Any:
-    return torch.zeros_like(mask) if mask is not None and mask.is_floating_point() else None
 
 
 def _add_to(total: torch.Tensor, part: torch.Tensor, how: How) -> None:

@@ -18,7 +18,6 @@ class Kernel(NamedTuple):
 
 
 def fused_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel | None:
-    """The kernel that takes these tensors as they are, if there is one."""
     same = (
         q.ndim == k.ndim == v.ndim == 4
         and q.shape[:2] == k.shape[:2] == v.shape[:2]

@@ -7,6 +7,7 @@ their gradients behind them; only the operands, the output and the log-sums are 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -19,16 +20,15 @@ from shardwise.attention.blocks import (
     attend,
     attend_backward,
     attend_by_definition,
-    finished,
     visible_blocks,
 )
 from shardwise.comm.base import Coords
 from shardwise.comm.record import Note, for_backward, recorders, recording_to, user_line
 from shardwise.layout import Layout
-from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals
 from shardwise.move import plan_steps, run_move, start_move
+from shardwise.sizes import coords_on, cut_as_held
 from shardwise.strategy.program import sum_dtype
 
 Local = torch.Tensor  # a local value: of one rank on processes, of all ranks in simulation
@@ -36,25 +36,16 @@ Wait = Callable[[], object]
 
 
 class RingAttention:
-    """One planned call.
+    """One planned call. `inputs` are the layouts of q, k, v and maybe a mask, as it needs them.
 
-    Args:
-        how: what holds for the whole call.
-        causal: whether a query sees only the keys up to its own position.
-        inputs: the layouts of q, k, v and maybe a mask, as the call needs them.
-        output: the layout of the result.
-        ring: the mesh axes along which keys and values travel; none where every rank has all it needs. After t steps
-            a rank has the keys and values of the rank t places before it on these axes.
-    """
+    Along the mesh axes `ring` keys and values travel; there are none where every rank has all it needs. After t steps
+    a rank has the keys and values of the rank t places before it."""
 
     def __init__(self, how: How, causal: bool, inputs: Sequence[Layout], output: Layout, ring: tuple[int, ...]) -> None:
         self.how, self.causal, self.inputs, self.output, self.ring = how, causal, tuple(inputs), output, ring
         self.mesh, self.comm = output.mesh, output.mesh.comm
-        self.split = tuple(
-            axis
-            for axis in range(len(self.mesh.shape))
-            if any(not layout.placements[axis].is_replicate() for layout in (*inputs, output))
-        )
+        by_axis = enumerate(zip(*(layout.placements for layout in (*inputs, output)), strict=True))
+        self.split = tuple(axis for axis, places in by_axis if not all(p.is_replicate() for p in places))
         q, k, v = self.inputs[:3]
         ranks = math.prod(self.mesh.shape[a] for a in ring)
         are_alike = (
@@ -65,12 +56,10 @@ class RingAttention:
         # what travels: keys and values side by side, in one message, where they are cut alike
         self.travelling = [k.replace(shape=(*k.shape[:-1], k.shape[-1] + v.shape[-1]))] if are_alike else [k, v]
         self.layouts_by_step = [[_rotated(x, ring, t) for x in self.travelling] for t in range(ranks)]
-        self.blocks_by_step = [
-            self.comm.per_rank(functools.partial(self._blocks, layouts)) for layouts in self.layouts_by_step
-        ]
+        blocks = [functools.partial(self._blocks, layouts) for layouts in self.layouts_by_step]
+        self.blocks_by_step = [self.comm.per_rank(of_rank) for of_rank in blocks]
 
     def _blocks(self, layouts: Sequence[Layout], coords: Coords) -> tuple[Block, ...]:
-        """The blocks that the rank at `coords` computes while keys and values have these layouts."""
         keys = layouts[0].held(layouts[0].ndim - 2, coords)
         return visible_blocks(self._rows(coords), keys, self.causal, by_piece=len(self.inputs) > 3)
 
@@ -94,24 +83,22 @@ class RingAttention:
 
     # -- keys and values on their way -----------------------------------------------------------------------
     def _packed(self, k: Local, v: Local) -> list[Local]:
-        """Keys and values as they travel."""
         if len(self.layouts_by_step) == 1 or len(self.travelling) == 2:
             return [k, v]
-        return [self._bound(_side_by_side)(k, v)]
+        return [self._bound(lambda k, v: torch.cat([k, v], -1))(k, v)]
 
     def _unpacked(self, here: Sequence[Local]) -> Sequence[Local]:
-        """Keys and values of what travels."""
-        return here if len(here) == 2 else self._bound(_split)(here[0], self.inputs[1].shape[-1])
+        keys = self.inputs[1].shape[-1]
+        return here if len(here) == 2 else self._bound(lambda both: (both[..., :keys], both[..., keys:]))(here[0])
 
     def _start_step(
         self, here: Sequence[Local], t: int, note: Note, dtype: torch.dtype | None = None
     ) -> tuple[list[Local], Wait]:
         """Begin to send what a rank has after t steps to the next one; after the last step it is where it began."""
         before, after = self.layouts_by_step[t], self.layouts_by_step[(t + 1) % len(self.layouts_by_step)]
-        started = [
-            start_move(local, _with_dtype(a, dtype), _with_dtype(b, dtype), note)
-            for local, a, b in zip(here, before, after, strict=True)
-        ]
+        if dtype is not None:
+            before, after = ([layout.replace(dtype=dtype) for layout in some] for some in (before, after))
+        started = [start_move(local, a, b, note) for local, a, b in zip(here, before, after, strict=True)]
         return [local for local, _ in started], lambda: [wait() for _, wait in started]
 
     def _start_next(self, here: list[Local], t: int, note: Note) -> tuple[list[Local], Wait]:
@@ -131,7 +118,7 @@ class RingAttention:
                 wait()
                 here = following
             out, lse = so_far  # type: ignore[misc]
-            return self._bound(finished)(out, lse, self.inputs[0].dtype), lse
+            return self._bound(torch.Tensor.to)(out, self.inputs[0].dtype), lse
 
     # -- backward -------------------------------------------------------------------------------------------
     def backward(
@@ -162,17 +149,12 @@ class RingAttention:
     def by_definition(self, operands: Sequence[Local], note: Note) -> Local:
         """The same output in differentiable parts, for derivatives of the derivative: keys and values gathered."""
         (q, k, v), mask = operands[:3], operands[3] if len(operands) > 3 else None
-        k, v = self._gathered(k, self.inputs[1], note), self._gathered(v, self.inputs[2], note)
+        whole = []
+        for local, cut in zip((k, v), self.inputs[1:3], strict=True):
+            target = cut.replace(placements=[REPLICATE if a in self.ring else p for a, p in enumerate(cut.placements)])
+            whole.append(run_move(local, self.comm, plan_steps(cut, target, self.ring), note))
         rows = self.comm.per_rank(self._rows)
-        return self._bound(attend_by_definition)(q, k, v, mask, self.how, self.causal, rows)
-
-    def _gathered(self, local: Local, cut: Layout, note: Note) -> Local:
-        whole = cut.replace(placements=[REPLICATE if a in self.ring else p for a, p in enumerate(cut.placements)])
-        return run_move(local, self.comm, plan_steps(cut, whole, self.ring), note)
-
-
-def _with_dtype(layout: Layout, dtype: torch.dtype | None) -> Layout:
-    return layout if dtype is None else layout.replace(dtype=dtype)
+        return self._bound(attend_by_definition)(q, *whole, mask, self.how, self.causal, rows)
 
 
 def _rotated(layout: Layout, axes: tuple[int, ...], by: int) -> Layout:
@@ -180,29 +162,13 @@ def _rotated(layout: Layout, axes: tuple[int, ...], by: int) -> Layout:
     if not by:
         return layout
     dim, sizes = layout.ndim - 2, [layout.mesh.shape[a] for a in axes]
-    total = math.prod(sizes)
+    ranks = list(itertools.product(*map(range, sizes)))
+    earlier = dict(zip(ranks, ranks[-by:] + ranks[:-by], strict=True))
 
-    def held(on_axes: tuple[int, ...]) -> Intervals:
-        number = 0
-        for c, size in zip(on_axes, sizes, strict=True):
-            number = number * size + c
-        number, coords = (number - by) % total, [0] * len(layout.placements)
-        for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
-            number, coords[axis] = divmod(number, size)
-        return layout.held(dim, coords)
+    def held(coords: Coords) -> Intervals:
+        return layout.held(dim, coords_on(axes, earlier[tuple(coords[a] for a in axes)], len(coords)))
 
-    places = list(layout.placements)
-    for axis, shard in zip(axes, shards_from_table(sizes, layout.shape[dim], held, dim), strict=True):
-        places[axis] = shard
-    return layout.replace(placements=places)
-
-
-def _side_by_side(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return torch.cat([k, v], -1)
-
-
-def _split(both: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return both[..., :keys], both[..., keys:]
+    return layout.replace(placements=cut_as_held(layout, axes, dim, layout.shape[dim], held))
 
 
 def _wait_for_nothing() -> None:
@@ -232,7 +198,7 @@ class _Attention(torch.autograd.Function):
         values = [[next(saved) for _ in range(count)] for count in ctx.counts]
         *operands, out, lse = map(comm.assemble, ctx.structures, values)
         if torch.is_grad_enabled():
-            return None, *_differentiable_gradients(ctx, work, operands, values, grads)
+            return None, *_differentiable_gradients(ctx, operands, [v for some in values[:-2] for v in some], grads)
         with recording_to(ctx.heard):
             back = work.backward(comm.assemble(ctx.structures[-2], grads), operands, out, lse, ctx.note)
         found: list[torch.Tensor | None] = []
@@ -242,17 +208,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _differentiable_gradients(
-    ctx: Any,
-    work: RingAttention,
-    operands: Sequence[Local],
-    values: Sequence[Sequence[torch.Tensor]],
-    grads: Sequence[torch.Tensor],
+    ctx: Any, operands: Sequence[Local], values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
     """The gradients as functions of operands and incoming gradients: the output is made again, in parts."""
     with recording_to(ctx.heard):
-        out = work.by_definition(operands, ctx.note)
-        outs = work.comm.pick(ctx.structures[-2], out)
-        flat = [value for some in values[:-2] for value in some]
-        wanted = [value for value in flat if value.requires_grad]
+        outs = ctx.work.comm.pick(ctx.structures[-2], ctx.work.by_definition(operands, ctx.note))
+        wanted = [value for value in values if value.requires_grad]
         found = iter(torch.autograd.grad(outs, wanted, grads, create_graph=True, materialize_grads=True))
-    return [next(found) if value.requires_grad else None for value in flat]
+    return [next(found) if value.requires_grad else None for value in values]

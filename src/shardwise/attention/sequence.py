@@ -8,16 +8,17 @@ whatever set of them a rank holds.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from shardwise.attention.blocks import How
-from shardwise.attention.exchange import current_way
+from shardwise.attention.blocks import How, output_shape
 from shardwise.attention.ring import RingAttention
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program
+from shardwise.errors import RuleError
 from shardwise.layout import Layout, Placement
 from shardwise.layout.layout import dense_stride
 from shardwise.move import plan_steps, run_move
@@ -27,16 +28,44 @@ from shardwise.wrapper import Wrapper, wrap
 
 GATHER_UP_TO = 8 << 20  # bytes of whole keys and values on a rank: up to here one gather beats many messages
 _Key = tuple[tuple[Layout, ...], str, int | None]  # layouts of the operands, way of the exchange, memory cap
+_state = threading.local()
+
+
+class sequence_exchange:
+    """A context manager: inside, cut keys and values are brought to the queries in this way.
+
+    Args:
+        way: "gather" (all at once), "ring" (from rank to rank, round a ring) or "auto" (by their size).
+
+    Raises:
+        RuleError: `way` is none of these.
+    """
+
+    def __init__(self, way: str) -> None:
+        if way not in ("auto", "gather", "ring"):
+            raise RuleError(f"sequence_exchange: way must be 'auto', 'gather' or 'ring', got {way!r}")
+        self.way = way
+
+    def __enter__(self) -> sequence_exchange:
+        self.outer, _state.way = current_way(), self.way
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _state.way = self.outer
+
+
+def current_way() -> str:
+    return getattr(_state, "way", "auto")
+
+
+def set_sequence_exchange(way: str) -> None:
+    _state.way = sequence_exchange(way).way
 
 
 class CutAttention:
     """Attention of distributed q, k, v and maybe a mask. Made once for a kind of call: it keeps what it planned.
 
-    Args:
-        factors: how dims beside the sequences may be cut.
-        how: what holds for every call.
-        causal: whether a query sees only the keys up to its own position.
-    """
+    `factors` says how dims beside the sequences may be cut; where `causal`, a query sees the keys up to its own."""
 
     def __init__(self, factors: Factors, how: How, causal: bool) -> None:
         self.factors, self.how, self.causal = factors, how, causal
@@ -48,25 +77,21 @@ class CutAttention:
         if not torch.is_autocast_enabled(device):
             return self._attend(operands)
         dtype = torch.get_autocast_dtype(device)
-        lowered: list[Any] = [
-            x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in operands
-        ]
+        is_lowered = lambda x: x.is_floating_point() and x.dtype != torch.float64
+        lowered: list[Any] = [x.to(dtype) if is_lowered(x) else x for x in operands]
         with torch.autocast(device, enabled=False):
             return self._attend(lowered)
 
     def _attend(self, operands: Sequence[Wrapper]) -> Wrapper:
-        work = self.planned(tuple(x._layout for x in operands))
+        key = (tuple(x._layout for x in operands), current_way(), current_cap())
+        if key not in self._planned:
+            self._planned[key] = _plan(self.factors, self.how, self.causal, *key)
+        work = self._planned[key]
         note = Note("scaled_dot_product_attention")
         local_values = [_moved(x, need, work.split, note) for x, need in zip(operands, work.inputs, strict=True)]
         if len(work.layouts_by_step) > 1 and is_strict():
             refuse_in_program(note.op, work.inputs[1], "the other ranks, round the ring")
         return wrap(work(local_values, note), work.output)
-
-    def planned(self, layouts: tuple[Layout, ...]) -> RingAttention:
-        key = (layouts, current_way(), current_cap())
-        if key not in self._planned:
-            self._planned[key] = _plan(self.factors, self.how, self.causal, *key)
-        return self._planned[key]
 
 
 def along_cuts(q: Operand, k: Operand, v: Operand, mask: object, is_causal: bool) -> bool:
@@ -76,10 +101,8 @@ def along_cuts(q: Operand, k: Operand, v: Operand, mask: object, is_causal: bool
 
 
 def keys_alone_are_cut(q: Layout, k: Layout, v: Layout) -> bool:
-    """Whether no keys and values should move: every rank answers for its own, and the answers are added up.
-
-    So it is for a few queries that are whole where keys and values are cut: less travels, and the scores take no more
-    memory than the keys and values would."""
+    """Whether no keys and values should move, because few queries are whole where these are cut: less travels if every
+    rank answers for its own, and the scores take no more memory than the keys and values would."""
     axes = [axis for axis in k.axes_of(k.ndim - 2) if k.mesh.shape[axis] > 1]
     if not axes or not all(q.placements[a].is_replicate() and v.placements[a].is_shard(v.ndim - 2) for a in axes):
         return False
@@ -111,31 +134,17 @@ def _plan(
         for axis, place in enumerate(chosen.inputs[0])
         if place.is_shard(rows) and k.placements[axis].is_shard(keys) and q.mesh.shape[axis] > 1
     )
-    shape = _output_shape(q, k, v, how)
-    output = q.replace(
-        placements=chosen.outputs[0], shape=shape,
-        stride=dense_stride(shape, q.stride) if q.ndim == len(shape) else None,
-    )  # fmt: skip
-    if ring and not _gathers(way, cap, whole[1:3]):
-        k_cut = _cut_on(whole[1], k, ring)
-        whole[1] = k_cut
-        whole[2] = _cut_on(whole[2], k_cut, ring)
-    else:
-        ring = ()
-    return RingAttention(how, causal, whole, output, ring)
-
-
-def _output_shape(q: Layout, k: Layout, v: Layout, how: How) -> tuple[int, ...]:
-    kept = 3 if how.grouped else 2
-    batch = torch.broadcast_shapes(*(x.shape[: x.ndim - kept] for x in (q, k, v)))
-    return (*batch, *q.shape[q.ndim - kept : -1], v.shape[-1])
-
-
-def _gathers(way: str, cap: int | None, whole: Sequence[Layout]) -> bool:
-    needed = sum(map(largest_bytes, whole))
+    shape = output_shape(q.shape, k.shape, v.shape, how)
+    stride = dense_stride(shape, q.stride) if q.ndim == len(shape) else None
+    output = q.replace(placements=chosen.outputs[0], shape=shape, stride=stride)
     if way == "auto":
-        return needed <= (GATHER_UP_TO if cap is None else min(cap, GATHER_UP_TO))
-    return way == "gather"
+        most = GATHER_UP_TO if cap is None else min(cap, GATHER_UP_TO)
+        way = "gather" if sum(map(largest_bytes, whole[1:3])) <= most else "ring"
+    if not ring or way == "gather":
+        return RingAttention(how, causal, whole, output, ())
+    whole[1] = _cut_on(whole[1], k, ring)
+    whole[2] = _cut_on(whole[2], whole[1], ring)
+    return RingAttention(how, causal, whole, output, ring)
 
 
 def _cut_on(whole: Layout, like: Layout, axes: Sequence[int]) -> Layout:

@@ -33,15 +33,13 @@ def local_map(
 
     Args:
         func: takes and gives local tensors. Without it, `local_map` gives a decorator.
-        out_placements: how the outputs are laid out: placements for a single output, a tuple with one entry for each
-            flattened output otherwise (None for what is not a tensor; a tensor with None is replicated).
+        out_placements: those of a single output, or a tuple with one entry for each flattened output (None for what is
+            not a tensor; a tensor with None is replicated).
         in_placements: what `func` needs, one entry for each flattened positional argument; None takes any layout.
-            Plain tensors are passed as they are.
-        in_grad_placements: how the gradients that `func` gives its inputs are laid out, where not as the inputs: a
-            replicated input of which each rank uses a part has the gradient [Partial()].
+        in_grad_placements: those of the gradients that `func` gives its inputs, where not as the inputs: a replicated
+            input of which each rank uses a part has the gradient [Partial()].
         device_mesh: where the outputs live; default: the first DTensor's mesh.
-        redistribute_inputs: whether to redistribute an argument that is laid out otherwise than `in_placements` says,
-            instead of raising.
+        redistribute_inputs: whether to redistribute an argument that is laid out otherwise, instead of raising.
 
     Returns:
         A function of DTensors. Called without any, it is `func`.
@@ -59,15 +57,10 @@ def local_map(
         28.0
     """
     if func is None:
-        return functools.partial(
-            local_map,
-            out_placements=out_placements,
-            in_placements=in_placements,
-            in_grad_placements=in_grad_placements,
-            device_mesh=device_mesh,
-            redistribute_inputs=redistribute_inputs,
-        )
+        given = (out_placements, in_placements, in_grad_placements, device_mesh)
+        return lambda func: local_map(func, *given, redistribute_inputs=redistribute_inputs)
     name = getattr(func, "__name__", repr(func))
+    by_output = [out_placements] if _is_of_one(out_placements) else list(out_placements)
 
     @functools.wraps(func)
     def on_distributed(*args: Any, **kwargs: Any) -> Any:
@@ -80,10 +73,8 @@ def local_map(
         needs = _one_each(in_placements, positional, len(flat), "in_placements", name)
         grads = _one_each(in_grad_placements, positional, len(flat), "in_grad_placements", name)
         local_args = [
-            _local_argument(x, needs[i], grads[i], mesh, redistribute_inputs, f"{name}: argument {i}")
-            if isinstance(x, DTensor)
-            else x
-            for i, x in enumerate(flat)
+            _local_argument(x, need, grad, mesh, redistribute_inputs, f"{name}: argument {i}")
+            for i, (x, need, grad) in enumerate(zip(flat, needs, grads, strict=True))
         ]
         out_tree: list[Any] = []
 
@@ -96,10 +87,14 @@ def local_map(
             return tuple(outs)
 
         # Ranks share a call where all they get and give is the same: not along an axis that any of it is split on.
-        split = _split_axes(tensors, mesh, _flat_placements(out_placements))
+        split = _split_axes(tensors, mesh, [as_placements(p) for p in by_output if p is not None])
         outs = mesh.comm.bind(on_one_rank, split)(*local_args)
-        places = _out_placements(out_placements, len(outs), name)
-        wrapped = [_distributed(out, places[i], mesh, f"{name}: output {i}") for i, out in enumerate(outs)]
+        if len(by_output) != len(outs):
+            raise LayoutError(
+                f"{name}: out_placements has {len(by_output)} entries for {len(outs)} flattened outputs; give a tuple "
+                f"with one for each, None for what is not a tensor"
+            )
+        wrapped = [_distributed(out, by_output[i], mesh, f"{name}: output {i}") for i, out in enumerate(outs)]
         return tree_unflatten(wrapped, out_tree[0])
 
     return on_distributed
@@ -118,49 +113,28 @@ def _one_each(given: Sequence[Any] | None, positional: int, total: int, what: st
     return [None if p is None else as_placements(p) for p in given] + [None] * (total - positional)
 
 
-def _local_argument(
-    tensor: DTensor, need: Places, grad: Places, mesh: Mesh, redistribute: bool, what: str
-) -> torch.Tensor:
-    """What `func` gets for one tensor."""
+def _local_argument(tensor: Any, need: Places, grad: Places, mesh: Mesh, redistribute: bool, what: str) -> Any:
+    if not isinstance(tensor, DTensor):
+        return tensor
     comm = tensor._layout.mesh.comm
     if comm.simulated != mesh.comm.simulated or len(comm.played()) != len(mesh.comm.played()):
         raise MeshError(f"{what} is on {tensor._layout.mesh!r}, which is not of the same world as {mesh!r}")
-    if need is not None:
-        wanted = tensor._layout.replace(placements=need)
-        if wanted.placements != tensor._layout.placements:
-            if not redistribute:
-                raise LayoutError(
-                    f"{what} is laid out {list(tensor.placements)}, in_placements asks for {list(need)}; redistribute "
-                    f"it, or pass redistribute_inputs=True"
-                )
-            tensor = tensor.redistribute(placements=need)
+    if need is not None and tensor._layout.replace(placements=need).placements != tensor.placements:
+        if not redistribute:
+            raise LayoutError(
+                f"{what} is laid out {list(tensor.placements)}, in_placements asks for {list(need)}; redistribute it, "
+                f"or pass redistribute_inputs=True"
+            )
+        tensor = tensor.redistribute(placements=need)
     return tensor.to_local(grad_placements=grad)
 
 
 # -- outputs -----------------------------------------------------------------------------------------------
-def _is_single(placements: Any) -> bool:
+def _is_of_one(placements: Any) -> bool:
     """Whether this is the layout of one output: a list, a placement, or a tuple of placements."""
-    if not isinstance(placements, tuple):
-        return True
-    return bool(placements) and all(isinstance(p, Placement) or hasattr(p, "is_replicate") for p in placements)
-
-
-def _by_output(placements: Any) -> list[Any]:
-    return [placements] if _is_single(placements) else list(placements)
-
-
-def _flat_placements(placements: Any) -> list[tuple[Placement, ...]]:
-    return [as_placements(p) for p in _by_output(placements) if p is not None]
-
-
-def _out_placements(placements: Any, outputs: int, name: str) -> list[Any]:
-    every = _by_output(placements)
-    if len(every) != outputs:
-        raise LayoutError(
-            f"{name}: out_placements has {len(every)} entries for {outputs} flattened outputs; give a tuple with one "
-            f"for each, None for what is not a tensor"
-        )
-    return every
+    return not isinstance(placements, tuple) or (
+        bool(placements) and all(hasattr(p, "is_replicate") for p in placements)
+    )
 
 
 def _split_axes(inputs: Sequence[DTensor], mesh: Mesh, outputs: Sequence[tuple[Placement, ...]]) -> tuple[int, ...]:

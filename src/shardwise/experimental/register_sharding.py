@@ -34,11 +34,9 @@ def register_sharding(
             `__torch_function__` (torch.overrides.wrap_torch_function makes one).
         line: a line of factors, one term for each tensor argument (docs/extending.md has the notation). A cut factor
             passes through every term that has it; one that no output has leaves a Partial(`reduce`).
-        linear: which arguments may be pending sums: "none" of them, all of them together ("joint"), or any one
-            ("each").
+        linear: which arguments may be pending sums: "none" of them, all together ("joint"), or any one ("each").
         reduce: the reduction of a factor that no output has.
-        replace: whether this rule takes the place of an earlier one of yours. It always comes before one of the
-            library.
+        replace: whether this rule takes the place of an earlier one of yours (it always comes before the library's).
 
     Returns:
         None with a `line`; else a decorator.
@@ -75,7 +73,6 @@ def register_sharding(
 
 
 def _overloads(op: Any) -> list[Op]:
-    """The functions under which torch calls an op."""
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
     if isinstance(op, OpOverloadPacket):
         return [one for one in (getattr(op, name) for name in op.overloads()) if not schema_of(one).is_mutable]
@@ -104,18 +101,13 @@ def _signature(op: Op) -> inspect.Signature:
     if schema is None:
         return inspect.signature(op)
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    none = inspect.Parameter.empty
-    return inspect.Signature(
-        [
-            inspect.Parameter(a.name, kinds[a.kwarg_only], default=a.default_value if a.has_default_value() else none)
-            for a in schema.arguments
-        ]
-    )
+    default = lambda a: a.default_value if a.has_default_value() else inspect.Parameter.empty
+    every = [inspect.Parameter(a.name, kinds[a.kwarg_only], default=default(a)) for a in schema.arguments]
+    return inspect.Signature(every)
 
 
 # -- as a line ---------------------------------------------------------------------------------------------
 def _check_line(op: Op, line: str, linear: str) -> None:
-    """Raise where a line cannot be a rule of this op."""
     if linear not in ("none", "joint", "each"):
         raise RuleError(f"{op}: linear = {linear!r}: expected 'none', 'joint' or 'each'")
     parsed = parse(line)
@@ -134,13 +126,12 @@ def _check_line(op: Op, line: str, linear: str) -> None:
     schema = schema_of(op)
     if schema is None:
         return
-    tensors = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
-    lists = any("List[" in str(a.type) for a in schema.arguments if "Tensor" in str(a.type))
-    for what, terms, have in (
-        ("input terms", len(parsed.inputs), len(tensors)),
-        ("output terms", len(parsed.outputs), len(schema.returns)),
-    ):
-        if terms != have and not lists:
+    tensors = {a.name: str(a.type) for a in schema.arguments if "Tensor" in str(a.type)}
+    if any("List[" in kind for kind in tensors.values()):
+        return
+    counts = (len(parsed.inputs), len(tensors)), (len(parsed.outputs), len(schema.returns))
+    for what, (terms, have) in zip(("input terms", "output terms"), counts, strict=True):
+        if terms != have:
             raise RuleError(
                 f"{op}: line = {line!r} has {terms} {what}, but the op has {have} (tensors {', '.join(tensors)} -> "
                 f"{len(schema.returns)} results); write one term for each, `x?` for one that may be missing"

@@ -20,16 +20,7 @@ Pair = tuple[tuple[Placement, ...], tuple[Placement, ...]]  # placements of outp
 
 
 class TensorInfo:
-    """A tensor argument as a sharding function sees it: everything but values.
-
-    Attributes:
-        shape: global.
-        ndim: how many dims there are.
-        dtype: the dtype.
-        mesh: the mesh; `device_mesh` is another name of it.
-        placements: how it is laid out.
-        tensor_meta: shape, stride and dtype.
-    """
+    """A tensor argument as a sharding function sees it: everything but values. The shape is the global one."""
 
     def __init__(self, layout: Layout) -> None:
         self.shape, self.ndim, self.dtype = torch.Size(layout.shape), layout.ndim, layout.dtype
@@ -68,7 +59,7 @@ def _pair(op: Op, number: int, pair: Any, operands: Sequence[Operand]) -> Pair:
     what = f"{op}: strategy {number}, {pair!r}"
     if not isinstance(pair, (list, tuple)) or len(pair) != 2:
         raise RuleError(f"{what}: expected a pair of output placements and input placements")
-    one = lambda given: [given] if isinstance(given, Placement) or hasattr(given, "is_replicate") else given  # noqa: E731
+    one = lambda given: [given] if hasattr(given, "is_replicate") else given
     outs, ins = (as_placements([p for p in one(side) if p is not None]) for side in pair)
     if len(ins) != len(operands):
         raise RuleError(
@@ -91,8 +82,7 @@ class Strategies(Factors):
     """The strategies that a user lists, for any one axis.
 
     Where all dims that a strategy cuts are of one size, they may be cut in any way, so an existing cut is kept. Where
-    they are of several sizes, only equal parts are known to belong together.
-    """
+    they are of several sizes, only equal parts are known to belong together."""
 
     pairs: Sequence[Pair] = ()
 
@@ -136,10 +126,8 @@ class Strategies(Factors):
 # -- a rule of the user's is not trusted -------------------------------------------------------------------
 @dataclasses.dataclass
 class CheckedRule(Spec):
-    """A rule of the user's for one call.
-
-    Before it is used, the op is run on meta tensors of the local shapes. The results must have the shapes that the
-    layouts promise: else the values would be wrong and nobody would notice."""
+    """A rule of the user's for one call. The op is run on meta tensors of the local shapes first: where the results do
+    not have the shapes that the layouts promise, the values would be wrong and nobody would notice."""
 
     spec: Factors
     op: Op
@@ -153,7 +141,7 @@ class CheckedRule(Spec):
         ins = [x.layout.replace(placements=p) for x, p in zip(operands, found.inputs, strict=True)]
         outs = [Layout.make(x.mesh, p, o.shape, o.dtype) for x, o, p in zip(ins * len(outputs), outputs, found.outputs)]
         mesh = operands[0].mesh
-        at = lambda layouts, rank: tuple(layout.local_shape_at(mesh.coords(rank)) for layout in layouts)  # noqa: E731
+        at = lambda layouts, rank: tuple(layout.local_shape_at(mesh.coords(rank)) for layout in layouts)
         for given, promised in {(at(ins, rank), at(outs, rank)) for rank in mesh.ranks}:
             made = self._made_of(given, operands)
             if made != promised:

@@ -1,29 +1,18 @@
 """Ways to run a model on a mesh, made of layouts: styles and plans with the names of torch.distributed.tensor.parallel,
 losses, data, context and expert parallelism."""
 
-from shardwise.parallel.context import (
-    context_parallel,
-    context_parallel_shard,
-    context_parallel_unshard,
-    sequence_exchange,
-    set_rotate_method,
-    zigzag,
-)
+from shardwise.attention.sequence import sequence_exchange
+from shardwise.parallel.context.buffers import context_parallel_shard, context_parallel_unshard, zigzag
+from shardwise.parallel.context.manager import context_parallel, set_rotate_method
 from shardwise.parallel.data import data_parallel
-from shardwise.parallel.expert import (
-    MixtureOfExperts,
-    Routed,
-    balance_loss,
-    combine,
-    dispatch,
-    grouped_linear,
-    top_k,
-)
+from shardwise.parallel.expert.dispatch import Routed, combine, dispatch
+from shardwise.parallel.expert.layer import MixtureOfExperts, balance_loss, grouped_linear, top_k
 from shardwise.parallel.loss import loss_parallel
 from shardwise.parallel.plan import PlanError, parallelize_module
 from shardwise.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from shardwise.parallel.reshard import input_reshard
-from shardwise.parallel.styles import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from shardwise.parallel.styles.base import ParallelStyle
+from shardwise.parallel.styles.layers import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 __all__ = [
     "ColwiseParallel",

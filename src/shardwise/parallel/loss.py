@@ -1,8 +1,7 @@
 """loss_parallel: cross-entropy on logits whose classes are cut, and nothing of them moved.
 
-The rule of cross_entropy never gathers cut classes: for each sample the ranks exchange the largest logit and the sum of
-exponentials, and one number more in the backward pass. What this adds is a promise: a call that would move logits,
-because they come whole, pending or laid out otherwise, raises instead.
+The rule of cross_entropy never gathers cut classes. What this adds is a promise: a call that would move logits, because
+they come whole, pending or laid out otherwise, raises instead.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ _SIGNATURE = inspect.signature(F.cross_entropy)
 class loss_parallel(TorchFunctionMode):
     """A context manager: inside, `F.cross_entropy` of DTensors never moves logits, only a few numbers for each sample.
 
-    The logits must be DTensors whose classes are cut over a mesh axis; for others, the call raises LayoutError.
+    Logits whose classes no mesh axis cuts, as ColwiseParallel(use_local_output=False) does, raise LayoutError.
 
     Example:
         with loss_parallel():
-            loss = F.cross_entropy(logits, targets)  # logits as ColwiseParallel(use_local_output=False) gives them
-            loss.backward()
+            F.cross_entropy(logits, targets).backward()
     """
 
     def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:

@@ -14,6 +14,8 @@ from shardwise.mesh import DeviceMesh, SimulatedMesh
 from shardwise.parallel.styles.axis import StyleAxis
 from shardwise.parallel.styles.base import ParallelStyle
 
+Owners = list[tuple[str, nn.Module, str]]  # of a parameter: its path, the module that has it, its name there
+
 
 class PlanError(ShardwiseError, TypeError):
     """A plan that is not made of names and styles."""
@@ -31,12 +33,10 @@ def parallelize_module(
 
     Args:
         module: the module. Parameters that several of its modules share stay shared.
-        device_mesh: the mesh.
-        parallelize_plan: a style, or styles by module path. Each name in a path may have wildcards, as "layers.*.mlp";
-            a path that matches nothing warns.
+        device_mesh: the mesh. Over axes that the plan does not cut, parameters are replicated.
+        parallelize_plan: a style, or styles by module path, as "layers.*.mlp"; a path that matches nothing warns.
         src_data_rank: the rank whose values the parameters take; None trusts that all ranks have the same.
-        axis: the mesh axis that the plan cuts; needed where the mesh has several. Over the other axes parameters are
-            replicated, and other tensors stay laid out as they are.
+        axis: the mesh axis that the plan cuts; needed where the mesh has several.
 
     Returns:
         The module itself.
@@ -53,23 +53,24 @@ def parallelize_module(
         warnings.warn("parallelize_module: no parallelize_plan is given, so nothing is done", stacklevel=2)
         return module
     work = list(_resolve(module, parallelize_plan))
-    before, ties = _Before(module), _Ties(module)
+    before, shared = _tables_of(module), _shared_parameters(module)
     try:
         for target, style in work:
             style.src_data_rank, style.axis = src_data_rank, axis
             style._apply(target, device_mesh)
-        ties.restore()
+        for old, owners in shared:
+            _share_again(old, owners)
     except BaseException:
-        before.restore()
+        for table, copy in before:
+            table.clear()
+            table.update(copy)
         raise
     return module
 
 
 def _resolve(module: nn.Module, plan: object) -> Iterator[tuple[nn.Module, ParallelStyle]]:
-    """The modules that a plan names, each with its style."""
     if isinstance(plan, ParallelStyle):
-        yield module, plan
-        return
+        plan = {"": plan}
     if not isinstance(plan, Mapping):
         raise PlanError(
             f"parallelize_plan: expected a ParallelStyle or a dict of them by module path, got {type(plan).__name__}"
@@ -109,51 +110,38 @@ def _where_it_ends(module: nn.Module, path: str) -> str:
     raise LayoutError(f"{path!r} matches a module")
 
 
-class _Before:
-    """What a plan may change in modules (parameters, buffers and hooks), to be put back if it fails half-way."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.state = [
-            (found, found.copy())
-            for module in root.modules()
-            for key, found in module.__dict__.items()
-            if key in ("_parameters", "_buffers") or "hooks" in key
-            if isinstance(found, dict)
-        ]
-
-    def restore(self) -> None:
-        for found, copy in self.state:
-            found.clear()
-            found.update(copy)
+def _tables_of(root: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """What a plan may change in modules (parameters, buffers and hooks), each with a copy."""
+    return [
+        (found, found.copy())
+        for module in root.modules()
+        for key, found in module.__dict__.items()
+        if (key in ("_parameters", "_buffers") or "hooks" in key) and isinstance(found, dict)
+    ]
 
 
-class _Ties:
-    """Parameters that several modules share. A style replaces one of them; the others must follow."""
+def _shared_parameters(root: nn.Module) -> list[tuple[nn.Parameter, Owners]]:
+    owners: dict[nn.Parameter, Owners] = {}
+    for path, module in root.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                owners.setdefault(param, []).append((f"{path}.{name}".lstrip("."), module, name))
+    return [(param, found) for param, found in owners.items() if len(found) > 1]
 
-    def __init__(self, root: nn.Module) -> None:
-        owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
-        self.old: dict[int, nn.Parameter] = {}
-        for path, module in root.named_modules():
-            for name, param in module._parameters.items():
-                if param is not None:
-                    owners.setdefault(id(param), []).append((f"{path}.{name}".lstrip("."), module, name))
-                    self.old[id(param)] = param
-        self.shared = {key: found for key, found in owners.items() if len(found) > 1}
 
-    def restore(self) -> None:
-        for key, owners in self.shared.items():
-            old = self.old[key]
-            now: list[tuple[str, Any]] = [(path, module._parameters[name]) for path, module, name in owners]
-            changed = [(path, param) for path, param in now if param is not old and param is not None]
-            if not changed:
-                continue
-            path, first = changed[0]
-            for other, param in changed[1:]:
-                if param._layout is not first._layout:
-                    raise LayoutError(
-                        f"parallelize_plan: {path} and {other} are one parameter, but their styles lay it out as "
-                        f"{list(first.placements)} and {list(param.placements)}; choose styles that agree, such as "
-                        f"RowwiseParallel for an embedding and ColwiseParallel for a linear layer"
-                    )
-            for _, module, name in owners:
-                module._parameters[name] = first
+def _share_again(old: nn.Parameter, owners: Owners) -> None:
+    """A style has replaced a shared parameter in one module: the others must follow."""
+    now: list[tuple[str, Any]] = [(path, module._parameters[name]) for path, module, name in owners]
+    changed = [(path, param) for path, param in now if param is not old and param is not None]
+    if not changed:
+        return
+    path, first = changed[0]
+    for other, param in changed[1:]:
+        if param._layout is not first._layout:
+            raise LayoutError(
+                f"parallelize_plan: {path} and {other} are one parameter, but their styles lay it out as "
+                f"{list(first.placements)} and {list(param.placements)}; choose styles that agree, such as "
+                f"RowwiseParallel for an embedding and ColwiseParallel for a linear layer"
+            )
+    for _, module, name in owners:
+        module._parameters[name] = first

@@ -10,9 +10,8 @@ from torch import nn
 
 from shardwise.errors import LayoutError
 from shardwise.mesh import DeviceMesh, SimulatedMesh
-from shardwise.parallel.styles.axis import StyleAxis
-from shardwise.parallel.styles.base import ParallelStyle, StyleHook, handed_over
-from shardwise.parallel.styles.placing import Placing, PlacingArgument, as_placing, refuse
+from shardwise.parallel.styles.axis import Placing, StyleAxis
+from shardwise.parallel.styles.base import ParallelStyle, PlacingArgument, StyleHook, as_placing, refuse
 
 Placings = tuple[Placing | None, ...]  # one for each tensor; None for what is left alone
 PlacingsArgument = PlacingArgument | Sequence[PlacingArgument | None] | None
@@ -27,52 +26,19 @@ def _as_placings(value: PlacingsArgument, name: str) -> Placings:
 
 
 def _as_named(value: NamedArgument, name: str) -> dict[str, Placing | None]:
-    if not isinstance(value, Mapping):
+    if value is not None and not isinstance(value, Mapping):
         raise LayoutError(f"{name} = {value!r}: expected a dict of layouts by the names of keyword arguments")
-    return {key: None if v is None else as_placing(v, f"{name}[{key!r}]") for key, v in value.items()}
+    return {key: None if v is None else as_placing(v, f"{name}[{key!r}]") for key, v in (value or {}).items()}
 
 
-def _check_lengths(first: Placings, second: Placings, names: tuple[str, str]) -> None:
-    if len(first) != len(second):
-        raise LayoutError(f"{names[1]}: {len(second)} given for {len(first)} {names[0]}; give one for each")
+def _check_lengths(layouts: Placings, desired: Placings, name: str) -> None:
+    if len(layouts) != len(desired):
+        raise LayoutError(f"desired_{name}: {len(desired)} given for {len(layouts)} {name}; give one for each")
 
 
-class _Inputs:
-    """What positional and keyword arguments are, and what they become."""
-
-    def __init__(
-        self, layouts: PlacingsArgument, desired: PlacingsArgument, named: NamedArgument, desired_named: NamedArgument
-    ) -> None:
-        if layouts is not None and desired is None:
-            raise LayoutError("desired_input_layouts: missing; input_layouts are given, so say what they become")
-        if named is not None and desired_named is None:
-            raise LayoutError(
-                "desired_input_kwarg_layouts: missing; input_kwarg_layouts are given, so say what they become"
-            )
-        self.layouts = None if layouts is None else _as_placings(layouts, "input_layouts")
-        self.desired = () if desired is None else _as_placings(desired, "desired_input_layouts")
-        self.named = {} if named is None else _as_named(named, "input_kwarg_layouts")
-        self.desired_named = {} if desired_named is None else _as_named(desired_named, "desired_input_kwarg_layouts")
-        if self.layouts is not None:
-            _check_lengths(self.layouts, self.desired, ("input_layouts", "desired_input_layouts"))
-        if self.named.keys() != self.desired_named.keys():
-            raise LayoutError(
-                f"desired_input_kwarg_layouts: given for {sorted(self.desired_named)}, but input_kwarg_layouts for "
-                f"{sorted(self.named)}; name the same arguments in both"
-            )
-
-    def prepare(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], use_local: bool | None, axis: StyleAxis
-    ) -> Call:
-        if self.layouts is not None:
-            found = f"{type(module).__name__} was called with {len(args)} positional inputs"
-            args = _all_prepared(args, self.layouts, self.desired, use_local, axis, "input", found)
-        changed = {
-            key: _prepared(kwargs[key], self.named[key], self.desired_named[key], use_local, axis, f"input {key!r}")
-            for key in self.named
-            if key in kwargs
-        }
-        return args, kwargs | changed
+def _check_desired(layouts: object, desired: object, name: str) -> None:
+    if layouts is not None and desired is None:
+        raise LayoutError(f"desired_{name}: missing; {name} are given, so say what they become")
 
 
 def _prepared(
@@ -85,7 +51,7 @@ def _prepared(
     laid = axis.distributed(x, layout)
     if desired is not None:
         laid = axis.move(laid, desired)
-    return handed_over(laid, use_local, axis)
+    return axis.handed_over(laid, use_local)
 
 
 def _all_prepared(
@@ -105,23 +71,6 @@ def _all_prepared(
     return tuple(_prepared(x, a, b, use_local, axis, f"{kind} {i}") for i, (x, a, b) in triples)
 
 
-class _Outputs:
-    """What outputs are, and what they become."""
-
-    def __init__(self, layouts: PlacingsArgument, desired: PlacingsArgument) -> None:
-        self.layouts = _as_placings(layouts, "output_layouts")
-        self.desired = _as_placings(desired, "desired_output_layouts")
-        _check_lengths(self.layouts, self.desired, ("output_layouts", "desired_output_layouts"))
-
-    def prepare(self, module: nn.Module, output: Any, use_local: bool | None, axis: StyleAxis) -> Any:
-        outputs = output if isinstance(output, (tuple, list)) else (output,)
-        found = f"{type(module).__name__} returned {len(outputs)} outputs"
-        made = _all_prepared(outputs, self.layouts, self.desired, use_local, axis, "output", found)
-        if output is outputs:
-            return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
-        return made[0]
-
-
 _INPUT_NAMES = ("input_layouts", "desired_input_layouts", "input_kwarg_layouts", "desired_input_kwarg_layouts")
 _OUTPUT_NAMES = ("output_layouts", "desired_output_layouts")
 
@@ -134,8 +83,7 @@ class PrepareModuleInput(ParallelStyle):
     """Lay out the inputs of a module before it runs.
 
     Args:
-        input_layouts: how each positional input comes: a placement on the axis, or placements by the names of axes;
-            None for an input that is left alone.
+        input_layouts: of each positional input a placement on the axis, or by the names of axes; None leaves it alone.
         desired_input_layouts: what each becomes.
         input_kwarg_layouts: the same for keyword arguments, by name.
         desired_input_kwarg_layouts: what they become.
@@ -154,10 +102,21 @@ class PrepareModuleInput(ParallelStyle):
         desired_input_kwarg_layouts: NamedArgument = None,
         use_local_output: bool = False,
     ) -> None:
-        self.inputs = _Inputs(input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts)
+        _check_desired(input_layouts, desired_input_layouts, "input_layouts")
+        _check_desired(input_kwarg_layouts, desired_input_kwarg_layouts, "input_kwarg_layouts")
+        desired = () if desired_input_layouts is None else _as_placings(desired_input_layouts, "desired_input_layouts")
+        self.input_layouts = None if input_layouts is None else _as_placings(input_layouts, "input_layouts")
+        self.desired_input_layouts = desired or None
+        self.input_kwarg_layouts = _as_named(input_kwarg_layouts, "input_kwarg_layouts")
+        self.desired_input_kwarg_layouts = _as_named(desired_input_kwarg_layouts, "desired_input_kwarg_layouts")
         self.use_local_output = use_local_output
-        self.input_layouts, self.desired_input_layouts = self.inputs.layouts, self.inputs.desired or None
-        self.input_kwarg_layouts, self.desired_input_kwarg_layouts = self.inputs.named, self.inputs.desired_named
+        if self.input_layouts is not None:
+            _check_lengths(self.input_layouts, desired, "input_layouts")
+        if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
+            raise LayoutError(
+                f"desired_input_kwarg_layouts: given for {sorted(self.desired_input_kwarg_layouts)}, but "
+                f"input_kwarg_layouts for {sorted(self.input_kwarg_layouts)}; name the same arguments in both"
+            )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
         axis = StyleAxis.of(device_mesh, self.axis)
@@ -165,7 +124,17 @@ class PrepareModuleInput(ParallelStyle):
         return module
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axis: StyleAxis) -> Call:
-        return self.inputs.prepare(module, args, kwargs, self.use_local_output, axis)
+        if self.input_layouts is not None:
+            found = f"{type(module).__name__} was called with {len(args)} positional inputs"
+            layouts = self.input_layouts, self.desired_input_layouts or ()
+            args = _all_prepared(args, *layouts, self.use_local_output, axis, "input", found)
+        wanted = self.desired_input_kwarg_layouts
+        changed = {
+            key: _prepared(kwargs[key], have, wanted[key], self.use_local_output, axis, f"input {key!r}")
+            for key, have in self.input_kwarg_layouts.items()
+            if key in kwargs
+        }
+        return args, kwargs | changed
 
     def __repr__(self) -> str:
         return f"PrepareModuleInput({_shown(self, *_INPUT_NAMES, 'use_local_output')})"
@@ -175,8 +144,7 @@ class PrepareModuleOutput(ParallelStyle):
     """Lay out the outputs of a module after it ran.
 
     Args:
-        output_layouts: how each output comes: a placement on the axis, or placements by the names of axes; None for an
-            output that is left alone.
+        output_layouts: of each output a placement on the axis, or by the names of axes; None leaves it alone.
         desired_output_layouts: what each becomes.
         use_local_output: whether the program gets local tensors. Default: where the mesh has no other axis.
 
@@ -191,8 +159,9 @@ class PrepareModuleOutput(ParallelStyle):
         desired_output_layouts: PlacingsArgument,
         use_local_output: bool | None = None,
     ) -> None:
-        self.outputs = _Outputs(output_layouts, desired_output_layouts)
-        self.output_layouts, self.desired_output_layouts = self.outputs.layouts, self.outputs.desired
+        self.output_layouts = _as_placings(output_layouts, "output_layouts")
+        self.desired_output_layouts = _as_placings(desired_output_layouts, "desired_output_layouts")
+        _check_lengths(self.output_layouts, self.desired_output_layouts, "output_layouts")
         self._use_local, self.use_local_output = use_local_output, use_local_output is not False
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
@@ -200,7 +169,13 @@ class PrepareModuleOutput(ParallelStyle):
         return module
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any, axis: StyleAxis) -> Any:
-        return self.outputs.prepare(module, output, self._use_local, axis)
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        found = f"{type(module).__name__} returned {len(outputs)} outputs"
+        layouts = self.output_layouts, self.desired_output_layouts
+        made = _all_prepared(outputs, *layouts, self._use_local, axis, "output", found)
+        if output is outputs:
+            return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
+        return made[0]
 
     def __repr__(self) -> str:
         return f"PrepareModuleOutput({_shown(self, *_OUTPUT_NAMES, 'use_local_output')})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,11 +28,10 @@ def input_reshard(
 ) -> nn.Module:
     """Keep what the backward pass needs of a module's replicated inputs in parts, and gather it there.
 
-    It saves memory if nobody else keeps the inputs.
+    It saves memory if nobody else keeps the inputs. Plain inputs are taken to be alike on all ranks.
 
     Args:
-        module: gets hooks, in place. Of its inputs, those count that all ranks of the axis hold alike; plain tensors
-            are taken to be so.
+        module: gets hooks, in place.
         tp_device_mesh: the mesh.
         input_reshard_dim: the dim along which each rank keeps its part; None changes nothing.
         axis: the mesh axis; needed where the mesh has several.
@@ -62,7 +61,7 @@ class _Keeping:
         self.running: list[saved_tensors_hooks] = []
 
     def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs: dict[int, tuple[_Parts, int]] = {}
+        inputs: Inputs = {}
         for x in (*args, *kwargs.values()):
             if isinstance(x, torch.Tensor) and torch.is_grad_enabled():
                 self._note(x, inputs)
@@ -70,7 +69,7 @@ class _Keeping:
         hooks.__enter__()
         self.running.append(hooks)
 
-    def _note(self, x: torch.Tensor, inputs: dict[int, tuple[_Parts, int]]) -> None:
+    def _note(self, x: torch.Tensor, inputs: Inputs) -> None:
         laid = self.axis.distributed(x.detach(), REPLICATE)
         held = laid.placements[self.axis.number]
         if not held.is_replicate() or not laid.numel() or not -laid.dim() <= self.dim < laid.dim():
@@ -110,20 +109,24 @@ class _Parts:
         return [v.contiguous() for v in self.axis.mesh.comm.values(local)]
 
 
-class _Saved:
+class _Saved(NamedTuple):
     """What autograd keeps for a tensor that is a view of an input in parts."""
 
-    def __init__(self, parts: _Parts, i: int, value: torch.Tensor) -> None:
-        self.parts, self.i, self.shape = parts, i, value.shape
+    parts: _Parts
+    i: int
+    shape: torch.Size
 
 
-def _pack(inputs: dict[int, tuple[_Parts, int]], value: torch.Tensor) -> torch.Tensor | _Saved:
+Inputs = dict[int, tuple[_Parts, int]]  # by address: an input, and which of its values lies there
+
+
+def _pack(inputs: Inputs, value: torch.Tensor) -> torch.Tensor | _Saved:
     parts, i = inputs.get(value.data_ptr(), (None, 0)) if type(value) is torch.Tensor else (None, 0)
     if parts is None or value.numel() != parts.numel or not value.is_contiguous():
         return value
     with torch.no_grad():
         parts.keep()
-    return _Saved(parts, i, value)
+    return _Saved(parts, i, value.shape)
 
 
 def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:

@@ -1,18 +1,60 @@
-"""Tensors whose sequence is cut by zigzag, and whole again."""
+"""The split of a sequence that gives all ranks the same work under a causal mask; tensors cut so, and whole again."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 
 from shardwise.api import distribute_tensor
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Placement, Shard
+from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
+from shardwise.layout.split import Intervals, normalize
 from shardwise.mesh import DeviceMesh, Mesh, SimulatedMesh, as_mesh
-from shardwise.parallel.context.split import zigzag
 from shardwise.tensor import DTensor
+
+
+@overload
+def zigzag(dim: int, length: int, ranks: int) -> Shard: ...
+@overload
+def zigzag(dim: int, length: int, ranks: Sequence[int]) -> tuple[Shard, ...]: ...
+def zigzag(dim: int, length: int, ranks: int | Sequence[int]) -> Shard | tuple[Shard, ...]:
+    """The Shard that gives rank i of n the chunks i and 2n-1-i of 2n: the same work for all under a causal mask.
+
+    Args:
+        dim: the dim that is the sequence.
+        length: of the sequence.
+        ranks: how many ranks are along the mesh axis; or along each of several, to all of which it is dealt.
+
+    Returns:
+        The Shard; a tuple of one for each axis where `ranks` is a sequence.
+
+    Raises:
+        LayoutError: `length` or `ranks` is not a number of positions or ranks.
+
+    Example:
+        >>> zigzag(1, 16, 4).pieces[0][1]
+        ((2, 4), (12, 14))
+    """
+    sizes = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+    if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise LayoutError(f"zigzag: ranks must be an int > 0, or one for each axis, got {ranks!r}")
+    if not isinstance(length, int) or length < 0:
+        raise LayoutError(f"zigzag: length must be an int >= 0, got {length!r}")
+    chunks = 2 * math.prod(sizes)
+
+    def held(coords: tuple[int, ...]) -> Intervals:
+        rank = 0
+        for coord, n in zip(coords, sizes, strict=True):
+            rank = rank * n + coord
+        return normalize((length * j // chunks, length * (j + 1) // chunks) for j in (rank, chunks - 1 - rank))
+
+    shards = shards_from_table(sizes, length, held, dim)
+    return shards[0] if isinstance(ranks, int) else shards
 
 
 def context_parallel_shard(
@@ -22,8 +64,7 @@ def context_parallel_shard(
 
     Args:
         mesh: the axis or axes to cut over.
-        buffers: of a DTensor, the placements on the other axes stay as they are. A plain tensor is taken to be the
-            same on all ranks.
+        buffers: DTensors, cut over these axes alone, or plain tensors, taken to be the same on all ranks.
         seq_dims: for each tensor, the dim that is the sequence.
 
     Returns:
@@ -33,11 +74,8 @@ def context_parallel_shard(
         LayoutError: a dim is out of range, or another axis cuts it already.
         MeshError: a DTensor lies on a mesh without these axes.
     """
-    cp = as_mesh(mesh)
-    check_one_each("context_parallel_shard", "seq_dims", buffers, seq_dims)
-    found = []
-    for i, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
-        dim = checked_dim(x, dim, f"context_parallel_shard: seq_dims[{i}]")
+    cp, found = as_mesh(mesh), []
+    for x, dim in zip(buffers, checked_dims(buffers, seq_dims, "context_parallel_shard", "seq_dims"), strict=True):
         if not isinstance(x, DTensor):
             x = distribute_tensor(x, cp.source, [REPLICATE] * len(cp.shape), src_data_rank=None)
         found.append(x.redistribute(placements=balanced_placements(x, dim, cp)))
@@ -61,11 +99,8 @@ def context_parallel_unshard(
         LayoutError: a dim is out of range.
         MeshError: a DTensor lies on a mesh without these axes, or `mesh` has several and a tensor is plain.
     """
-    cp = as_mesh(mesh)
-    check_one_each("context_parallel_unshard", "seq_dims", buffers, seq_dims)
-    found: list[torch.Tensor] = []
-    for i, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
-        dim = checked_dim(x, dim, f"context_parallel_unshard: seq_dims[{i}]")
+    cp, found = as_mesh(mesh), list[torch.Tensor]()
+    for x, dim in zip(buffers, checked_dims(buffers, seq_dims, "context_parallel_unshard", "seq_dims"), strict=True):
         if isinstance(x, DTensor):
             axes = _axes_in(x, cp)
             places = [REPLICATE if a in axes and p.is_shard(dim) else p for a, p in enumerate(x.placements)]
@@ -76,7 +111,6 @@ def context_parallel_unshard(
 
 
 def balanced_placements(x: DTensor, dim: int, cp: Mesh) -> list[Placement]:
-    """The placements of `x` with `dim` cut by zigzag on the axes of the mesh `cp`."""
     axes = _axes_in(x, cp)
     other = [a for a in x._layout.axes_of(dim) if a not in axes]
     if other:
@@ -116,15 +150,14 @@ def from_parts(local: torch.Tensor, cp: Mesh, dim: int, length: int | None) -> D
     return DTensor.from_local(local, cp, [zigzag(dim, length, cp.shape[0])], shape=shape)
 
 
-def checked_dim(x: object, dim: int, what: str) -> int:
-    """The dim counted from the front; raises where `x` is no tensor or has no such dim."""
-    if not isinstance(x, torch.Tensor):
-        raise LayoutError(f"{what}: its buffer must be a tensor, got {type(x).__name__}")
-    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
-        raise LayoutError(f"{what} = {dim!r} is out of range for a tensor of {x.dim()} dims")
-    return dim % x.dim()
-
-
-def check_one_each(what: str, name: str, buffers: Sequence[object], dims: Sequence[int]) -> None:
+def checked_dims(buffers: Sequence[object], dims: Sequence[int], what: str, name: str) -> list[int]:
     if len(buffers) != len(dims):
         raise LayoutError(f"{what}: {len(buffers)} buffers and {len(dims)} {name}; give one for each")
+    found = []
+    for i, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if not isinstance(x, torch.Tensor):
+            raise LayoutError(f"{what}: {name}[{i}]: its buffer must be a tensor, got {type(x).__name__}")
+        if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+            raise LayoutError(f"{what}: {name}[{i}] = {dim!r} is out of range for a tensor of {x.dim()} dims")
+        found.append(dim % x.dim())
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from shardwise.attention.exchange import set_sequence_exchange
+from shardwise.attention.sequence import set_sequence_exchange
 from shardwise.context import relaxed
 from shardwise.errors import LayoutError, MeshError, RuleError
 from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import DeviceMesh, Mesh, SimulatedMesh, as_mesh
 from shardwise.move.pack import take
-from shardwise.parallel.context.buffers import balanced_placements, check_one_each, checked_dim, from_parts
-from shardwise.parallel.context.split import zigzag
+from shardwise.parallel.context.buffers import balanced_placements, checked_dims, from_parts, zigzag
 from shardwise.tensor import DTensor
 from shardwise.wrapper import rebind, wrap
 
@@ -34,9 +34,8 @@ def context_parallel(
 
     Args:
         mesh: the axis or axes to cut the sequences over.
-        buffers: changed in place. A DTensor gets the axes of `mesh` cut, and gradients need nothing more. A plain
-            tensor, the same on all ranks, becomes this rank's part: attention of plain tensors takes them for parts of
-            whole sequences, and gradients of plain parameters are this rank's share, for the program to add up.
+        buffers: changed in place. A DTensor gets the axes of `mesh` cut. A plain tensor, the same on all ranks, becomes
+            this rank's part; gradients of plain parameters are then this rank's share, for the program to add up.
         buffer_seq_dims: for each buffer, the dim that is the sequence.
         no_restore_buffers: those that do not get their old values back afterwards.
 
@@ -44,17 +43,16 @@ def context_parallel(
         LayoutError: the arguments do not fit each other, or a buffer requires grad.
         MeshError: a plain buffer cannot be cut over this mesh.
     """
-    cp, every, dims = as_mesh(mesh), list(buffers or ()), list(buffer_seq_dims or ())
-    check_one_each("context_parallel", "buffer_seq_dims", every, dims)
+    cp, every = as_mesh(mesh), list(buffers or ())
+    dims = checked_dims(every, list(buffer_seq_dims or ()), "context_parallel", "buffer_seq_dims")
     kept = {id(x) for x in no_restore_buffers or ()}
     if not kept <= {id(x) for x in every}:
         raise LayoutError("context_parallel: no_restore_buffers has a tensor that is not among buffers; add it there")
-    dims = [checked_dim(x, d, f"context_parallel: buffer_seq_dims[{i}]") for i, (x, d) in enumerate(zip(every, dims))]
     changes = [_change(x, d, cp, f"context_parallel: buffers[{i}]") for i, (x, d) in enumerate(zip(every, dims))]
     lengths = {x.shape[d] for x, d in zip(every, dims)}
     with ExitStack() as stack:
-        for x, change in zip(every, changes):
-            restore = change()
+        for x, (put_part, restore) in zip(every, changes):
+            put_part()
             if id(x) not in kept:
                 stack.callback(restore)
         stack.enter_context(_no_fast_path())
@@ -73,22 +71,15 @@ def _no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _change(x: torch.Tensor, dim: int, cp: Mesh, what: str) -> Callable[[], Callable[[], None]]:
-    """A function that puts a buffer's part in its place and returns one that puts the whole back.
-
-    All checks are made here, before any buffer is changed."""
+def _change(x: torch.Tensor, dim: int, cp: Mesh, what: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Functions that put a buffer's part in its place, and the whole back. All checks are made before."""
     if x.requires_grad:
         raise LayoutError(
             f"{what} requires grad, so it cannot be changed in place; detach it, and call requires_grad_() inside"
         )
     if isinstance(x, DTensor):
         whole, part = wrap(x._local, x._layout), x.redistribute(placements=balanced_placements(x, dim, cp))
-
-        def put_part() -> Callable[[], None]:
-            rebind(x, part)
-            return lambda: rebind(x, whole)
-
-        return put_part
+        return functools.partial(rebind, x, part), functools.partial(rebind, x, whole)
     if cp.comm.simulated:
         raise MeshError(
             f"{what} is a plain tensor, which cannot hold one part for each rank of {cp!r}; give a DTensor: "
@@ -98,19 +89,12 @@ def _change(x: torch.Tensor, dim: int, cp: Mesh, what: str) -> Callable[[], Call
         raise MeshError(f"{what} is a plain tensor and mesh {cp!r} has {len(cp.shape)} axes; give mesh[axis]")
     shard = zigzag(dim, x.shape[dim], cp.shape[0])
     held = shard.part(x.shape[dim], cp.shape[0], 0, cp.comm.played()[0][0])
-    plain_whole, plain_part = x.data, take(x.data, dim, held)
-
-    def put() -> Callable[[], None]:
-        x.data = plain_part
-        return lambda: setattr(x, "data", plain_whole)
-
-    return put
+    return functools.partial(setattr, x, "data", take(x.data, dim, held)), functools.partial(setattr, x, "data", x.data)
 
 
 class _WholeAttention(TorchFunctionMode):
-    """Inside, attention of plain tensors, each rank's zig-zag part of a sequence, is that of the whole sequences.
-
-    Attention of DTensors is so anyway; here its communication counts as asked for."""
+    """Inside, attention of plain tensors, each rank's zig-zag part of a sequence, is that of the whole sequences. Of
+    DTensors it is so anyway; here its communication counts as asked for."""
 
     def __init__(self, cp: Mesh, length: int | None) -> None:
         super().__init__()

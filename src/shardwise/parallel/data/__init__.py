@@ -2,14 +2,9 @@
 
 The parameters become DTensors over the data axis: Replicate (DDP) or cut (ZeRO), so optimizers, clipping and state
 dicts see ordinary distributed tensors. Inside the forward, *leaves* that are whole along the data axis stand in for
-them. Every rank's leaves collect its own part of the gradient; buckets of gradients are summed while the backward pass
-goes on.
-
-`states` lists the states of units, leaves and gradients; `passes` has the hooks that change them; `setup` lays out the
-parameters.
+them and collect each rank's own part of the gradient; buckets of gradients are summed while the backward pass goes on.
 """
 
-from shardwise.parallel.data.passes import DataParallel
-from shardwise.parallel.data.setup import SHARDS, Units, data_parallel
+from shardwise.parallel.data.setup import SHARDS, data_parallel
 
-__all__ = ["SHARDS", "DataParallel", "Units", "data_parallel"]
+__all__ = ["SHARDS", "data_parallel"]

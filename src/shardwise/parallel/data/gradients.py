@@ -1,4 +1,4 @@
-"""Gradients of several parameters, reduced together while the backward pass goes on."""
+"""Gradients of several parameters, reduced together while the backward pass goes on, in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.errors import AutogradError
 from shardwise.layout import Layout, Partial
 from shardwise.layout.placement import REPLICATE, Shard
 from shardwise.move import start_move
-from shardwise.parallel.data.axis import DataAxis
+from shardwise.parallel.data.layouts import DataAxis
 from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.rows import Rows
 from shardwise.parallel.data.states import GRADIENTS, Gradients, State
@@ -27,8 +27,7 @@ class GradBucket:
 
     Each is taken from its leaf as it comes, into one matrix for each rank that this process runs. Once no gradient is
     `missing`, the matrices are summed over the data axis, and each parameter gets its gradient. A matrix has one row
-    for each part that a rank keeps. A row ends with one flag for each parameter: whether a rank had a gradient.
-    """
+    for each part that a rank keeps. A row ends with one flag for each parameter: whether a rank had a gradient."""
 
     def __init__(
         self, parameters: Sequence[ManagedParameter], data: DataAxis, reduce_dtype: torch.dtype | None
@@ -55,7 +54,6 @@ class GradBucket:
         self.begin()
 
     def begin(self) -> None:
-        """Get ready for another backward pass."""
         self.state.to(Gradients.COLLECTING)
         self.missing = set(self.places)
         self.taken: set[int] = set()  # leaves whose gradient is in the matrices
@@ -65,7 +63,6 @@ class GradBucket:
     # -- taking ---------------------------------------------------------------------------------------------
     @torch.no_grad()
     def take(self, leaf: torch.Tensor, scale: float) -> None:
-        """Move the gradient of a leaf, times `scale`, into the matrices."""
         if self.state.now is not Gradients.COLLECTING:
             raise AutogradError(
                 f"data_parallel: a parameter of shape {tuple(leaf.shape)} got another gradient in one backward pass "
@@ -100,35 +97,30 @@ class GradBucket:
                 if id(leaf) not in self.taken:
                     self.take(leaf, scale)
         matrices = self._matrices()
-        for key, places in self.places.items():
-            if key not in self.taken:
-                for r, i in places:
-                    for into in self.rows[r].in_matrix(i, matrices[r]):
-                        into.zero_()
+        lacking = [place for key, places in self.places.items() if key not in self.taken for place in places]
+        for r, i in lacking:
+            for into in self.rows[r].in_matrix(i, matrices[r]):
+                into.zero_()
 
     # -- reducing -------------------------------------------------------------------------------------------
     @torch.no_grad()
     def start(self, scale: float) -> None:
-        """Begin to sum over the ranks what the leaves had."""
         if len(self.taken) < len(self.places):
             self._take_the_rest(scale)
         self.state.to(Gradients.REDUCING)
         matrices, self.matrices = self._matrices(), None
         for r, matrix in enumerate(matrices):
-            self._write_flags(matrix[:, self.flags_at :], r)
+            flags = matrix[:, self.flags_at :]
+            if len(self.taken) == len(self.places):
+                flags.fill_(1)
+            else:
+                here = [float(id(p.leaves[r]) in self.taken) for p in self.parameters]
+                flags.copy_(torch.tensor(here, dtype=self.dtype))
         value = RankTensor(matrices) if self.data.mesh.comm.simulated else matrices[0]
         note = Note("data_parallel", backward=True)
         self._reducing = start_move(value, self.unreduced, self.reduced, note, owned=True)
 
-    def _write_flags(self, flags: torch.Tensor, rank: int) -> None:
-        if len(self.taken) == len(self.places):
-            flags.fill_(1)
-        else:
-            here = [float(id(p.leaves[rank]) in self.taken) for p in self.parameters]
-            flags.copy_(torch.tensor(here, dtype=self.dtype))
-
     def drop(self) -> None:
-        """Wait for the sum under way, and forget it."""
         if self._reducing is not None:
             self._reducing[1]()
         self.state.to(Gradients.REDUCED)
@@ -146,10 +138,8 @@ class GradBucket:
         has_gradient = [True] * len(self.parameters)
         if len(self.taken) < len(self.places):  # another rank may have had what this one lacks
             has_gradient = [flag > 0 for flag in arrived[0][self.flags_at :].tolist()]
-        parts = [
-            rows.kept(row.to(self.kept_dtype), place)
-            for rows, row, place in zip(self.rows, arrived, places, strict=True)
-        ]
+        found = zip(self.rows, arrived, places, strict=True)
+        parts = [rows.kept(row.to(self.kept_dtype), place) for rows, row, place in found]
         for i, p in enumerate(self.parameters):
             if has_gradient[i]:
                 _add_gradient(p.param, [mine[i] for mine in parts])
@@ -178,3 +168,55 @@ def in_buckets(parameters: Iterable[ManagedParameter]) -> Iterator[list[ManagedP
         size += n
     if bucket:
         yield bucket
+
+
+class Reduction:
+    """The buckets of one module in the order of their reductions, and how far the present backward pass has come.
+
+    `one_at_a_time`: a reduction must end before the next begins, because no rank has room for all gradients."""
+
+    def __init__(self, buckets: Sequence[GradBucket], one_at_a_time: bool) -> None:
+        self.buckets, self.one_at_a_time = list(buckets), one_at_a_time
+        self._bucket_of = {leaf: bucket for bucket in buckets for leaf in bucket.places}
+        self._started = 0
+        self._in_flight: list[GradBucket] = []
+
+    def begin(self) -> None:
+        self._started = 0
+        for bucket in self.buckets:
+            bucket.begin()
+
+    def take(self, leaf: torch.Tensor, scale: float) -> None:
+        bucket = self._bucket_of[id(leaf)]
+        bucket.take(leaf, scale)
+        bucket.missing.discard(id(leaf))
+        if self.one_at_a_time and 2 * len(bucket.missing) < len(bucket.places):  # the one before has had its time
+            self._finish_all()
+        if not bucket.missing:
+            self._start(scale, everything=False)
+
+    def _start(self, scale: float, everything: bool) -> None:
+        """Start the reductions whose turn it is and that miss nothing, or all that are left."""
+        while self._started < len(self.buckets) and (everything or not self.buckets[self._started].missing):
+            bucket = self.buckets[self._started]
+            self._started += 1
+            if self.one_at_a_time:
+                self._finish_all()
+            bucket.start(scale)
+            self._in_flight.append(bucket)
+
+    def finish(self, scale: float) -> None:
+        """Reduce what is left; afterwards every parameter has its gradient."""
+        self._start(scale, everything=True)
+        self._finish_all()
+
+    def _finish_all(self) -> None:
+        while self._in_flight:
+            self._in_flight.pop(0).finish()
+
+    def give_up(self) -> None:
+        """The backward pass failed: wait for what is under way, and drop what came of the pass."""
+        while self._in_flight:
+            self._in_flight.pop(0).drop()
+        for bucket in self.buckets:
+            bucket.matrices = None

@@ -4,30 +4,80 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
+from torch.overrides import resolve_name
+from torch.utils._pytree import tree_leaves
 
 from shardwise.autograd.leaves import loose_writes
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note
-from shardwise.errors import LayoutError
+from shardwise.errors import AutogradError, LayoutError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE, Shard
 from shardwise.move import start_move
-from shardwise.parallel.data.axis import DataAxis
-from shardwise.parallel.data.freed import Freed
+from shardwise.parallel.data.layouts import DataAxis
 from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.rows import Rows
 from shardwise.parallel.data.states import MEMORY, Memory, State
+from shardwise.tensor import DTensor
 from shardwise.torch_private import foreach_copy_
+
+# What a tensor without memory can still answer.
+_KNOWN = {
+    getattr(torch.Tensor, name).__get__
+    for name in "shape dtype device layout requires_grad grad grad_fn is_leaf ndim itemsize nbytes _version".split()
+}
+_KNOWN |= {
+    getattr(torch.Tensor, name)
+    for name in (
+        "size dim numel nelement stride is_floating_point is_complex requires_grad_ register_hook "
+        "register_post_accumulate_grad_hook"
+    ).split()
+}
+_KNOWN |= {torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__set__, torch.numel}  # type: ignore[attr-defined, union-attr]
+
+
+class Freed(torch.Tensor):
+    """The class of a leaf between uses, which says why it cannot be used; once filled, it is a plain tensor again."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _KNOWN:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        freed = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, Freed))
+        raise AutogradError(f"{resolve_name(func) or func}: {_describe(freed)}")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"<{_describe(self)}>"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
+        raise AutogradError(f"deepcopy: {_describe(self)}")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise AutogradError(f"pickle: {_describe(self)}")
+
+
+def _describe(freed: torch.Tensor) -> str:
+    return (
+        f"this tensor of shape {tuple(freed.shape)} stood in for a parameter in the forward of its unit, and its "
+        f"memory is given back until the next; read the module's own parameter (a DTensor), or clone it in the forward"
+    )
+
+
+def mark_freed(tensor: DTensor) -> None:
+    for value in tensor._layout.mesh.comm.values(tensor._local):
+        if type(value) is torch.Tensor and not value.untyped_storage().nbytes():
+            value.__class__ = Freed
+    tensor._spreads = None
 
 
 class LeafGroup:
     """The leaves of some parameters of one dtype, gathered and freed together.
 
     Where nothing is cut and the dtypes agree, they live in the memory of the parameters (`in_place`) and are whole
-    always. Else they live in one buffer for each rank that this process runs, which has memory only while it is WHOLE.
-    """
+    always. Else they live in one buffer for each rank that this process runs, with memory only while it is WHOLE."""
 
     def __init__(self, parameters: Sequence[ManagedParameter], data: DataAxis) -> None:
         self.parameters, self.data = list(parameters), data
@@ -67,9 +117,8 @@ class LeafGroup:
         dims = [p.layouts.dim for p in self.parameters]
         self._rows = [Rows(mine, dims, self.data.size) for mine in shapes]
         self._length = max(rows.length for rows in self._rows)
-        self._layout = Layout.make(
-            self.data.mesh, [Shard(0)], (self.data.size, self._length), self.dtype, None, self.device
-        )
+        shape = (self.data.size, self._length)
+        self._layout = Layout.make(self.data.mesh, [Shard(0)], shape, self.dtype, None, self.device)
         self._targets: list[list[torch.Tensor]] = []  # for each rank, the parts of the leaves that a gather fills
         leaves = [self._buffer_of(rows, mine) for rows, mine in zip(self._rows, shapes, strict=True)]
         for i, p in enumerate(self.parameters):
@@ -138,28 +187,25 @@ class LeafGroup:
     # -- gathering and freeing ------------------------------------------------------------------------------
     @torch.no_grad()
     def start(self) -> None:
-        """Begin to gather, unless that is done or under way."""
         versions = self._versions()
         if self.in_place or (self.memory.now is not Memory.PARTS and self._gathered_versions == versions):
             return
         self.memory.to(Memory.GATHERING)
         self._gathered_versions = versions
-        self._arriving = self._start_gather() if self.cut else (None, _wait_for_nothing)
-
-    def _start_gather(self) -> tuple[torch.Tensor, Callable[[], object]]:
-        mine = [row.unsqueeze(0) for row in self._own_rows()]
-        local = RankTensor(mine) if self.data.mesh.comm.simulated else mine[0]
-        return start_move(local, self._layout, self._layout.replace(placements=[REPLICATE]), Note("data_parallel"))
+        self._arriving = None, _wait_for_nothing
+        if self.cut:
+            mine = [row.unsqueeze(0) for row in self._own_rows()]
+            local = RankTensor(mine) if self.data.mesh.comm.simulated else mine[0]
+            whole = self._layout.replace(placements=[REPLICATE])
+            self._arriving = start_move(local, self._layout, whole, Note("data_parallel"))
 
     def _own_rows(self) -> list[torch.Tensor]:
         """What each rank that this process runs keeps, as a row."""
         if self._is_flat:
             return [self._row.to(self.dtype)]
-        made = []
-        for r, rows in enumerate(self._rows):
-            row = torch.zeros(self._length, dtype=self.dtype, device=self.device)
+        made = [torch.zeros(self._length, dtype=self.dtype, device=self.device) for _ in self._rows]
+        for r, (rows, row) in enumerate(zip(self._rows, made, strict=True)):
             foreach_copy_(rows.kept(row, self.data.coords[r]), self._kept_by(r))
-            made.append(row)
         return made
 
     def _kept_by(self, rank: int) -> list[torch.Tensor]:
@@ -171,8 +217,7 @@ class LeafGroup:
         if self.memory.now is Memory.WHOLE:
             return
         self.start()
-        (arrived, wait), self._arriving = self._arriving, (None, _wait_for_nothing)
-        wait()
+        arrived = self._arrived()
         for r, buffer in enumerate(self.buffers):
             storage = buffer.untyped_storage()
             if not storage.nbytes():
@@ -182,6 +227,11 @@ class LeafGroup:
                 foreach_copy_(self._targets[r], sources)
         self.memory.to(Memory.WHOLE)
         self._set_class(torch.Tensor)
+
+    def _arrived(self) -> torch.Tensor | None:
+        (arrived, wait), self._arriving = self._arriving, (None, _wait_for_nothing)
+        wait()
+        return arrived
 
     def _in_matrix(self, rank: int, arrived: torch.Tensor) -> list[torch.Tensor]:
         """The parts of all leaves in the rows that one rank has gathered."""
@@ -203,8 +253,7 @@ class LeafGroup:
         if self.in_place or self.memory.now is Memory.PARTS:
             return
         if self.memory.now is Memory.GATHERING:
-            (_, wait), self._arriving = self._arriving, (None, _wait_for_nothing)
-            wait()
+            self._arrived()
         for buffer in self.buffers:
             buffer.untyped_storage().resize_(0)
         self.memory.to(Memory.PARTS)
@@ -212,4 +261,4 @@ class LeafGroup:
 
 
 def _wait_for_nothing() -> None:
-    """Nothing is on its way."""
+    return None

@@ -13,8 +13,7 @@ from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note
 from shardwise.move import run_move
 from shardwise.move.steps import Spread
-from shardwise.parallel.data.axis import DataAxis
-from shardwise.parallel.data.layouts import ParameterLayouts
+from shardwise.parallel.data.layouts import DataAxis, ParameterLayouts
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
@@ -22,23 +21,14 @@ Owners = list[tuple[torch.nn.Module, str]]  # the modules that have a parameter,
 
 
 class ManagedParameter:
-    """A parameter, who uses it, and its leaves.
+    """A parameter (the DTensor that the optimizer sees), who uses it, and its leaves, in which the module computes."""
 
-    Attributes:
-        param: the DTensor that the optimizer sees.
-        layouts: how it is kept, and how the leaves are laid out.
-        owners: the modules that have it.
-        dtype: that of the leaves, in which the module computes.
-        leaves: the tensors that stand in for it, one for each rank that this process runs. Each collects the gradient
-            of its rank alone.
-        unreduced: the gradients that the optimizer sees, each with its version, when some of a gradient was left
-            unreduced (`no_sync`); None where nothing is left.
-    """
-
+    # The tensors that stand in for it, one for each rank that this process runs; each collects its rank's gradient.
     leaves: list[torch.Tensor]
 
     def __init__(self, param: DTensor, layouts: ParameterLayouts, owners: Owners, dtype: torch.dtype) -> None:
         self.param, self.layouts, self.owners, self.dtype = param, layouts, owners, dtype
+        # The gradients that the optimizer sees, and their versions, when `no_sync` left some of a gradient unreduced.
         self.unreduced: list[tuple[torch.Tensor, int]] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> ManagedParameter:
@@ -54,11 +44,9 @@ class ManagedParameter:
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
-        """The distinct plain tensors behind the parameter."""
         return leaf_values(self.param)
 
     def values_by_rank(self) -> tuple[torch.Tensor, ...]:
-        """What each rank that this process runs holds of the parameter."""
         local = leaf_local(self.param)
         return local.ranks if isinstance(local, RankTensor) else (local,)
 
@@ -89,7 +77,6 @@ class ManagedParameter:
             self.param._unreduced = True  # type: ignore[attr-defined]
 
     def unmark(self) -> None:
-        """Everything is reduced, or dropped."""
         if self.unreduced is not None:
             self.unreduced = None
             self.param.__dict__.pop("_unreduced", None)
@@ -106,7 +93,6 @@ class ManagedParameter:
 
     # -- standing in ----------------------------------------------------------------------------------------
     def _local(self) -> torch.Tensor:
-        """The leaves as the local value of a DTensor."""
         return RankTensor(self.leaves) if self.layouts.kept.mesh.comm.simulated else self.leaves[0]
 
     def stand_in(self) -> torch.Tensor:
@@ -117,9 +103,8 @@ class ManagedParameter:
     def distributed_stand_in(self, data: DataAxis) -> DTensor:
         """What stands in for it where the batch is a DTensor: Replicate over the data axis.
 
-        Its gradient must reach the leaves as parts of a sum. A call that is split over the data axis gives each rank
-        a part of the gradient: such a call gets the leaf itself, which is kept as the spread form of the tensor. Any
-        other use gives every rank the whole gradient: each rank takes its share of that."""
+        Its gradient must reach the leaves as parts of a sum. A call that is split over the data axis gives parts: it
+        gets the leaf itself, the spread form of the tensor. Of the whole gradient of other uses, each takes a share."""
         axis, layout = self.layouts.axis, self.layouts.whole.replace(dtype=self.dtype)
         comm = layout.mesh.comm
         replicas = [a for a, p in enumerate(layout.placements) if p.is_replicate()]

@@ -12,15 +12,17 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.errors import LayoutError
-from shardwise.parallel.data.axis import DataAxis
+from shardwise.parallel.data.gradients import Reduction
+from shardwise.parallel.data.layouts import DataAxis
 from shardwise.parallel.data.parameter import ManagedParameter
-from shardwise.parallel.data.reduction import Reduction
 from shardwise.parallel.data.states import Use
 from shardwise.parallel.data.unit import Unit, plain_tensors
 from shardwise.tensor import DTensor
 from shardwise.torch_private import at_end_of_backward
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward
+Args = tuple[Any, ...]  # of a forward
+Kwargs = dict[str, Any]
+Call = tuple[Args, Kwargs]
 
 
 class DataParallel:
@@ -30,15 +32,9 @@ class DataParallel:
     between uses, `one_at_a_time` whether a reduction of gradients must end before the next begins."""
 
     def __init__(
-        self,
-        data: DataAxis,
-        units: Sequence[Unit],
-        *,
-        frees: bool,
-        one_at_a_time: bool,
-        compute_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-    ) -> None:
+        self, data: DataAxis, units: Sequence[Unit], frees: bool, one_at_a_time: bool,
+        compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
         self.data, self.units, self.root = data, list(units), units[-1]
         self.frees, self.one_at_a_time = frees, one_at_a_time
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
@@ -67,9 +63,7 @@ class DataParallel:
         self._reset()
 
     # -- forward --------------------------------------------------------------------------------------------
-    def _before_forward(
-        self, unit: Unit, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Call | None:
+    def _before_forward(self, unit: Unit, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> Call | None:
         if self._in_backward and self._end_of_backward() is None:
             self._give_up_backward()
         self._order.setdefault(unit, len(self._order))
@@ -82,7 +76,7 @@ class DataParallel:
             self._watch_inputs(unit, (args, kwargs) if changed is None else changed)
         return changed
 
-    def _begin_outermost(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def _begin_outermost(self, unit: Unit, args: Args, kwargs: Kwargs) -> Call | None:
         """Decide how to compute, and cast the inputs; None where they stay as they are."""
         self._outermost = unit
         for other in self.units:
@@ -120,9 +114,7 @@ class DataParallel:
         if inputs:
             torch.autograd.graph.register_multi_grad_hook(inputs, lambda grads: self._inputs_have_gradients(unit))
 
-    def _after_forward(
-        self, unit: Unit, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         hooked = False
         if torch.is_grad_enabled():
             for value in plain_tensors(output):
@@ -151,7 +143,6 @@ class DataParallel:
 
     # -- backward -------------------------------------------------------------------------------------------
     def _begin_backward(self) -> None:
-        """Get ready for a backward pass, unless that is done."""
         if self._in_backward:
             if self._end_of_backward() is not None:
                 return
@@ -171,7 +162,6 @@ class DataParallel:
         at_end_of_backward(end)
 
     def _backward_begins(self, unit: Unit, grad: torch.Tensor) -> None:
-        """The gradient of an output of a unit has come."""
         self._begin_backward()
         if unit.is_in_backward:
             return
@@ -181,7 +171,6 @@ class DataParallel:
         self._prefetch(unit, -1)
 
     def _gradient_came(self, unit: Unit, leaf: torch.Tensor) -> None:
-        """A leaf has its gradient."""
         self._begin_backward()
         unit.missing.discard(id(leaf))
         if self.sync:
@@ -227,7 +216,6 @@ class DataParallel:
             self.sync = before
 
     def _parameters(self) -> Iterator[ManagedParameter]:
-        """The parameters that have leaves."""
         for unit in self.units:
             if unit.groups is not None:
                 yield from unit.parameters

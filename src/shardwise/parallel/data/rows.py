@@ -18,18 +18,12 @@ class Rows:
     """Where the parts of some tensors lie in the matrix of one rank.
 
     A tensor has the same columns in every row, as many as the first row needs: no chunk is longer than the first.
-
-    Args:
-        shapes: of the whole tensors.
-        dims: the dim that each tensor is cut along; None for a tensor of which every row has all.
-        parts: the number of rows.
-    """
+    `dims` are those along which the tensors are cut; of a tensor with None, every row has all."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int | None], parts: int) -> None:
         self.shapes, self.dims, self.parts = list(shapes), list(dims), parts
-        self.sizes = [
-            None if dim is None else chunk_sizes(shape[dim], parts) for shape, dim in zip(shapes, dims, strict=True)
-        ]
+        cuts = zip(shapes, dims, strict=True)
+        self.sizes = [None if d is None else list(map(count, chunk_pieces(shape[d], parts))) for shape, d in cuts]
         widths = [math.prod(self.piece_shape(i, 0)) for i in range(len(self.shapes))]
         self.columns = list(itertools.pairwise(itertools.accumulate(widths, initial=0)))
         self.length = sum(widths)
@@ -43,7 +37,6 @@ class Rows:
         return (*shape[:dim], sizes[row], *shape[dim + 1 :])
 
     def piece(self, i: int, whole: torch.Tensor, row: int) -> torch.Tensor:
-        """The part of a whole tensor that a row has, as a view."""
         dim, sizes = self.dims[i], self.sizes[i]
         if dim is None or sizes is None:
             return whole
@@ -51,11 +44,9 @@ class Rows:
 
     def kept(self, row: torch.Tensor, number: int) -> list[torch.Tensor]:
         """What row `number` holds of each tensor, as views of it."""
-        return [self._in_row(i, row, number) for i in range(len(self.shapes))]
-
-    def _in_row(self, i: int, row: torch.Tensor, number: int) -> torch.Tensor:
-        shape = self.piece_shape(i, number)
-        return row.narrow(0, self.columns[i][0], math.prod(shape)).view(shape)
+        shapes = [self.piece_shape(i, number) for i in range(len(self.shapes))]
+        starts = [start for start, _ in self.columns]
+        return [row.narrow(0, at, math.prod(s)).view(s) for at, s in zip(starts, shapes, strict=True)]
 
     def _blocks(self, i: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """Where tensor i lies, as (first row, shape, strides inside of a row): one block for all full chunks, and one
@@ -96,12 +87,3 @@ class Rows:
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-
-
-def chunk_sizes(n: int, parts: int) -> list[int]:
-    """How many of n indices each part gets.
-
-    >>> chunk_sizes(5, 4)
-    [2, 2, 1, 0]
-    """
-    return [count(piece) for piece in itertools.islice(chunk_pieces(n, parts), parts)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import LayoutError
 from shardwise.mesh import DeviceMesh, SimulatedMesh
-from shardwise.parallel.data.axis import DataAxis
-from shardwise.parallel.data.layouts import ParameterLayouts, common_mesh, layouts_of
+from shardwise.parallel.data.layouts import DataAxis, ParameterLayouts, layouts_of
 from shardwise.parallel.data.parameter import ManagedParameter, Owners
 from shardwise.parallel.data.passes import DataParallel
 from shardwise.parallel.data.rows import Rows
@@ -19,11 +19,11 @@ from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
 SHARDS = ("none", "optimizer", "gradients", "parameters")
-Units = Sequence[torch.nn.Module] | Callable[[str, torch.nn.Module], bool] | None
+Units = Sequence[nn.Module] | Callable[[str, nn.Module], bool] | None
 
 
 def data_parallel(
-    module: torch.nn.Module,
+    module: nn.Module,
     mesh: DeviceMesh | SimulatedMesh,
     shard: str = "none",
     *,
@@ -32,33 +32,33 @@ def data_parallel(
     master_dtype: torch.dtype | None = None,
     units: Units = None,
     unit_bytes: int = 1 << 20,
-) -> torch.nn.Module:
+) -> nn.Module:
     """Train a module on a batch that is spread over the ranks of a mesh axis: DDP and ZeRO 1, 2 and 3.
 
     Make the optimizer afterwards, from ``module.parameters()``. Feed each rank its own plain tensors: gradients are
     averaged over the ranks, as DDP does. Or feed DTensors that are cut over the data axis: everything is then as on
     one device with the whole batch. Inside ``with module.no_sync():`` gradients add up without communication.
 
+    A unit is a module whose parameters are gathered when its forward begins, freed when it ends, and gathered again
+    for its backward, one unit ahead. What belongs to no unit belongs to the module as a whole.
+
     Args:
         module: changed in place: its parameters become DTensors over the data axis.
         mesh: one axis, as in ``mesh["dp"]``.
-        shard: what each rank keeps a part of, instead of the whole: "none" (DDP), the state of the "optimizer"
-            (ZeRO 1), the "gradients" too (ZeRO 2), the "parameters" too (ZeRO 3).
+        shard: what each rank keeps a part of: "none" (DDP), the state of the "optimizer" (ZeRO 1), the "gradients" too
+            (ZeRO 2), the "parameters" too (ZeRO 3).
         compute_dtype: the dtype of the forward; floating-point inputs are cast to it.
         reduce_dtype: the dtype in which gradients are summed over the ranks.
         master_dtype: the dtype of the parameters that the optimizer sees.
-        units: the modules whose parameters are gathered and freed together where `shard` is "parameters": a list of
-            them, or a function of a module's name and itself. A unit is gathered when its forward begins, freed when
-            it ends, and gathered again for its backward, one unit ahead. By default, units are the elements of
-            Sequential, ModuleList and ModuleDict. What belongs to no unit belongs to the module as a whole.
+        units: the units where `shard` is "parameters": modules, or a function of a module's name and itself. Default:
+            the elements of Sequential, ModuleList and ModuleDict.
         unit_bytes: how many bytes of parameters an element needs to be a unit by default.
 
     Returns:
         The module itself.
 
     Raises:
-        LayoutError: an argument is of the wrong type, the module is data parallel already, or a parameter is laid out
-            in a way that does not go with the data axis.
+        LayoutError: an argument or the layout of a parameter is not possible, or the module is data parallel already.
         MeshError: `mesh` does not have exactly one axis.
 
     Example:
@@ -67,7 +67,7 @@ def data_parallel(
         >>> model.weight.placements
         (Shard(dim=0),)
     """
-    if not isinstance(module, torch.nn.Module):
+    if not isinstance(module, nn.Module):
         raise LayoutError(f"data_parallel: module must be a torch.nn.Module, got {type(module).__name__}")
     if shard not in SHARDS:
         raise LayoutError(f"data_parallel: shard={shard!r} is not one of {', '.join(map(repr, SHARDS))}")
@@ -80,21 +80,16 @@ def data_parallel(
     chosen = _chosen_units(module, units, unit_bytes) if data.size > 1 else []  # one rank has nothing to gather
     parameters = _lay_out(module, data, shard != "none", compute_dtype, master_dtype)
     frees = shard == "parameters" and data.size > 1
-    passes = DataParallel(
-        data,
-        _group(module, chosen, parameters, data, frees),
-        frees=frees,
-        one_at_a_time=shard in ("gradients", "parameters"),  # no rank has room for all gradients whole
-        compute_dtype=compute_dtype,
-        reduce_dtype=reduce_dtype,
-    )
+    one_at_a_time = shard in ("gradients", "parameters")  # no rank has room for all gradients whole
+    units_found = _group(module, chosen, parameters, data, frees)
+    passes = DataParallel(data, units_found, frees, one_at_a_time, compute_dtype, reduce_dtype)
     module._data_parallel = passes  # type: ignore[assignment]
     module.no_sync = passes.no_sync  # type: ignore[assignment]
     return module
 
 
 # -- units -------------------------------------------------------------------------------------------------
-def _chosen_units(module: torch.nn.Module, units: Units, unit_bytes: int) -> list[torch.nn.Module]:
+def _chosen_units(module: nn.Module, units: Units, unit_bytes: int) -> list[nn.Module]:
     """The modules that are units of their own, in the order of the module tree."""
     if callable(units):
         return [m for name, m in module.named_modules() if m is not module and units(name, m)]
@@ -104,27 +99,23 @@ def _chosen_units(module: torch.nn.Module, units: Units, unit_bytes: int) -> lis
         if len(found) < len(chosen - {id(module)}):
             raise LayoutError("data_parallel: units lists a module that is not part of the module")
         return found
-    containers = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     found = []
 
-    def visit(parent: torch.nn.Module) -> None:
+    def visit(parent: nn.Module) -> None:
         for child in parent.children():
             elements = list(child.children()) if isinstance(child, containers) else []
             large = [m for m in elements if sum(p.numel() * p.itemsize for p in m.parameters()) >= unit_bytes]
-            found.extend(m for m in large if not isinstance(m, (torch.nn.ModuleList, torch.nn.ModuleDict)))
+            found.extend(m for m in large if not isinstance(m, (nn.ModuleList, nn.ModuleDict)))
             if not elements:
                 visit(child)
 
-    visit(module if not isinstance(module, containers) else torch.nn.ModuleList([module]))
+    visit(module if not isinstance(module, containers) else nn.ModuleList([module]))
     return found
 
 
 def _group(
-    module: torch.nn.Module,
-    chosen: list[torch.nn.Module],
-    parameters: Sequence[ManagedParameter],
-    data: DataAxis,
-    frees: bool,
+    root: nn.Module, chosen: list[nn.Module], parameters: Sequence[ManagedParameter], data: DataAxis, frees: bool
 ) -> list[Unit]:
     """The units with their parameters; last the module as a whole, with those that belong to no unit or to several."""
     unit_of = {id(m): unit for unit in chosen for m in unit.modules()}  # an inner unit comes later and wins
@@ -135,30 +126,25 @@ def _group(
         group = groups.get(units.pop()) if len(units) == 1 else None
         (rest if group is None else group).append(p)
     found = [Unit(m, groups[id(m)], data, frees) for m in chosen if groups[id(m)]]
-    return [*found, Unit(module, rest, data, frees)]
+    return [*found, Unit(root, rest, data, frees)]
 
 
 # -- parameters --------------------------------------------------------------------------------------------
 def _lay_out(
-    module: torch.nn.Module,
-    data: DataAxis,
-    cut: bool,
-    compute_dtype: torch.dtype | None,
-    master_dtype: torch.dtype | None,
+    module: nn.Module, data: DataAxis, cut: bool, compute_dtype: torch.dtype | None, master_dtype: torch.dtype | None
 ) -> list[ManagedParameter]:
-    """Replace the parameters of a module by DTensors over the data axis."""
-    owners: dict[torch.nn.Parameter, Owners] = {}
+    owners: dict[nn.Parameter, Owners] = {}
     for owner in module.modules():
         for name, param in owner._parameters.items():
             if param is not None:
                 owners.setdefault(param, []).append((owner, name))
-    common = common_mesh(owners, data)
+    common = data.mesh_for_plain(owners)
     made = []
     for param, users in owners.items():
         floats = param.dtype.is_floating_point
         kept_dtype = master_dtype if master_dtype is not None and floats else param.dtype
         layouts = layouts_of(param, data, cut, kept_dtype, common)
-        new = torch.nn.Parameter(_kept_value(param, layouts, data), requires_grad=param.requires_grad)
+        new = nn.Parameter(_kept_value(param, layouts, data), requires_grad=param.requires_grad)
         for user, name in users:
             user._parameters[name] = new
         dtype = compute_dtype if compute_dtype is not None and floats else kept_dtype

@@ -1,39 +1,7 @@
 """The states of data parallelism, and which state may follow which.
 
-Three kinds of object have a state. Each changes its own with `State.to`, which raises on a change that is not listed.
-
-Use of a unit (`unit.Unit`): what its module computes with.
-
-    IDLE               the module shows its parameters, the DTensors that the optimizer sees
-    FORWARD            inside of its forward: whole leaves stand in for the parameters
-    BACKWARD           its gradients are being computed: the leaves stand in again, for forwards that are repeated
-    BOTH               a forward repeated inside the backward pass (activation checkpoints), or a backward pass that the
-                       forward itself asks for
-
-    IDLE -> FORWARD -> IDLE -> BACKWARD -> IDLE;  FORWARD <-> BOTH <-> BACKWARD
-    FORWARD -> FORWARD, BOTH -> BOTH: the module calls itself
-
-Memory of a group of leaves (`leaves.LeafGroup`): where the values of its parameters are.
-
-    PARTS              each rank has what it keeps; the leaves have no memory
-    GATHERING          the other ranks' parts are on their way
-    WHOLE              the leaves hold the parameters
-
-    PARTS -> GATHERING -> WHOLE -> PARTS
-    GATHERING -> PARTS: nobody needed it after all
-    WHOLE -> GATHERING, GATHERING -> GATHERING: a parameter was written since, so it is gathered again
-
-Gradients of a bucket (`gradients.GradBucket`) in one backward pass.
-
-    COLLECTING         gradients of leaves are taken as they come
-    REDUCING           all are taken, and their sum over the ranks is under way
-    REDUCED            the parameters have their gradients; nothing more may come in this pass
-
-    COLLECTING -> REDUCING -> REDUCED -> COLLECTING (the next pass)
-    COLLECTING -> COLLECTING: the last pass reduced nothing (no_sync, or it failed)
-
-Calls go down only: `DataParallel` (which torch's hooks call) -> `Unit` and `Reduction` -> `LeafGroup` and `GradBucket`
--> `rows`, `layouts` -> moves.
+Three kinds of object have a state; each changes its own with `State.to`. Calls go down only: `DataParallel` (which
+torch's hooks call) -> `Unit` and `Reduction` -> `LeafGroup` and `GradBucket` -> `Rows`, layouts -> moves.
 """
 
 from __future__ import annotations
@@ -46,22 +14,28 @@ from shardwise.errors import AutogradError
 
 
 class Use(Enum):
-    IDLE = "idle"
-    FORWARD = "in its forward"
-    BACKWARD = "in its backward"
-    BOTH = "in its forward and its backward"
+    """What the module of a `Unit` computes with."""
+
+    IDLE = "idle"  # its parameters, the DTensors that the optimizer sees
+    FORWARD = "in its forward"  # whole leaves that stand in for the parameters
+    BACKWARD = "in its backward"  # the leaves again, for forwards that are repeated
+    BOTH = "in its forward and its backward"  # a repeated forward, or a backward pass that the forward asks for
 
 
 class Memory(Enum):
-    PARTS = "in parts"
-    GATHERING = "being gathered"
-    WHOLE = "whole"
+    """Where the values of the parameters of a `LeafGroup` are."""
+
+    PARTS = "in parts"  # each rank has what it keeps; the leaves have no memory
+    GATHERING = "being gathered"  # the other ranks' parts are on their way
+    WHOLE = "whole"  # the leaves hold the parameters
 
 
 class Gradients(Enum):
-    COLLECTING = "collecting gradients"
-    REDUCING = "being reduced"
-    REDUCED = "reduced"
+    """How far a `GradBucket` is in one backward pass."""
+
+    COLLECTING = "collecting gradients"  # those of leaves are taken as they come
+    REDUCING = "being reduced"  # all are taken, and their sum over the ranks is under way
+    REDUCED = "reduced"  # the parameters have their gradients; nothing more may come in this pass
 
 
 S = TypeVar("S", bound=Enum)
@@ -69,30 +43,24 @@ Allowed = Mapping[S, frozenset[S]]
 
 USE: Allowed[Use] = {
     Use.IDLE: frozenset({Use.FORWARD, Use.BACKWARD}),
-    Use.FORWARD: frozenset({Use.IDLE, Use.FORWARD, Use.BOTH}),
+    Use.FORWARD: frozenset({Use.IDLE, Use.FORWARD, Use.BOTH}),  # itself: the module calls itself
     Use.BACKWARD: frozenset({Use.IDLE, Use.BOTH}),
     Use.BOTH: frozenset({Use.FORWARD, Use.BACKWARD, Use.BOTH}),
 }
 MEMORY: Allowed[Memory] = {
     Memory.PARTS: frozenset({Memory.GATHERING}),
-    Memory.GATHERING: frozenset({Memory.GATHERING, Memory.WHOLE, Memory.PARTS}),
-    Memory.WHOLE: frozenset({Memory.GATHERING, Memory.PARTS}),
+    Memory.GATHERING: frozenset({Memory.GATHERING, Memory.WHOLE, Memory.PARTS}),  # PARTS: nobody needed it after all
+    Memory.WHOLE: frozenset({Memory.GATHERING, Memory.PARTS}),  # GATHERING: a parameter was written since
 }
 GRADIENTS: Allowed[Gradients] = {
-    Gradients.COLLECTING: frozenset({Gradients.COLLECTING, Gradients.REDUCING}),
+    Gradients.COLLECTING: frozenset({Gradients.COLLECTING, Gradients.REDUCING}),  # itself: no_sync, or it failed
     Gradients.REDUCING: frozenset({Gradients.REDUCED}),
     Gradients.REDUCED: frozenset({Gradients.COLLECTING}),
 }
 
 
 class State(Generic[S]):
-    """The present state of one object, and the only way to change it.
-
-    >>> memory = State("leaves", Memory.PARTS, MEMORY)
-    >>> memory.to(Memory.GATHERING)
-    >>> memory.now.value
-    'being gathered'
-    """
+    """The present state of one object, and the only way to change it."""
 
     __slots__ = ("_allowed", "_name", "now")
 
@@ -100,11 +68,6 @@ class State(Generic[S]):
         self._name, self.now, self._allowed = name, start, allowed
 
     def to(self, following: S) -> None:
-        """Change the state.
-
-        Raises:
-            AutogradError: the present state may not be followed by this one.
-        """
         if following not in self._allowed[self.now]:
             may = ", ".join(repr(s.value) for s in self._allowed[self.now])
             raise AutogradError(

@@ -10,10 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import LayoutError
-from shardwise.parallel.data.axis import DataAxis
-from shardwise.parallel.data.freed import mark_freed
 from shardwise.parallel.data.gradients import GradBucket, in_buckets
-from shardwise.parallel.data.leaves import LeafGroup
+from shardwise.parallel.data.layouts import DataAxis
+from shardwise.parallel.data.leaves import LeafGroup, mark_freed
 from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.states import USE, State, Use
 from shardwise.tensor import DTensor
@@ -68,11 +67,8 @@ class Unit:
 
     # -- the leaves -----------------------------------------------------------------------------------------
     def prepare(self, reduce_dtype: torch.dtype | None) -> bool:
-        """Make leaves for all parameters, that need a gradient where these do, and buckets for their gradients.
-
-        Returns:
-            Whether there are new buckets.
-        """
+        """Make leaves for all parameters, that need a gradient where these do, and buckets for their gradients; tell
+        whether there are new buckets."""
         if self.groups is None:
             with torch.inference_mode(False):  # they are for training too
                 self._make_leaves()
@@ -106,9 +102,8 @@ class Unit:
                 expected += [id(leaf)] if needed else []
             if needed and not self.is_alone:
                 by_kind.setdefault((p.layouts.kept.dtype, p.dtype), []).append(p)
-        self.buckets = [
-            GradBucket(part, self.data, reduce_dtype) for alike in by_kind.values() for part in in_buckets(alike)
-        ]
+        parts = [part for alike in by_kind.values() for part in in_buckets(alike)]
+        self.buckets = [GradBucket(part, self.data, reduce_dtype) for part in parts]
         self._expected = frozenset(expected)
 
     def new_leaves(self) -> list[torch.Tensor]:
@@ -120,13 +115,11 @@ class Unit:
 
     # -- gathering and freeing ------------------------------------------------------------------------------
     def start_gather(self) -> None:
-        """Begin to gather, unless that is done or under way."""
         if not self.is_alone:
             for group in self.groups or ():
                 group.start()
 
     def gather(self) -> None:
-        """Gather: afterwards the leaves hold the parameters."""
         if not self.is_alone:
             self.start_gather()
             for group in self.groups or ():
@@ -165,7 +158,6 @@ class Unit:
         self._begin(Use.BACKWARD if self.use.now is Use.IDLE else Use.BOTH, distributed)
 
     def end_backward(self) -> None:
-        """The module shows its parameters again, unless its forward goes on."""
         self.inputs_done, self.missing = False, set()
         if self.use.now is Use.BOTH:
             self.use.to(Use.FORWARD)
@@ -174,21 +166,17 @@ class Unit:
 
     def _begin(self, use: Use, distributed: bool) -> None:
         is_installed = self.use.now is not Use.IDLE
-        if not is_installed:
-            self._check_slots()
-        self.use.to(use)
-        self.gather()
-        if not is_installed:
-            self._install(distributed)
-
-    def _check_slots(self) -> None:
-        for parameters, name, _, param in self._slots:
+        for parameters, name, _, param in () if is_installed else self._slots:
             if parameters.get(name) is not param:
                 raise LayoutError(
                     f"data_parallel: parameter {name!r} of shape {tuple(param.shape)} was replaced or taken away after "
                     f"data_parallel(); change the module (dtype, parametrizations, new parameters) before, or write "
                     f"into it: param.copy_(...), load_state_dict(...)"
                 )
+        self.use.to(use)
+        self.gather()
+        if not is_installed:
+            self._install(distributed)
 
     def _install(self, distributed: bool) -> None:
         if distributed:

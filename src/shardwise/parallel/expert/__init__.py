@@ -10,10 +10,3 @@ so on. Before dispatch a rank holds the rows of its own tokens, in several piece
 dispatch and combine are changes of layout, in which exactly the rows that change rank travel. The same functions work
 on plain tensors.
 """
-
-from shardwise.parallel.expert.dispatch import Routed, combine, dispatch
-from shardwise.parallel.expert.grouped import grouped_linear
-from shardwise.parallel.expert.layer import MixtureOfExperts
-from shardwise.parallel.expert.router import balance_loss, top_k
-
-__all__ = ["MixtureOfExperts", "Routed", "balance_loss", "combine", "dispatch", "grouped_linear", "top_k"]

@@ -16,18 +16,13 @@ from shardwise.wrapper import wrap
 
 
 class Routed:
-    """Rows of tokens, sorted by expert, where their experts are.
-
-    Attributes:
-        rows: (kept, width).
-        sizes: how many rows each expert has, over all ranks.
-    """
+    """Rows of tokens, sorted by expert, where their experts are: `rows` (kept, width), and `sizes`, how many rows each
+    expert has over all ranks."""
 
     def __init__(
         self, rows: torch.Tensor, routes: Routes, slots: torch.Tensor, tokens: Layout | int, choices: int
     ) -> None:
-        self.rows, self.sizes = rows, routes.sizes
-        self._routes, self._slots = routes, slots
+        self.rows, self.sizes, self._routes, self._slots = rows, routes.sizes, routes, slots
         self._tokens, self._choices = tokens, choices  # layout (or number) of the tokens, how many experts each has
 
 
@@ -39,8 +34,7 @@ def dispatch(
     Args:
         x: (tokens, width).
         chosen: (tokens, k), the numbers of the experts that each token goes to.
-        experts: a DTensor whose first dim is the experts, as any weight of theirs: its layout says who holds which. Or
-            their number, where every rank holds all.
+        experts: any weight of theirs, whose layout says who holds which; or their number, where every rank holds all.
         capacity: how many rows an expert takes at most, those of the first tokens; the others are dropped.
 
     Returns:
@@ -93,13 +87,11 @@ def combine(routed: Routed, outputs: torch.Tensor, weights: torch.Tensor | None 
     back = _moved(outputs, routed._routes.layout_by_token(target), "combine")
     if weights is not None:
         weights = _on_mesh(weights, tokens, "weights").redistribute(placements=target.placements)
-    here = lambda coords: target.local_shape_at(coords)[0]  # noqa: E731
-    add = lambda rows, weights, slots, n: _added_up(rows, weights, slots, choices, n)  # noqa: E731
-    return run_local(add, [back, weights, routed._slots], target, here)
+    here = lambda coords: target.local_shape_at(coords)[0]
+    return run_local(_added_up, [back, weights, routed._slots, choices], target, here)
 
 
 def _moved(rows: DTensor, target: Layout, op: str) -> DTensor:
-    """Rows in another layout; the ledger says that `op` moved them."""
     return rows if rows._layout is target else wrap(move(rows._local, rows._layout, target, Note(op)), target)
 
 
@@ -129,7 +121,6 @@ def _check_arguments(x: torch.Tensor, chosen: torch.Tensor, experts: object, cap
 
 # -- who holds what ----------------------------------------------------------------------------------------
 def _rows_only(layout: Layout) -> list[Placement]:
-    """The placements with nothing cut but the rows."""
     return [p if p.is_shard(0) else REPLICATE for p in layout.placements]
 
 
@@ -160,14 +151,12 @@ def _sorted_slots(chosen: torch.Tensor, groups: tuple[tuple[int, ...], tuple[int
 
 
 def _taken(x: torch.Tensor, slots: torch.Tensor, choices: int) -> torch.Tensor:
-    """The row of `x` for each slot; each token has `choices` slots."""
     return x.index_select(0, slots // max(choices, 1))
 
 
 def _added_up(
     rows: torch.Tensor, weights: torch.Tensor | None, slots: torch.Tensor, choices: int, tokens: int
 ) -> torch.Tensor:
-    """For each token the sum of the rows of its slots."""
     if weights is not None:
         rows = rows * weights.flatten().index_select(0, slots).unsqueeze(-1)
     return rows.new_zeros(tokens, rows.shape[1]).index_add(0, slots // max(choices, 1), rows)

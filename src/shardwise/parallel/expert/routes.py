@@ -12,11 +12,10 @@ from shardwise.comm.base import Coords
 from shardwise.comm.record import Note
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Shard
-from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, normalize
-from shardwise.mesh import Mesh
 from shardwise.move import move
+from shardwise.sizes import coords_on, cut_as_held
 from shardwise.strategy.program import run_local
 from shardwise.tensor import DTensor
 
@@ -33,23 +32,15 @@ class Run(NamedTuple):
 class Routes:
     """Which rank holds which rows, by token before they travel and by expert afterwards.
 
-    Args:
-        runs: the tokens, in order.
-        counts: counts[r, e] is how many tokens of run r chose expert e.
-        capacity: how many rows an expert takes at most, those of the first tokens; None takes all.
-
-    Attributes:
-        kept: kept[r, e] is how many of them expert e takes.
-        sizes: how many rows each expert takes, over all ranks.
-        first: first[r, e] is the first of those rows, all rows being sorted by expert and then by token.
-    """
+    Of run r, counts[r, e] tokens chose expert e, which takes kept[r, e] of them: all, or the first ones up to its
+    `capacity`. Sorted by expert and then by token, first[r, e] is the first of those rows."""
 
     def __init__(self, runs: Sequence[Run], counts: numpy.ndarray, capacity: int | None) -> None:
         self.runs, self.counts = list(runs), counts
         before = counts.cumsum(0) - counts
         self.kept = counts if capacity is None else numpy.clip(capacity - before, 0, counts)
         per_expert = self.kept.sum(0)
-        self.sizes = tuple(int(n) for n in per_expert)
+        self.sizes = tuple(int(n) for n in per_expert)  # how many rows each expert takes, over all ranks
         self.total = sum(self.sizes)
         self.first = (per_expert.cumsum() - per_expert)[None, :] + self.kept.cumsum(0) - self.kept
         self.token_axes: tuple[int, ...] = ()
@@ -58,7 +49,6 @@ class Routes:
 
     @staticmethod
     def on_one_device(chosen: torch.Tensor, experts: int, capacity: int | None) -> Routes:
-        """The routes where one rank holds all tokens and experts."""
         counts = _checked(_counted(chosen, experts, ((0, len(chosen)),), 1))
         return Routes([Run(0, ())], counts, capacity)
 
@@ -84,24 +74,17 @@ class Routes:
     def layout_by_expert(self, tokens: Layout) -> Layout:
         """The layout in which each rank holds the rows of its experts, of all tokens along the axes that cut these."""
         axes = tuple(sorted({*self.token_axes, *self.expert_axes}))
-        rows = lambda coords: self._rows(self._runs_for(coords), self.experts_at(coords))  # noqa: E731
-        return self._layout(tokens, axes, rows)
+        return self._layout(tokens, axes, lambda coords: self._rows(self._runs_for(coords), self.experts_at(coords)))
 
     def _layout(self, tokens: Layout, axes: tuple[int, ...], held: Callable[[Coords], Intervals]) -> Layout:
-        mesh = tokens.mesh
-        table = lambda on_axes: held(_coords(mesh, axes, on_axes))  # noqa: E731
-        places = list(tokens.placements)
-        for axis, shard in zip(axes, shards_from_table([mesh.shape[a] for a in axes], self.total, table, 0)):
-            places[axis] = shard
+        places = cut_as_held(tokens, axes, 0, self.total, held)
         return tokens.replace(shape=(self.total, tokens.shape[1]), placements=places)
 
     def _own_runs(self, coords: Coords) -> list[int]:
-        """The runs that the rank at `coords` holds."""
         mine = tuple(coords[a] for a in self.token_axes)
         return [r for r, run in enumerate(self.runs) if run.holder == mine]
 
     def _runs_for(self, coords: Coords) -> list[int]:
-        """The runs whose rows the experts at `coords` get."""
         fixed = [(i, coords[a]) for i, a in enumerate(self.token_axes) if a not in self.expert_axes]
         return [r for r, run in enumerate(self.runs) if all(run.holder[i] == c for i, c in fixed)]
 
@@ -116,7 +99,6 @@ class Routes:
         return tuple(self.counts[mine].T.ravel().tolist()), tuple(self.kept[mine].T.ravel().tolist())
 
     def rows_per_expert(self, coords: Coords) -> tuple[int, ...]:
-        """How many rows each of the experts at `coords` has there."""
         return tuple(self.kept[self._runs_for(coords)][:, self.experts_at(coords)].sum(0).tolist())
 
 
@@ -125,11 +107,11 @@ def _exchanged_counts(chosen: DTensor, experts: int) -> tuple[list[Run], numpy.n
     layout = chosen._layout
     mesh, axes = layout.mesh, layout.axes_of(0)
     holders = list(numpy.ndindex(*(mesh.shape[a] for a in axes)))
-    pieces = {holder: layout.held(0, _coords(mesh, axes, holder)) for holder in holders}
+    pieces = {holder: layout.held(0, coords_on(axes, holder, len(mesh.shape))) for holder in holders}
     most = max(1, max(map(len, pieces.values())))
     evenly = [Shard(0) if p.is_shard(0) else REPLICATE for p in layout.placements]
     table = layout.replace(shape=(len(holders) * most, experts), placements=evenly)
-    count = lambda local, held: _counted(local, experts, held, most)  # noqa: E731
+    count = lambda local, held: _counted(local, experts, held, most)
     counts = run_local(count, [chosen], table, lambda coords: layout.held(0, coords))
     whole = table.replace(placements=[REPLICATE] * len(table.placements))
     known = mesh.comm.first(move(counts._local, table, whole, Note("dispatch", "sizes")))
@@ -141,12 +123,6 @@ def _exchanged_counts(chosen: DTensor, experts: int) -> tuple[list[Run], numpy.n
     )
     rows = numpy.array([row for _, row in found], dtype=numpy.int64).reshape(len(found), experts)
     return [run for run, _ in found], rows
-
-
-def _coords(mesh: Mesh, axes: Sequence[int], on_axes: Sequence[int]) -> Coords:
-    """Coordinates on all axes of the mesh: those on some axes, and 0 on the others."""
-    at = dict(zip(axes, on_axes, strict=True))
-    return tuple(at.get(a, 0) for a in range(len(mesh.shape)))
 
 
 def _counted(chosen: torch.Tensor, experts: int, held: Intervals, most: int) -> torch.Tensor:

@@ -3,6 +3,7 @@ local tensors out again."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -17,13 +18,13 @@ from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import DeviceMesh, Mesh, SimulatedMesh, as_mesh
 from shardwise.move import move, plan_steps
-from shardwise.parallel.styles.known_layouts import known_layout, remember_layout
-from shardwise.parallel.styles.placing import Placing, placing_key, unless_cut
-from shardwise.parallel.styles.shared_inputs import distributed_once
+from shardwise.parallel.styles.remembered import distributed_once, known_layout, remember_layout, unless_cut
 from shardwise.sizes import exchange_kinds, layout_of_locals
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
+Placing = Placement | Mapping[str, Placement]  # on the style's axis, or by the names of axes
+Sizes = Mapping[int, int] | None  # global sizes of dims that are known
 _NOTE = Note("redistribute")
 
 
@@ -51,22 +52,16 @@ class StyleAxis:
 
     @property
     def is_only_axis(self) -> bool:
-        """Whether the mesh has no other axis."""
         return len(self.mesh.shape) == 1
-
-    @property
-    def size(self) -> int:
-        """How many ranks are along the axis."""
-        return self.mesh.shape[self.number]
 
     def placements(self, placing: Placing, others: tuple[Placement, ...] | None = None) -> tuple[Placement, ...]:
         """Placements for all axes: those of `placing`, and `others` (or Replicate) where it says nothing."""
         found = list(others if others is not None else (REPLICATE,) * len(self.mesh.shape))
-        if not isinstance(placing, Mapping):
+        if isinstance(placing, Mapping):
+            for name, place in placing.items():
+                found[self.mesh.axis(name)] = place
+        else:
             found[self.number] = placing
-            return tuple(found)
-        for name, place in placing.items():
-            found[self.mesh.axis(name)] = place
         return tuple(found)
 
     # -- onto the mesh --------------------------------------------------------------------------------------
@@ -74,16 +69,15 @@ class StyleAxis:
         self,
         x: torch.Tensor,
         placing: Placing,
-        whole: Mapping[int, int] | None = None,
+        whole: Sizes = None,
         *,
         watched: bool = True,
         known_as: torch.Tensor | None = None,
     ) -> DTensor:
         """A DTensor of `x`: `x` itself if it is one, else the tensor of which each rank holds `x` under `placing`.
 
-        `whole` gives the global sizes of cut dims, where they are known. `watched` says whether hooks may be put on
-        the result, so that it needs a node of its own in the graph. `known_as` is the tensor to look the layout up
-        for, where `x` is another form of it."""
+        `whole` has the global sizes of cut dims that are known. If `watched`, hooks may be put on the result: it gets a
+        node of its own in the graph. `known_as`, where `x` is another form of it, is what the layout is known for."""
         if isinstance(x, DTensor):
             if x._layout.mesh is not self.mesh:
                 axis = self.mesh.axis_names[self.number]
@@ -94,28 +88,23 @@ class StyleAxis:
             return x
         if self.mesh.comm.simulated:
             places = self.placements(placing)
-            return DTensor.from_local(x, self.mesh, places, shape=_global_shape(_first_rank(x), places, whole))
-        key = (x.shape, x.stride(), x.dtype, x.device, placing_key(placing))
+            first = getattr(x, "ranks", (x,))[0]
+            return DTensor.from_local(x, self.mesh, places, shape=_global_shape(first, places, whole))
+        key = (x.shape, x.stride(), x.dtype, x.device, _placing_key(placing))
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layout_of(x, placing, whole, key, x if known_as is None else known_as)
         return enter(x, layout) if watched or x.grad_fn is None else wrap(x, layout)
 
     def _layout_of(
-        self,
-        x: torch.Tensor,
-        placing: Placing,
-        whole: Mapping[int, int] | None,
-        key: tuple[Hashable, ...],
-        known_as: torch.Tensor,
+        self, x: torch.Tensor, placing: Placing, whole: Sizes, key: tuple[Hashable, ...], known_as: torch.Tensor
     ) -> Layout:
         """The layout of a plain tensor: derived where that is possible, else agreed on by all ranks (see `sizes`)."""
         places = self.placements(placing)
         shape = _global_shape(x, places, whole)
         is_cut = any(isinstance(p, Shard) and k > 1 for p, k in zip(places, self.mesh.shape, strict=True))
         if shape is not None or not is_cut:
-            layout = layout_of_locals(x, self.mesh, places, shape)[1]
-            return _remember(self._layouts, key, layout)
+            return _remember(self._layouts, key, layout_of_locals(x, self.mesh, places, shape)[1])
         known = known_layout(known_as, places, self.mesh)
         if known is not None:
             return known
@@ -132,10 +121,9 @@ class StyleAxis:
         DTensor, and one reduction of its gradient."""
         if isinstance(x, DTensor):
             return self.distributed(x, placing)
-        key = (self.mesh, self.number, placing_key(placing), tuple(whole.items()))
-        return distributed_once(
-            x, key, lambda alias: self.distributed(alias, placing, whole, watched=False, known_as=x)
-        )
+        key = (self.mesh, self.number, _placing_key(placing), tuple(whole.items()))
+        make = functools.partial(self.distributed, placing=placing, whole=whole, watched=False, known_as=x)
+        return distributed_once(x, key, make)
 
     def lay_out(self, param: torch.Tensor, placement: Placement, source: int | None) -> DTensor:
         """A parameter or buffer with this placement on the axis; a DTensor keeps those on the other axes."""
@@ -150,22 +138,27 @@ class StyleAxis:
 
     # -- along it -------------------------------------------------------------------------------------------
     def move(self, x: DTensor, placing: Placing, like: Any = None) -> DTensor:
-        """The tensor laid out so; axes that `placing` does not speak of stay as they are.
+        """The tensor laid out so; axes that `placing` does not speak of, or that cut the dim it asks for, stay.
 
-        A plain Shard(dim) asks for no particular sizes: a tensor that is cut along dim already stays, however it is.
         `like` is the input of the module whose output `x` is. What the other axes cut of its leading dims they cut of
         `x`: a batch stays cut, also where it was cheaper to gather it than a parameter which those axes cut."""
         before = like._layout if isinstance(like, DTensor) and not self.is_only_axis else None
-        key = (x._layout, before, placing_key(placing))
+        key = (x._layout, before, _placing_key(placing))
         if key not in self._targets:
             asked = self.placements(placing, x.placements if before is None else self._cut_like(x._layout, before))
             settled = tuple(unless_cut(want, have, x.dim()) for want, have in zip(asked, x.placements))
-            _remember(self._targets, key, None if settled == x.placements else _target(x._layout, settled))
+            made = x._layout.replace(placements=settled)
+            if plan_steps(x._layout, made):
+                made = made.replace(stride=None)  # what has not moved is as it was
+            _remember(self._targets, key, None if settled == x.placements else made)
         target = self._targets[key]
         if target is None:
             return x
         is_gathered = x.placements[self.number].is_shard() and target.placements[self.number].is_replicate()
-        return _gathered_once(x, target, self.number) if is_gathered and _has_version(x) else _moved(x, target)
+        # a tensor made in inference mode cannot tell that it has been written to
+        if is_gathered and not self.mesh.comm.first(x._local).is_inference():
+            return _gathered_once(x, target, self.number)
+        return _moved(x, target)
 
     def _cut_like(self, output: Layout, given: Layout) -> tuple[Placement, ...]:
         """The placements of `output`, with those of `given` on other axes that cut a dim which both have."""
@@ -177,7 +170,11 @@ class StyleAxis:
         )
 
     # -- and out again --------------------------------------------------------------------------------------
-    def local_of(self, x: DTensor) -> torch.Tensor:
+    def handed_over(self, x: DTensor, use_local: bool | None) -> torch.Tensor:
+        """What the program gets of a tensor: the local one if `use_local`; by default, where there is no other axis."""
+        return self._local_of(x) if (self.is_only_axis if use_local is None else use_local) else x
+
+    def _local_of(self, x: DTensor) -> torch.Tensor:
         """The local tensor. What simulated ranks hold alike is one tensor, and a plain one if all do: a plain parameter
         that meets it gets its gradient once, as on every process."""
         comm = self.mesh.comm
@@ -198,33 +195,18 @@ class StyleAxis:
 
 
 # -- plain tensors -----------------------------------------------------------------------------------------
-def _first_rank(x: torch.Tensor) -> torch.Tensor:
-    return getattr(x, "ranks", (x,))[0]
+def _placing_key(placing: Placing) -> Hashable:
+    return placing if isinstance(placing, Placement) else tuple(placing.items())
 
 
-def _cut_dims(x: torch.Tensor, places: tuple[Placement, ...]) -> set[int]:
-    """The dims of a local tensor that the placements cut."""
-    return {p.dim % x.ndim for p in places if isinstance(p, Shard) and -x.ndim <= p.dim < x.ndim}
-
-
-def _global_shape(x: torch.Tensor, places: tuple[Placement, ...], whole: Mapping[int, int] | None) -> list[int] | None:
+def _global_shape(x: torch.Tensor, places: tuple[Placement, ...], whole: Sizes) -> list[int] | None:
     """The global shape, where something is cut and the sizes of all cut dims are known."""
-    cut = _cut_dims(x, places)
+    cut = {p.dim % x.ndim for p in places if isinstance(p, Shard) and -x.ndim <= p.dim < x.ndim}
     known = {dim % x.ndim: size for dim, size in (whole or {}).items() if -x.ndim <= dim < x.ndim}
     return [known.get(d, n) for d, n in enumerate(x.shape)] if cut and cut <= known.keys() else None
 
 
 # -- moves -------------------------------------------------------------------------------------------------
-def _has_version(x: DTensor) -> bool:
-    """Whether a tensor can tell that it has been written to; one made in inference mode cannot."""
-    return not x._layout.mesh.comm.first(x._local).is_inference()
-
-
-def _target(layout: Layout, places: tuple[Placement, ...]) -> Layout:
-    target = layout.replace(placements=places)
-    return target.replace(stride=None) if plan_steps(layout, target) else target  # what has not moved is as it was
-
-
 def _moved(x: DTensor, target: Layout) -> DTensor:
     """x.redistribute, with the layout that it comes to known beforehand."""
     return wrap(move(x._local, x._layout, target, _NOTE), target)

@@ -1,18 +1,37 @@
-"""What every style has: the class to extend, its hooks, and parameters laid out."""
+"""What every style has: the class to extend, its hooks, what it is told of tensors, and parameters laid out."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
-import torch
 from torch import nn
 
-from shardwise.layout.placement import Placement
+from shardwise.errors import LayoutError
+from shardwise.layout.placement import Placement, as_placement
 from shardwise.mesh import DeviceMesh, SimulatedMesh
-from shardwise.parallel.styles.axis import StyleAxis
-from shardwise.tensor import DTensor
+from shardwise.parallel.styles.axis import Placing, StyleAxis
+
+
+class PlacementLike(Protocol):
+    """A placement of ours or of torch."""
+
+    def is_replicate(self) -> bool: ...
+
+
+PlacingArgument = PlacementLike | Mapping[str, PlacementLike]
+
+
+def as_placing(value: Any, name: str) -> Placing:
+    """What a user gave as the argument `name`, in our placements."""
+    if isinstance(value, Mapping):
+        return {axis: as_placement(place, f"{name}[{axis!r}]") for axis, place in value.items()}
+    return as_placement(value, name)
+
+
+def refuse(x: object, what: str) -> NoReturn:
+    raise LayoutError(f"{what} is a {type(x).__name__}, not a tensor; give it the layout None")
 
 
 class ParallelStyle(ABC):
@@ -43,14 +62,7 @@ class StyleHook:
         return self
 
 
-def handed_over(x: DTensor, use_local: bool | None, axis: StyleAxis) -> torch.Tensor:
-    """What the program gets of a tensor: the local one if `use_local`; by default, where the mesh has no other axis."""
-    return axis.local_of(x) if (axis.is_only_axis if use_local is None else use_local) else x
-
-
-def lay_out_parameters(
-    module: nn.Module, placements: Mapping[str, Placement], axis: StyleAxis, source: int | None
-) -> None:
+def lay_out_module(module: nn.Module, placements: Mapping[str, Placement], axis: StyleAxis, source: int | None) -> None:
     """Lay the module's own parameters out as `placements` says by name, with the values of the rank `source`."""
     for name, param in list(module._parameters.items()):
         if param is not None:

@@ -1,4 +1,4 @@
-"""ColwiseParallel and RowwiseParallel: layers whose parameters are cut."""
+"""ColwiseParallel and RowwiseParallel cut the parameters of a layer, SequenceParallel the positions it works on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from shardwise.layout import Shard
 from shardwise.layout.placement import REPLICATE, Placement
 from shardwise.layout.split import chunk_bounds
 from shardwise.mesh import DeviceMesh, SimulatedMesh
-from shardwise.parallel.styles.axis import StyleAxis
-from shardwise.parallel.styles.base import ParallelStyle, StyleHook, handed_over, lay_out_parameters
-from shardwise.parallel.styles.placing import Placing, PlacingArgument, as_placing, refuse
+from shardwise.parallel.styles.axis import Placing, StyleAxis
+from shardwise.parallel.styles.base import ParallelStyle, PlacingArgument, StyleHook, as_placing, lay_out_module, refuse
 from shardwise.tensor import DTensor
 
 
@@ -48,7 +47,7 @@ class _LayerParallel(ParallelStyle):
         axis = StyleAxis.of(device_mesh, self.axis)
         dim = self._cut_dim(module)
         placements = {name: self._placement(param, dim, axis) for name, param in module._parameters.items()}
-        lay_out_parameters(module, placements, axis, self.src_data_rank)
+        lay_out_module(module, placements, axis, self.src_data_rank)
         module.register_forward_pre_hook(StyleHook(self._before, axis), with_kwargs=True)
         module.register_forward_hook(StyleHook(self._after, axis), with_kwargs=True)
         return module
@@ -90,10 +89,9 @@ class _LayerParallel(ParallelStyle):
         if not isinstance(output, torch.Tensor):
             refuse(output, f"{type(self).__name__}: the output of {type(module).__name__}")
         laid = axis.move(axis.distributed(output, REPLICATE), self._output, like=next(iter((*args, *kwargs.values()))))
-        return handed_over(laid, self._use_local, axis)
+        return axis.handed_over(laid, self._use_local)
 
     def _cut_dim(self, module: nn.Module) -> int:
-        """The dim of the weight that is cut."""
         if self.weight_dim is not None:
             return self.weight_dim
         for kind, dim in zip((nn.Linear, nn.Embedding), self.cut_dims, strict=True):
@@ -113,13 +111,12 @@ class ColwiseParallel(_LayerParallel):
     """Cut a linear layer by its outputs, or an embedding by the columns of its table.
 
     Args:
-        input_layouts: the placement of the input on the axis, or placements by the names of axes. The input is made
-            whole along the axis. Default: Replicate().
+        input_layouts: the placement of the input, which is made whole, on the axis; or by the names of axes. Default:
+            Replicate().
         output_layouts: what the output becomes. Default: Shard(-1), as it is computed.
         use_local_output: whether the program gets a local tensor. Default: where the mesh has no other axis.
         weight_dim: the dim of the weight to cut, for modules of other types.
-        parts: the outputs are this many projections side by side, as the query, key and value of one fused layer, and
-            every one of them is cut.
+        parts: how many projections the outputs are, side by side, as query, key and value; every one of them is cut.
 
     Raises:
         LayoutError: a placement or `parts` is not one.
@@ -156,8 +153,8 @@ class RowwiseParallel(_LayerParallel):
     """Cut a linear layer by its inputs, or an embedding by the rows of its table.
 
     Args:
-        input_layouts: the placement of the input on the axis, or placements by the names of axes. The input is cut to
-            fit the weight; the ids of an embedding are made whole. Default: Shard(-1).
+        input_layouts: the placement of the input, which is cut to fit the weight (the ids of an embedding are made
+            whole), on the axis; or by the names of axes. Default: Shard(-1).
         output_layouts: what the output is summed to. Default: Replicate().
         use_local_output: whether the program gets a local tensor. Default: where the mesh has no other axis.
         weight_dim: the dim of the weight to cut, for modules of other types.
@@ -184,7 +181,7 @@ def _cut_in_parts(dim: int, shape: torch.Size, parts: int, axis: StyleAxis) -> S
     """A Shard that cuts each of `parts` equal stretches of a dim like chunk: a rank has its share of every one."""
     if parts == 1:
         return Shard(dim)
-    size, ranks = shape[dim], axis.size
+    size, ranks = shape[dim], axis.mesh.shape[axis.number]
     if size % parts:
         raise LayoutError(
             f"ColwiseParallel: parts={parts} do not divide dim {dim} of a parameter of shape {tuple(shape)}"
@@ -196,3 +193,40 @@ def _cut_in_parts(dim: int, shape: torch.Size, parts: int, axis: StyleAxis) -> S
         return [(part * each + start, part * each + stop) for part in range(parts) if start < stop]
 
     return Shard(dim, pieces=[[held(rank) for rank in range(ranks)]])
+
+
+class SequenceParallel(ParallelStyle):
+    """Run a norm, dropout or other layer that treats positions alike on a part of the sequence.
+
+    The parameters are replicated. The input is cut along the sequence, and so is the output.
+
+    Args:
+        sequence_dim: the dim of input and output that is the sequence. A plain input counts as each rank's part of it.
+        use_local_output: whether the program gets a local tensor instead of a DTensor.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence = Shard(sequence_dim)
+        self.sequence_sharding = (self.sequence,)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
+        axis = StyleAxis.of(device_mesh, self.axis)
+        lay_out_module(module, dict.fromkeys(module._parameters, REPLICATE), axis, self.src_data_rank)
+        module.register_forward_pre_hook(StyleHook(self._before, axis))
+        module.register_forward_hook(StyleHook(self._after, axis))
+        return module
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], axis: StyleAxis) -> tuple[Any, ...]:
+        x = args[0]
+        if not isinstance(x, torch.Tensor):
+            refuse(x, f"SequenceParallel: the first input of {type(module).__name__}")
+        return axis.move(axis.distributed(x, self.sequence), self.sequence), *args[1:]
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor, axis: StyleAxis) -> torch.Tensor:
+        laid = axis.distributed(output, self.sequence)
+        laid = axis.move(laid, laid.placements[axis.number], like=args[0])
+        return axis.handed_over(laid, self.use_local_output)
+
+    def __repr__(self) -> str:
+        return f"SequenceParallel(sequence_dim={self.sequence.dim}, use_local_output={self.use_local_output})"
