@@ -16,10 +16,8 @@ from shardwise.layout import Partial, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import sizes_to_pieces
-from shardwise.strategy.program import Tensor, reduced, run_local, whole
-from shardwise.strategy.reading import Named
+from shardwise.strategy import Algorithm, Answer, Named, Operand, Tensor, reduced, run_local, whole
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Answer, Operand
 from shardwise.wrapper import wrap
 
 

@@ -13,10 +13,8 @@ import torch.nn.functional as F
 
 from shardwise.layout.split import Intervals, positions
 from shardwise.rules.index import by_holders, located, pointable
-from shardwise.strategy.program import Tensor, reduced
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Answer, Factors, Gathered, Operand, Tensor, factors, reduced
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Answer, Factors, Gathered, Operand
 
 
 def with_a_column(look_up: Callable[[Any], Any], table: torch.Tensor) -> torch.Tensor:

@@ -12,10 +12,8 @@ import torch
 from shardwise.layout.split import Intervals
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.reduce import dims_of, gather_parts, staged, whole_along
-from shardwise.strategy.program import Tensor, needs_grad, run_local
-from shardwise.strategy.reading import Named
+from shardwise.strategy import Answer, Named, Operand, Tensor, needs_grad, run_local
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Answer, Operand
 
 Dims = tuple[int, ...]
 

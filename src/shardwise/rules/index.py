@@ -18,10 +18,9 @@ from shardwise.rules.data_dependent import broadcast_shape, select_masked
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.slicing import adds_up, clipped, select, slice_, sum_of
 from shardwise.rules.view import dim_of, unsqueeze
-from shardwise.strategy.program import Tensor
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Tensor, factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Answer, Factors, LocalCall, Operand, PerCoords
+from shardwise.strategy.spec import LocalCall
 from shardwise.torch_private import assert_async
 from shardwise.wrapper import Wrapper, shares_memory
 

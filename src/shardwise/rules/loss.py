@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals
 from shardwise.rules.pointwise import broadcast
-from shardwise.strategy.program import Tensor
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, operands_in
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, PerCoords, Result, operands_in
 from shardwise.torch_private import assert_async, schema_of
 
 REDUCTIONS = ("none", "mean", "sum")  # aten gives the number

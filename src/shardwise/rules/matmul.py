@@ -8,11 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.strategy.lines import line
-from shardwise.strategy.program import Tensor
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Factors, Operand, Tensor, factors, line
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Factors, Operand
 
 line("mm", "m k, k n -> m n", linear="each")
 line("bmm", "b m k, b k n -> b m n", linear="each")

@@ -12,10 +12,8 @@ import torch
 from shardwise.layout.layout import dense_stride
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy.program import unfinished
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Algorithm, Factors, Operand, Result, factors, operands_in, unfinished
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, Result, operands_in
 
 
 def broadcast(values: Iterable[object], outputs: int = 1, **more: Any) -> Factors:

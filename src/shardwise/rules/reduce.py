@@ -12,11 +12,8 @@ import torch
 
 from shardwise.layout.layout import Layout, parent_sets, shards_from_table
 from shardwise.layout.split import count, normalize
-from shardwise.strategy.lines import line
-from shardwise.strategy.program import Tensor, reduced, sum_dtype, whole
-from shardwise.strategy.reading import Named, factors
+from shardwise.strategy import Algorithm, Factors, Named, Operand, Tensor, factors, line, reduced, sum_dtype, whole
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand
 from shardwise.wrapper import wrap
 
 

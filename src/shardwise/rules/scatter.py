@@ -15,10 +15,9 @@ from shardwise.layout.layout import contiguous_stride
 from shardwise.rules.data_dependent import broadcast_shape
 from shardwise.rules.index import Indexed, by_holders, clamped, is_mask, located, located_all, unravelled, without_masks
 from shardwise.rules.view import dim_of
-from shardwise.strategy.program import Tensor
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Answer, Assignment, Factors, Operand
+from shardwise.strategy.spec import Assignment
 
 
 @dataclass

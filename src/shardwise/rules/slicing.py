@@ -13,10 +13,10 @@ from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, count, intersect, normalize, positions
 from shardwise.move.pack import BITS
 from shardwise.rules.view import carried, dim_of, dims_of, ints
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Algorithm, Factors, Operand, PerCoords, factors
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, flipped, rolled, same_call, sliced, unchanged
-from shardwise.strategy.spec import Algorithm, Factors, LocalCall, Operand, PerCoords
+from shardwise.strategy.spec import LocalCall
 
 Range = tuple[int, int, int]  # start, stop, step
 

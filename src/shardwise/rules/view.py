@@ -11,12 +11,9 @@ from typing import Any
 
 import torch
 
-from shardwise.strategy.lines import line
-from shardwise.strategy.program import Tensor
-from shardwise.strategy.reading import Named, factors
+from shardwise.strategy import Factors, Named, Operand, Tensor, factors, line
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.relayout import Carried, Relayout, SetMap, call_with, regrouped, repeated, same_call, unchanged
-from shardwise.strategy.spec import Factors, Operand
 
 
 def dim_of(dim: int, ndim: int) -> int:
