@@ -66,11 +66,7 @@ class Derivation:
 
 
 def derive(
-    name: str,
-    rule: Rule,
-    tensors: Sequence[Blank],
-    args: Sequence[object],
-    kwargs: dict[str, object],
+    name: str, rule: Rule, tensors: Sequence[Blank], args: Sequence[object], kwargs: dict[str, object]
 ) -> Derivation:
     """The strategies of `rule` for a call with these tensors; without any, for some that it accepts."""
     mesh = shardwise.simulate(2)

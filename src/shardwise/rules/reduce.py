@@ -54,17 +54,9 @@ def gather_parts(
 ) -> list[Tensor]:
     """The results of reducing what each rank holds, side by side along `dims` and gathered.
 
-    A rank that holds nothing adds nothing, so no reduction needs a neutral element: there `func` reduces a new dim of
-    size 1, to build the same graph as on other ranks.
-
-    Args:
-        func: func(value, dims, True[, value_at(coords)]) gives a tuple; it leaves `rows` rows of a reduced dim, or as
-            many as a rank holds.
-        x: The tensor to reduce.
-        dims: The reduced dims.
-        rows: How many rows `func` leaves of each.
-        value_at: The last argument of `func`, by coordinates.
-    """
+    func(value, dims, True[, value_at(coords)]) gives a tuple; it leaves `rows` rows of a reduced dim, or as many as a
+    rank holds. One that holds nothing adds nothing, so no reduction needs a neutral element: there `func` reduces a new
+    dim of size 1, to build the same graph as on other ranks."""
     layout, comm = x._layout, x._layout.mesh.comm
     shape, places = list(layout.shape), list(layout.placements)
 

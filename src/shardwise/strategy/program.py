@@ -37,26 +37,18 @@ def run_local(
     outputs: Layout | Sequence[Layout],
     value_at: Callable[[Coords], Any] | None = None,
 ) -> Any:
-    """What `func` makes of the values that each rank holds, as distributed tensors.
+    """What `func` makes of the values that each rank holds, as distributed tensors of the layouts `outputs`, which are
+    the caller's promise.
 
-    Where an axis splits the work (an operand or a result is not Replicate there), the operands that are Replicate are
-    spread: their gradients add up.
-
-    Args:
-        func: Called on every rank with its values of the operands, and `value_at` of its coordinates if there is one.
-        operands: Tensor tensors, `Windowed` ones, or anything else, which is passed on as it is.
-        outputs: The layout of the result, or one for each result. They are the caller's promise.
-        value_at: The last argument of `func`, by coordinates.
-    """
+    Operands are tensors, `Windowed` ones, or anything else, which is passed on as it is; the last argument of `func` is
+    `value_at` of a rank's coordinates, if given. Where an axis splits the work (an operand or a result is not Replicate
+    there), the operands that are Replicate are spread: their gradients add up."""
     wanted = [outputs] if isinstance(outputs, Layout) else list(outputs)
     tensors = [op.tensor if isinstance(op, Windowed) else op for op in operands]
     layouts = [t._layout for t in tensors if isinstance(t, Wrapper)]
     mesh = wanted[0].mesh
-    split = tuple(
-        axis
-        for axis in range(len(mesh.shape))
-        if any(not layout.placements[axis].is_replicate() for layout in (*layouts, *wanted))
-    )
+    along = zip(*(layout.placements for layout in (*layouts, *wanted)))
+    split = tuple(axis for axis, places in enumerate(along) if not all(p.is_replicate() for p in places))
     values = [_local(op, split) for op in operands]
     if value_at is not None:
         values.append(mesh.comm.per_rank(value_at))

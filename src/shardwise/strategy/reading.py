@@ -36,24 +36,17 @@ def factors(
     call: Callable[..., Any] | None = None,
     **more: Any,
 ) -> Factors:
-    """The line `text` applied to tensors.
+    """The line `text` applied to the tensors of a call: a name for every dim, None for a dim that must be whole.
 
     Args:
-        text: The line.
-        operands: The tensors of the call, in order.
-        linear: As in `Factors`; tensors marked `+` are no factors of a product ("each").
-        dim: What `dim` in the line stands for: a dim, several, or None for all.
-        keepdim: Whether dims that `*d-dim` leaves out stay with one element.
+        linear, joint: As in `Factors`; tensors marked `+` are no factors of a product ("each").
+        dim, keepdim: What `dim` in the line stands for (None: all), and whether dims that `*d-dim` leaves out stay.
         sizes: How many blocks a bracket has, where the sizes of the dims do not tell.
-        joint: The tensors `linear` speaks of; None for all.
         reduce: The reduction of factors that no result has.
         contiguous: Whether the one result is always new and without gaps, of the tensors' common dtype.
         outputs: How often the last result of the line comes.
         call: A function of the local tensors to call on every rank, instead of the op itself.
         more: Other fields of `Factors`.
-
-    Returns:
-        A name for every dim, None for a dim that must be whole.
     """
     named = dim if dim is None or isinstance(dim, int) else tuple(dim)
     spelling = spelled(text, tuple([op.ndim for op in operands]), named, keepdim)
@@ -232,17 +225,10 @@ def line(names: str, text: str, linear: str = "none", **more: Any) -> None:
 def line_rule(
     text: str, linear: str = "none", takes: str | inspect.Signature = "", **more: Any
 ) -> Callable[..., Factors | None]:
-    """The rule a line stands for.
+    """The rule a line stands for; it answers None for a call whose tensors do not fit the line.
 
-    Args:
-        text: The line.
-        linear: As in `Factors`.
-        takes: The arguments of the op, as ``"x dim=-1 keepdim=False"``: those named `dim` and `keepdim` are what the
-            line means by them. Without it, tensors are taken in the order of the call, by position.
-        more: As of `factors`.
-
-    Returns:
-        A rule that answers None for a call whose tensors do not fit the line.
+    `takes` are the arguments of the op, as ``"x dim=-1 keepdim=False"``: those named `dim` and `keepdim` are what the
+    line means by them. Without it, tensors are taken in the order of the call, by position.
     """
     parsed, signature = parse(text), _signature(takes) if isinstance(takes, str) else takes
 
@@ -252,10 +238,9 @@ def line_rule(
             return factors(text, operands, linear, **more) if parsed.fits(operands) else None
         arguments = _bound(signature, args, kwargs)
         operands = list(operands_in(arguments.values()))
-        if any(isinstance(value, Operand) for value in arguments.get("named", {}).values()):
+        by_name = any(isinstance(value, Operand) for value in arguments.get("named", {}).values())
+        if by_name or not parsed.fits(operands):
             return None  # tensors by name may come in any order: below, torch gives them by position
-        if not parsed.fits(operands):
-            return None
         if not parsed.names_dims:
             return factors(text, operands, linear, **more)
         dim, keepdim = arguments["dim"], arguments.get("keepdim", False)
@@ -268,13 +253,8 @@ def line_rule(
 
 
 def rearrangement(names: str, text: str, takes: str) -> None:
-    """Register ops that move the elements of one tensor to other places and do nothing else.
-
-    Args:
-        names: The ops.
-        text: A line with the same factors on both sides, as ``"n (g c) *s -> n (c g) *s"``.
-        takes: The arguments of the ops, as ``"x g"``: numbers are the sizes of the factors of their name.
-    """
+    """Register ops that only move the elements of one tensor, by a line with the same factors on both sides, as
+    ``"n (g c) *s -> n (c g) *s"``. Of what the ops take, as ``"x g"``, numbers are the sizes of factors."""
     parsed, signature = parse(text), _signature(takes)
 
     def from_line(*args: Any, **kwargs: Any) -> Algorithm:

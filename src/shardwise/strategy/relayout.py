@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.layout import Layout, Placement
+from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, intersect, normalize, repeat, shift
@@ -53,12 +53,11 @@ class Relayout:
         layout = operands[0].layout
         places = list(layout.placements)
         carried: list[tuple[_Cut, list[Carried]]] = []
-        for dim in {p.dim for p in places if p.is_shard()}:  # type: ignore[attr-defined]
+        for dim in {p.dim for p in places if isinstance(p, Shard)}:
             found = self._checked(layout, dim)
             if found is None:
                 places = [REPLICATE if p.is_shard(dim) else p for p in places]
-            else:
-                carried += found
+            carried += found or []
         source = layout.replace(placements=tuple(places))
         shapes = [tuple(o.shape) for o in outputs]
         outs = [self._places(source, carried, o, shapes[o]) for o in range(self.outputs)]
@@ -67,22 +66,18 @@ class Relayout:
     def _checked(self, layout: Layout, dim: int) -> list[tuple[_Cut, list[Carried]]] | None:
         """Where the cut of `dim` goes, if it can for every rank: whole, or each axis's part of it by itself (a rank
         holds what is in all of its parts, since every index has one holder)."""
-        whole = _Cut(layout, dim, layout.axes_of(dim))
-        goes = self._goes(whole)
-        if goes is not None:
-            return [(whole, goes)]
-        parts = [_Cut(layout, dim, (axis,)) for axis in whole.axes]
-        if len(parts) == 1:
-            return None
-        ways = [(part, self._goes(part)) for part in parts]
-        return None if any(way is None for _, way in ways) else ways  # type: ignore[return-value]
+        axes = layout.axes_of(dim)
+        for cuts in ([axes], [(axis,) for axis in axes]):
+            parts = [_Cut(layout, dim, some) for some in cuts]
+            ways = [(part, goes) for part in parts if (goes := self._goes(part)) is not None]
+            if len(ways) == len(parts):
+                return ways
+        return None
 
     def _goes(self, cut: _Cut) -> list[Carried] | None:
         sets = {cut.held(coords) for coords in cut.grid()}
-        goes = [next((c for c in ways if c.fits(sets)), None) for ways in self.carry(cut.dim)]
-        if len(goes) != self.outputs or any(c is None for c in goes):
-            return None
-        return goes  # type: ignore[return-value]
+        goes = [way for ways in self.carry(cut.dim) for way in [c for c in ways if c.fits(sets)][:1]]
+        return goes if len(goes) == self.outputs else None
 
     def _places(
         self, source: Layout, carried: list[tuple[_Cut, list[Carried]]], output: int, shape: tuple[int, ...]
@@ -100,7 +95,7 @@ class Relayout:
                 coords = [0] * len(source.placements)
                 for axis, i in zip(axes, c, strict=True):
                     coords[axis] = i
-                return _met([whole, *(change(cut.held(coords)) or () for cut, change in feeds)])
+                return functools.reduce(intersect, (change(cut.held(coords)) or () for cut, change in feeds), whole)
 
             shards = shards_from_table([source.mesh.shape[a] for a in axes], shape[target], table, target)
             for axis, shard in zip(axes, shards, strict=True):
@@ -129,11 +124,6 @@ class _Cut:
             everyone = ([at.get(a, c) for a, c in enumerate(spot)] for spot in spots)
             self._sets[key] = normalize(part for c in everyone for part in self.layout.held(self.dim, c))
         return self._sets[key]
-
-
-def _met(sets: Iterable[Intervals]) -> Intervals:
-    """What is in all of the sets."""
-    return functools.reduce(intersect, sets)
 
 
 def _grid(sizes: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
