@@ -15,13 +15,15 @@ from shardwise.strategy.spec import Gathered
 from shardwise.torch_private import all_op_names, has_kernel, schema_of
 
 
+def _bare(op: str) -> str:
+    return op.removeprefix("torch.").removeprefix("aten::").removeprefix("aten.").partition(".")[0]
+
+
 def rule_name(op: str) -> str | None:
     """The name under which an op's rule is registered, whichever way the op is spelled."""
-    name = op.removeprefix("torch.").removeprefix("aten::").removeprefix("aten.").partition(".")[0]
-    if name in registry.registered():
-        return name
+    name = _bare(op)
     found = registry.by_name(name)
-    return None if found is None else found.name
+    return name if name in registry.registered() else None if found is None else found.name
 
 
 def in_one_line(rule: Rule) -> str:
@@ -79,10 +81,10 @@ def aten_ops() -> dict[str, list[Any]]:
 
 def without_rule(op: str) -> str | None:
     """What happens to an op of torch that has no rule; None for what is no op of torch."""
-    name = op.removeprefix("torch.").removeprefix("aten::").removeprefix("aten.").partition(".")[0]
-    if name not in aten_ops():
+    overloads = aten_ops().get(_bare(op))
+    if overloads is None:
         return None
-    if any(map(_is_gathered, aten_ops()[name])):
+    if any(map(_is_gathered, overloads)):
         return "its operands are gathered and it is computed on every rank"
     return "torch takes it apart, and its parts have rules"
 

@@ -57,11 +57,8 @@ def _tensor(text: str) -> Blank:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    if options.fallback:
-        console.print(fallback_table(options.all))
-        return 0
-    if options.op is None:
-        console.print(all_table())
+    if options.fallback or options.op is None:
+        console.print(fallback_table(options.all) if options.fallback else all_table())
         return 0
     name = catalogue.rule_name(options.op)
     if name is not None:
@@ -70,8 +67,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if without is not None:
         console.print(f"{options.op} has no rule of its own: {without}.")
         return 0
-    names = [*registry.registered(), *catalogue.aten_ops()]
-    close = difflib.get_close_matches(options.op, names, n=5)
+    close = difflib.get_close_matches(options.op, [*registry.registered(), *catalogue.aten_ops()], n=5)
     hint = f"; did you mean {', '.join(dict.fromkeys(close))}?" if close else "; `shardwise rules` lists all"
     print(f"shardwise rules: no op is called {options.op!r}{hint}", file=sys.stderr)
     return 2
@@ -149,8 +145,9 @@ def _strategies(found: Derivation) -> Table:
     """The rows with the columns that say something."""
     seen = any(row.travels for row in found.rows)
     inputs = [f"operand {i}" for i in range(found.operands)]
-    table = _table(*(["on one axis"] if not seen else []), *inputs, "->", "result", *(["what travels"] if seen else []))
+    table = _table(*["on one axis"] * (not seen), *inputs, "->", "result", *["what travels"] * seen)
     for row in found.rows:
-        cells = [*([row.name] if not seen else []), *row.inputs, "", ", ".join(map(str, row.outputs))]
-        table.add_row(*(Text(str(cell)) for cell in (*cells, *([row.travels] if seen else []))))
+        results = ", ".join(map(str, row.outputs))
+        cells = [*[row.name] * (not seen), *row.inputs, "", results, *[row.travels] * seen]
+        table.add_row(*(Text(str(cell)) for cell in cells))
     return table
