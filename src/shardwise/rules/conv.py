@@ -16,7 +16,7 @@ from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Interval, Intervals, count
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, run_local, whole
-from shardwise.strategy.halo import Halo, Halos, Reach, cut_like, each, leaves_empty, windowed
+from shardwise.strategy.program import Halo, Halos, Reach, cut_like, each, leaves_empty, windowed
 from shardwise.strategy.registry import rule
 
 

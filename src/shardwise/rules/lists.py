@@ -13,8 +13,7 @@ import torch
 from shardwise.layout.placement import REPLICATE, Partial
 from shardwise.rules.pointwise import broadcast
 from shardwise.strategy import Algorithm, Factors, Operand, factors, operands_in
-from shardwise.strategy.halo import leaves_empty
-from shardwise.strategy.program import Tensor, needs_grad, reduced
+from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced
 from shardwise.strategy.registry import named, rule
 from shardwise.strategy.spec import Assignment, Places
 from shardwise.torch_private import foreach_max, foreach_mul_, foreach_norm, fused_optimizer_steps

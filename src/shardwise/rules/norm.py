@@ -12,8 +12,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
-from shardwise.strategy.halo import leaves_empty
-from shardwise.strategy.program import Tensor, reduced, run_local, sum_dtype, whole
+from shardwise.strategy.program import Tensor, leaves_empty, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
 
 

@@ -12,7 +12,7 @@ import torch
 from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Intervals, count, intersect, normalize
 from shardwise.strategy import Algorithm, Answer, Operand, factors, reduced
-from shardwise.strategy.halo import leaves_empty
+from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, unchanged
 

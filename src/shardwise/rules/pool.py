@@ -19,8 +19,7 @@ from shardwise.layout import Layout
 from shardwise.layout.split import Interval
 from shardwise.rules.pad import copied
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, factors, line, operands_in, rearrangement
-from shardwise.strategy.halo import Halo, Reach, cut_like, each, windowed
-from shardwise.strategy.program import reduced, run_local
+from shardwise.strategy.program import Halo, Reach, cut_like, each, reduced, run_local, windowed
 from shardwise.strategy.registry import rule
 
 ATEN = torch.ops.aten

@@ -10,8 +10,7 @@ import torch
 
 from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
-from shardwise.rules.extreme import Dims, shared_extreme
-from shardwise.rules.reduce import dims_of, gather_parts, staged, whole_along
+from shardwise.rules.reduce import Dims, dims_of, gather_parts, shared_extreme, staged, whole_along
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
 from shardwise.strategy.program import Tensor, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
