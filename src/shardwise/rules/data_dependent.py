@@ -22,9 +22,8 @@ from shardwise.wrapper import wrap
 
 
 def in_order(x: Tensor, dims: Sequence[int], by: Tensor = None) -> tuple[Any, int]:
-    """`x` with only one of `dims` cut (the one returned): one interval for each rank, in the order of the ranks.
-
-    Where these dims of `x` are whole and those of `by`, which covers them, are cut, `x` is cut as `by` is."""
+    """`x` with only the one of `dims` that is returned cut, an interval for each rank in the order of the ranks; cut as
+    `by`, which covers these dims, where they are whole."""
     lead = next((d for d in dims if x.shape[d] != 1), dims[0]) if dims else 0
     places = wanted = x._layout.placements
     axes = [a for a, p in enumerate(places) if p.is_shard() and p.dim in dims]
@@ -144,8 +143,8 @@ def bincount(x: Tensor, weights: Any = None, minlength: int = 0) -> Tensor:
 def unique(
     x: Tensor, sorted: Any = True, return_inverse: Any = False, return_counts: Any = False, dim: Any = None
 ) -> Any:
-    func = functools.partial(torch.unique, sorted=sorted)
-    return distinct(func, reduced(x.detach()), dim, return_inverse, return_counts)
+    find = functools.partial(torch.unique, sorted=sorted)
+    return distinct(find, reduced(x.detach()), dim, return_inverse, return_counts)
 
 
 @program("unique_consecutive")

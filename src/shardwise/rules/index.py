@@ -39,9 +39,10 @@ def as_index(entry: Any) -> Any:
 
 
 def spelled_out(index: Any, ndim: int) -> list[Any]:
-    """The index as a list with one entry per dim (besides None), the ellipsis written as full slices. As in torch, a
-    short list that is not of numbers only is a tuple."""
-    short = isinstance(index, list) and len(index) < 32 and not all(isinstance(e, (int, float)) for e in index)
+    """The index as a list, an entry per dim (besides None). As in torch, a short list not all numbers is a tuple."""
+    short = (
+        isinstance(index, list) and len(index) < 32 and not all(isinstance(e, (int, float)) for e in index)
+    )  # torch's
     entries = [as_index(e) for e in (index if short or isinstance(index, tuple) else (index,))]
     used = sum(e.ndim if is_mask(e) else 1 for e in entries if e is not None and e is not ... and type(e) is not bool)
     where = next((i for i, e in enumerate(entries) if e is Ellipsis), len(entries))
@@ -49,9 +50,8 @@ def spelled_out(index: Any, ndim: int) -> list[Any]:
 
 
 def basic_actions(entries: Sequence[Any], shape: Sequence[int], keep: bool = False) -> tuple[list[Action], list[Any]]:
-    """The selects, slices and new dims of an index; and what is left for each dim of the result: a tensor or None.
-
-    With `keep` an integer is a slice of one, so that the result is always a view of the operand."""
+    """The selects (with `keep`, slices of one: always views), slices and new dims of an index; and what is left for
+    each dim of the result: a tensor or None."""
     actions: list[Action] = []
     left: list[Any] = []
     dim = read = 0

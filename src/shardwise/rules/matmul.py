@@ -16,8 +16,6 @@ line("bmm", "b m k, b k n -> b m n", linear="each")
 line("mv", "m k, k -> m", linear="each")
 line("dot vdot", "k, k -> ", linear="each")
 line("outer ger", "m, n -> m n", linear="each")
-
-
 line("linear", "*b k, n k, +n? -> *b n", "each", takes="x weight bias=None", contiguous=True)
 
 

@@ -27,9 +27,8 @@ ATEN = torch.ops.aten
 
 @dataclass(frozen=True)
 class Units(Reach):
-    """Every `stride` inputs make `per` outputs, with the help of some units before and after them.
-
-    A window is never shorter than the kernel if that is possible, since some ops insist."""
+    """Every `stride` inputs make `per` outputs, with the help of some units `around` them. A window is never shorter
+    than the kernel if that is possible, since some ops insist."""
 
     per: int = 1
     around: tuple[int, int] = (0, 0)
@@ -55,8 +54,7 @@ def sliding(n: int, outputs: int, kernel: int, stride: int, padding: int, dilati
 
 
 def resizing(n: int, outputs: int, margin: int = 0) -> Units:
-    """Output j reads what is around j * n / outputs, and `margin` rows on both sides: the same in every unit, of the
-    smallest sizes in that proportion."""
+    """Output j reads what is around j * n / outputs, and `margin` rows on both sides: the same in every unit."""
     units = math.gcd(n, outputs)
     extra = -(-margin * units // n)
     return Units(n, outputs, 1, n // units, per=outputs // units, around=(extra, extra))

@@ -100,10 +100,8 @@ Dims = tuple[int, ...]
 
 
 def shared_extreme(func: Callable[..., Any], x: Tensor, dims: Dims, keepdim: bool, magnitude: bool = False) -> Tensor:
-    """func(value, dims, keepdim), an extreme (of magnitudes) whose gradient all elements equal to it share.
-
-    In two stages torch shares it among ranks, then within each: a rank's part is weighed by how many elements it has.
-    """
+    """func(value, dims, keepdim), an extreme (of magnitudes) whose gradient all elements equal to it share: torch
+    shares it among ranks, then within each, so a rank's part is weighed by how many elements it has."""
     if not needs_grad(x):
         return func(*gather_parts(lambda *args: (func(*args),), x, dims), dims, keepdim)
     equal = lambda v, top: (v == top) | v.isnan()  # noqa: E731 (NaN wins)

@@ -22,10 +22,8 @@ from shardwise.strategy.spec import Assignment
 
 @dataclass
 class Written(Factors):
-    """Factors of an op that writes at indices of the dims `dims` of its first operand.
-
-    Where those are cut, `write(suffix, *operands, held)` does it on a rank that holds `held` of them (None: all), with
-    the suffix of torch's in-place form where the operand itself is written."""
+    """Factors of an op that writes at indices of `dims` of its first operand. Where those are cut, write(suffix,
+    *operands, held) does it on a rank that holds `held` of them (None: all), with torch's suffix if in place."""
 
     dims: Sequence[int] = ()
     write: Callable[..., Any] = lambda *args: None

@@ -44,10 +44,8 @@ def permutation(order: Sequence[int]) -> Relayout:
 
 
 def to_shape(x: Operand, shape: Sequence[int], may_alias: bool = True) -> Relayout:
-    """The same elements in row-major order under another shape: each rank views its part as its part of the result.
-
-    Whether a view is legal was asked of the global strides; here it is a reshape, since a local tensor may be stored
-    otherwise (what a kernel returned for an odd shard)."""
+    """The same elements in row-major order under another shape. Whether a view is legal was asked of the global
+    strides; here it is a reshape, since a local tensor may be stored otherwise (by a kernel, for an odd shard)."""
     return Relayout(1, lambda dim: [regrouped(x.shape, dim, shape)], in_local_shape(torch.Tensor.reshape), may_alias)
 
 

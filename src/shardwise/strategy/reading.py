@@ -46,8 +46,7 @@ def factors(
         contiguous: Whether the one result is always new and without gaps, of the tensors' common dtype.
         outputs: How often the last result of the line comes.
         call: A function of the local tensors to call on every rank, instead of the op itself.
-        more: Other fields of `Factors`.
-    """
+        more: Other fields of `Factors`."""
     named = dim if dim is None or isinstance(dim, int) else tuple(dim)
     spelling = spelled(text, tuple([op.ndim for op in operands]), named, keepdim)
     if joint is None and spelling.addends and linear == "each":
@@ -228,8 +227,7 @@ def line_rule(
     """The rule a line stands for; it answers None for a call whose tensors do not fit the line.
 
     `takes` are the arguments of the op, as ``"x dim=-1 keepdim=False"``: those named `dim` and `keepdim` are what the
-    line means by them. Without it, tensors are taken in the order of the call, by position.
-    """
+    line means by them. Without it, tensors are taken in the order of the call, by position."""
     parsed, signature = parse(text), _signature(takes) if isinstance(takes, str) else takes
 
     def from_line(*args: Any, **kwargs: Any) -> Factors | None:

@@ -1,6 +1,5 @@
 """Which rule belongs to which function. A rule is registered by op name; every spelling of the op finds it:
-torch.*, Tensor.*, operators, torch.nn.functional, torch.special, torch.linalg, aten overloads, in-place forms.
-"""
+torch.*, Tensor.*, operators, torch.nn.functional, torch.special, torch.linalg, aten overloads, in-place forms."""
 
 from __future__ import annotations
 
@@ -49,16 +48,13 @@ class Found(NamedTuple):
     name: str
     in_place: bool = False
     any_float: bool = False  # a plan holds for every value of a float argument
-    numbers: tuple[str | int, ...] = ()  # arguments that are numbers, even if a 0-d tensor is given
+    numbers: tuple[str | int, ...] = ()  # arguments, by name or position, that are numbers even if 0-d tensors
     family: str = ""  # the file of the rule's line
 
 
 def rule(*names: str, any_float: bool = False, numbers: tuple[str | int, ...] = ()) -> Callable[[R], R]:
-    """Register the function below as the rule of these ops (names separated by spaces).
-
-    `any_float` promises that nothing the rule answers depends on the value of a float argument that is finite and not
-    zero; `numbers` are the names or positions of the arguments torch takes as numbers.
-    """
+    """Register the function below as the rule of these ops (names separated by spaces). `any_float` promises that no
+    answer depends on the value of a float argument that is finite and not zero; `numbers` as in `Found`."""
 
     def register(function: R) -> R:
         for name in (n for text in names for n in text.split()):

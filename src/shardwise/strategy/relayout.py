@@ -1,15 +1,12 @@
-"""Ops that only rename, cut or merge indices: the data stays where it is and the result has another split.
-
-A relayout says, for every output dim, which input dim it comes from and how a set of held indices changes on the way.
-An input dim whose cut cannot be carried over (it does not fall on a factor boundary) is gathered first.
-"""
+"""Ops that only rename, cut or merge indices: the data stays where it is and the result has another split. An input dim
+whose cut cannot be carried over (it does not fall on a factor boundary) is gathered first."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +37,7 @@ class Carried:
 @dataclass
 class Relayout:
     """One operand in; `carry(dim)` lists for each output the places a cut of that dim may go (none: it must be whole).
-
-    `local(inputs, outputs)` makes the local call. Any Partial stays: elements are only renamed.
-    """
+    Any Partial stays: elements are only renamed."""
 
     outputs: int
     carry: Callable[[int], Sequence[Sequence[Carried]]]
@@ -75,7 +70,7 @@ class Relayout:
         return None
 
     def _goes(self, cut: _Cut) -> list[Carried] | None:
-        sets = {cut.held(coords) for coords in cut.grid()}
+        sets = {cut.held(coords) for coords in _grid(cut.layout, cut.axes)}
         goes = [way for ways in self.carry(cut.dim) for way in [c for c in ways if c.fits(sets)][:1]]
         return goes if len(goes) == self.outputs else None
 
@@ -92,9 +87,8 @@ class Relayout:
             whole: Intervals = normalize([(0, shape[target])])
 
             def table(c: tuple[int, ...], feeds: Any = feeds, axes: Any = axes, whole: Any = whole) -> Intervals:
-                coords = [0] * len(source.placements)
-                for axis, i in zip(axes, c, strict=True):
-                    coords[axis] = i
+                at = dict(zip(axes, c, strict=True))
+                coords = [at.get(axis, 0) for axis in range(len(source.placements))]
                 return functools.reduce(intersect, (change(cut.held(coords)) or () for cut, change in feeds), whole)
 
             shards = shards_from_table([source.mesh.shape[a] for a in axes], shape[target], table, target)
@@ -111,24 +105,20 @@ class _Cut:
         self.others = tuple(a for a in layout.axes_of(dim) if a not in axes)
         self._sets: dict[tuple[int, ...], Intervals] = {}
 
-    def grid(self) -> list[tuple[int, ...]]:
-        return _grid(self.layout.mesh.shape, self.axes)
-
     def held(self, coords: Sequence[int]) -> Intervals:
         if not self.others:
             return self.layout.held(self.dim, coords)
         key = tuple(coords[a] for a in self.axes)
         if key not in self._sets:
-            spots = _grid(self.layout.mesh.shape, self.others)
             at = dict(zip(self.axes, key, strict=True))
-            everyone = ([at.get(a, c) for a, c in enumerate(spot)] for spot in spots)
+            everyone = ([at.get(a, c) for a, c in enumerate(spot)] for spot in _grid(self.layout, self.others))
             self._sets[key] = normalize(part for c in everyone for part in self.layout.held(self.dim, c))
         return self._sets[key]
 
 
-def _grid(sizes: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
+def _grid(layout: Layout, axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Coordinates that differ on `axes` only."""
-    return list(itertools.product(*(range(k) if a in axes else (0,) for a, k in enumerate(sizes))))
+    return itertools.product(*(range(k) if a in axes else (0,) for a, k in enumerate(layout.mesh.shape)))
 
 
 # -- local calls -------------------------------------------------------------------------------------------
@@ -173,11 +163,9 @@ def rolled(n: int, by: int) -> SetMap:
 
 
 def regrouped(sizes_in: Sequence[int], dim: int, sizes_out: Sequence[int]) -> list[Carried]:
-    """For a reshape of `sizes_in` to `sizes_out`: the output dims that may take the cut of input dim `dim`, best first.
-
-    The held set, seen in units of what stands to the right of the output dim, must be whole units; an output dim that
-    is larger repeats it, a smaller one must find the same set in each of its blocks.
-    """
+    """For a reshape: the output dims that may take the cut of input dim `dim`, best first. The held set, in units of
+    what stands to the right of the output dim, must be whole units; a larger output dim repeats it, a smaller one must
+    find the same set in each of its blocks."""
     n, right = sizes_in[dim], math.prod(sizes_in[dim + 1 :])
     if 0 in sizes_in:
         return []

@@ -97,22 +97,18 @@ Program = Callable[..., Any]  # an op on distributed tensors, in the call's own 
 
 @dataclass
 class Algorithm:
-    """The op as a program on DTensors: `run` takes the call's own arguments.
-
-    `writes` says that it writes into its first argument itself, where the op does; else its result is copied there."""
+    """The op as a program on DTensors: `run` takes the call's own arguments."""
 
     run: Program
-    writes: bool = False
+    writes: bool = False  # into its first argument itself, where the op does; else its result is copied there
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """No better way than to gather every operand and compute the op on all ranks; the ledger shows the reason.
-
-    `check`, if given, sees the arguments of every call first."""
+    """No better way than to gather every operand and compute the op on all ranks; the ledger shows the reason."""
 
     reason: str
-    check: Callable[..., None] | None = None
+    check: Callable[..., None] | None = None  # sees the arguments of every call first
 
 
 # what a rule may answer; None: it has no answer for this form of the call
@@ -133,8 +129,7 @@ class Factors:
 
     `inputs[i][d]` names the factor of dim d of operand i; None means the dim must be whole. A factor that no output
     has is reduced: its result is Partial(reduce[factor]). `linear` says which operands may stay Partial: "joint" (all
-    of `joint` together), "each" (any one of them), "none".
-    """
+    of `joint` together), "each" (any one of them), "none"."""
 
     inputs: Sequence[Sequence[str | None]]
     outputs: Sequence[Sequence[str | None]]
