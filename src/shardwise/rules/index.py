@@ -16,8 +16,7 @@ from shardwise.layout.layout import contiguous_stride
 from shardwise.layout.split import Intervals
 from shardwise.rules.data_dependent import broadcast_shape, select_masked
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.slicing import adds_up, clipped, select, slice_, sum_of
-from shardwise.rules.view import dim_of, unsqueeze
+from shardwise.rules.view import adds_up, clipped, dim_of, select, slice_, sum_of, unsqueeze
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Tensor, factors
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import LocalCall

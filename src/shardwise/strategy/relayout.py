@@ -172,15 +172,9 @@ def regrouped(sizes_in: Sequence[int], dim: int, sizes_out: Sequence[int]) -> li
     ways: list[tuple[int, Carried]] = []
     for target, size in enumerate(sizes_out):
         right_out = math.prod(sizes_out[target + 1 :])
-        if right_out % right == 0:
-            unit = right_out // right
-            if n % unit:
-                continue
-            change, space = _divided(unit), n // unit
-        elif right % right_out == 0:
-            change, space = _scaled(right // right_out), n * (right // right_out)
-        else:
+        if right_out % right and right % right_out or n * right % right_out:
             continue
+        change, space = _rescaled(right, right_out), n * right // right_out
         if size % space == 0:
             times = size // space
             ways.append((times, Carried(target, _then(change, repeated(space, times)))))
@@ -193,12 +187,14 @@ def repeated(space: int, times: int) -> SetMap:
     return lambda held: None if len(held) * times > MOST_PIECES else repeat(held, space, times)
 
 
-def _divided(by: int) -> SetMap:
-    return lambda held: None if any(a % by or b % by for a, b in held) else tuple((a // by, b // by) for a, b in held)
+def _rescaled(times: int, by: int) -> SetMap:
+    """Indices times `times` / `by`, where all of them come out whole."""
 
+    def change(held: Intervals) -> Intervals | None:
+        scaled = [(divmod(a * times, by), divmod(b * times, by)) for a, b in held]
+        return None if any(a[1] or b[1] for a, b in scaled) else tuple((a[0], b[0]) for a, b in scaled)
 
-def _scaled(by: int) -> SetMap:
-    return lambda held: tuple((a * by, b * by) for a, b in held)
+    return change
 
 
 def _then(first: SetMap, second: SetMap) -> SetMap:
