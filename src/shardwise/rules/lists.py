@@ -148,12 +148,9 @@ def together(
     for i, t in enumerate(tensors):
         axes = tuple(a for a, p in enumerate(t.layout.placements) if p.is_shard() and t.mesh.shape[a] > 1)
         groups.setdefault((axes, t.dtype), []).append(i)
-    pending = [i for i, t in enumerate(tensors) if t.layout.is_partial]
 
     def run(tensors: Tensor) -> Tensor:
-        tensors, found = list(tensors), [None] * len(tensors)
-        for i in pending:
-            tensors[i] = reduced(tensors[i])
+        tensors, found = [reduced(t) if t._layout.is_partial else t for t in tensors], [None] * len(tensors)
         for (axes, own), positions in groups.items():
             layout, values = tensors[positions[0]]._layout, [tensors[i]._local for i in positions]
             comm, everywhere, kind = layout.mesh.comm, [REPLICATE] * len(layout.placements), (dtype or own).to_real()

@@ -130,7 +130,8 @@ def _find(func: Function) -> Found | None:
         return _named(schema.name, writes_first(func)) or _named(name, writes_first(func))
     if name == "__get__":  # a property such as Tensor.T
         return _rules.get(getattr(getattr(func, "__self__", None), "__name__", ""))
-    if name is None or not _belongs(func, name) or _SPELLINGS.get(name, name) in _hidden:
+    torchs_own = name is not None and any(getattr(space, name, None) == func for space in _NAMESPACES)
+    if not torchs_own or _SPELLINGS.get(name, name) in _hidden:
         return None
     return _named(name, writes_first(func))
 
@@ -159,11 +160,6 @@ def _named(name: str, writes: bool) -> Found | None:
         if found is not None:
             return found._replace(in_place=writes)
     return None
-
-
-def _belongs(func: Function, name: str) -> bool:
-    """Whether the function really is torch's one of that name (a user's own `add` is not)."""
-    return any(getattr(space, name, None) == func for space in _NAMESPACES)
 
 
 def registered() -> dict[str, tuple[Rule, str]]:
