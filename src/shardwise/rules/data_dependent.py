@@ -60,10 +60,8 @@ def chosen_along(func: Callable[..., Any], x: Tensor, by: Tensor, at: int) -> Te
     x, lead = in_order(x, dims, by)
     layout, axes = x._layout, x._layout.axes_of(lead)
     by = by.redistribute(placements=[p.at(lead - at) if p.is_shard(lead) else REPLICATE for p in layout.placements])
-    places = [
-        Shard(at) if axis in axes else p.at(p.dim - by.dim() + 1) if p.is_shard() and p.dim > lead else p
-        for axis, p in enumerate(layout.placements)
-    ]
+    moved = (p.at(p.dim - by.dim() + 1) if p.is_shard() and p.dim > lead else p for p in layout.placements)
+    places = [Shard(at) if axis in axes else p for axis, p in enumerate(moved)]
     shape = (*x.shape[:at], 0, *x.shape[dims.stop :])
     return with_counted_size(run_local(func, [x, by], layout.replace(shape=shape, placements=places)), at, axes)
 

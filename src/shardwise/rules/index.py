@@ -39,9 +39,7 @@ def as_index(entry: Any) -> Any:
 
 def spelled_out(index: Any, ndim: int) -> list[Any]:
     """The index as a list, an entry per dim (besides None). As in torch, a short list not all numbers is a tuple."""
-    short = (
-        isinstance(index, list) and len(index) < 32 and not all(isinstance(e, (int, float)) for e in index)
-    )  # torch's
+    short = isinstance(index, list) and len(index) < 32 and not all(isinstance(e, (int, float)) for e in index)
     entries = [as_index(e) for e in (index if short or isinstance(index, tuple) else (index,))]
     used = sum(e.ndim if is_mask(e) else 1 for e in entries if e is not None and e is not ... and type(e) is not bool)
     where = next((i for i, e in enumerate(entries) if e is Ellipsis), len(entries))

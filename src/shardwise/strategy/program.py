@@ -91,11 +91,8 @@ def _local(operand: Any, split: tuple[int, ...]) -> Any:
 
 def whole(x: Tensor, dims: Sequence[int] | None = None) -> Tensor:
     """`x` with these dims (None: all) gathered and nothing pending."""
-    places = [
-        REPLICATE if p.is_partial() or (p.is_shard() and (dims is None or p.dim in dims)) else p
-        for p in x._layout.placements
-    ]
-    return x.redistribute(placements=places)
+    gone = lambda p: p.is_partial() or (p.is_shard() and (dims is None or p.dim in dims))
+    return x.redistribute(placements=[REPLICATE if gone(p) else p for p in x._layout.placements])
 
 
 def reduced(x: Tensor) -> Tensor:

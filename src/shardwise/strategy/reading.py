@@ -110,15 +110,11 @@ def spelled(text: str, ndims: tuple[int, ...], dim: int | tuple[int, ...] | None
 
     known = {word for term in terms for word in term.words}
     new = [word for term in line.outputs for word in term.words if word not in known]
+    in_input = lambda term, ndim: tuple(n for word in term.words for n in group(word, ndim - term.single))
+    in_result = lambda word: _in_result(word, group(word), whole, marked, keepdim)
     return Spelling(
-        tuple(
-            tuple(name for word in term.words for name in group(word, ndim - term.single))
-            for term, ndim in zip(terms, ndims, strict=True)
-        ),
-        tuple(
-            tuple(name for word in term.words for name in _in_result(word, group(word), whole, marked, keepdim))
-            for term in line.outputs
-        ),
+        tuple(map(in_input, terms, ndims)),
+        tuple(tuple(name for word in term.words for name in in_result(word)) for term in line.outputs),
         tuple(name for word in line.outputs[0].words for name in group(word)),
         frozenset(whole),
         frozenset(word.name for word in words if word.inner),

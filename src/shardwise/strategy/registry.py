@@ -117,9 +117,9 @@ def find(func: Function) -> Found | None:
 
 
 def _find(func: Function) -> Found | None:
-    schema, name = getattr(func, "_schema", None), getattr(func, "__name__", None)
+    schema, name = getattr(func, "_schema", None), getattr(func, "__name__", "")
     if func in _user_rules:
-        return Found(_user_rules[func], str(func) if name is None else name)
+        return Found(_user_rules[func], name or str(func))
     if schema is not None:
         namespace, _, name = schema.name.partition("::")
         if namespace in _COLLECTIVES:
@@ -130,7 +130,7 @@ def _find(func: Function) -> Found | None:
         return _named(schema.name, writes_first(func)) or _named(name, writes_first(func))
     if name == "__get__":  # a property such as Tensor.T
         return _rules.get(getattr(getattr(func, "__self__", None), "__name__", ""))
-    torchs_own = name is not None and any(getattr(space, name, None) == func for space in _NAMESPACES)
+    torchs_own = any(getattr(space, name, None) == func for space in _NAMESPACES)
     if not torchs_own or _SPELLINGS.get(name, name) in _hidden:
         return None
     return _named(name, writes_first(func))

@@ -149,10 +149,8 @@ class Factors:
         if pinned and self.local is not None:
             return None  # what it makes is new
         if self.same:
-            sizes = [len(out.shape) for out in outputs]
-            self.outputs = [
-                names if len(names) == n else (None,) * n for names, n in zip(self.outputs, sizes, strict=True)
-            ]
+            named = zip(self.outputs, [len(out.shape) for out in outputs], strict=True)
+            self.outputs = [names if len(names) == n else (None,) * n for names, n in named]
         chosen: list[Choice] = []
         for axis in range(len(operands[0].layout.placements)):
             before = [[choice.inputs[i] for choice in chosen] for i in range(len(operands))]
@@ -174,11 +172,8 @@ class Factors:
         for choice in self.choices(operands, axis, before):
             if pinned and not choice.inputs[0] == choice.outputs[0] == layouts[0].placements[axis]:
                 continue
-            moves = Counter(zip(layouts, choice.inputs, strict=True))
-            cost = sum(
-                times * move_cost(some[layout], axis, layout.placements[axis], to)
-                for (layout, to), times in moves.items()
-            )
+            moves = Counter(zip(layouts, choice.inputs, strict=True)).items()
+            cost = sum(n * move_cost(some[layout], axis, layout.placements[axis], to) for (layout, to), n in moves)
             ranked = (cost, int(any(isinstance(p, Partial) for p in choice.outputs)))
             if best is None or ranked < best_cost:
                 best, best_cost = choice, ranked
@@ -220,9 +215,8 @@ class Factors:
         outs: tuple[Placement, ...] = tuple(shard.at(f.index(factor)) if factor in f else part for f in self.outputs)
         added = part if part in outs else REPLICATE
         at = {names: shard.at(names.index(factor)) for names in set(map(tuple, self.inputs)) if factor in names}
-        ins = tuple(
-            at.get(tuple(names)) or (added if i in self.addends else REPLICATE) for i, names in enumerate(self.inputs)
-        )
+        others = (added if i in self.addends else REPLICATE for i in range(len(self.inputs)))
+        ins = tuple(at.get(tuple(names), other) for names, other in zip(self.inputs, others))
         return Choice(ins, outs, f"cut factor {factor!r}")
 
 
@@ -230,12 +224,8 @@ def fitting(layout: Layout, axis: int, shard: Shard, before: Sequence[Placement]
     """The operand's cut; a chunk split instead, where the cut of an axis that it is nested in will change."""
     if shard.pieces is None:
         return shard
-    kept = all(
-        before[a] == p
-        for a, p in enumerate(layout.placements[:axis])
-        if p.is_shard(shard.dim) or before[a].is_shard(shard.dim)
-    )
-    return shard if kept else Shard(shard.dim)
+    there = [pair for pair in zip(layout.placements[:axis], before) if any(p.is_shard(shard.dim) for p in pair)]
+    return shard if all(now == planned for now, planned in there) else Shard(shard.dim)
 
 
 def move_cost(operand: Operand, axis: int, now: Placement, to: Placement) -> float:
