@@ -25,11 +25,10 @@ def run(capsys):
 @pytest.fixture
 def temporary():
     """Ops registered in a test are gone after it."""
-    kept = [dict(table) for table in (registry._rules, registry._families, registry._numbers)]
+    kept = dict(registry._rules)
     yield
-    for table, before in zip((registry._rules, registry._families, registry._numbers), kept, strict=True):
-        table.clear()
-        table.update(before)
+    registry._rules.clear()
+    registry._rules.update(kept)
     registry._by_function.clear()
 
 

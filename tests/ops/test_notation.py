@@ -8,9 +8,8 @@ from shardwise.errors import RuleError
 from shardwise.layout import Layout, Partial, Replicate
 from shardwise.mesh import as_mesh
 from shardwise.strategy import registry
-from shardwise.strategy.lines import line_rule
 from shardwise.strategy.notation import parse
-from shardwise.strategy.reading import factors
+from shardwise.strategy.reading import factors, line_rule
 from shardwise.strategy.spec import Operand
 from shardwise.testing import check_rule
 

@@ -7,8 +7,8 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,13 +41,8 @@ class Blank:
         kind = "" if self.dtype == torch.float32 else f", {str(self.dtype).removeprefix('torch.')}"
         return f"tensor({list(self.shape)}{kind})"
 
-    def made(self) -> torch.Tensor:
-        """Small values, good as indices too."""
-        return (2 * torch.rand(self.shape)).to(self.dtype)
 
-
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One strategy: placements of the operands and results, and what travels."""
 
     name: str
@@ -57,20 +52,15 @@ class Row:
     failed: bool = False
 
 
-@dataclass
-class Derivation:
+class Derivation(NamedTuple):
     call: str
     operands: int
     rows: list[Row]
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
 
 def derive(
-    name: str,
-    rule: Rule,
-    tensors: Sequence[Blank],
-    args: Sequence[object],
-    kwargs: dict[str, object],
+    name: str, rule: Rule, tensors: Sequence[Blank], args: Sequence[object], kwargs: dict[str, object]
 ) -> Derivation:
     """The strategies of `rule` for a call with these tensors; without any, for some that it accepts."""
     mesh = shardwise.simulate(2)
@@ -98,13 +88,12 @@ def _derived(name: str, rule: Rule, call: Call, mesh: SimulatedMesh) -> Derivati
         return None
     args, kwargs = call
     written = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
-    found = Derivation(f"{name}({written})", len(tensors), [])
     ways: list[Sequence[Placement]] = [*_ways(tensors), whole]
     if isinstance(spec, Factors) and all(isinstance(_answer(rule, call, tensors, way, mesh), Factors) for way in ways):
-        _list_factors(found, spec, tensors, mesh)
+        rows, notes = _rows_of_factors(spec, tensors, mesh)
     else:
-        found.rows = [_run(_function(name), call, way, mesh) for way in ways]
-    return found
+        rows, notes = [_run(_function(name), call, way, mesh) for way in ways], []
+    return Derivation(f"{name}({written})", len(tensors), rows, notes)
 
 
 _LINE = re.compile(r"[\w\s*!?,().+-]+->[\w\s*!?,().+-]*")
@@ -116,18 +105,13 @@ def _guesses(rule: Rule) -> Iterator[list[Any]]:
     text = text.split("``")[1] if text.startswith("``") else text
     if _LINE.fullmatch(text):
         terms = parse(text).inputs
-        names = list(dict.fromkeys(name for term in terms for name in term.names))
+        names = dict.fromkeys(name for term in terms for name in term.names)
         sizes = {name: 4 + 2 * i for i, name in enumerate(names)}
         if not parse(text).names_dims:
             yield [Blank(tuple(sizes[name] for name in term.names)) for term in terms]
-    x, index, rows = Blank((4, 6)), Blank((8,), torch.int64), Blank((2, 4, 8))
+    x, index, rows, image = Blank((4, 6)), Blank((8,), torch.int64), Blank((2, 4, 8)), Blank((2, 4, 8, 8))
     yield from ([x], [x, x], [x, 0], [[x, x]], [x, x, x], [x, 0, x], [[x, x], [x, x]], [x, 0, index], [index, x])
-    yield from (
-        [rows, Blank((6, 4, 3))],
-        [rows, 2],
-        [Blank((2, 4, 8, 8)), Blank((6, 4, 3, 3))],
-        [Blank((2, 4, 8, 8)), 2],
-    )
+    yield from ([rows, Blank((6, 4, 3))], [rows, 2], [image, Blank((6, 4, 3, 3))], [image, 2])
 
 
 def _answer(
@@ -161,24 +145,18 @@ def _ways(tensors: Sequence[Blank]) -> Iterator[list[Placement]]:
 
 
 # -- factors -----------------------------------------------------------------------------------------------
-def _list_factors(found: Derivation, spec: Factors, tensors: Sequence[Blank], mesh: SimulatedMesh) -> None:
-    for factor in dict.fromkeys(f for names in spec.inputs for f in names if f is not None):
-        found.rows.append(_as_row(spec.cut(factor, Shard(0)), f"cut {factor}"))
-    pending: dict[Choice, None] = {}
+def _rows_of_factors(spec: Factors, tensors: Sequence[Blank], mesh: SimulatedMesh) -> tuple[list[Row], list[str]]:
+    factors = dict.fromkeys(f for names in spec.inputs for f in names if f is not None)
+    cuts = [(f"cut {factor}", spec.cut(factor, Shard(0))) for factor in factors]
+    pending: dict[Choice, str] = {}
     for i in range(len(tensors)):
         operands = _operands(tensors, [Partial() if i == j else REPLICATE for j in range(len(tensors))], mesh)
-        pending.update(dict.fromkeys(spec.choices(operands, 0, [[] for _ in tensors])[:-1]))
-    found.rows += [_as_row(choice, "leave a sum pending") for choice in pending]
+        pending |= dict.fromkeys(spec.choices(operands, 0, [[] for _ in tensors])[:-1], "leave a sum pending")
     everywhere = Choice((REPLICATE,) * len(tensors), (REPLICATE,) * len(spec.outputs), "")
-    found.rows.append(_as_row(everywhere, "compute it everywhere"))
-    for i, names in enumerate(spec.inputs):
-        dims = [str(d) for d, name in enumerate(names) if name is None]
-        if dims:
-            found.notes.append(f"operand {i}: dim {' and '.join(dims)} must be whole")
-
-
-def _as_row(choice: Choice, name: str) -> Row:
-    return Row(name, choice.inputs, choice.outputs)
+    named = [*cuts, *((name, choice) for choice, name in pending.items()), ("compute it everywhere", everywhere)]
+    whole = [[str(d) for d, name in enumerate(names) if name is None] for names in spec.inputs]
+    notes = [f"operand {i}: dim {' and '.join(dims)} must be whole" for i, dims in enumerate(whole) if dims]
+    return [Row(name, choice.inputs, choice.outputs) for name, choice in named], notes
 
 
 # -- anything else -----------------------------------------------------------------------------------------
@@ -194,7 +172,8 @@ def _function(name: str) -> Callable[..., Any]:
 def _run(function: Callable[..., Any], call: Call, way: Sequence[Placement], mesh: SimulatedMesh) -> Row:
     """The op as it runs on tensors laid out this way."""
     spare = iter(way)
-    made = lambda x: shardwise.distribute_tensor(x.made(), mesh, [next(spare)])
+    small = lambda x: (2 * torch.rand(x.shape)).to(x.dtype)  # good as indices too
+    made = lambda x: shardwise.distribute_tensor(small(x), mesh, [next(spare)])
     args, kwargs = tree_map_only(Blank, made, call)
     with shardwise.debug.ledger() as log, torch.no_grad(), warnings.catch_warnings(action="ignore"):
         try:

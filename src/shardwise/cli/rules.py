@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import functools
 import sys
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,9 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli import catalogue
 from shardwise.cli.derive import Blank, Derivation, NoSample, derive
 from shardwise.strategy import registry
+from shardwise.strategy.registry import Rule
+from shardwise.strategy.spec import Gathered
+from shardwise.torch_private import all_op_names, has_kernel, schema_of
 
 _EXAMPLES = """examples:
   shardwise rules                            every op that has a rule
@@ -57,21 +62,17 @@ def _tensor(text: str) -> Blank:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    if options.fallback:
-        console.print(fallback_table(options.all))
+    if options.fallback or options.op is None:
+        console.print(fallback_table(options.all) if options.fallback else all_table())
         return 0
-    if options.op is None:
-        console.print(all_table())
-        return 0
-    name = catalogue.rule_name(options.op)
+    name = rule_name(options.op)
     if name is not None:
         return explain(name, options, console)
-    without = catalogue.without_rule(options.op)
+    without = without_rule(options.op)
     if without is not None:
         console.print(f"{options.op} has no rule of its own: {without}.")
         return 0
-    names = [*registry.registered(), *catalogue.aten_ops()]
-    close = difflib.get_close_matches(options.op, names, n=5)
+    close = difflib.get_close_matches(options.op, [*registry.registered(), *aten_ops()], n=5)
     hint = f"; did you mean {', '.join(dict.fromkeys(close))}?" if close else "; `shardwise rules` lists all"
     print(f"shardwise rules: no op is called {options.op!r}{hint}", file=sys.stderr)
     return 2
@@ -88,20 +89,20 @@ def _table(*columns: str, title: str | None = None) -> Table:
 def all_table() -> Table:
     table = _table("op", "file", "rule")
     for name, (rule, family) in registry.registered().items():
-        table.add_row(Text(name), f"rules/{family}.py", Text(catalogue.in_one_line(rule)))
+        table.add_row(Text(name), f"rules/{family}.py", Text(in_one_line(rule)))
     for op, rule in registry.user_rules().items():
-        table.add_row(Text(str(op)), "yours", Text(catalogue.in_one_line(rule)))
+        table.add_row(Text(str(op)), "yours", Text(in_one_line(rule)))
     return table
 
 
 def fallback_table(everything: bool) -> Table:
     table = _table("op", "when", "why it gathers")
     for name, (rule, _) in registry.registered().items():
-        always, reasons = catalogue.gathering(rule)
+        always, reasons = gathering(rule)
         for reason in reasons:
             table.add_row(Text(name), "always" if always else "in some forms", Text(reason))
     if everything:
-        for name in catalogue.without_any_rule():
+        for name in without_any_rule():
             table.add_row(Text(name), "always", "no rule, and torch does not take it apart")
     return table
 
@@ -109,7 +110,7 @@ def fallback_table(everything: bool) -> Table:
 # -- one op ------------------------------------------------------------------------------------------------
 def explain(name: str, options: argparse.Namespace, console: Console) -> int:
     rule, family = registry.registered()[name]
-    console.print(Text(name, style="bold"), Text(f"rules/{family}.py"), Text(catalogue.in_one_line(rule)), sep="  ")
+    console.print(Text(name, style="bold"), Text(f"rules/{family}.py"), Text(in_one_line(rule)), sep="  ")
     args, kwargs = _arguments(options.args)
     try:
         found = derive(name, rule, options.shapes, args, kwargs)
@@ -149,8 +150,97 @@ def _strategies(found: Derivation) -> Table:
     """The rows with the columns that say something."""
     seen = any(row.travels for row in found.rows)
     inputs = [f"operand {i}" for i in range(found.operands)]
-    table = _table(*(["on one axis"] if not seen else []), *inputs, "->", "result", *(["what travels"] if seen else []))
+    table = _table(*["on one axis"] * (not seen), *inputs, "->", "result", *["what travels"] * seen)
     for row in found.rows:
-        cells = [*([row.name] if not seen else []), *row.inputs, "", ", ".join(map(str, row.outputs))]
-        table.add_row(*(Text(str(cell)) for cell in (*cells, *([row.travels] if seen else []))))
+        results = ", ".join(map(str, row.outputs))
+        cells = [*[row.name] * (not seen), *row.inputs, "", results, *[row.travels] * seen]
+        table.add_row(*(Text(str(cell)) for cell in cells))
     return table
+
+
+# -- what is known of ops without calling them -------------------------------------------------------------
+def _bare(op: str) -> str:
+    return op.removeprefix("torch.").removeprefix("aten::").removeprefix("aten.").partition(".")[0]
+
+
+def rule_name(op: str) -> str | None:
+    """The name under which an op's rule is registered, whichever way the op is spelled."""
+    name = _bare(op)
+    found = registry.by_name(name)
+    return name if name in registry.registered() else None if found is None else found.name
+
+
+def in_one_line(rule: Rule) -> str:
+    """A rule's line, or what its docstring starts with, or what kind of rule it is."""
+    always, reasons = gathering(rule)
+    if always:
+        return reasons[0]
+    function = _function_of(rule)
+    text = (function.__doc__ or "").strip().partition("\n")[0]
+    return text or function.__name__.replace("<lambda>", "a program").replace("_", " ").strip()
+
+
+def _function_of(rule: Rule) -> types.FunctionType:
+    while isinstance(rule, functools.partial):
+        rule = rule.func
+    assert isinstance(rule, types.FunctionType)  # or a lambda: rules are written in Python
+    return rule
+
+
+# -- gathering ---------------------------------------------------------------------------------------------
+def gathering(rule: Rule) -> tuple[bool, list[str]]:
+    """Whether a rule always gathers, and its reasons: read from its code, since its answer depends on the arguments."""
+    function = _function_of(rule)
+    code_of = function.__code__
+    cells = {n: c.cell_contents for n, c in zip(code_of.co_freevars, function.__closure__ or (), strict=True)}
+    reasons = [v.reason for v in cells.values() if isinstance(v, Gathered)]
+    always = bool(reasons) or function.__annotations__.get("return") == "Gathered"
+    for code in _codes(code_of):
+        named = [function.__globals__.get(name) for name in code.co_names]
+        reasons += [value.reason for value in named if isinstance(value, Gathered)]
+        if Gathered in named:
+            reasons += [text for text in code.co_consts if isinstance(text, str) and text.startswith("gather")]
+    return always, list(dict.fromkeys(reasons))
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _codes(inner)
+
+
+# -- ops of torch ------------------------------------------------------------------------------------------
+@functools.cache
+def aten_ops() -> dict[str, list[Any]]:
+    """The overloads of all aten ops that the dispatcher knows, by name."""
+    found: dict[str, list[Any]] = {}
+    for full in sorted(all_op_names()):
+        namespace, _, name = full.partition("::")
+        name, _, overload = name.partition(".")
+        if namespace == "aten":
+            found.setdefault(name, []).append(getattr(getattr(torch.ops.aten, name), overload or "default"))
+    return found
+
+
+def without_rule(op: str) -> str | None:
+    """What happens to an op of torch that has no rule; None for what is no op of torch."""
+    overloads = aten_ops().get(_bare(op))
+    if overloads is None:
+        return None
+    if any(map(_is_gathered, overloads)):
+        return "its operands are gathered and it is computed on every rank"
+    return "torch takes it apart, and its parts have rules"
+
+
+def without_any_rule() -> list[str]:
+    """aten ops on tensors that have no rule and are not taken apart. Backward ops, which autograd calls on local
+    tensors only, and forms with out= or in place, which the engine makes of the others, do not count."""
+    return [name for name, ops in aten_ops().items() if "backward" not in name and any(map(_is_gathered, ops))]
+
+
+def _is_gathered(overload: Any) -> bool:
+    schema = schema_of(overload)
+    takes_tensors = any("Tensor" in str(a.type) for a in schema.arguments)
+    taken_apart = has_kernel(overload.name(), "CompositeImplicitAutograd")
+    return takes_tensors and not schema.is_mutable and not taken_apart and registry.find(overload) is None

@@ -12,8 +12,8 @@ from shardwise.engine.call import ANY_FLOAT
 from shardwise.errors import RuleError
 from shardwise.experimental.strategies import CheckedRule, Op, TensorInfo, rule_from_strategies
 from shardwise.strategy import registry
-from shardwise.strategy.lines import line_rule
 from shardwise.strategy.notation import parse
+from shardwise.strategy.reading import line_rule
 from shardwise.strategy.spec import operands_in
 from shardwise.torch_private import OpOverload, OpOverloadPacket, schema_of
 

@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from shardwise.attention.blocks import How
 from shardwise.attention.sequence import CutAttention, along_cuts, keys_alone_are_cut
 from shardwise.layout.layout import dense_stride
-from shardwise.strategy.program import Tensor, reduced
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, Result, Tensor, factors, operands_in, reduced
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, Result, operands_in
 from shardwise.torch_private import attention_math
 
 

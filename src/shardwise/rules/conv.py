@@ -15,11 +15,9 @@ from shardwise.comm.base import Coords
 from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Interval, Intervals, count
 from shardwise.rules.view import dim_of
-from shardwise.strategy.halo import Halo, Halos, Reach, cut_like, each, leaves_empty, windowed
-from shardwise.strategy.program import Tensor, run_local, whole
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, run_local, whole
+from shardwise.strategy.program import Halo, Halos, Reach, cut_like, each, leaves_empty, windowed
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, PerCoords, Result
 
 
 class Scatter(Reach):
@@ -99,15 +97,6 @@ def _padded(x: torch.Tensor, sides: dict[int, Interval]) -> torch.Tensor:
     return F.pad(x, [n for d in reversed(range(x.dim())) for n in sides.get(d, (0, 0))]) if sides else x
 
 
-# With groups, channels in and out are cut together, between groups. The dims before the channels, if any, are batches
-LINES = {  # (groups, transposed)
-    (False, False): "c *s, o c *k!, +o? -> o *s",
-    (False, True): "c *s, c o *k!, +o? -> o *s",
-    (True, False): "(g c) *s, (g o) c *k!, +(g o)? -> (g o) *s",
-    (True, True): "(g c) *s, (g c) o *k!, +(g o)? -> (g o) *s",
-}
-
-
 @rule("convolution _convolution convolution_overrideable")
 def convolution(
     x: Operand, weight: Operand, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
@@ -132,7 +121,9 @@ def convolution(
     operands = [x, weight] if bias is None else [x, weight, bias]
     metas = [torch.empty_strided(op.shape, op.layout.stride, dtype=op.dtype, device="meta") for op in operands]
     out = conv.call(metas, groups)
-    text = ("n " * c + LINES[groups > 1, transposed]).replace("-> ", "-> " + "n " * c)
+    # with groups, channels in and out are cut together, between groups; the dim before the channels is the batch
+    n, (ins, outs) = "n " * c, ("(g c)", "(g o)") if groups > 1 else ("c", "o")
+    text = f"{n}{ins} *s, {f'{ins} o' if transposed else f'{outs} c'} *k!, +{outs}? -> {n}{outs} *s"
     result = Result(tuple(out.shape), out.dtype, out.stride())
     spec = factors(text, operands, "each", sizes={"g": groups}, result=result)
     plan: Any = spec.assign(operands, [out], False)
@@ -152,18 +143,15 @@ def convolution(
     return Algorithm(run)
 
 
-def _register(name: str, spatial: int, transposed: bool, order: str) -> None:
+def _register(name: str, order: str, **form: int) -> None:
     """torch's own function, with its settings in this order."""
-    rule(name)(
-        lambda x, weight, bias=None, *args, **settings: convolution(
-            x, weight, bias, **dict(zip(order.split(), args)), **settings, transposed=transposed, spatial=spatial
-        )
-    )
+    given = lambda args: form | dict(zip(order.split(), args))
+    rule(name)(lambda x, weight, bias=None, *args, **settings: convolution(x, weight, bias, **given(args), **settings))
 
 
 for _n in (1, 2, 3):
-    _register(f"conv{_n}d", _n, False, "stride padding dilation groups")
-    _register(f"conv_transpose{_n}d", _n, True, "stride padding output_padding groups dilation")
+    _register(f"conv{_n}d", "stride padding dilation groups", spatial=_n, transposed=False)
+    _register(f"conv_transpose{_n}d", "stride padding output_padding groups dilation", spatial=_n, transposed=True)
 
 
 # -- windows as they are -----------------------------------------------------------------------------------

@@ -16,17 +16,14 @@ from shardwise.layout import Partial, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import sizes_to_pieces
-from shardwise.strategy.program import Tensor, reduced, run_local, whole
-from shardwise.strategy.reading import Named
+from shardwise.strategy import Algorithm, Answer, Named, Operand, Tensor, reduced, run_local, whole
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Answer, Operand
 from shardwise.wrapper import wrap
 
 
 def in_order(x: Tensor, dims: Sequence[int], by: Tensor = None) -> tuple[Any, int]:
-    """`x` with only one of `dims` cut (the one returned): one interval for each rank, in the order of the ranks.
-
-    Where these dims of `x` are whole and those of `by`, which covers them, are cut, `x` is cut as `by` is."""
+    """`x` with only the one of `dims` that is returned cut, an interval for each rank in the order of the ranks; cut as
+    `by`, which covers these dims, where they are whole."""
     lead = next((d for d in dims if x.shape[d] != 1), dims[0]) if dims else 0
     places = wanted = x._layout.placements
     axes = [a for a, p in enumerate(places) if p.is_shard() and p.dim in dims]
@@ -63,10 +60,8 @@ def chosen_along(func: Callable[..., Any], x: Tensor, by: Tensor, at: int) -> Te
     x, lead = in_order(x, dims, by)
     layout, axes = x._layout, x._layout.axes_of(lead)
     by = by.redistribute(placements=[p.at(lead - at) if p.is_shard(lead) else REPLICATE for p in layout.placements])
-    places = [
-        Shard(at) if axis in axes else p.at(p.dim - by.dim() + 1) if p.is_shard() and p.dim > lead else p
-        for axis, p in enumerate(layout.placements)
-    ]
+    moved = (p.at(p.dim - by.dim() + 1) if p.is_shard() and p.dim > lead else p for p in layout.placements)
+    places = [Shard(at) if axis in axes else p for axis, p in enumerate(moved)]
     shape = (*x.shape[:at], 0, *x.shape[dims.stop :])
     return with_counted_size(run_local(func, [x, by], layout.replace(shape=shape, placements=places)), at, axes)
 
@@ -146,8 +141,8 @@ def bincount(x: Tensor, weights: Any = None, minlength: int = 0) -> Tensor:
 def unique(
     x: Tensor, sorted: Any = True, return_inverse: Any = False, return_counts: Any = False, dim: Any = None
 ) -> Any:
-    func = functools.partial(torch.unique, sorted=sorted)
-    return distinct(func, reduced(x.detach()), dim, return_inverse, return_counts)
+    find = functools.partial(torch.unique, sorted=sorted)
+    return distinct(find, reduced(x.detach()), dim, return_inverse, return_counts)
 
 
 @program("unique_consecutive")

@@ -15,11 +15,9 @@ from shardwise.layout import Layout
 from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import Intervals, count
 from shardwise.rules.view import carried, dims_of
-from shardwise.strategy.program import Tensor, run_local, whole
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Algorithm, Factors, Operand, Tensor, factors, run_local, whole
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.relayout import Relayout, call_with, sliced
-from shardwise.strategy.spec import Algorithm, Factors, Operand
 
 
 @rule("diagonal diagonal_copy")

@@ -13,10 +13,8 @@ import torch.nn.functional as F
 
 from shardwise.layout.split import Intervals, positions
 from shardwise.rules.index import by_holders, located, pointable
-from shardwise.strategy.program import Tensor, reduced
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Answer, Factors, Gathered, Operand, Tensor, factors, reduced
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Answer, Factors, Gathered, Operand
 
 
 def with_a_column(look_up: Callable[[Any], Any], table: torch.Tensor) -> torch.Tensor:
@@ -34,10 +32,7 @@ def embedding(first: Operand, second: Operand, *args: Any, **kwargs: Any) -> Fac
     if arguments.get("max_norm") is not None:
         return None  # torch takes it apart: first embedding_renorm_, then a plain look-up
     size, pad, by_freq = table.shape[0], arguments.get("padding_idx"), arguments.get("scale_grad_by_freq", False)
-    if pad is None or (aten and pad == -1):
-        pad = -1
-    elif pad < 0:
-        pad += size
+    pad = -1 if pad is None or (aten and pad == -1) else pad + size if pad < 0 else pad
     where, rows = ("*i!", "v! d") if by_freq else ("*i", "v d")
 
     def look_up(first: torch.Tensor, second: torch.Tensor, held: tuple[Intervals] | None = None) -> torch.Tensor:
@@ -70,9 +65,8 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Answer:
     bound = inspect.signature(F.embedding_bag).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments | {"sparse": False}
-    ids, table, mode, pad, by_freq = map(
-        arguments.__getitem__, "input weight mode padding_idx scale_grad_by_freq".split()
-    )
+    ids, table, mode, pad = (arguments[name] for name in ("input", "weight", "mode", "padding_idx"))
+    by_freq = arguments["scale_grad_by_freq"]
     operands = {name: x for name, x in arguments.items() if isinstance(x, Operand)}
     if arguments["max_norm"] is not None:
         return Gathered("gather, since max_norm rewrites the rows it looks up, and compute it on every rank")

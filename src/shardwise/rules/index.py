@@ -16,12 +16,10 @@ from shardwise.layout.layout import contiguous_stride
 from shardwise.layout.split import Intervals
 from shardwise.rules.data_dependent import broadcast_shape, select_masked
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.slicing import adds_up, clipped, select, slice_, sum_of
-from shardwise.rules.view import dim_of, unsqueeze
-from shardwise.strategy.program import Tensor
-from shardwise.strategy.reading import factors
+from shardwise.rules.view import adds_up, clipped, dim_of, select, slice_, sum_of, unsqueeze
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Tensor, factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Answer, Factors, LocalCall, Operand, PerCoords
+from shardwise.strategy.spec import LocalCall
 from shardwise.torch_private import assert_async
 from shardwise.wrapper import Wrapper, shares_memory
 
@@ -40,8 +38,7 @@ def as_index(entry: Any) -> Any:
 
 
 def spelled_out(index: Any, ndim: int) -> list[Any]:
-    """The index as a list with one entry per dim (besides None), the ellipsis written as full slices. As in torch, a
-    short list that is not of numbers only is a tuple."""
+    """The index as a list, an entry per dim (besides None). As in torch, a short list not all numbers is a tuple."""
     short = isinstance(index, list) and len(index) < 32 and not all(isinstance(e, (int, float)) for e in index)
     entries = [as_index(e) for e in (index if short or isinstance(index, tuple) else (index,))]
     used = sum(e.ndim if is_mask(e) else 1 for e in entries if e is not None and e is not ... and type(e) is not bool)
@@ -50,9 +47,8 @@ def spelled_out(index: Any, ndim: int) -> list[Any]:
 
 
 def basic_actions(entries: Sequence[Any], shape: Sequence[int], keep: bool = False) -> tuple[list[Action], list[Any]]:
-    """The selects, slices and new dims of an index; and what is left for each dim of the result: a tensor or None.
-
-    With `keep` an integer is a slice of one, so that the result is always a view of the operand."""
+    """The selects (with `keep`, slices of one: always views), slices and new dims of an index; and what is left for
+    each dim of the result: a tensor or None."""
     actions: list[Action] = []
     left: list[Any] = []
     dim = read = 0

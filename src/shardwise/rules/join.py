@@ -15,11 +15,13 @@ from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.split import Intervals, normalize, shift
 from shardwise.rules.view import dim_of
-from shardwise.strategy.lines import line
-from shardwise.strategy.program import Tensor
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, line, operands_in
 from shardwise.strategy.registry import program, rule
+<<<<<<< HEAD
 from shardwise.strategy.spec import Algorithm, Answer, Assignment, Factors, Operand, Spec, operands_in
+=======
+from shardwise.strategy.spec import Assignment
+>>>>>>> rules
 
 
 @dataclass

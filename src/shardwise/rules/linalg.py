@@ -1,17 +1,16 @@
-"""Linear algebra: whoever holds a matrix works on it whole. Batch dims pass, and so do columns of right-hand sides."""
+"""Linear algebra: whoever holds a matrix works on it whole. Batch dims pass, and so do columns of right-hand sides.
+Of Fourier transforms, linear too, the transformed dims are whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from shardwise.strategy.lines import line
-from shardwise.strategy.program import Tensor, run_local, whole
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Answer, Factors, Gathered, Operand, Tensor, factors, line, operands_in, run_local, whole
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Answer, Factors, Gathered, Operand, operands_in
 
 # results that have no cut factor are the same on all ranks (the factorization behind a solve) and carry no gradient
 _LINES = {
@@ -108,3 +107,24 @@ def ormqr(x: Operand, tau: Operand, other: Operand, left: bool = True, transpose
     local = or_empty(lambda x, tau, other: torch.ormqr(x, tau, other, left, transpose), 2)
     text = f"*b m! k!, *b k!, {'*b n! r -> *b n r' if left else '*b r n! -> *b r n'}"
     return factors(text, [x, tau, other], "each", joint={2}, call=local)
+
+
+# -- Fourier transforms: a transform of parts is a part of it ----------------------------------------------
+def transform(func: Any, x: Operand, dim: Any, *args: Any, **kwargs: Any) -> Factors:
+    """torch.fft's functions go by these, and by padding or slicing to the size asked for."""
+    local = or_empty(lambda v: func(v, dim, *args, **kwargs))
+    return factors("*d!dim -> *d", [x], "joint", dim=dim, call=local)
+
+
+for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
+    rule(_name)(partial(transform, getattr(torch, _name)))
+
+
+@rule("stft")
+def stft(
+    x: Operand, n_fft: int, hop_length: Any = None, win_length: Any = None, window: Any = None, *args: Any, **more: Any
+) -> Factors:
+    """Linear in the signal and in the window; batches pass."""
+    local = or_empty(lambda v, w=None: torch.stft(v, n_fft, hop_length, win_length, w, *args, **more))
+    operands = list(operands_in((x, window)))
+    return factors("*b t!, w!? -> *b f t", operands, "each", call=local)

@@ -12,11 +12,14 @@ import torch
 
 from shardwise.layout.placement import REPLICATE, Partial
 from shardwise.rules.pointwise import broadcast
-from shardwise.strategy.halo import leaves_empty
-from shardwise.strategy.program import Tensor, needs_grad, reduced
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Algorithm, Factors, Operand, factors, operands_in
+from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced
 from shardwise.strategy.registry import named, rule
+<<<<<<< HEAD
 from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, Places, Spec, operands_in
+=======
+from shardwise.strategy.spec import Assignment, Places
+>>>>>>> rules
 from shardwise.torch_private import foreach_max, foreach_mul_, foreach_norm, fused_optimizer_steps
 from shardwise.wrapper import wrap, wrapper_of
 
@@ -149,12 +152,9 @@ def together(
     for i, t in enumerate(tensors):
         axes = tuple(a for a, p in enumerate(t.layout.placements) if p.is_shard() and t.mesh.shape[a] > 1)
         groups.setdefault((axes, t.dtype), []).append(i)
-    pending = [i for i, t in enumerate(tensors) if t.layout.is_partial]
 
     def run(tensors: Tensor) -> Tensor:
-        tensors, found = list(tensors), [None] * len(tensors)
-        for i in pending:
-            tensors[i] = reduced(tensors[i])
+        tensors, found = [reduced(t) if t._layout.is_partial else t for t in tensors], [None] * len(tensors)
         for (axes, own), positions in groups.items():
             layout, values = tensors[positions[0]]._layout, [tensors[i]._local for i in positions]
             comm, everywhere, kind = layout.mesh.comm, [REPLICATE] * len(layout.placements), (dtype or own).to_real()

@@ -13,18 +13,15 @@ import torch.nn.functional as F
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals
 from shardwise.rules.pointwise import broadcast
-from shardwise.strategy.program import Tensor
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, operands_in
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, PerCoords, Result, operands_in
 from shardwise.torch_private import assert_async, schema_of
 
 REDUCTIONS = ("none", "mean", "sum")  # aten gives the number
 
 
 def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | None = None) -> None:
-    """A loss with one value per element or sample, for which `each` answers, then reduced; with a `mean`, `each` also
-    answers for sums."""
+    """A loss with a value per element or sample, by `each`, then reduced; with a `mean`, `each` also answers sums."""
     name = names.split()[0]
     func: Callable[..., Any] = getattr(F, name)
 
@@ -149,8 +146,7 @@ def counted_weight(target: Any, weight: Any, ignore_index: int, dtype: torch.dty
 
 
 def per_class(operands: list[Operand], statics: Any, reduction: str) -> Factors | Algorithm | None:
-    """Targets are indices of classes, or probabilities. Where the classes are cut, a log_softmax and an nll_loss;
-    probabilities and smoothing go by torch's own parts, of which these are two."""
+    """Where the classes are cut, a log_softmax and an nll_loss; probabilities and smoothing go by torch's own parts."""
     (x, target), dim = operands[:2], classes_of(operands[0])
     indices = not target.dtype.is_floating_point
 
@@ -159,9 +155,9 @@ def per_class(operands: list[Operand], statics: Any, reduction: str) -> Factors 
 
     if x.layout.is_cut(dim):
         return Algorithm(by_parts) if indices and not statics["label_smoothing"] else None
-    batch = "b " * dim
-    target_text = f"{batch}*d" if indices else f"{batch}c! *d"
-    return factors(f"{batch}c! *d, {target_text}, c!? -> {f'{batch}*d' if reduction == 'none' else ''}", operands)
+    each = "b " * dim + "*d"
+    whole = each.replace("*d", "c! *d")
+    return factors(f"{whole}, {each if indices else whole}, c!? -> {each if reduction == 'none' else ''}", operands)
 
 
 loss_rule("nll_loss nll_loss_nd nll_loss2d", per_target, over_count)
@@ -177,16 +173,9 @@ def nll_loss_forward(x: Tensor, target: Tensor, weight: Tensor, reduction: int, 
 
 @program("linear_cross_entropy")
 def linear_cross_entropy(
-    x: Tensor,
-    matrix: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Any,
-    ignore_index: Any,
-    options: Any,
-    weight: Any,
-    **more: Any,
-) -> Tensor:
+    x: Tensor, matrix: Tensor, target: Tensor, *,
+    linear_bias: Any, ignore_index: Any, options: Any, weight: Any, **more: Any,
+) -> Tensor:  # fmt: skip
     """A weight of more dims makes a loss of as many; `options` say how to do it in chunks, here every rank does one."""
     if options is not None and weight is not None and not target.dtype.is_floating_point:
         weight = weight.detach()  # in chunks, torch takes one that needs a gradient and gives it none

@@ -8,19 +8,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.strategy.lines import line
-from shardwise.strategy.program import Tensor
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Factors, Operand, Tensor, factors, line
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Factors, Operand
 
 line("mm", "m k, k n -> m n", linear="each")
 line("bmm", "b m k, b k n -> b m n", linear="each")
 line("mv", "m k, k -> m", linear="each")
 line("dot vdot", "k, k -> ", linear="each")
 line("outer ger", "m, n -> m n", linear="each")
-
-
 line("linear", "*b k, n k, +n? -> *b n", "each", takes="x weight bias=None", contiguous=True)
 
 

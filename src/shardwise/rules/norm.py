@@ -11,12 +11,9 @@ import torch
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy.halo import leaves_empty
-from shardwise.strategy.lines import line
-from shardwise.strategy.program import Tensor, reduced, run_local, sum_dtype, whole
-from shardwise.strategy.reading import Named, factors
+from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
+from shardwise.strategy.program import Tensor, leaves_empty, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, operands_in
 
 
 def over(dims: Any) -> Callable[[Any], Any]:

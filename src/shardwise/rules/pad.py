@@ -11,12 +11,10 @@ import torch
 
 from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Intervals, count, intersect, normalize
-from shardwise.strategy.halo import leaves_empty
-from shardwise.strategy.program import reduced
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Algorithm, Answer, Operand, factors, reduced
+from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, unchanged
-from shardwise.strategy.spec import Algorithm, Answer, Operand
 
 Sources = dict[int, torch.Tensor]  # dim -> for every output index, the input index it reads
 

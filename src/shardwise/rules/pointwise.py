@@ -10,12 +10,9 @@ from typing import Any
 import torch
 
 from shardwise.layout.layout import dense_stride
-from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy.program import unfinished
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Algorithm, Factors, Operand, Result, factors, operands_in, unfinished
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Factors, Operand, Result, operands_in
 
 
 def broadcast(values: Iterable[object], outputs: int = 1, **more: Any) -> Factors:
@@ -111,7 +108,7 @@ def glu(x: Operand, dim: int = -1) -> Factors | Algorithm:
     """Of a dim that is cut, the second half goes to where the first is."""
     if x.ndim and x.shape[dim] % 2 == 0 and x.layout.is_cut(dim_of(dim, x.ndim)):
         return Algorithm(lambda x, dim=-1: x.chunk(2, dim)[0] * x.chunk(2, dim)[1].sigmoid())
-    return whole_along(x, (dim_of(dim, x.ndim),), True)
+    return factors("*d!dim -> *d", [x], dim=dim_of(dim, x.ndim))
 
 
 @rule("where", any_float=True)

@@ -1,6 +1,7 @@
-"""Pooling. Batch and channel dims pass. A spatial dim that is cut stays cut: a rank calls the op itself on the rows its
-outputs read, beginning at a whole unit (of stride inputs and one output, say), so that what the op makes there is what
-it makes on the whole, only counted from elsewhere: borders, rounding up and divisors come out as they are."""
+"""Pooling, and images at another size or from other places. Batch and channel dims pass. A spatial dim that is cut
+stays cut: a rank calls the op itself on the rows its outputs read, beginning at a whole unit (of stride inputs and one
+output, say), so that what the op makes there is what it makes on the whole, only counted from elsewhere: borders,
+rounding up and divisors come out as they are. What only copies pixels fetches nothing."""
 
 from __future__ import annotations
 
@@ -16,20 +17,18 @@ from torch.utils._pytree import tree_leaves
 from shardwise.comm.base import Coords
 from shardwise.layout import Layout
 from shardwise.layout.split import Interval
-from shardwise.strategy.halo import Halo, Reach, cut_like, each, windowed
-from shardwise.strategy.program import reduced, run_local
-from shardwise.strategy.reading import factors
+from shardwise.rules.pad import copied
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, factors, line, operands_in, rearrangement
+from shardwise.strategy.program import Halo, Reach, cut_like, each, reduced, run_local, windowed
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Answer, Factors, Operand, operands_in
 
 ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Units(Reach):
-    """Every `stride` inputs make `per` outputs, with the help of some units before and after them.
-
-    A window is never shorter than the kernel if that is possible, since some ops insist."""
+    """Every `stride` inputs make `per` outputs, with the help of some units `around` them. A window is never shorter
+    than the kernel if that is possible, since some ops insist."""
 
     per: int = 1
     around: tuple[int, int] = (0, 0)
@@ -55,8 +54,7 @@ def sliding(n: int, outputs: int, kernel: int, stride: int, padding: int, dilati
 
 
 def resizing(n: int, outputs: int, margin: int = 0) -> Units:
-    """Output j reads what is around j * n / outputs, and `margin` rows on both sides: the same in every unit, of the
-    smallest sizes in that proportion."""
+    """Output j reads what is around j * n / outputs, and `margin` rows on both sides: the same in every unit."""
     units = math.gcd(n, outputs)
     extra = -(-margin * units // n)
     return Units(n, outputs, 1, n // units, per=outputs // units, around=(extra, extra))
@@ -165,3 +163,61 @@ for _d in (2, 3):
     on_planes(f"fractional_max_pool{_d}d", _d, 1, outputs=2)
     on_planes(f"max_unpool{_d}d", _d, _d, linear="each")
     on_planes(f"max_pool{_d}d_with_indices_backward", _d, _d, _d)
+
+
+# -- resampling --------------------------------------------------------------------------------------------
+def nearest(name: str, dims: int) -> None:
+    """An output copies one pixel; which one, torch itself says when it resizes the numbers 0, 1, 2, ..."""
+
+    @rule(f"{name}{dims}d")
+    def copy_pixels(x: Operand, output_size: Sequence[int], *scales: Any) -> Answer:
+        if output_size is None:
+            return None  # factors instead, which torch makes sizes of
+        dtype, read = torch.promote_types(x.dtype, torch.float32), getattr(ATEN, f"{name}1d")
+        source = lambda n, m, scale: read(torch.arange(n, dtype=dtype).view(1, 1, n), [m], scale).flatten().long()
+        sizes = zip(x.shape[-dims:], output_size, [*scales, None, None, None][:dims], strict=True)
+        return copied(x, {x.ndim - dims + i: source(*along) for i, along in enumerate(sizes)})
+
+
+def smooth(name: str, dims: int, radius: int, antialias: bool = False) -> None:
+    """Outputs are weighted sums of the inputs around them, `radius` steps away at most: of the input's grid or, with
+    `antialias`, of the coarser of both grids."""
+
+    @rule(name)
+    def weigh_pixels(x: Operand, output_size: Sequence[int], align_corners: bool, *scales: Any) -> Answer:
+        if output_size is None:
+            return None
+        sizes = zip(x.shape[-dims:], output_size, scales, strict=False)
+        if align_corners or any(scale is not None and n * scale != m for n, m, scale in sizes):
+            call = lambda v: getattr(ATEN, name)(v, output_size, align_corners, *scales)  # no units: nothing repeats
+            return leading(call, [x], [dims], linear="joint")
+        reach = lambda i, n, m: resizing(n, m, math.ceil(radius * max(n / m, 1)) + 1 if antialias else radius)
+        resize = lambda v, sizes: getattr(ATEN, name)(v, sizes or output_size, align_corners)
+        return spatial(x, dims, resize, reach, linear="joint")
+
+
+for _dims in (1, 2, 3):
+    nearest("upsample_nearest", _dims)
+    nearest("_upsample_nearest_exact", _dims)
+for _name, _dims, _radius in [("linear1d", 1, 1), ("bilinear2d", 2, 1), ("trilinear3d", 3, 1), ("bicubic2d", 2, 2)]:
+    smooth(f"upsample_{_name}", _dims, _radius)
+for _name, _radius in [("bilinear2d", 1), ("bicubic2d", 2), ("lanczos2d", 3)]:
+    smooth(f"_upsample_{_name}_aa", 2, _radius, antialias=True)
+
+
+# -- from anywhere -----------------------------------------------------------------------------------------
+line("grid_sampler_2d _grid_sampler_2d_cpu_fallback", "n c h! w!, n y x two! -> n c y x", "each", joint={0})
+line("grid_sampler_3d", "n c d! h! w!, n z y x three! -> n c z y x", "each", joint={0})
+
+
+@rule("affine_grid_generator")
+def affine_grid(theta: Operand, size: Sequence[int], align_corners: bool) -> Factors:
+    generate = lambda v: ATEN.affine_grid_generator(v, [len(v), *size[1:]], align_corners)
+    sizes = " ".join(f"s{i}" for i in range(len(size) - 1))
+    return factors(f"n a! b! -> n {sizes}", [theta], "joint", call=generate)
+
+
+# -- pixels and channels -----------------------------------------------------------------------------------
+rearrangement("pixel_shuffle", "*b (c r r) h w -> *b c (h r) (w r)", takes="x r")
+rearrangement("pixel_unshuffle", "*b c (h r) (w r) -> *b (c r r) h w", takes="x r")
+rearrangement("channel_shuffle native_channel_shuffle", "n (g c) *s -> n (c g) *s", takes="x g")

@@ -12,9 +12,8 @@ from shardwise.random import distributions as draws
 from shardwise.random import values
 from shardwise.random.draw import drawn, fill
 from shardwise.random.generator import TORCH, stream
-from shardwise.strategy.program import Tensor
+from shardwise.strategy import Algorithm, Operand, Tensor
 from shardwise.strategy.registry import gathered, program, rule
-from shardwise.strategy.spec import Algorithm, Operand
 
 
 # -- in place --------------------------------------------------------------------------------------------------------

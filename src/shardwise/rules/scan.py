@@ -14,10 +14,8 @@ from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import count
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy.lines import line
-from shardwise.strategy.program import Tensor, needs_grad, reduced, run_local, sum_dtype
+from shardwise.strategy import Algorithm, Answer, Operand, Tensor, line, needs_grad, reduced, run_local, sum_dtype
 from shardwise.strategy.registry import rule
-from shardwise.strategy.spec import Algorithm, Answer, Operand
 
 line("cummax cummin", "*d!dim -> *d, *d", takes="x dim")
 

@@ -15,18 +15,15 @@ from shardwise.layout.layout import contiguous_stride
 from shardwise.rules.data_dependent import broadcast_shape
 from shardwise.rules.index import Indexed, by_holders, clamped, is_mask, located, located_all, unravelled, without_masks
 from shardwise.rules.view import dim_of
-from shardwise.strategy.program import Tensor
-from shardwise.strategy.reading import factors
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Answer, Assignment, Factors, Operand
+from shardwise.strategy.spec import Assignment
 
 
 @dataclass
 class Written(Factors):
-    """Factors of an op that writes at indices of the dims `dims` of its first operand.
-
-    Where those are cut, `write(suffix, *operands, held)` does it on a rank that holds `held` of them (None: all), with
-    the suffix of torch's in-place form where the operand itself is written."""
+    """Factors of an op that writes at indices of `dims` of its first operand. Where those are cut, write(suffix,
+    *operands, held) does it on a rank that holds `held` of them (None: all), with torch's suffix if in place."""
 
     dims: Sequence[int] = ()
     write: Callable[..., Any] = lambda *args: None

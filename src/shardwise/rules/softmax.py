@@ -11,10 +11,8 @@ import torch
 from shardwise.layout import Partial, Shard
 from shardwise.rules.reduce import dims_of, staged, whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy.program import Tensor, reduced, run_local, sum_dtype
-from shardwise.strategy.reading import Named
+from shardwise.strategy import Algorithm, Answer, Named, Operand, Tensor, reduced, run_local, sum_dtype
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Answer, Operand
 
 
 def exponentials(x: Tensor, dims: tuple[int, ...], instead: Callable[[Any], Any] | None = None) -> tuple[Any, Any, Any]:

@@ -1,4 +1,5 @@
-"""Variances, norms, comparisons and counts over cut dims: from a few numbers of what each rank holds."""
+"""Variances, norms, comparisons and counts over cut dims: from a few numbers of what each rank holds. Sorting, ranks
+within a dim, and finding places in sorted values: what is sorted is whole, the rest passes."""
 
 from __future__ import annotations
 
@@ -9,12 +10,10 @@ import torch
 
 from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
-from shardwise.rules.extreme import Dims, shared_extreme
-from shardwise.rules.reduce import dims_of, gather_parts, staged, whole_along
+from shardwise.rules.reduce import Dims, dims_of, gather_parts, shared_extreme, staged, whole_along
+from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
 from shardwise.strategy.program import Tensor, reduced, run_local, sum_dtype, whole
-from shardwise.strategy.reading import Named, factors
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Algorithm, Answer, Operand
 
 
 # -- variances ---------------------------------------------------------------------------------------------
@@ -138,3 +137,32 @@ def histogram(x: Tensor, bins: Any, *, weight: Tensor = None, density: bool = Fa
     count = lambda v, bins, weight: torch.histogram(v, bins, weight=weight, **span)
     found, at = run_local(count, [x, bins, weight], [hist, edges])
     return torch.return_types.histogram((found / (found.sum() * at.diff()) if density else found, at))
+
+
+# -- sorting -----------------------------------------------------------------------------------------------
+line("sort", "*d!dim -> *d, *d", takes="x dim=-1")
+line("argsort", "*d!dim -> *d", takes="x dim=-1")
+line("msort", "n! *d -> n *d")
+line("kthvalue", "*d!dim -> *d-dim, *d-dim", takes="x k dim=-1 keepdim=False")
+line("mode", "*d!dim -> *d-dim, *d-dim", takes="x dim=-1 keepdim=False")
+
+
+@rule("median nanmedian")
+def median(x: Operand, dim: int | None = None, keepdim: bool = False) -> Factors:
+    """Of all elements one value; along a dim values and indices."""
+    return whole_along(x, dims_of(dim, x.ndim), keepdim, outputs=1 if dim is None else 2)
+
+
+@rule("bucketize isin")
+def lookup(x: Operand | float, *args: Any, **kwargs: Any) -> Factors:
+    """Elements (or one number) are looked up in the other tensors, which are whole."""
+    operands = list(operands_in((x, *args, *kwargs.values())))
+    return factors("*d, *s!, .. -> *d" if isinstance(x, Operand) else "*s!, .. -> ", operands)
+
+
+@rule("searchsorted")
+def searchsorted(sorted_sequence: Operand, input: Any, *, sorter: Operand | None = None, **kwargs: object) -> Factors:
+    """A row of the input is looked up in the same row of the sorted ones, or all of it in the only one."""
+    rows = "*r s!, *r i, *r s!? -> *r i" if sorted_sequence.ndim > 1 else "s!, *d, s!? -> *d"
+    text = rows if isinstance(input, Operand) else "*s!, .. -> "
+    return factors(text, list(operands_in((sorted_sequence, input, sorter))))

@@ -1,22 +1,25 @@
-"""Views and reshapes: permuting, merging, cutting, adding and repeating dims. Nothing moves where the cut can follow.
+"""Views and reshapes: permuting, merging, cutting, adding and repeating dims, and slices. Nothing moves where the cut
+can follow: splits are exact, so a slice of a cut dim is another split.
 
 An op named ..._copy has the rule of its view: the engine sees that torch shares no memory there, and copies."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shardwise.strategy.lines import line
-from shardwise.strategy.program import Tensor
-from shardwise.strategy.reading import Named, factors
+from shardwise.layout import Layout
+from shardwise.layout.split import Intervals, count, intersect, normalize, positions
+from shardwise.move.pack import BITS
+from shardwise.strategy import Algorithm, Factors, Named, Operand, Relayout, Tensor, call_with, factors, line, same_call
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.relayout import Carried, Relayout, SetMap, call_with, regrouped, repeated, same_call, unchanged
-from shardwise.strategy.spec import Factors, Operand
+from shardwise.strategy.relayout import Carried, SetMap, flipped, regrouped, repeated, rolled, sliced, unchanged
+from shardwise.strategy.spec import LocalCall, PerCoords
 
 
 def dim_of(dim: int, ndim: int) -> int:
@@ -47,10 +50,8 @@ def permutation(order: Sequence[int]) -> Relayout:
 
 
 def to_shape(x: Operand, shape: Sequence[int], may_alias: bool = True) -> Relayout:
-    """The same elements in row-major order under another shape: each rank views its part as its part of the result.
-
-    Whether a view is legal was asked of the global strides; here it is a reshape, since a local tensor may be stored
-    otherwise (what a kernel returned for an odd shard)."""
+    """The same elements in row-major order under another shape. Whether a view is legal was asked of the global
+    strides; here it is a reshape, since a local tensor may be stored otherwise (by a kernel, for an odd shard)."""
     return Relayout(1, lambda dim: [regrouped(x.shape, dim, shape)], in_local_shape(torch.Tensor.reshape), may_alias)
 
 
@@ -151,3 +152,153 @@ def repeat(x: Operand, *repeats: Any, **named: Any) -> Relayout:
     new = len(times) - x.ndim
     blocks = {d: repeated(n, times[d + new]) for d, n in enumerate(x.shape)}
     return carried({d: d + new for d in blocks}, same_call(torch.Tensor.repeat, times), blocks)
+
+
+# -- slices ------------------------------------------------------------------------------------------------
+Range = tuple[int, int, int]  # start, stop, step
+
+
+def slices(dim: int, ranges: Sequence[Range], separate: bool = False) -> Relayout:
+    """One output for each range of `dim`. `separate` ones are no views to autograd: each may be written without the
+    others counting as changed."""
+    carry = lambda d: [[Carried(d, sliced(*r) if d == dim else unchanged)] for r in ranges]
+    local_ranges = lambda source, outputs, coords: tuple(_local_range(source, dim, r, coords) for r in ranges)
+
+    def cut(v: torch.Tensor, ranges: Sequence[Range]) -> Sequence[torch.Tensor]:
+        if separate:
+            return torch.unsafe_split_with_sizes(v, [stop - start for start, stop, _ in ranges], dim)
+        return tuple(_slice(v, dim, *r) for r in ranges)
+
+    return Relayout(len(ranges), carry, call_with(cut, local_ranges), may_alias=not separate)
+
+
+def _local_range(source: Layout, dim: int, wanted: Range, coords: tuple[int, ...]) -> Range:
+    """Where the wanted indices are in what a rank holds. With a step it holds one interval: `sliced` requires it."""
+    start, stop, step = wanted
+    first = start + max(-((start - source.offset_at(dim, coords)) // step), 0) * step
+    held = source.held(dim, coords)
+    begin, end = (count(intersect(held, normalize([(0, edge)]))) for edge in (first, stop))
+    return begin, max(begin, end), step
+
+
+def _slice(x: torch.Tensor, dim: int, start: int, stop: int, step: int) -> torch.Tensor:
+    return x.narrow(dim, start, stop - start) if step == 1 else torch.ops.aten.slice(x, dim, start, stop, step)
+
+
+def clipped(start: Any, end: Any, step: Any, n: int) -> Range:
+    """The range a Python slice of positive step means on n indices."""
+    a, b, s = slice(start, end, step).indices(n)
+    return a, max(a, b), s
+
+
+@rule("slice slice_copy")
+def slice_(x: Operand, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Relayout:
+    d = dim_of(dim, x.ndim)
+    wanted = clipped(start, end, step, x.shape[d] if x.ndim else 0)
+    local_range = lambda source, outputs, coords: _local_range(source, d, wanted, coords)
+    return carried(range(x.ndim), call_with(lambda v, r: _slice(v, d, *r), local_range), {d: sliced(*wanted)})
+
+
+@rule("narrow narrow_copy")
+def narrow(x: Operand, dim: int, start: Any, length: int) -> Relayout | Algorithm:
+    if isinstance(start, Operand):
+        return Algorithm(lambda x, dim, start, length: x.narrow(dim, int(start.item()), length))
+    first = start + x.shape[dim_of(dim, x.ndim)] if start < 0 else start
+    return slice_(x, dim, first, first + length)
+
+
+@rule("split split_with_sizes split_copy split_with_sizes_copy")
+def split(x: Operand, sizes: Any = None, dim: int = 0, separate: bool = False, **named: Any) -> Relayout:
+    d, wanted = dim_of(dim, x.ndim), next(iter(named.values()), sizes)
+    if isinstance(wanted, int):
+        n = x.shape[d]
+        wanted = [min(wanted, n - start) for start in range(0, n, wanted)] if wanted and n else [n]
+    return slices(d, [(end - size, end, 1) for size, end in zip(wanted, itertools.accumulate(wanted))], separate)
+
+
+@rule("chunk")
+def chunk(x: Operand, chunks: int, dim: int = 0, separate: bool = False) -> Relayout:
+    n = x.shape[dim_of(dim, x.ndim)]
+    size = -(-n // chunks) if chunks > 0 else 0  # torch's own error for chunks <= 0 comes from the meta call
+    return split(x, size or [0] * chunks, dim, separate)
+
+
+rule("unsafe_split unsafe_split_with_sizes")(functools.partial(split, separate=True))
+rule("unsafe_chunk")(functools.partial(chunk, separate=True))
+
+
+@rule("tensor_split")
+def tensor_split(x: Operand, where: Any = None, dim: int = 0, **named: Any) -> Relayout | Algorithm:
+    d, wanted = dim_of(dim, x.ndim), next(iter(named.values()), where)
+    n = x.shape[d]
+    if isinstance(wanted, Operand):
+        return Algorithm(lambda x, where, dim=0: x.tensor_split(where.tolist(), dim))
+    if isinstance(wanted, int):
+        small, extra = divmod(n, wanted)
+        wanted = [i * small + min(i, extra) for i in range(1, wanted)]
+    edges = [0, *(clipped(None, i, 1, n)[1] for i in wanted), n]
+    return slices(d, [(a, max(a, b), 1) for a, b in itertools.pairwise(edges)])
+
+
+@rule("unbind unbind_copy")
+def unbind(x: Operand, dim: int = 0) -> Factors:
+    """The dim that is unbound must be whole."""
+    return factors("*d!dim -> *d-dim", [x], "joint", dim=dim, outputs=x.shape[dim_of(dim, x.ndim)])
+
+
+@rule("flip")
+def flip(x: Operand, *dims: Any, **named: Any) -> Relayout:
+    turned = {d: flipped(x.shape[d]) for d in dims_of(ints(dims, named), x.ndim) if x.ndim}
+    return carried(range(x.ndim), same_call(torch.flip, tuple(turned)), turned)
+
+
+rule("fliplr")(functools.partial(flip, dims=1))
+rule("flipud")(functools.partial(flip, dims=0))
+
+
+@rule("roll")
+def roll(x: Operand, shifts: Any, dims: int | Sequence[int] = ()) -> Relayout | Algorithm:
+    """A rank rolls what it holds by as many indices as wrap around."""
+    by, along = ((shifts,) if isinstance(shifts, int) else tuple(shifts)), dims_of(dims, x.ndim)
+    if not along and len(by) == 1:
+        # what crosses from one rank's part to another's moves, so that the shape comes back
+        flat = lambda x: x.flatten().roll(by, (0,)).redistribute(placements=x.flatten().placements)
+        return Algorithm(lambda x, *args, **kwargs: flat(x).view(x.shape))
+    turns = {d: sum(n for e, n in zip(along, by) if e == d) % max(x.shape[d], 1) for d in along if x.ndim}
+    ends = {d: normalize([(x.shape[d] - n, x.shape[d])]) for d, n in turns.items()}
+    wrapped = lambda source, outputs, coords: tuple(count(intersect(source.held(d, coords), ends[d])) for d in ends)
+    local = call_with(lambda v, by: torch.roll(v, by, tuple(turns)), wrapped)
+    return carried(range(x.ndim), local, {d: rolled(x.shape[d], n) for d, n in turns.items()})
+
+
+@rule("select select_copy")
+def select(x: Operand, dim: int, index: Any) -> Factors | None:
+    """Of a cut dim, the holder of the index keeps it and the others add zeros: a Partial sum, and nothing moves."""
+    if isinstance(index, Operand):
+        return None
+    d = dim_of(dim, x.ndim)
+    at = index + x.shape[d] if index < 0 else index
+
+    def pick(v: torch.Tensor, found: Intervals) -> torch.Tensor:
+        mine = v.narrow(d, found[0][0] if found else 0, len(found))
+        return mine.any(d) if v.dtype is torch.bool else mine.sum(d, dtype=v.dtype)  # of nothing: zeros
+
+    def local(inputs: list[Layout], outputs: list[Layout]) -> LocalCall:
+        if not inputs[0].is_cut(d):
+            return lambda v: v.select(d, at)
+        return PerCoords(pick, lambda coords: positions(inputs[0].held(d, coords), ((at, at + 1),)))
+
+    text = "*d -> *d-dim" if adds_up(x) else "*d!dim -> *d-dim"
+    aliases = lambda inputs: not inputs[0].is_cut(d)
+    more: dict[str, Any] = {"dim": d, "reduce": sum_of(x), "local": local, "aliases": aliases, "may_alias": True}
+    return factors(text, [x], "joint", **more)
+
+
+def adds_up(x: Operand) -> bool:
+    """Whether torch can add tensors of this dtype: then what the ranks find may be left as a pending sum."""
+    return x.dtype not in BITS
+
+
+def sum_of(x: Operand) -> str:
+    """The reduction that gives a value which one rank holds and for which all others have zero."""
+    return "bor" if x.dtype == torch.bool else "sum"

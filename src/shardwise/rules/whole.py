@@ -9,9 +9,8 @@ import torch.nn.functional as F
 
 from shardwise.errors import RuleError
 from shardwise.layout.layout import dense_stride
-from shardwise.strategy.program import Tensor
+from shardwise.strategy import Answer, Gathered, Operand, Tensor
 from shardwise.strategy.registry import gathered, program, rule
-from shardwise.strategy.spec import Answer, Gathered, Operand
 from shardwise.wrapper import rebind
 
 _REASONS = {

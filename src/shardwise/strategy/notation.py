@@ -1,22 +1,8 @@
 """Rules as lines: ``"*b m k, *b k n -> *b m n"``. A line names the dims of every tensor argument, then of every result.
 
-| written    | means                                                                                                   |
-|------------|---------------------------------------------------------------------------------------------------------|
-| `k`        | one dim; the same name is the same factor wherever it stands: all tensors that have it are cut alike    |
-| `k!`       | a dim that must be whole: it is gathered first                                                          |
-| `*b`       | any number of dims, aligned at the right and broadcast as torch does; at most one such group per tensor |
-| `*b!`      | the same, all of them whole                                                                             |
-| `*d!dim`   | of these dims, those that the call's argument `dim` names are whole (None or empty: all of them)        |
-| `*d-dim`   | in a result: without the dims that `dim` names; they stay, with one element, if `keepdim` is true       |
-| `*d+dim`   | in a result: with a new dim at `dim`, which no rank cuts                                                |
-| `(g c)`    | one dim of g blocks of c elements: a cut between blocks, equally many for each rank, is a cut of `g`    |
-| `n?`       | the tensor may be missing                                                                               |
-| `+n`       | a tensor that is added to the result: where the result is a sum of parts, one part has it               |
-| `..`       | the tensor before it, as often as there are more                                                        |
-
+docs/extending.md has the table of what is written: `k!`, `*b`, `*d!dim`, `*d-dim`, `*d+dim`, `(g c)`, `n?`, `+n`, `..`.
 A factor that only inputs have is reduced: where it is cut, every rank has a part of the result. A factor that only
-results have is never cut.
-"""
+results have is never cut."""
 
 from __future__ import annotations
 

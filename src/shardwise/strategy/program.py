@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +14,9 @@ from shardwise.comm.bridge import share
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, running_op
 from shardwise.layout import Layout
+from shardwise.layout.layout import parent_sets, shards_from_table
 from shardwise.layout.placement import REPLICATE
+from shardwise.layout.split import Interval, Intervals, chunk_pieces, intersect, normalize
 from shardwise.move import plan_steps
 from shardwise.move.pack import take
 from shardwise.move.run import run_steps
@@ -37,26 +41,18 @@ def run_local(
     outputs: Layout | Sequence[Layout],
     value_at: Callable[[Coords], Any] | None = None,
 ) -> Any:
-    """What `func` makes of the values that each rank holds, as distributed tensors.
+    """What `func` makes of the values that each rank holds, as distributed tensors of the layouts `outputs`, which are
+    the caller's promise.
 
-    Where an axis splits the work (an operand or a result is not Replicate there), the operands that are Replicate are
-    spread: their gradients add up.
-
-    Args:
-        func: Called on every rank with its values of the operands, and `value_at` of its coordinates if there is one.
-        operands: Tensor tensors, `Windowed` ones, or anything else, which is passed on as it is.
-        outputs: The layout of the result, or one for each result. They are the caller's promise.
-        value_at: The last argument of `func`, by coordinates.
-    """
+    Operands are tensors, `Windowed` ones, or anything else, which is passed on as it is; the last argument of `func` is
+    `value_at` of a rank's coordinates, if given. Where an axis splits the work (an operand or a result is not Replicate
+    there), the operands that are Replicate are spread: their gradients add up."""
     wanted = [outputs] if isinstance(outputs, Layout) else list(outputs)
     tensors = [op.tensor if isinstance(op, Windowed) else op for op in operands]
     layouts = [t._layout for t in tensors if isinstance(t, Wrapper)]
     mesh = wanted[0].mesh
-    split = tuple(
-        axis
-        for axis in range(len(mesh.shape))
-        if any(not layout.placements[axis].is_replicate() for layout in (*layouts, *wanted))
-    )
+    along = zip(*(layout.placements for layout in (*layouts, *wanted)))
+    split = tuple(axis for axis, places in enumerate(along) if not all(p.is_replicate() for p in places))
     values = [_local(op, split) for op in operands]
     if value_at is not None:
         values.append(mesh.comm.per_rank(value_at))
@@ -95,11 +91,8 @@ def _local(operand: Any, split: tuple[int, ...]) -> Any:
 
 def whole(x: Tensor, dims: Sequence[int] | None = None) -> Tensor:
     """`x` with these dims (None: all) gathered and nothing pending."""
-    places = [
-        REPLICATE if p.is_partial() or (p.is_shard() and (dims is None or p.dim in dims)) else p
-        for p in x._layout.placements
-    ]
-    return x.redistribute(placements=places)
+    gone = lambda p: p.is_partial() or (p.is_shard() and (dims is None or p.dim in dims))
+    return x.redistribute(placements=[REPLICATE if gone(p) else p for p in x._layout.placements])
 
 
 def reduced(x: Tensor) -> Tensor:
@@ -123,3 +116,91 @@ def needs_grad(*tensors: Tensor) -> bool:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums of values of `dtype` are taken in: float32 for halves."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+# -- sliding windows ---------------------------------------------------------------------------------------
+#     halos = {d: Halo(layout, d, Reach(n, outputs, kernel, stride, ...))}  # for every dim of x that slides and is cut
+#     output = cut_like(layout, halos, result)                              # its split of these dims
+#     run_local(func, [windowed(x, halos), ...], output, ...)
+#
+# A rank makes one interval of outputs, or none, and asks for one of inputs, whoever holds them. What its window has
+# beyond the ends of x is for func to pad.
+@dataclass(frozen=True)
+class Reach:
+    """Output j, 0 <= j < outputs, reads the inputs j * stride - before + dilation * t, 0 <= t < kernel, as far as they
+    are in [0, n): the others are padding."""
+
+    n: int
+    outputs: int
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+
+    @property
+    def span(self) -> int:
+        """How many inputs there are from the first to the last that one output reads."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def window(self, start: int, stop: int) -> Interval:
+        """The inputs that the outputs [start, stop), at least one, read: padding counted."""
+        return start * self.stride - self.before, (stop - 1) * self.stride - self.before + self.span
+
+    def first_at(self, row: int) -> int:
+        """The first output whose middle is at input `row` or after it."""
+        return -((self.span // 2 - self.before - row) // self.stride)
+
+
+class Halo:
+    """One cut dim of a layout under a sliding window. A rank makes the outputs whose middle is at a row it holds, so
+    that what keeps the size keeps the split; where ranks hold several pieces, outputs are dealt out in chunks."""
+
+    def __init__(self, layout: Layout, dim: int, reach: Reach) -> None:
+        self.reach, self.dim, self.axes = reach, dim, layout.axes_of(dim)
+        self.sizes = [layout.mesh.shape[axis] for axis in self.axes]
+        held = parent_sets(layout.mesh, layout.placements, dim, layout.shape[dim])
+        follows = any(held) and all(len(rows) <= 1 for rows in held)
+        made = map(self._middles, held) if follows else chunk_pieces(reach.outputs, len(held))
+        self.table = dict(zip(itertools.product(*map(range, self.sizes)), made, strict=True))
+
+    def _middles(self, rows: Intervals) -> Intervals:
+        """The outputs whose middle is at these rows; those before the first and after the last go to the ends."""
+        total, n = self.reach.outputs, self.reach.n
+        bounds = [[0 if r == 0 else total if r == n else self.reach.first_at(r) for r in piece] for piece in rows]
+        return normalize([min(max(bound, 0), total) for bound in piece] for piece in bounds)
+
+    def made(self, coords: Coords) -> Intervals:
+        return self.table[tuple(coords[axis] for axis in self.axes)]
+
+    def needs(self, coords: Coords) -> Intervals:
+        """The inputs that the outputs made at `coords` are made from."""
+        windows = normalize(self.reach.window(*made) for made in self.made(coords))
+        return intersect(windows, normalize([(0, self.reach.n)]))
+
+
+Halos = dict[int, Halo]
+
+
+def windowed(x: Any, halos: Halos) -> Windowed:
+    return Windowed(x, {dim: halo.needs for dim, halo in halos.items()})
+
+
+def cut_like(layout: Layout, halos: Halos, result: Any, placements: Any = None) -> Layout:
+    """The layout of a result: as `layout` is, except for the sliding dims, which are split as the outputs are."""
+    places = list(placements or layout.placements)
+    for halo in halos.values():
+        shards = shards_from_table(halo.sizes, halo.reach.outputs, halo.table.__getitem__, halo.dim)
+        for axis, shard in zip(halo.axes, shards, strict=True):
+            places[axis] = shard
+    return layout.replace(placements=places, shape=result.shape, dtype=result.dtype, stride=result.stride())
+
+
+def leaves_empty(layout: Layout) -> bool:
+    """Whether some rank holds nothing, which many kernels refuse."""
+    return any(() in parent_sets(layout.mesh, layout.placements, d, n) for d, n in enumerate(layout.shape))
+
+
+def each(value: Any, dims: int) -> tuple[int, ...]:
+    """One number per dim, where the call has one for all or one for each."""
+    values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    return values * dims if len(values) == 1 else values

@@ -1,7 +1,9 @@
-"""A line of the notation applied to the tensors of one call: what its rule answers."""
+"""A line of the notation applied to the tensors of one call, and the rules that are nothing but a line."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,8 @@ import torch
 
 from shardwise.layout import Shard, contiguous_stride
 from shardwise.strategy.notation import Line, Term, Word, parse
-from shardwise.strategy.spec import Algorithm, Factors, Names, Operand, Result
+from shardwise.strategy.registry import R, rule
+from shardwise.strategy.spec import Algorithm, Factors, Names, Operand, Result, operands_in
 
 Named = int | Sequence[int] | None  # what an argument called `dim` may be
 
@@ -33,25 +36,17 @@ def factors(
     call: Callable[..., Any] | None = None,
     **more: Any,
 ) -> Factors:
-    """The line `text` applied to tensors.
+    """The line `text` applied to the tensors of a call: a name for every dim, None for a dim that must be whole.
 
     Args:
-        text: The line.
-        operands: The tensors of the call, in order.
-        linear: As in `Factors`; tensors marked `+` are no factors of a product ("each").
-        dim: What `dim` in the line stands for: a dim, several, or None for all.
-        keepdim: Whether dims that `*d-dim` leaves out stay with one element.
+        linear, joint: As in `Factors`; tensors marked `+` are no factors of a product ("each").
+        dim, keepdim: What `dim` in the line stands for (None: all), and whether dims that `*d-dim` leaves out stay.
         sizes: How many blocks a bracket has, where the sizes of the dims do not tell.
-        joint: The tensors `linear` speaks of; None for all.
         reduce: The reduction of factors that no result has.
         contiguous: Whether the one result is always new and without gaps, of the tensors' common dtype.
         outputs: How often the last result of the line comes.
         call: A function of the local tensors to call on every rank, instead of the op itself.
-        more: Other fields of `Factors`.
-
-    Returns:
-        A name for every dim, None for a dim that must be whole.
-    """
+        more: Other fields of `Factors`."""
     named = dim if dim is None or isinstance(dim, int) else tuple(dim)
     spelling = spelled(text, tuple([op.ndim for op in operands]), named, keepdim)
     if joint is None and spelling.addends and linear == "each":
@@ -115,15 +110,11 @@ def spelled(text: str, ndims: tuple[int, ...], dim: int | tuple[int, ...] | None
 
     known = {word for term in terms for word in term.words}
     new = [word for term in line.outputs for word in term.words if word not in known]
+    in_input = lambda term, ndim: tuple(n for word in term.words for n in group(word, ndim - term.single))
+    in_result = lambda word: _in_result(word, group(word), whole, marked, keepdim)
     return Spelling(
-        tuple(
-            tuple(name for word in term.words for name in group(word, ndim - term.single))
-            for term, ndim in zip(terms, ndims, strict=True)
-        ),
-        tuple(
-            tuple(name for word in term.words for name in _in_result(word, group(word), whole, marked, keepdim))
-            for term in line.outputs
-        ),
+        tuple(map(in_input, terms, ndims)),
+        tuple(tuple(name for word in term.words for name in in_result(word)) for term in line.outputs),
         tuple(name for word in line.outputs[0].words for name in group(word)),
         frozenset(whole),
         frozenset(word.name for word in words if word.inner),
@@ -218,3 +209,78 @@ def _numbered(dims: Iterable[Iterable[str]]) -> list[tuple[str, int]]:
     """All factors in order; the second of a name is another one than the first."""
     names = [name for dim in dims for name in dim]
     return [(name, names[:i].count(name)) for i, name in enumerate(names)]
+
+
+# -- rules that are lines ----------------------------------------------------------------------------------
+def line(names: str, text: str, linear: str = "none", **more: Any) -> None:
+    """Register a rule that is nothing but its line; arguments as of `line_rule`."""
+    rule(names)(line_rule(text, linear, **more))
+
+
+def line_rule(
+    text: str, linear: str = "none", takes: str | inspect.Signature = "", **more: Any
+) -> Callable[..., Factors | None]:
+    """The rule a line stands for; it answers None for a call whose tensors do not fit the line.
+
+    `takes` are the arguments of the op, as ``"x dim=-1 keepdim=False"``: those named `dim` and `keepdim` are what the
+    line means by them. Without it, tensors are taken in the order of the call, by position."""
+    parsed, signature = parse(text), _signature(takes) if isinstance(takes, str) else takes
+
+    def from_line(*args: Any, **kwargs: Any) -> Factors | None:
+        if not kwargs and not parsed.names_dims:  # the common case: no need to know which argument is which
+            operands = list(operands_in(args))
+            return factors(text, operands, linear, **more) if parsed.fits(operands) else None
+        arguments = _bound(signature, args, kwargs)
+        operands = list(operands_in(arguments.values()))
+        by_name = any(isinstance(value, Operand) for value in arguments.get("named", {}).values())
+        if by_name or not parsed.fits(operands):
+            return None  # tensors by name may come in any order: below, torch gives them by position
+        if not parsed.names_dims:
+            return factors(text, operands, linear, **more)
+        dim, keepdim = arguments["dim"], arguments.get("keepdim", False)
+        if isinstance(dim, (bool, str, torch.dtype)):
+            return None  # another form of the call, with something else in this place
+        every = isinstance(dim, (list, tuple)) and not dim  # as torch has it
+        return factors(text, operands, linear, dim=None if every else dim, keepdim=keepdim, **more)
+
+    return _described(from_line, text, signature)
+
+
+def rearrangement(names: str, text: str, takes: str) -> None:
+    """Register ops that only move the elements of one tensor, by a line with the same factors on both sides, as
+    ``"n (g c) *s -> n (c g) *s"``. Of what the ops take, as ``"x g"``, numbers are the sizes of factors."""
+    parsed, signature = parse(text), _signature(takes)
+
+    def from_line(*args: Any, **kwargs: Any) -> Algorithm:
+        arguments = _bound(signature, args, kwargs)
+        sizes = {name: value for name, value in arguments.items() if isinstance(value, int)}
+        return rearranged(parsed, next(operands_in(arguments.values())), sizes)
+
+    rule(names)(_described(from_line, text, signature))
+
+
+def _bound(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _described(function: R, text: str, signature: inspect.Signature) -> R:
+    """The function with what people and the engine read off a rule: its line, and the arguments it takes."""
+    function.__doc__ = text
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+def _signature(takes: str) -> inspect.Signature:
+    """
+    >>> _signature("x dim=-1")
+    <Signature (x, dim=-1, *rest, **named)>
+    """
+    found = []
+    for word in takes.split():
+        name, _, default = word.partition("=")
+        value = ast.literal_eval(default) if default else inspect.Parameter.empty
+        found.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value))
+    rest = inspect.Parameter("rest", inspect.Parameter.VAR_POSITIONAL)
+    return inspect.Signature([*found, rest, inspect.Parameter("named", inspect.Parameter.VAR_KEYWORD)])

@@ -1,6 +1,5 @@
 """Which rule belongs to which function. A rule is registered by op name; every spelling of the op finds it:
-torch.*, Tensor.*, operators, torch.nn.functional, torch.special, torch.linalg, aten overloads, in-place forms.
-"""
+torch.*, Tensor.*, operators, torch.nn.functional, torch.special, torch.linalg, aten overloads, in-place forms."""
 
 from __future__ import annotations
 
@@ -22,41 +21,24 @@ R = TypeVar("R", bound=Callable[..., Any])
 Function = Any  # a function as torch hands it to us: an overload, a builtin, a Python function, a descriptor
 
 _NAMESPACES = (torch, torch.Tensor, F, torch.special, torch.linalg, *function_namespaces)
-_rules: dict[str, Rule] = {}
-_any_float: set[str] = set()
-_numbers: dict[str, tuple[str | int, ...]] = {}
-_families: dict[str, str] = {}  # the file of the rule's line
+_rules: dict[str, Found] = {}
 _user_rules: dict[Function, Rule] = {}  # rules of the user's: by overload or function
 _hidden: set[str] = set()  # names of aten ops that have one: torch is to take their functions apart
 _by_function: dict[Function, Found | None] = {}
 
-_OPERATORS = {
-    "add": "__add__ __radd__ __iadd__",
-    "sub": "__sub__ __rsub__ __isub__ subtract rsub",
-    "mul": "__mul__ __rmul__ __imul__ multiply",
-    "div": "__truediv__ __itruediv__ __div__ __idiv__ divide true_divide",
-    "rdiv": "__rtruediv__ __rdiv__",
-    "floor_divide": "__floordiv__ __rfloordiv__ __ifloordiv__",
-    "remainder": "__mod__ __rmod__ __imod__",
-    "pow": "__pow__ __rpow__ __ipow__",
-    "neg": "__neg__ negative",
-    "abs": "__abs__ absolute",
-    "eq": "__eq__",
-    "ne": "__ne__ not_equal",
-    "lt": "__lt__ less",
-    "le": "__le__ less_equal",
-    "gt": "__gt__ greater",
-    "ge": "__ge__ greater_equal",
-    "bitwise_and": "__and__ __rand__ __iand__",
-    "bitwise_or": "__or__ __ror__ __ior__",
-    "bitwise_xor": "__xor__ __rxor__ __ixor__",
-    "bitwise_not": "__invert__",
-    "bitwise_left_shift": "__lshift__ __rlshift__ __ilshift__",
-    "bitwise_right_shift": "__rshift__ __rrshift__ __irshift__",
-    "matmul": "__matmul__",
-    "rmatmul": "__rmatmul__",
-}
-_SPELLINGS = {name: op for op, names in _OPERATORS.items() for name in names.split()}
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+_OPERATORS = {  # what x.__add__, x.__radd__ and x.__iadd__ are
+    "add": "add", "sub": "sub", "mul": "mul", "div": "div", "truediv": "div", "floordiv": "floor_divide",
+    "mod": "remainder", "pow": "pow", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
+}  # fmt: skip
+_SPELLINGS = {f"__{how}{name}__": op for name, op in _OPERATORS.items() for how in ("", "r", "i")} | {
+    "__rtruediv__": "rdiv", "__rdiv__": "rdiv", "__matmul__": "matmul", "__rmatmul__": "rmatmul",
+    "__neg__": "neg", "__abs__": "abs", "__invert__": "bitwise_not", "__eq__": "eq", "__ne__": "ne", "__lt__": "lt",
+    "__le__": "le", "__gt__": "gt", "__ge__": "ge", "negative": "neg", "absolute": "abs", "not_equal": "ne",
+    "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "subtract": "sub", "rsub": "sub",
+    "multiply": "mul", "divide": "div", "true_divide": "div",
+}  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -64,27 +46,21 @@ class Found(NamedTuple):
 
     rule: Rule
     name: str
-    in_place: bool
-    any_float: bool  # a plan holds for every value of a float argument
-    numbers: tuple[str | int, ...]  # arguments that are numbers, even if a 0-d tensor is given
+    in_place: bool = False
+    any_float: bool = False  # a plan holds for every value of a float argument
+    numbers: tuple[str | int, ...] = ()  # arguments, by name or position, that are numbers even if 0-d tensors
+    family: str = ""  # the file of the rule's line
 
 
 def rule(*names: str, any_float: bool = False, numbers: tuple[str | int, ...] = ()) -> Callable[[R], R]:
-    """Register the function below as the rule of these ops (names separated by spaces).
-
-    `any_float` promises that nothing the rule answers depends on the value of a float argument that is finite and not
-    zero; `numbers` are the names or positions of the arguments torch takes as numbers.
-    """
+    """Register the function below as the rule of these ops (names separated by spaces). `any_float` promises that no
+    answer depends on the value of a float argument that is finite and not zero; `numbers` as in `Found`."""
 
     def register(function: R) -> R:
         for name in (n for text in names for n in text.split()):
             if name in _rules:
                 raise ValueError(f"op {name!r} has a rule already")
-            _rules[name] = function
-            if any_float:
-                _any_float.add(name)
-            _numbers[name] = numbers
-            _families[name] = _module_being_imported()
+            _rules[name] = Found(function, name, False, any_float, numbers, _module_being_imported())
         _by_function.clear()
         return function
 
@@ -127,47 +103,37 @@ def set_user_rule(op: Function, function: Rule, replace: bool) -> None:
 
 def named(name: str) -> Rule:
     """The rule of an op that has one, for rules built on it."""
-    return _rules[name]
+    return _rules[name].rule
 
 
 def find(func: Function) -> Found | None:
     """The rule for a function as torch hands it to us, or None."""
     if func in _by_function:
         return _by_function[func]
-    found = _find(func)
     if len(_by_function) > 10_000:  # functions made on the fly (lambdas, partials) must not pile up
         _by_function.clear()
-    _by_function[func] = found
+    _by_function[func] = found = _find(func)
     return found
 
 
 def _find(func: Function) -> Found | None:
-    schema = getattr(func, "_schema", None)
+    schema, name = getattr(func, "_schema", None), getattr(func, "__name__", "")
     if func in _user_rules:
-        return Found(_user_rules[func], getattr(func, "__name__", str(func)), False, False, ())
+        return Found(_user_rules[func], name or str(func))
     if schema is not None:
-        namespace = schema.name.partition("::")[0]
+        namespace, _, name = schema.name.partition("::")
         if namespace in _COLLECTIVES:
-            return Found(refuse_collective, schema.name, False, False, ())
-        if namespace != "aten":
-            return None
-        name = schema.name.removeprefix("aten::")
-        if any(a.is_out for a in schema.arguments):
+            return Found(refuse_collective, schema.name)
+        if namespace != "aten" or any(a.is_out for a in schema.arguments):
             return None
         # a rule of "aten::unfold" is for that op only: F.unfold is another one
         return _named(schema.name, writes_first(func)) or _named(name, writes_first(func))
-    name = getattr(func, "__name__", None)
-    if name is None:
-        return None
     if name == "__get__":  # a property such as Tensor.T
-        name = getattr(getattr(func, "__self__", None), "__name__", "")
-        return _named(name, False) if name in _rules else None
-    if not _belongs(func, name) or _SPELLINGS.get(name, name) in _hidden:
+        return _rules.get(getattr(getattr(func, "__self__", None), "__name__", ""))
+    torchs_own = any(getattr(space, name, None) == func for space in _NAMESPACES)
+    if not torchs_own or _SPELLINGS.get(name, name) in _hidden:
         return None
     return _named(name, writes_first(func))
-
-
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 
 
 def refuse_collective(*args: object, **kwargs: object) -> Answer:
@@ -190,21 +156,15 @@ def in_place_flag(func: Function, args: Sequence[object], kwargs: dict[str, Any]
 def _named(name: str, writes: bool) -> Found | None:
     plain = name.removeprefix("special_")  # aten's names for torch.special
     for candidate in (name, plain, _SPELLINGS.get(name), plain[:-1] if writes else None):
-        if candidate is not None:
-            candidate = _SPELLINGS.get(candidate, candidate)
-            if candidate in _rules:
-                return Found(_rules[candidate], candidate, writes, candidate in _any_float, _numbers[candidate])
+        found = None if candidate is None else _rules.get(_SPELLINGS.get(candidate, candidate))
+        if found is not None:
+            return found._replace(in_place=writes)
     return None
-
-
-def _belongs(func: Function, name: str) -> bool:
-    """Whether the function really is torch's one of that name (a user's own `add` is not)."""
-    return any(getattr(space, name, None) == func for space in _NAMESPACES)
 
 
 def registered() -> dict[str, tuple[Rule, str]]:
     """All ops with a rule: by name, the rule and the file it is in."""
-    return {name: (_rules[name], _families[name]) for name in sorted(_rules)}
+    return {name: (found.rule, found.family) for name, found in sorted(_rules.items())}
 
 
 def by_name(name: str) -> Found | None:

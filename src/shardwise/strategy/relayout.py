@@ -1,19 +1,16 @@
-"""Ops that only rename, cut or merge indices: the data stays where it is and the result has another split.
-
-A relayout says, for every output dim, which input dim it comes from and how a set of held indices changes on the way.
-An input dim whose cut cannot be carried over (it does not fall on a factor boundary) is gathered first.
-"""
+"""Ops that only rename, cut or merge indices: the data stays where it is and the result has another split. An input dim
+whose cut cannot be carried over (it does not fall on a factor boundary) is gathered first."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.layout import Layout, Placement
+from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, intersect, normalize, repeat, shift
@@ -40,9 +37,7 @@ class Carried:
 @dataclass
 class Relayout(Spec):
     """One operand in; `carry(dim)` lists for each output the places a cut of that dim may go (none: it must be whole).
-
-    `local(inputs, outputs)` makes the local call. Any Partial stays: elements are only renamed.
-    """
+    Any Partial stays: elements are only renamed."""
 
     outputs: int
     carry: Callable[[int], Sequence[Sequence[Carried]]]
@@ -53,12 +48,11 @@ class Relayout(Spec):
         layout = operands[0].layout
         places = list(layout.placements)
         carried: list[tuple[_Cut, list[Carried]]] = []
-        for dim in {p.dim for p in places if p.is_shard()}:  # type: ignore[attr-defined]
+        for dim in {p.dim for p in places if isinstance(p, Shard)}:
             found = self._checked(layout, dim)
             if found is None:
                 places = [REPLICATE if p.is_shard(dim) else p for p in places]
-            else:
-                carried += found
+            carried += found or []
         source = layout.replace(placements=tuple(places))
         shapes = [tuple(o.shape) for o in outputs]
         outs = [self._places(source, carried, o, shapes[o]) for o in range(self.outputs)]
@@ -67,22 +61,18 @@ class Relayout(Spec):
     def _checked(self, layout: Layout, dim: int) -> list[tuple[_Cut, list[Carried]]] | None:
         """Where the cut of `dim` goes, if it can for every rank: whole, or each axis's part of it by itself (a rank
         holds what is in all of its parts, since every index has one holder)."""
-        whole = _Cut(layout, dim, layout.axes_of(dim))
-        goes = self._goes(whole)
-        if goes is not None:
-            return [(whole, goes)]
-        parts = [_Cut(layout, dim, (axis,)) for axis in whole.axes]
-        if len(parts) == 1:
-            return None
-        ways = [(part, self._goes(part)) for part in parts]
-        return None if any(way is None for _, way in ways) else ways  # type: ignore[return-value]
+        axes = layout.axes_of(dim)
+        for cuts in ([axes], [(axis,) for axis in axes]):
+            parts = [_Cut(layout, dim, some) for some in cuts]
+            ways = [(part, goes) for part in parts if (goes := self._goes(part)) is not None]
+            if len(ways) == len(parts):
+                return ways
+        return None
 
     def _goes(self, cut: _Cut) -> list[Carried] | None:
-        sets = {cut.held(coords) for coords in cut.grid()}
-        goes = [next((c for c in ways if c.fits(sets)), None) for ways in self.carry(cut.dim)]
-        if len(goes) != self.outputs or any(c is None for c in goes):
-            return None
-        return goes  # type: ignore[return-value]
+        sets = {cut.held(coords) for coords in _grid(cut.layout, cut.axes)}
+        goes = [way for ways in self.carry(cut.dim) for way in [c for c in ways if c.fits(sets)][:1]]
+        return goes if len(goes) == self.outputs else None
 
     def _places(
         self, source: Layout, carried: list[tuple[_Cut, list[Carried]]], output: int, shape: tuple[int, ...]
@@ -97,10 +87,9 @@ class Relayout(Spec):
             whole: Intervals = normalize([(0, shape[target])])
 
             def table(c: tuple[int, ...], feeds: Any = feeds, axes: Any = axes, whole: Any = whole) -> Intervals:
-                coords = [0] * len(source.placements)
-                for axis, i in zip(axes, c, strict=True):
-                    coords[axis] = i
-                return _met([whole, *(change(cut.held(coords)) or () for cut, change in feeds)])
+                at = dict(zip(axes, c, strict=True))
+                coords = [at.get(axis, 0) for axis in range(len(source.placements))]
+                return functools.reduce(intersect, (change(cut.held(coords)) or () for cut, change in feeds), whole)
 
             shards = shards_from_table([source.mesh.shape[a] for a in axes], shape[target], table, target)
             for axis, shard in zip(axes, shards, strict=True):
@@ -116,29 +105,20 @@ class _Cut:
         self.others = tuple(a for a in layout.axes_of(dim) if a not in axes)
         self._sets: dict[tuple[int, ...], Intervals] = {}
 
-    def grid(self) -> list[tuple[int, ...]]:
-        return _grid(self.layout.mesh.shape, self.axes)
-
     def held(self, coords: Sequence[int]) -> Intervals:
         if not self.others:
             return self.layout.held(self.dim, coords)
         key = tuple(coords[a] for a in self.axes)
         if key not in self._sets:
-            spots = _grid(self.layout.mesh.shape, self.others)
             at = dict(zip(self.axes, key, strict=True))
-            everyone = ([at.get(a, c) for a, c in enumerate(spot)] for spot in spots)
+            everyone = ([at.get(a, c) for a, c in enumerate(spot)] for spot in _grid(self.layout, self.others))
             self._sets[key] = normalize(part for c in everyone for part in self.layout.held(self.dim, c))
         return self._sets[key]
 
 
-def _met(sets: Iterable[Intervals]) -> Intervals:
-    """What is in all of the sets."""
-    return functools.reduce(intersect, sets)
-
-
-def _grid(sizes: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
+def _grid(layout: Layout, axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Coordinates that differ on `axes` only."""
-    return list(itertools.product(*(range(k) if a in axes else (0,) for a, k in enumerate(sizes))))
+    return itertools.product(*(range(k) if a in axes else (0,) for a, k in enumerate(layout.mesh.shape)))
 
 
 # -- local calls -------------------------------------------------------------------------------------------
@@ -183,26 +163,18 @@ def rolled(n: int, by: int) -> SetMap:
 
 
 def regrouped(sizes_in: Sequence[int], dim: int, sizes_out: Sequence[int]) -> list[Carried]:
-    """For a reshape of `sizes_in` to `sizes_out`: the output dims that may take the cut of input dim `dim`, best first.
-
-    The held set, seen in units of what stands to the right of the output dim, must be whole units; an output dim that
-    is larger repeats it, a smaller one must find the same set in each of its blocks.
-    """
+    """For a reshape: the output dims that may take the cut of input dim `dim`, best first. The held set, in units of
+    what stands to the right of the output dim, must be whole units; a larger output dim repeats it, a smaller one must
+    find the same set in each of its blocks."""
     n, right = sizes_in[dim], math.prod(sizes_in[dim + 1 :])
     if 0 in sizes_in:
         return []
     ways: list[tuple[int, Carried]] = []
     for target, size in enumerate(sizes_out):
         right_out = math.prod(sizes_out[target + 1 :])
-        if right_out % right == 0:
-            unit = right_out // right
-            if n % unit:
-                continue
-            change, space = _divided(unit), n // unit
-        elif right % right_out == 0:
-            change, space = _scaled(right // right_out), n * (right // right_out)
-        else:
+        if right_out % right and right % right_out or n * right % right_out:
             continue
+        change, space = _rescaled(right, right_out), n * right // right_out
         if size % space == 0:
             times = size // space
             ways.append((times, Carried(target, _then(change, repeated(space, times)))))
@@ -215,12 +187,14 @@ def repeated(space: int, times: int) -> SetMap:
     return lambda held: None if len(held) * times > MOST_PIECES else repeat(held, space, times)
 
 
-def _divided(by: int) -> SetMap:
-    return lambda held: None if any(a % by or b % by for a, b in held) else tuple((a // by, b // by) for a, b in held)
+def _rescaled(times: int, by: int) -> SetMap:
+    """Indices times `times` / `by`, where all of them come out whole."""
 
+    def change(held: Intervals) -> Intervals | None:
+        scaled = [(divmod(a * times, by), divmod(b * times, by)) for a, b in held]
+        return None if any(a[1] or b[1] for a, b in scaled) else tuple((a[0], b[0]) for a, b in scaled)
 
-def _scaled(by: int) -> SetMap:
-    return lambda held: tuple((a * by, b * by) for a, b in held)
+    return change
 
 
 def _then(first: SetMap, second: SetMap) -> SetMap:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ import torch
 
 from shardwise.layout import Layout, Partial, Placement, Shard
 from shardwise.layout.placement import REPLICATE
-from shardwise.mesh import Mesh
 from shardwise.move.cost import cost_of
 
 MOST_CUTS = 16  # where operands cut an axis in more ways than this, only the first ones are considered
@@ -34,35 +34,16 @@ class Result(NamedTuple):
 class Operand:
     """A tensor argument as a rule sees it: its layout, no values."""
 
-    __slots__ = ("layout", "index")
-
     def __init__(self, layout: Layout, index: int) -> None:
-        self.layout, self.index = layout, index
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.layout.shape
-
-    @property
-    def ndim(self) -> int:
-        return len(self.layout.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layout.dtype
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.layout.mesh
+        self.layout, self.index, self.mesh = layout, index, layout.mesh
+        self.shape, self.ndim, self.dtype = layout.shape, layout.ndim, layout.dtype
 
     def bytes_without(self, axis: int) -> float:
         """Local bytes if `axis` were replicated, sizes taken as even."""
-        n = self.layout.dtype.itemsize
-        for size in self.layout.shape:
-            n *= size
+        n: float = math.prod(self.shape, start=self.dtype.itemsize)
         for other, p in enumerate(self.layout.placements):
             if other != axis and isinstance(p, Shard):
-                n /= self.layout.mesh.shape[other]
+                n /= self.mesh.shape[other]
         return n
 
 
@@ -100,16 +81,7 @@ class Assignment:
     splits: Sequence[tuple[int, ...]] | None = None
 
 
-class Described(Protocol):
-    """A result as far as shapes tell: a meta tensor, or a `Result`."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def stride(self) -> tuple[int, ...]: ...
+Described = torch.Tensor | Result  # a result as far as shapes tell: a meta tensor, or what a rule knows
 
 
 class Spec(Protocol):
@@ -121,16 +93,8 @@ class Spec(Protocol):
     run_meta: Callable[[Callable[..., Any]], Any] | None = None  # the function on meta tensors, in the rule's own way
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Described], pinned: bool) -> Assignment | None:
-        """What each operand must be and what each result will be.
-
-        Args:
-            operands: The tensors of the call.
-            outputs: The global results.
-            pinned: Whether the result is written into the first operand, whose layout must stay.
-
-        Returns:
-            The assignment; None where the first operand cannot be written as it is laid out.
-        """
+        """What each operand must be and what each of the global results will be; None where the result is `pinned`, as
+        it is written into the first operand, and that cannot stay as it is laid out."""
 
 
 Program = Callable[..., Any]  # an op on distributed tensors, in the call's own arguments
@@ -138,30 +102,25 @@ Program = Callable[..., Any]  # an op on distributed tensors, in the call's own 
 
 @dataclass
 class Algorithm:
-    """The op as a program on DTensors: `run` takes the call's own arguments.
-
-    `writes` says that it writes into its first argument itself, where the op does; else its result is copied there."""
+    """The op as a program on DTensors: `run` takes the call's own arguments."""
 
     run: Program
-    writes: bool = False
+    writes: bool = False  # into its first argument itself, where the op does; else its result is copied there
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """No better way than to gather every operand and compute the op on all ranks; the ledger shows the reason.
-
-    `check`, if given, sees the arguments of every call first."""
+    """No better way than to gather every operand and compute the op on all ranks; the ledger shows the reason."""
 
     reason: str
-    check: Callable[..., None] | None = None
+    check: Callable[..., None] | None = None  # sees the arguments of every call first
 
 
 # what a rule may answer; None: it has no answer for this form of the call
 Answer = Spec | Algorithm | Gathered | None
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """One way to treat one axis."""
 
     inputs: tuple[Placement, ...]
@@ -175,8 +134,7 @@ class Factors(Spec):
 
     `inputs[i][d]` names the factor of dim d of operand i; None means the dim must be whole. A factor that no output
     has is reduced: its result is Partial(reduce[factor]). `linear` says which operands may stay Partial: "joint" (all
-    of `joint` together), "each" (any one of them), "none".
-    """
+    of `joint` together), "each" (any one of them), "none"."""
 
     inputs: Sequence[Sequence[str | None]]
     outputs: Sequence[Sequence[str | None]]
@@ -196,23 +154,18 @@ class Factors(Spec):
         if pinned and self.local is not None:
             return None  # what it makes is new
         if self.same:
-            sizes = [len(out.shape) for out in outputs]
-            self.outputs = [
-                names if len(names) == n else (None,) * n for names, n in zip(self.outputs, sizes, strict=True)
-            ]
-        ins: list[list[Placement]] = [[] for _ in operands]
-        outs: list[list[Placement]] = [[] for _ in self.outputs]
-        reasons = []
+            named = zip(self.outputs, [len(out.shape) for out in outputs], strict=True)
+            self.outputs = [names if len(names) == n else (None,) * n for names, n in named]
+        chosen: list[Choice] = []
         for axis in range(len(operands[0].layout.placements)):
-            best = self.choose(operands, axis, ins, pinned)
+            before = [[choice.inputs[i] for choice in chosen] for i in range(len(operands))]
+            best = self.choose(operands, axis, before, pinned)
             if best is None:
                 return None
-            reasons.append(best.name)
-            for i, placement in enumerate(best.inputs):
-                ins[i].append(placement)
-            for o, placement in enumerate(best.outputs):
-                outs[o].append(placement)
-        return Assignment([tuple(p) for p in ins], [tuple(p) for p in outs], self.local, self.aliases, reasons)
+            chosen.append(best)
+        inputs = [tuple(choice.inputs[i] for choice in chosen) for i in range(len(operands))]
+        results = [tuple(choice.outputs[o] for choice in chosen) for o in range(len(self.outputs))]
+        return Assignment(inputs, results, self.local, self.aliases, [c.name for c in chosen])
 
     def choose(
         self, operands: Sequence[Operand], axis: int, before: list[list[Placement]], pinned: bool = False
@@ -224,52 +177,42 @@ class Factors(Spec):
         for choice in self.choices(operands, axis, before):
             if pinned and not choice.inputs[0] == choice.outputs[0] == layouts[0].placements[axis]:
                 continue
-            moves = Counter(zip(layouts, choice.inputs, strict=True))
-            cost = sum(
-                times * move_cost(some[layout], axis, layout.placements[axis], to)
-                for (layout, to), times in moves.items()
-            )
+            moves = Counter(zip(layouts, choice.inputs, strict=True)).items()
+            cost = sum(n * move_cost(some[layout], axis, layout.placements[axis], to) for (layout, to), n in moves)
             ranked = (cost, int(any(isinstance(p, Partial) for p in choice.outputs)))
             if best is None or ranked < best_cost:
                 best, best_cost = choice, ranked
         return best
 
     def choices(self, operands: Sequence[Operand], axis: int, before: list[list[Placement]]) -> list[Choice]:
-        present = [op.layout.placements[axis] for op in operands]
-        found: list[Choice] = []
-        seen: set[object] = set()
+        found: dict[object, Choice] = {}
         cuts = 0
-        for i, placement in enumerate(present):
+        for i, op in enumerate(operands):
+            placement = op.layout.placements[axis]
             if isinstance(placement, Shard):
-                factor = self.inputs[i][placement.dim]
-                if factor is None:
-                    continue
-                cut = fitting(operands[i].layout, axis, placement, before[i])
-                if (factor, cut.pieces) not in seen and cuts < MOST_CUTS:
-                    seen.add((factor, cut.pieces))
-                    found.append(self.cut(factor, cut))
+                factor, cut = self.inputs[i][placement.dim], fitting(op.layout, axis, placement, before[i])
+                if factor is not None and (factor, cut.pieces) not in found and cuts < MOST_CUTS:
+                    found[factor, cut.pieces] = self.cut(factor, cut)
                     cuts += 1
-            elif (
-                isinstance(placement, Partial)
-                and self.linear != "none"
-                and (self.any_partial or placement.reduce_op in ("sum", "avg"))
-            ):
-                if self.joint is not None and i not in self.joint:
-                    continue
-                stays = (self.joint or frozenset(range(len(present)))) if self.linear == "joint" else frozenset({i})
-                if (placement, stays) not in seen:
-                    seen.add((placement, stays))
-                    if i in self.addends and self.linear == "each":
-                        continue  # the product is not a part of anything, so the addend must be whole too
-                    parts = stays | self.addends
-                    floats = all(_is_float(op.dtype) for j, op in enumerate(operands) if j in parts)
-                    if placement.reduce_op == "avg" and not floats:
-                        continue  # integers have no average
-                    ins = tuple(placement if j in parts else REPLICATE for j in range(len(present)))
-                    found.append(Choice(ins, (placement,) * len(self.outputs), f"leave {placement} pending"))
-        everywhere = (REPLICATE,) * len(present), (REPLICATE,) * len(self.outputs)
-        found.append(Choice(*everywhere, "compute it all on each rank"))
-        return found
+            elif isinstance(placement, Partial):
+                parts = self._pending_with(i, placement, operands)
+                if parts and (placement, parts) not in found:
+                    ins = tuple(placement if j in parts else REPLICATE for j in range(len(operands)))
+                    outs = (placement,) * len(self.outputs)
+                    found[placement, parts] = Choice(ins, outs, f"leave {placement} pending")
+        everywhere = (REPLICATE,) * len(operands), (REPLICATE,) * len(self.outputs)
+        return [*found.values(), Choice(*everywhere, "compute it all on each rank")]
+
+    def _pending_with(self, i: int, placement: Partial, operands: Sequence[Operand]) -> frozenset[int]:
+        """The operands that stay pending where operand `i` does; none if it may not."""
+        among = frozenset(range(len(operands))) if self.joint is None else self.joint
+        sums = self.any_partial or placement.reduce_op in ("sum", "avg")
+        alone = self.linear == "each"
+        if self.linear == "none" or not sums or i not in among or (alone and i in self.addends):
+            return frozenset()  # a product is not a part of anything, so its addend must be whole too
+        parts = (frozenset({i}) if alone else among) | self.addends
+        floats = all(op.dtype.to_real().is_floating_point for j, op in enumerate(operands) if j in parts)
+        return parts if floats or placement.reduce_op != "avg" else frozenset()  # integers have no average
 
     def cut(self, factor: str, shard: Shard) -> Choice:
         """The choice that cuts `factor` the way `shard` does."""
@@ -277,26 +220,17 @@ class Factors(Spec):
         outs: tuple[Placement, ...] = tuple(shard.at(f.index(factor)) if factor in f else part for f in self.outputs)
         added = part if part in outs else REPLICATE
         at = {names: shard.at(names.index(factor)) for names in set(map(tuple, self.inputs)) if factor in names}
-        ins = tuple(
-            at.get(tuple(names)) or (added if i in self.addends else REPLICATE) for i, names in enumerate(self.inputs)
-        )
+        others = (added if i in self.addends else REPLICATE for i in range(len(self.inputs)))
+        ins = tuple(at.get(tuple(names), other) for names, other in zip(self.inputs, others))
         return Choice(ins, outs, f"cut factor {factor!r}")
-
-
-def _is_float(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def fitting(layout: Layout, axis: int, shard: Shard, before: Sequence[Placement]) -> Shard:
     """The operand's cut; a chunk split instead, where the cut of an axis that it is nested in will change."""
     if shard.pieces is None:
         return shard
-    kept = all(
-        before[a] == p
-        for a, p in enumerate(layout.placements[:axis])
-        if p.is_shard(shard.dim) or before[a].is_shard(shard.dim)
-    )
-    return shard if kept else Shard(shard.dim)
+    there = [pair for pair in zip(layout.placements[:axis], before) if any(p.is_shard(shard.dim) for p in pair)]
+    return shard if all(now == planned for now, planned in there) else Shard(shard.dim)
 
 
 def move_cost(operand: Operand, axis: int, now: Placement, to: Placement) -> float:
@@ -304,7 +238,7 @@ def move_cost(operand: Operand, axis: int, now: Placement, to: Placement) -> flo
     that the same program gets the same layouts on any number of ranks."""
     if now == to or now.is_replicate():
         return 0.0
-    k = max(operand.layout.mesh.shape[axis], 2)
+    k = max(operand.mesh.shape[axis], 2)
     full = operand.bytes_without(axis)
     if isinstance(now, Partial):
         share = (k - 1) / k if isinstance(to, Shard) else 2 * (k - 1) / k
@@ -312,4 +246,4 @@ def move_cost(operand: Operand, axis: int, now: Placement, to: Placement) -> flo
         share = (k - 1) / (k * k)
     else:
         share = (k - 1) / k
-    return cost_of(operand.layout.mesh).along(axis, full * share)
+    return cost_of(operand.mesh).along(axis, full * share)
