@@ -15,25 +15,25 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from triton.language.extra import libdevice  # type: ignore[import-not-found]
 
-from shardwise.random.boxes import Box
 from shardwise.random.distributions import Distribution, unit_bits
 from shardwise.random.elementary import DOUBLE, EXP, LN2_HIGH, LN2_LOW, LOG2_E, SINGLE
+from shardwise.random.walk import Walk
 
 _BLOCK = 1024
-_MOST_DIMS = 4  # of a box; the dims before them are walked on the host
+_MOST_DIMS = 4  # of a walk; the dims before them are walked on the host
 _INTS = [f"{name}{i}" for name in ("size", "step", "stride") for i in range(_MOST_DIMS)]
 
 
-def fill(target: torch.Tensor, box: Box, what: Distribution, key: int, draw: int = 0) -> None:
-    """`target`, a box of a tensor, filled with its numbers."""
+def fill(target: torch.Tensor, walk: Walk, what: Distribution, key: int, draw: int = 0) -> None:
+    """`target`, a tile of a tensor, filled with its numbers."""
     flat = target.view(torch.uint8) if target.dtype == torch.bool else target
     two_words = what.two_words(target.dtype)
     double = two_words if what.name in ("bernoulli", "geometric") else target.dtype == torch.float64
     form = DOUBLE if double else SINGLE
-    for offset, part in _low_dims(box):
+    for offset, part in _low_dims(walk):
         dims = len(part.sizes)
         n = math.prod(part.sizes)
-        padded = [(*values, *[0] * (_MOST_DIMS - dims)) for values in (part.sizes, part.steps, part.strides)]
+        padded = [(*values, *[0] * (_MOST_DIMS - dims)) for values in part[1:]]
         with torch.cuda.device(target.device):
             _fill[(triton.cdiv(n, _BLOCK),)](
                 flat.as_strided((1,), (1,), flat.storage_offset() + offset),
@@ -45,11 +45,11 @@ def fill(target: torch.Tensor, box: Box, what: Distribution, key: int, draw: int
             )  # fmt: skip
 
 
-def _low_dims(box: Box) -> Any:
-    """The box as boxes of few dims, each with its offset in memory."""
-    inner = math.prod(box.sizes[-_MOST_DIMS:])
-    for offset, piece in box.pieces(inner) if len(box.sizes) > _MOST_DIMS else [(0, box)]:
-        yield offset, Box(piece.start, *(x[-_MOST_DIMS:] for x in (piece.sizes, piece.steps, piece.strides)))
+def _low_dims(walk: Walk) -> Any:
+    """The walk as walks of few dims, each with its offset in memory."""
+    inner = math.prod(walk.sizes[-_MOST_DIMS:])
+    for offset, piece in walk.pieces(inner) if len(walk.sizes) > _MOST_DIMS else [(0, walk)]:
+        yield offset, Walk(piece.start, *(x[-_MOST_DIMS:] for x in piece[1:]))
 
 
 def _parameters(what: Distribution) -> tuple[int, int]:
@@ -89,7 +89,7 @@ def _fill(
     LOG: tl.constexpr, SIN: tl.constexpr, COS: tl.constexpr,
     LN2_HIGH: tl.constexpr, LN2_LOW: tl.constexpr, LOG2_E: tl.constexpr, EXP: tl.constexpr,
 ):  # fmt: skip
-    """One element a lane: its place in the box, its number, its block, its value."""
+    """One element a lane: its place in the tile, its number, its block, its value."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < n
     number = tl.zeros_like(place) + start
