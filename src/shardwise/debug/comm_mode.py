@@ -6,6 +6,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,11 @@ class CommDebugMode:
         self._reset()
         self._recorder = Recorder(self._record)
         self._recorder.open()
-        self._modes: list[Any] = [
-            _Functions(self),
-            *([_Collectives(self)] if torch.distributed.is_initialized() else []),
-        ]
-        for mode in self._modes:
-            mode.__enter__()
+        self._modes = ExitStack()
+        self._modes.callback(self._recorder.close)
+        self._modes.enter_context(_Functions(self))
+        if torch.distributed.is_initialized():
+            self._modes.enter_context(_Collectives(self))
         self._hooks = [register_module_forward_pre_hook(self._enter_module)]
         self._watched: set[torch.nn.Module] = set()
         return self
@@ -84,9 +84,7 @@ class CommDebugMode:
     def __exit__(self, *exc: Any) -> None:
         for hook in self._hooks:
             hook.remove()
-        for mode in reversed(self._modes):
-            mode.__exit__(*exc)
-        self._recorder.close()
+        self._modes.__exit__(*exc)
 
     # -- what happens ---------------------------------------------------------------------------------------
     def _enter_module(self, module: torch.nn.Module, inputs: object) -> None:
@@ -102,8 +100,7 @@ class CommDebugMode:
 
     def _leave_module(self, module: torch.nn.Module, inputs: object, output: object) -> None:
         if self._starts:  # a module entered before the mode was is not ours
-            span = self._starts.pop(), sequence_number()
-            self._path.pop().spans.append(span)
+            self._path.pop().spans.append((self._starts.pop(), sequence_number()))
 
     def _record(self, entry: Entry) -> None:
         if entry.op != "random" and (entry.op, entry.reason) != ("from_local", "sizes"):
@@ -128,10 +125,8 @@ class CommDebugMode:
             return
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
         ours = [x._layout for x in tensors if isinstance(x, Wrapper)]
-        shapes = [str(_shape(x)) for x in tensors]
-        mesh = repr(ours[0].mesh) if ours else ""
-        shardings = [str(layout.placements) for layout in ours]
-        self._path[-1].operations.append(Operation(op_name(func), shapes, shardings, mesh))
+        mesh, shardings = repr(ours[0].mesh) if ours else "", [str(layout.placements) for layout in ours]
+        self._path[-1].operations.append(Operation(op_name(func), [str(_shape(x)) for x in tensors], shardings, mesh))
 
     def _saw_collective(self, func: Any) -> None:
         """Count a call of torch.distributed, unless the library made it: `_record` counts what that communicates."""
@@ -141,11 +136,8 @@ class CommDebugMode:
     # -- answers --------------------------------------------------------------------------------------------
     def get_comm_counts(self) -> dict[Op, int]:
         """How often each collective ran, keyed by the ops of torch.ops.c10d_functional."""
-        counts: defaultdict[Op, int] = defaultdict(int)
-        for passed in self.root.collectives.values():
-            for op, n in passed.items():
-                counts[op] += n
-        return counts
+        forward, backward = self.root.collectives.values()
+        return defaultdict(int, forward + backward)
 
     @property
     def comm_counts(self) -> dict[Op, int]:
