@@ -8,9 +8,10 @@ attributes that every tensor and module has had since torch 1.0 (`_version`, `_b
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter, methodcaller
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -19,25 +20,11 @@ USED_FOR: dict[str, str] = {}
 """Private name of torch -> the feature that needs it."""
 
 
-def _find(path: str) -> Any:
-    """What `path` names: an attribute, looked up in the longest part of the path that is a module."""
-    parts = path.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:length]))
-        except ImportError:
-            continue
-        for name in parts[length:]:
-            found = getattr(found, name)
-        return found
-    raise AttributeError(path)
-
-
 def take(path: str, feature: str) -> Any:
     """What torch has at `path`, or a class that raises when it is called and is nobody's type."""
     USED_FOR[path] = feature
     try:
-        return _find(path)
+        return resolve_name(path)
     except AttributeError:
 
         def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -108,16 +95,8 @@ sequence_number: Callable[[], int] = take("torch.autograd._get_sequence_nr", "Co
 current_node: Callable[[], Any] = take("torch._C._current_autograd_node", "ledgers, random.use on autograd's threads")
 will_run: Callable[[Any], bool] = take("torch._C._will_engine_execute_node", "hooks of ShardedTensors of many shards")
 DelayedError: Any = take("torch._C._functions.DelayedError", "double backward through a once_differentiable Function")
-
-
-def number_of_node(node: Any) -> int:
-    """The sequence number of an autograd node (CommDebugMode: whose backward runs)."""
-    return node._sequence_nr()
-
-
-def function_of(ctx: Any) -> Any:
-    """The autograd Function that a `ctx` belongs to (Functions of the user's on distributed tensors)."""
-    return ctx._forward_cls
+number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr")  # the sequence number of an autograd node
+function_of: Callable[[Any], Any] = attrgetter("_forward_cls")  # the autograd Function that a `ctx` belongs to
 
 
 def give_node_class(function: Any, base: type) -> None:

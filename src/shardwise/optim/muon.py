@@ -40,13 +40,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; every rank of the mesh calls it.
-
-        Args:
-            closure: Computes the loss and its gradients anew, called once before the update.
-
-        Returns:
-            What the closure returns; None without one.
+        """Update the parameters, on every rank of the mesh, after a call of the closure, whose loss it returns.
 
         Raises:
             RuntimeError: A parameter is complex, or a gradient sparse.
@@ -90,7 +84,7 @@ class Muon(torch.optim.Muon):
 def _deal(matrices: Iterable[DTensor]) -> dict[int, Places]:
     """The dearest matrix first, each to the rank with the least work so far."""
     work: dict[Mesh, dict[tuple[int, ...], float]] = {}
-    found = {}
+    found: dict[int, Places] = {}
     for matrix in sorted(matrices, key=_cost, reverse=True):
         layout = matrix._layout
         loads = work.setdefault(layout.mesh, dict.fromkeys(itertools.product(*map(range, layout.mesh.shape)), 0.0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,13 +51,12 @@ class Scratch(threading.local):
 SCRATCH = Scratch()
 
 
-class Words:
-    """The four words of each of `count` blocks: words 0 and 2 are the rows of `even`, 1 and 3 those of `odd`, as uint64
+class Words(NamedTuple):
+    """The four words of each block: words 0 and 2 are the rows of `even`, 1 and 3 those of `odd`, as uint64
     whose upper halves are zero in `even` and anything in `odd`."""
 
-    def __init__(self, even: np.ndarray, odd: np.ndarray) -> None:
-        self.even, self.odd = even, odd
-        self.count = even.shape[1]
+    even: np.ndarray
+    odd: np.ndarray
 
     def pairs(self) -> np.ndarray:
         """Two uint64 for each block, as rows: (words 0 and 1, words 2 and 3), the first of each in the lower half."""

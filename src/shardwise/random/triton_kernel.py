@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,20 +55,17 @@ def _low_dims(walk: Walk) -> Any:
 
 def _parameters(what: Distribution) -> tuple[int, int]:
     """Two parameters as integers: floats as the bits of a double, thresholds and bounds as they are."""
-    a, b = what.a, what.b
-    if what.name == "integer":
-        return _signed(a % (1 << 64)), _signed(b % (1 << 64))  # no bound: 2^64, which is 0
-    if what.name == "bernoulli":
-        return math.ceil(a * 2.0**53), 0
-    if what.name == "dropout":
-        return round(a * 2.0**32) - 1, _bits(b)
-    if what.name == "uniform":
-        return _bits(a), _bits(b - a)
-    if what.name == "exponential":
-        return _bits(-a), 0
-    if what.name == "geometric":
-        return _bits(math.log1p(-a)), 0
-    return _bits(a), _bits(b)
+    return _PARAMETERS.get(what.name, lambda a, b: (_bits(a), _bits(b)))(what.a, what.b)
+
+
+_PARAMETERS: dict[str, Callable[[Any, Any], tuple[int, int]]] = {
+    "integer": lambda a, b: (_signed(a % (1 << 64)), _signed(b % (1 << 64))),  # no bound: 2^64, which is 0
+    "bernoulli": lambda a, b: (math.ceil(a * 2.0**53), 0),
+    "dropout": lambda a, b: (round(a * 2.0**32) - 1, _bits(b)),
+    "uniform": lambda a, b: (_bits(a), _bits(b - a)),
+    "exponential": lambda a, b: (_bits(-a), 0),
+    "geometric": lambda a, b: (_bits(math.log1p(-a)), 0),
+}
 
 
 def _bits(x: float) -> int:
