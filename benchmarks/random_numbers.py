@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.random import distributions as draws
-from shardwise.random.fill import fill_box
+from shardwise.random.fill import fill_tile
 
 CASES = {
     "rand float32": (torch.float32, draws.uniform(), lambda x: x.uniform_()),
@@ -43,7 +43,7 @@ def best(call, seconds, sync):
 def compared(n, dtype, what, fill, device, seconds, sync):
     """Seconds of plain torch and of ours for n new elements."""
     new = lambda: torch.empty(n, dtype=dtype, device=device)
-    mine = best(lambda: fill_box(new(), (0,), (n,), what, 12345), seconds, sync)
+    mine = best(lambda: fill_tile(new(), (0,), (n,), what, 12345), seconds, sync)
     return best(lambda: fill(new()), seconds, sync), mine
 
 
@@ -64,7 +64,7 @@ def main():
             table.add_row(name, f"{n:,}", f"{plain * unit:.2f}", f"{mine * unit:.2f}", f"{mine / plain:.2f}x")
         rows = n // 512
         part = torch.empty(rows, 512, device=options.device)
-        call = functools.partial(fill_box, part, (0, 512), (rows, 4096), draws.normal(), 5)
+        call = functools.partial(fill_tile, part, (0, 512), (rows, 4096), draws.normal(), 5)
         mine = best(call, seconds, sync)
         table.add_row("randn, 512 of 4096 columns", f"{part.numel():,}", "", f"{mine * unit:.2f}", "")
     Console(width=110).print(table)

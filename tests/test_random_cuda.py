@@ -5,7 +5,7 @@ import torch
 
 import shardwise
 from shardwise.random import distributions as draws
-from shardwise.random.fill import fill_box
+from shardwise.random.fill import fill_tile
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -40,7 +40,7 @@ CASES = {
 def on(device, box, what, dtype, key, draw=0, transposed=False):
     shape, offsets, sizes = BOXES[box]
     target = torch.empty(sizes[::-1] if transposed else sizes, dtype=dtype, device=device)
-    return fill_box(
+    return fill_tile(
         target.permute(*reversed(range(target.dim()))) if transposed else target, offsets, shape, what, key, draw
     )
 
@@ -67,7 +67,7 @@ def test_large():
         for what in (draws.normal(), draws.exponential(), draws.cauchy()):
             shape = (1 << 22,)
             got, want = (
-                fill_box(torch.empty(shape, dtype=dtype, device=d), (0,), shape, what, 99) for d in ("cuda", "cpu")
+                fill_tile(torch.empty(shape, dtype=dtype, device=d), (0,), shape, what, 99) for d in ("cuda", "cpu")
             )
             assert torch.equal(got.cpu(), want), (dtype, what.name, (got.cpu() != want).sum())
 

@@ -17,7 +17,7 @@ ROOT = Path(shardwise.__file__).parent
 def test_torch_still_has_it(path):
     """If this fails, the feature in the message breaks with this version of torch."""
     try:
-        torch_private._find(path)
+        torch_private.resolve_name(path)
     except AttributeError:
         pytest.fail(f"torch {torch.__version__} has no {path}: {torch_private.USED_FOR[path]} does not work")
 

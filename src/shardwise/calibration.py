@@ -99,11 +99,17 @@ def _best(run: Callable[[], object], device: torch.device) -> float:
 
 def _agreed(mesh: Mesh, model: CostModel) -> CostModel:
     """The slowest of what the ranks found: every rank must choose alike."""
-    table = torch.tensor([[a.latency, 1 / a.bandwidth] for a in model.axes], dtype=torch.float64, device=mesh.device)
+    table = _largest(mesh, [[a.latency, 1 / a.bandwidth] for a in model.axes])
+    return CostModel(tuple(AxisCost(latency, 1 / slowness) for latency, slowness in table))
+
+
+def _largest(mesh: Mesh, numbers: list[list[float]]) -> list[list[float]]:
+    """The largest of each number that a rank of the mesh has."""
+    table = torch.tensor(numbers, dtype=torch.float64, device=mesh.device)
     for axis, k in enumerate(mesh.shape):
         if k > 1:
             dist.all_reduce(table, dist.ReduceOp.MAX, group=mesh.comm.group(axis))  # type: ignore[attr-defined]
-    return CostModel(tuple(AxisCost(latency, 1 / slowness) for latency, slowness in table.tolist()))
+    return table.tolist()
 
 
 def _described(mesh: Mesh) -> dict[str, Any]:
@@ -120,11 +126,6 @@ def _read(mesh: Mesh, file: str | Path | None) -> CostModel | None:
             if {k: said[k] for k in _described(mesh)} == _described(mesh):
                 known = CostModel(tuple(AxisCost(float(a["latency"]), float(a["bandwidth"])) for a in said["axes"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise MeshError(
-                f"calibrate: file {str(file)!r} holds no costs ({error!r}); remove it to measure"
-            ) from error
-    missing = torch.tensor(float(known is None), device=mesh.device)
-    for axis, k in enumerate(mesh.shape):
-        if k > 1:
-            dist.all_reduce(missing, dist.ReduceOp.MAX, group=mesh.comm.group(axis))  # type: ignore[attr-defined]
-    return None if missing.item() else known
+            message = f"calibrate: file {str(file)!r} holds no costs ({error!r}); remove it to measure"
+            raise MeshError(message) from error
+    return None if _largest(mesh, [[float(known is None)]])[0][0] else known

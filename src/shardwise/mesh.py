@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,29 +29,17 @@ UserMesh: TypeAlias = DeviceMesh | SimulatedMesh
 
 
 class Mesh:
-    """What layouts, moves and the engine know of a mesh. Compared by identity; `as_mesh` makes them.
-
-    Attributes:
-        source: What the user made: a DeviceMesh or a SimulatedMesh.
-        shape, axis_names: Size and name of each axis.
-        ranks: The numbers of the ranks, the last axis fastest.
-        device: Where the ranks' tensors live.
-        comm: The backend that talks along the axes.
-        world: The default process group when it was made; None without one.
-    """
+    """What layouts, moves and the engine know of a mesh. Compared by identity; `as_mesh` makes them."""
 
     def __init__(
         self, source: UserMesh, shape: Sequence[int], axis_names: Sequence[str], device: torch.device, comm: Comm
     ) -> None:
-        self.source: Any = source
-        self.shape = tuple(shape)
-        self.axis_names = tuple(axis_names)
-        self.device = device
-        self.comm = comm
-        self.world = _world()
-        self.ranks: tuple[int, ...] = _ranks_of(source)
-        grid = itertools.product(*(range(k) for k in self.shape))
-        self._coords = dict(zip(self.ranks, grid, strict=True))
+        self.source: Any = source  # what the user made
+        self.shape, self.axis_names = tuple(shape), tuple(axis_names)
+        self.device, self.comm = device, comm
+        self.world = _world()  # the default process group when this was made
+        self.ranks = _ranks_of(source)  # the last axis fastest
+        self._coords = dict(zip(self.ranks, itertools.product(*map(range, self.shape)), strict=True))
 
     def is_alike(self, other: Mesh) -> bool:
         """Whether it is of the same processes in the same order: only the process groups may be others."""
@@ -60,10 +48,9 @@ class Mesh:
 
     def coords(self, rank: int) -> Coords:
         """Where `rank` stands on this mesh."""
-        found = self._coords.get(rank)
-        if found is None:
+        if rank not in self._coords:
             raise MeshError(f"rank {rank} is not in the mesh of ranks {list(self.ranks)}")
-        return found
+        return self._coords[rank]
 
     def axis(self, axis: int | str) -> int:
         """The number of an axis, by number or name."""
@@ -102,17 +89,12 @@ _lock = threading.Lock()
 
 
 def as_mesh(mesh: UserMesh | Mesh | None, *, outside: bool = False) -> Mesh:
-    """The Mesh of a DeviceMesh or SimulatedMesh: always the same one.
-
-    Args:
-        mesh: The user's mesh; None for that of the enclosing ``with mesh:``.
-        outside: Whether this rank need not be in it.
-
-    Raises:
-        MeshError: There is no such mesh, or this rank is not in it.
-    """
+    """The Mesh of a user's mesh, always the same one; of the enclosing ``with mesh:`` if None. This rank must be in it,
+    unless it may be `outside`."""
     if mesh is None:
-        mesh = _current_mesh()
+        mesh = active_mesh() or active_device_mesh()
+        if mesh is None:
+            raise MeshError("device_mesh: None given and no mesh is active; pass a mesh or use `with mesh:`")
     if isinstance(mesh, Mesh):
         return mesh
     held = getattr(mesh, _HELD, None)
@@ -125,15 +107,17 @@ def as_mesh(mesh: UserMesh | Mesh | None, *, outside: bool = False) -> Mesh:
             found = _of_device_mesh(mesh)
     else:
         raise MeshError(f"device_mesh: expected a DeviceMesh or simulate(...), got {mesh!r} ({type(mesh).__name__})")
-    return found if outside or not found.comm.outside else _refuse(mesh)
+    if found.comm.outside and not outside:
+        here = torch.distributed.get_rank()
+        raise MeshError(f"rank {here} is not in the mesh {mesh}; call this only on the ranks of the mesh")
+    return found
 
 
 def _of_simulated(source: SimulatedMesh) -> Mesh:
     with _lock:
         held = getattr(source, _HELD, None)
         if type(held) is not _Held:
-            device = torch.device(source.device_type)
-            held = _Held(Mesh(source, source.shape, source.axis_names, device, source.comm))
+            held = _Held(Mesh(source, source.shape, source.axis_names, torch.device(source.device_type), source.comm))
             setattr(source, _HELD, held)
     return held.mesh
 
@@ -163,14 +147,7 @@ def _groups_of(mesh: DeviceMesh) -> tuple[Any, ...]:
 
 def _equal_one(source: DeviceMesh) -> Mesh | None:
     """The Mesh of a DeviceMesh of equal value in the present world."""
-    world = _world()
-    return next((m for m in _meshes.values() if m.world is world and m.source == source), None)
-
-
-def _refuse(mesh: Any) -> NoReturn:
-    raise MeshError(
-        f"rank {torch.distributed.get_rank()} is not in the mesh {mesh}; call this only on the ranks of the mesh"
-    )
+    return next((m for m in _meshes.values() if m.world is _world() and m.source == source), None)
 
 
 def _world() -> Any:
@@ -189,12 +166,3 @@ def _device_of(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
-
-
-def _current_mesh() -> UserMesh:
-    found = active_mesh()
-    if found is None:
-        found = active_device_mesh()
-    if found is None:
-        raise MeshError("device_mesh: None given and no mesh is active; pass a mesh or use `with mesh:`")
-    return found

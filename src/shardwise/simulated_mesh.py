@@ -22,36 +22,23 @@ class SimulatedMesh:
     own row of the world along those axes.
 
     Attributes:
-        world, world_names: Size and name of every axis of the mesh that `simulate` made.
-        axes: The numbers of the axes of that mesh which this one has.
+        world, world_names: Size and name of every axis of the mesh that `simulate` made; `axes` are those of this one.
         shape, axis_names: Size and name of the axes of this one.
         ranks: The numbers of the ranks; of a sub-mesh, those of the first row.
-        first_rank: The smallest rank number of the world.
-        device_type: The kind of device of the ranks' tensors.
-        comm: The backend that plays the ranks.
     """
 
     def __init__(
-        self,
-        world: tuple[int, ...],
-        axis_names: tuple[str, ...],
-        axes: tuple[int, ...],
-        device: str,
-        first_rank: int = 0,
+        self, world: tuple[int, ...], names: tuple[str, ...], axes: tuple[int, ...], device: str, first_rank: int = 0
     ) -> None:
-        self.world, self.world_names, self.axes, self.first_rank = world, axis_names, axes, first_rank
+        self.world, self.world_names, self.axes, self.first_rank = world, names, axes, first_rank
         self.device_type = device
         self.shape = tuple(world[a] for a in axes)
-        self.axis_names = tuple(axis_names[a] for a in axes)
-        grid = list(itertools.product(*(range(k) for k in world)))
-        self.comm = SimulatedComm(
-            self.shape,
-            self.axis_names,
-            [tuple(c[a] for a in axes) for c in grid],
-            [tuple(x for a, x in enumerate(c) if a not in axes) for c in grid],
-        )
+        self.axis_names = tuple(names[a] for a in axes)
+        grid = list(itertools.product(*map(range, world)))
+        spectators = [tuple(x for a, x in enumerate(c) if a not in axes) for c in grid]
+        self.comm = SimulatedComm(self.shape, self.axis_names, [tuple(c[a] for a in axes) for c in grid], spectators)
         spots = {c: first_rank + i for i, c in enumerate(grid)}
-        here = itertools.product(*(range(k) for k in self.shape))
+        here = itertools.product(*map(range, self.shape))
         self.ranks = tuple(spots[tuple(c[axes.index(a)] if a in axes else 0 for a in range(len(world)))] for c in here)
         self._family: dict[tuple[int, ...], SimulatedMesh] = {axes: self}  # this world and its sub-meshes, by axes
         self._merged: dict[str, SimulatedMesh] = {}  # meshes with axes merged into one, by the name of that axis
@@ -84,10 +71,8 @@ class SimulatedMesh:
                 raise AxisError(f"mesh axis {name!r} is not one of {(*self.axis_names, *self._merged)}")
         axes = tuple(self.world_names.index(name) for name in names)
         if axes not in self._family:
-            made = self._family[axes] = SimulatedMesh(
-                self.world, self.world_names, axes, self.device_type, self.first_rank
-            )
-            made._family, made._merged = self._family, self._merged
+            made = SimulatedMesh(self.world, self.world_names, axes, self.device_type, self.first_rank)
+            self._family[axes], made._family, made._merged = made, self._family, self._merged
         return self._family[axes]
 
     def _flatten(self, mesh_dim_name: str | None = None) -> SimulatedMesh:
@@ -158,11 +143,7 @@ _lock = threading.Lock()
 
 
 def simulate(
-    shape: int | Sequence[int],
-    *,
-    axis_names: Sequence[str] | None = None,
-    device: str = "cpu",
-    first_rank: int = 0,
+    shape: int | Sequence[int], *, axis_names: Sequence[str] | None = None, device: str = "cpu", first_rank: int = 0
 ) -> SimulatedMesh:
     """A mesh of simulated ranks in this process. Equal calls give the same mesh, as long as somebody uses it.
 
@@ -186,7 +167,7 @@ def simulate(
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if not sizes or not all(isinstance(k, int) and not isinstance(k, bool) and k > 0 for k in sizes):
         raise MeshError(f"simulate: shape must be one or more ints > 0, got {shape!r}")
-    names = tuple(axis_names) if axis_names is not None else tuple(str(i) for i in range(len(sizes)))
+    names = tuple(map(str, range(len(sizes)))) if axis_names is None else tuple(axis_names)
     if len(names) != len(sizes) or len(set(names)) != len(names):
         raise MeshError(f"simulate: axis_names {names} must name each of the {len(sizes)} axes of {sizes} once")
     if not isinstance(first_rank, int) or isinstance(first_rank, bool) or first_rank < 0:

@@ -8,10 +8,15 @@ attributes that every tensor and module has had since torch 1.0 (`_version`, `_b
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 import functools
 import importlib
+=======
+>>>>>>> repairs
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter, methodcaller
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -20,25 +25,11 @@ USED_FOR: dict[str, str] = {}
 """Private name of torch -> the feature that needs it."""
 
 
-def _find(path: str) -> Any:
-    """What `path` names: an attribute, looked up in the longest part of the path that is a module."""
-    parts = path.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:length]))
-        except ImportError:
-            continue
-        for name in parts[length:]:
-            found = getattr(found, name)
-        return found
-    raise AttributeError(path)
-
-
 def take(path: str, feature: str) -> Any:
     """What torch has at `path`, or a class that raises when it is called and is nobody's type."""
     USED_FOR[path] = feature
     try:
-        return _find(path)
+        return resolve_name(path)
     except AttributeError:
 
         def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -51,32 +42,22 @@ def take(path: str, feature: str) -> Any:
 
 
 # --- tensor classes -------------------------------------------------------------------------------------------------
-make_wrapper: Callable[..., Any] = take(
-    "torch.Tensor._make_wrapper_subclass", "tensors of a global shape without memory"
-)
+make_wrapper: Callable[..., Any] = take("torch.Tensor._make_wrapper_subclass", "tensors of a global shape, no memory")
 ignore_torch_function: Any = take("torch._C._disabled_torch_function_impl", "tensor classes that only dispatch sees")
-without_torch_function: Any = take(
-    "torch._C.DisableTorchFunctionSubclass", "torch's own attribute of a distributed tensor"
-)
-with_torch_function: Any = take(
-    "torch._C._EnableTorchFunction", "rules of whole functions inside of __torch_dispatch__"
-)
+without_torch_function: Any = take("torch._C.DisableTorchFunctionSubclass", "torch's own attributes of DTensors")
+with_torch_function: Any = take("torch._C._EnableTorchFunction", "rules of functions in __torch_dispatch__")
 requires_grad_in_cpp: Any = take("torch._C.TensorBase.requires_grad", "requires_grad as C++ sees it")
 has_same_memory_kind: Any = take("torch._has_compatible_shallow_copy_type", "module.to() of sharded parameters")
 typed_storage: Any = take("torch.Tensor._typed_storage", "the storage of a ShardedTensor raises clearly")
 
 # --- modes ----------------------------------------------------------------------------------------------------------
 is_any_autocast_enabled: Callable[[], bool] = take("torch._C._is_any_autocast_enabled", "autocast")
-is_forward_grad_enabled: Callable[[], bool] = take(
-    "torch._C._is_fwd_grad_enabled", "telling that a Function is applied"
-)
+is_forward_grad_enabled: Callable[[], bool] = take("torch._C._is_fwd_grad_enabled", "seeing that a Function is applied")
 are_transforms_active: Callable[[], bool] = take("torch._C._are_functorch_transforms_active", "torch.func")
 is_transformed: Callable[[Any], bool] = take("torch._C._functorch.is_functorch_wrapped_tensor", "torch.func")
 make_dual: Any = take("torch._C._VariableFunctions._make_dual", "a clear error of forward-mode differentiation")
 count_dispatch_modes: Callable[[], int] = take("torch._C._len_torch_dispatch_stack", "ops under a TorchDispatchMode")
-without_modes: Any = take(
-    "torch.utils._python_dispatch._disable_current_modes", "random keys under a TorchDispatchMode"
-)
+without_modes: Any = take("torch.utils._python_dispatch._disable_current_modes", "random keys in a TorchDispatchMode")
 DispatchMode: Any = take("torch.utils._python_dispatch.TorchDispatchMode", "CommDebugMode")
 without_fake_mode: Any = take("torch._subclasses.fake_tensor.unset_fake_temporarily", "programs under FakeTensorMode")
 FakeTensor: Any = take("torch._subclasses.fake_tensor.FakeTensor", "random ops under FakeTensorMode")
@@ -114,26 +95,12 @@ def reentrant() -> Iterator[None]:
 
 # --- autograd -------------------------------------------------------------------------------------------------------
 _engine: Any = take("torch.autograd.Variable._execution_engine", "what data_parallel does when a backward pass ends")
-sequence_number: Callable[[], int] = take(
-    "torch.autograd._get_sequence_nr", "CommDebugMode: which module's backward runs"
-)
-current_node: Callable[[], Any] = take(
-    "torch._C._current_autograd_node", "CommDebugMode, ledgers and random.use on the threads of autograd"
-)
-will_run: Callable[[Any], bool] = take(
-    "torch._C._will_engine_execute_node", "hooks of ShardedTensors with several shards"
-)
+sequence_number: Callable[[], int] = take("torch.autograd._get_sequence_nr", "CommDebugMode: whose backward runs")
+current_node: Callable[[], Any] = take("torch._C._current_autograd_node", "ledgers, random.use on autograd's threads")
+will_run: Callable[[Any], bool] = take("torch._C._will_engine_execute_node", "hooks of ShardedTensors of many shards")
 DelayedError: Any = take("torch._C._functions.DelayedError", "double backward through a once_differentiable Function")
-
-
-def number_of_node(node: Any) -> int:
-    """The sequence number of an autograd node (CommDebugMode: which module's backward runs)."""
-    return node._sequence_nr()
-
-
-def function_of(ctx: Any) -> Any:
-    """The autograd Function that a `ctx` belongs to (Functions of the user's on distributed tensors)."""
-    return ctx._forward_cls
+number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr")  # the sequence number of an autograd node
+function_of: Callable[[Any], Any] = attrgetter("_forward_cls")  # the autograd Function that a `ctx` belongs to
 
 
 def give_node_class(function: Any, base: type) -> None:
@@ -159,9 +126,7 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
 OpOverload: Any = take("torch._ops.OpOverload", "calls of aten overloads")
 OpOverloadPacket: Any = take("torch._ops.OpOverloadPacket", "register_sharding(torch.ops.aten.name)")
 all_op_names: Callable[[], list[str]] = take("torch._C._dispatch_get_all_op_names", "shardwise rules --fallback")
-has_kernel: Callable[[str, str], bool] = take(
-    "torch._C._dispatch_has_kernel_for_dispatch_key", "shardwise rules --fallback"
-)
+has_kernel: Callable[[str, str], bool] = take("torch._C._dispatch_has_kernel_for_dispatch_key", "shardwise rules")
 function_namespaces: tuple[Any, ...] = tuple(
     take(f"torch._C.{name}", "rules found by the names of C++ functions") for name in ("_nn", "_special", "_linalg")
 )
@@ -197,13 +162,9 @@ def weights_replaced(recurrent: Any) -> None:
 
 # --- torch.distributed ----------------------------------------------------------------------------------------------
 remote_device: Any = take("torch.distributed._remote_device", "placements such as 'rank:1/cuda:0'")
-default_group: Any = take(
-    "torch.distributed.distributed_c10d._get_default_group", "ShardedTensor without a process_group"
-)
+default_group: Any = take("torch.distributed.distributed_c10d._get_default_group", "ShardedTensor of the default group")
 default_store: Any = take("torch.distributed.distributed_c10d._get_default_store", "messages between two ranks")
-functional_collectives: Any = take(
-    "torch.distributed._functional_collectives", "CommDebugMode: registers torch.ops.c10d_functional"
-)
+functional_collectives: Any = take("torch.distributed._functional_collectives", "CommDebugMode: c10d_functional")
 AsyncCollectiveTensor: Any = take(
     "torch.distributed._functional_collectives.AsyncCollectiveTensor", "tensors of torch's DTensor that still wait"
 )
@@ -218,16 +179,11 @@ def active_device_mesh() -> Any:
         return None
 
 
-flatten_mesh: Any = take(
-    "torch.distributed.device_mesh.DeviceMesh._flatten",
-    "to_sharded() on a mesh of several axes that is not the world",
-)
+flatten_mesh: Any = take("torch.distributed.device_mesh.DeviceMesh._flatten", "to_sharded() on a part of the world")
 rpc_is_running: Callable[[], bool] = take(
-    "torch.distributed.rpc._is_current_rpc_agent_set", "remote shards, placements by the names of RPC workers"
+    "torch.distributed.rpc._is_current_rpc_agent_set", "remote shards, RPC workers"
 )
-_rpc_agent: Any = take(
-    "torch.distributed.rpc.api._get_current_rpc_agent", "remote shards, placements by the names of RPC workers"
-)
+_rpc_agent: Any = take("torch.distributed.rpc.api._get_current_rpc_agent", "remote shards, RPC workers")
 _rref_future: Any = take("torch.distributed.rpc.PyRRef._get_future", "waiting for remote shards")
 
 

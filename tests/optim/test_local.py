@@ -11,7 +11,7 @@ from torch import nn
 import shardwise
 from shardwise import DTensor, Replicate, Shard, distribute_tensor, simulate
 from shardwise.errors import LayoutError, RuleError
-from shardwise.optim.elementwise import ELEMENTWISE
+from shardwise.optim.twin import ELEMENTWISE
 from shardwise.testing.spread import spread_out
 from tests.tensor.common import R, checked_on, on_one_axis, same, x
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from shardwise.random import distributions as draws
-from shardwise.random.fill import fill_box
+from shardwise.random.fill import fill_tile
 
 N = 1 << 18
 FLOATS = (torch.float32, torch.float64)
 
 
 def sample(what, dtype=torch.float64, n=N, key=2024):
-    return fill_box(torch.empty(n, dtype=dtype), (0,), (n,), what, key)
+    return fill_tile(torch.empty(n, dtype=dtype), (0,), (n,), what, key)
 
 
 def phi(x):
@@ -99,7 +99,7 @@ def test_integers_of_a_dtype(dtype):
 def test_neighbours_are_independent(dtype):
     """Neighbouring elements, rows, shards and keys: no correlation."""
     shape = (512, 512)
-    x, y = (fill_box(torch.empty(shape, dtype=dtype), (0, 0), shape, draws.normal(), key).double() for key in (1, 2))
+    x, y = (fill_tile(torch.empty(shape, dtype=dtype), (0, 0), shape, draws.normal(), key).double() for key in (1, 2))
     pairs = {
         "elements": (x[:, :-1], x[:, 1:]),
         "rows": (x[:-1], x[1:]),
@@ -113,5 +113,5 @@ def test_neighbours_are_independent(dtype):
 
 
 def test_draws_of_one_key_differ():
-    one, two = (fill_box(torch.empty(100), (0,), (100,), draws.uniform(), 5, draw) for draw in (0, 1))
+    one, two = (fill_tile(torch.empty(100), (0,), (100,), draws.uniform(), 5, draw) for draw in (0, 1))
     assert not torch.equal(one, two)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardwise.random import distributions as draws
 from shardwise.random import fill, philox
-from shardwise.random.fill import fill_box, fill_held
+from shardwise.random.fill import fill_held, fill_tile
 from shardwise.random.torch_stream import held_before
 
 DTYPES = {
@@ -18,7 +18,7 @@ DTYPES = {
 
 
 def whole(shape, what, dtype, key=11):
-    return fill_box(torch.empty(shape, dtype=dtype), (0,) * len(shape), shape, what, key)
+    return fill_tile(torch.empty(shape, dtype=dtype), (0,) * len(shape), shape, what, key)
 
 
 @st.composite
@@ -44,7 +44,7 @@ def test_any_box(box, name, chunk):
         target = stored.permute(*[order.index(d) for d in range(len(order))]) if order else stored
         try:
             fill.CHUNK = max(chunk if chunk < 1 << 30 else saved[1], 4)
-            got = fill_box(target, offsets, shape, what, 11)
+            got = fill_tile(target, offsets, shape, what, 11)
         finally:
             fill.CHUNK = saved[1]
         assert got is target and torch.equal(got, want)
@@ -55,7 +55,7 @@ def test_large_tensors_in_chunks():
     for dtype in (torch.float32, torch.float64):
         shape = (3, 130_001)
         everything = whole(shape, draws.normal(), dtype)
-        part = fill_box(torch.empty((3, 99_999), dtype=dtype), (0, 7), shape, draws.normal(), 11)
+        part = fill_tile(torch.empty((3, 99_999), dtype=dtype), (0, 7), shape, draws.normal(), 11)
         assert torch.equal(part, everything[:, 7 : 7 + 99_999])
         flat = whole((3 * 130_001,), draws.normal(), dtype)
         assert torch.equal(flat.view(shape), everything), "numbers depend on the place in the flat tensor"
@@ -64,12 +64,12 @@ def test_large_tensors_in_chunks():
 def test_numbers_beyond_32_bits():
     """A tensor that no machine holds: a box far inside of it."""
     shape, at = (1 << 20, 1 << 21), (1 << 19, 12345)
-    near = fill_box(torch.empty(2, 40), at, shape, draws.normal(), 3)
-    wider = fill_box(torch.empty(4, 100), (at[0] - 1, at[1] - 31), shape, draws.normal(), 3)
+    near = fill_tile(torch.empty(2, 40), at, shape, draws.normal(), 3)
+    wider = fill_tile(torch.empty(4, 100), (at[0] - 1, at[1] - 31), shape, draws.normal(), 3)
     assert torch.equal(near, wider[1:3, 31:71])
     border = 1 << 34  # where the number of the block needs a 33rd bit
-    run = fill_box(torch.empty(64), (border - 32,), (1 << 40,), draws.normal(), 3)
-    assert torch.equal(run[20:50], fill_box(torch.empty(30), (border - 12,), (1 << 40,), draws.normal(), 3))
+    run = fill_tile(torch.empty(64), (border - 32,), (1 << 40,), draws.normal(), 3)
+    assert torch.equal(run[20:50], fill_tile(torch.empty(30), (border - 12,), (1 << 40,), draws.normal(), 3))
     assert len(run.unique()) == 64
 
 
@@ -82,7 +82,7 @@ def test_several_pieces():
 
 def test_nothing_is_written_elsewhere():
     memory = torch.zeros(10, 10)
-    fill_box(memory[2:5, 3:7], (0, 0), (3, 4), draws.uniform(1, 2), 5)
+    fill_tile(memory[2:5, 3:7], (0, 0), (3, 4), draws.uniform(1, 2), 5)
     assert (memory != 0).sum() == 12 and memory[2:5, 3:7].min() >= 1
 
 
@@ -98,4 +98,4 @@ def test_held_before(number, seed):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
 def test_meta_tensors_have_no_numbers(dtype):
-    assert fill_box(torch.empty(3, device="meta"), (0,), (3,), draws.normal(), 1).device.type == "meta"
+    assert fill_tile(torch.empty(3, device="meta"), (0,), (3,), draws.normal(), 1).device.type == "meta"

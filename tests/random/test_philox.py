@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from shardwise.random import elementary
-from shardwise.random.philox import CHUNK, words
-from shardwise.random.scratch import SCRATCH
+from shardwise.random.philox import CHUNK, SCRATCH, words
 
 # Random123's known answers for philox4x32 with 10 rounds: counter, key, result
 KNOWN = [

@@ -6,6 +6,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ _NO_COLLECTIVES = (torch.ops.c10d.barrier, torch.ops.c10d.monitored_barrier_)
 _NO_OPERATIONS = ("__get__", "__set__", "__repr__", "__format__", "backward")
 
 
-class CommDebugMode:
+class CommDebugMode(TorchFunctionMode):
     """Counts the collectives inside of its ``with`` block, by kind and by module. Entering it starts from zero.
 
     It counts what distributed tensors communicate, and the collectives of torch that the program itself calls:
@@ -58,6 +59,7 @@ class CommDebugMode:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._reset()
 
     def _reset(self) -> None:
@@ -71,21 +73,17 @@ class CommDebugMode:
         self._reset()
         self._recorder = Recorder(self._record)
         self._recorder.open()
-        self._modes: list[Any] = [
-            _Functions(self),
-            *([_Collectives(self)] if torch.distributed.is_initialized() else []),
-        ]
-        for mode in self._modes:
-            mode.__enter__()
+        self._collectives = _Collectives(self) if torch.distributed.is_initialized() else nullcontext()
+        self._collectives.__enter__()
         self._hooks = [register_module_forward_pre_hook(self._enter_module)]
         self._watched: set[torch.nn.Module] = set()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
         for hook in self._hooks:
             hook.remove()
-        for mode in reversed(self._modes):
-            mode.__exit__(*exc)
+        self._collectives.__exit__(*exc)
         self._recorder.close()
 
     # -- what happens ---------------------------------------------------------------------------------------
@@ -102,8 +100,7 @@ class CommDebugMode:
 
     def _leave_module(self, module: torch.nn.Module, inputs: object, output: object) -> None:
         if self._starts:  # a module entered before the mode was is not ours
-            span = self._starts.pop(), sequence_number()
-            self._path.pop().spans.append(span)
+            self._path.pop().spans.append((self._starts.pop(), sequence_number()))
 
     def _record(self, entry: Entry) -> None:
         if entry.op != "random" and (entry.op, entry.reason) != ("from_local", "sizes"):
@@ -117,6 +114,11 @@ class CommDebugMode:
         for module in path:
             module.collectives[backward][op] += 1
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Sees the torch functions that the program calls, not those that they call in turn."""
+        self._saw(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
     def _saw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         namespace = str(func).split(".")[0]
         if namespace in ("_c10d_functional", "_c10d_functional_autograd"):
@@ -128,24 +130,14 @@ class CommDebugMode:
             return
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
         ours = [x._layout for x in tensors if isinstance(x, Wrapper)]
-        shapes = [str(_shape(x)) for x in tensors]
-        mesh = repr(ours[0].mesh) if ours else ""
-        shardings = [str(layout.placements) for layout in ours]
-        self._path[-1].operations.append(Operation(op_name(func), shapes, shardings, mesh))
-
-    def _saw_collective(self, func: Any) -> None:
-        """Count a call of torch.distributed, unless the library made it: `_record` counts what that communicates."""
-        if func.overloadpacket not in _NO_COLLECTIVES and not _called_by_us():
-            self._count(func.overloadpacket, False)
+        mesh, shardings = repr(ours[0].mesh) if ours else "", [str(layout.placements) for layout in ours]
+        self._path[-1].operations.append(Operation(op_name(func), [str(_shape(x)) for x in tensors], shardings, mesh))
 
     # -- answers --------------------------------------------------------------------------------------------
     def get_comm_counts(self) -> dict[Op, int]:
         """How often each collective ran, keyed by the ops of torch.ops.c10d_functional."""
-        counts: defaultdict[Op, int] = defaultdict(int)
-        for passed in self.root.collectives.values():
-            for op, n in passed.items():
-                counts[op] += n
-        return counts
+        forward, backward = self.root.collectives.values()
+        return defaultdict(int, forward + backward)
 
     @property
     def comm_counts(self) -> dict[Op, int]:
@@ -180,11 +172,7 @@ class CommDebugMode:
         }
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """The modules as an indented tree, with their collectives.
-
-        Args:
-            noise_level: How much else to show, 0 to 3: see the class.
-        """
+        """The modules as an indented tree, with their collectives; `noise_level`, 0 to 3, is explained at the class."""
         return "\n".join(self.root.lines(noise_level)) + "\n"
 
     def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
@@ -219,18 +207,6 @@ def _shape(tensor: torch.Tensor) -> Sequence[object]:
     return tuple(tensor.shape)
 
 
-class _Functions(TorchFunctionMode):
-    """Shows the torch functions that the program calls, not those that they call in turn."""
-
-    def __init__(self, mode: CommDebugMode) -> None:
-        super().__init__()
-        self.mode = mode
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.mode._saw(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
 class _Collectives(DispatchMode):
     """Shows the collectives of torch.distributed, which no function mode sees."""
 
@@ -239,6 +215,8 @@ class _Collectives(DispatchMode):
         self.mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.mode._saw_collective(func)
+        """Count a call, unless the library made it: `_record` counts what that communicates."""
+        op = func.overloadpacket
+        if func.namespace == "c10d" and op not in _NO_COLLECTIVES and not _called_by_us():
+            self.mode._count(op, False)
         return func(*args, **(kwargs or {}))

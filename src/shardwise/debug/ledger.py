@@ -17,13 +17,10 @@ class Ledger:
 
     It records what its program does while it is open: in the thread that opened it, and in the backward passes of what
     was done in that thread, in whichever thread those run. What other threads do on their own is not in it.
-
-    Attributes:
-        entries: The communications, oldest first.
     """
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[Entry] = []  # the communications, oldest first
         self._open: list[Recorder] = []  # one for each `with` it is in
 
     def __enter__(self) -> Ledger:

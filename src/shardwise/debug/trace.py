@@ -29,9 +29,7 @@ class Operation:
 
     def shown_at(self, noise_level: int) -> bool:
         """Level 1 shows distributed operations, 2 all, 3 the trivial ones too."""
-        if noise_level >= 3:
-            return True
-        return self.name not in TRIVIAL and noise_level >= (1 if self.input_sharding else 2)
+        return noise_level >= (3 if self.name in TRIVIAL else 1 if self.input_sharding else 2)
 
 
 @dataclass
@@ -48,13 +46,10 @@ class ModuleTrace:
 
     def child(self, fqn: str, module: torch.nn.Module) -> ModuleTrace:
         """The trace of a module called inside of this one."""
-        found = self.children.get(fqn)
-        if found is None:
-            kind = type(module)
-            found = self.children[fqn] = ModuleTrace(
-                fqn, f"{kind.__module__}.{kind.__qualname__}", dict(module.named_parameters(recurse=False))
-            )
-        return found
+        if fqn not in self.children:
+            kind, parameters = type(module), dict(module.named_parameters(recurse=False))
+            self.children[fqn] = ModuleTrace(fqn, f"{kind.__module__}.{kind.__qualname__}", parameters)
+        return self.children[fqn]
 
     def path_to(self, sequence: int) -> list[ModuleTrace]:
         """The modules, this one first and the innermost last, whose call made the autograd node of that number."""

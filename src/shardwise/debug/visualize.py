@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -57,34 +58,14 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
 
 
 def grid(layout: Layout) -> tuple[list[Range], list[Range], list[list[list[int]]]]:
-    """The rectangles of a layout: row ranges, column ranges, and the ranks that hold each (row, column).
-
-    A tensor of one dim is one row; one of no dims a single cell.
-    """
-    cuts = [_ranges(layout, dim) for dim in range(layout.ndim)]
-    rows, columns = ([[(0, 1)]] * (2 - layout.ndim) + cuts)[-2:]
-    cells = [
-        [[rank for rank in layout.mesh.ranks if _holds(layout, rank, (r[0], c[0]))] for c in columns] for r in rows
-    ]
+    """The rectangles of a layout, cut wherever a rank's part begins or ends: row ranges, column ranges, and the ranks
+    that hold each (row, column). A tensor of one dim is one row; one of no dims a single cell."""
+    regions = [layout.region(layout.mesh.coords(rank)) for rank in layout.mesh.ranks]
+    edges = [sorted({edge for side in sides for interval in side for edge in interval}) for sides in zip(*regions)]
+    skipped = 2 - layout.ndim
+    rows, columns = [[(0, 1)]] * skipped + [list(itertools.pairwise(e)) for e in edges]
+    cells = [[list(layout.holders((r[0], c[0])[skipped:])) for c in columns] for r in rows]
     return rows, columns, cells
-
-
-def _ranges(layout: Layout, dim: int) -> list[Range]:
-    """`dim` cut wherever some rank's part begins or ends."""
-    marks = {
-        mark
-        for rank in layout.mesh.ranks
-        for interval in layout.held(dim, layout.mesh.coords(rank))
-        for mark in interval
-    }
-    edges = sorted(marks)
-    return list(zip(edges, edges[1:], strict=False))
-
-
-def _holds(layout: Layout, rank: int, index: Sequence[int]) -> bool:
-    coords = layout.mesh.coords(rank)
-    own = index[2 - layout.ndim :]
-    return all(any(a <= i < b for a, b in layout.held(dim, coords)) for dim, i in enumerate(own))
 
 
 def _title(name: str, indices: Range) -> str:

@@ -14,8 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.autograd.leaves import leaf_values
 from shardwise.errors import AutogradError, LayoutError, RuleError
-from shardwise.optim.elementwise import WHOLE, is_elementwise
-from shardwise.optim.twin import Twin
+from shardwise.optim.twin import ELEMENTWISE, Twin
 from shardwise.random.agreement import anything_drawn, compare_before_step
 from shardwise.tensor import DTensor
 from shardwise.torch_private import step_hooks
@@ -29,6 +28,12 @@ Replaced = tuple[Args, Kwargs] | None  # what a hook before a step returns: othe
 _twins: weakref.WeakKeyDictionary[AnyOptimizer, Twin] = weakref.WeakKeyDictionary()
 _asked: weakref.WeakSet[AnyOptimizer] = weakref.WeakSet()  # optimizers that the user says are elementwise
 _HOOK: Any = "shardwise"  # the key of our hooks among those of one optimizer
+WHOLE = {
+    "Adafactor": "takes means over whole rows and columns",
+    "LBFGS": "takes dot products over all parameters",
+    "Muon": "orthogonalizes whole matrices",
+    "SparseAdam": "updates the rows of a sparse gradient",
+}
 
 
 def local(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
@@ -36,9 +41,8 @@ def local(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
 
     torch's elementwise optimizers (SGD, Adam, AdamW, ...) are stepped so without being asked. Any other one is where
     `elementwise=True` says that it updates each element from that element's gradient and state alone. Its state
-    (`self.state[param]`) is then laid out as its parameters are, and state dicts hold DTensors. What it keeps besides,
-    such as a count of steps in `self.t`, must not depend on the number of its parameters: on a simulated mesh a step
-    sees one local tensor for each rank.
+    (`self.state[param]`) is then laid out as its parameters are. What it keeps besides must not depend on the number of
+    its parameters: on a simulated mesh a step sees one local tensor for each rank.
 
     Args:
         optimizer: Any `torch.optim.Optimizer`.
@@ -60,13 +64,14 @@ def local(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RuleError(f"local: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     name = type(optimizer).__name__
-    reason = next((WHOLE[base.__name__] for base in type(optimizer).__mro__ if _is_whole(base)), None)
+    bases = [base.__name__ for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim")]
+    reason = next((WHOLE[base] for base in bases if base in WHOLE), None)
     if reason is not None:
         raise RuleError(
             f"local: {name} {reason}, so it must not be stepped on local tensors; step it without local(), "
             f"which is right on any layout" + (", or use shardwise.optim.Muon" if "Muon" in name else "")
         )
-    if not (elementwise or is_elementwise(optimizer)):
+    if not (elementwise or type(optimizer) in ELEMENTWISE):
         raise RuleError(
             f"local: {name} is not known to be elementwise; if it updates each element from its own gradient and "
             f"state alone, say local(optimizer, elementwise=True), else step it as it is"
@@ -85,10 +90,6 @@ def local(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
     return optimizer
 
 
-def _is_whole(base: type) -> bool:
-    return base.__name__ in WHOLE and base.__module__.startswith("torch.optim")
-
-
 def _steps_alone(param: DTensor) -> bool:
     layout = param._layout
     return not layout.is_partial and not layout.mesh.comm.outside
@@ -96,14 +97,18 @@ def _steps_alone(param: DTensor) -> bool:
 
 def _twin_of(optimizer: AnyOptimizer) -> Twin | None:
     """The twin to step instead; None where the optimizer must be stepped as it is."""
-    any_distributed, alone = False, is_elementwise(optimizer) or optimizer in _asked
+    any_distributed, alone = False, type(optimizer) in ELEMENTWISE or optimizer in _asked
     for group in optimizer.param_groups:
         for param in group["params"]:
             if type(param) is DTensor:
                 any_distributed = True
                 alone = alone and _steps_alone(param)
-                if "_unreduced" in param.__dict__:
-                    _check_reduced(param)
+                if "_unreduced" in param.__dict__ and param.grad is not None:  # `data_parallel` marks it
+                    raise AutogradError(
+                        f"step: the gradient of a parameter of shape {tuple(param.shape)} has parts that were not "
+                        f"reduced, because the last backward pass ran under no_sync(); run the last one of an "
+                        f"accumulation outside of it"
+                    )
         if group.get("differentiable"):
             alone = False
     if not any_distributed or not alone:
@@ -112,15 +117,6 @@ def _twin_of(optimizer: AnyOptimizer) -> Twin | None:
     if twin is None:
         twin = _twins[optimizer] = Twin(optimizer)
     return twin
-
-
-def _check_reduced(param: DTensor) -> None:
-    """`data_parallel` marks a gradient of which ranks still have parts."""
-    if param.grad is not None:
-        raise AutogradError(
-            f"step: the gradient of a parameter of shape {tuple(param.shape)} has parts that were not reduced, because "
-            f"the last backward pass ran under no_sync(); run the last one of an accumulation outside of it"
-        )
 
 
 def _before_step(optimizer: AnyOptimizer, args: Args, kwargs: Kwargs) -> Replaced:
@@ -153,10 +149,9 @@ def _enter(optimizer: AnyOptimizer, args: Args, kwargs: Kwargs) -> Replaced:
 
 
 def _leave(optimizer: AnyOptimizer, args: Args, kwargs: Kwargs) -> None:
-    if args and args[0] is not optimizer:
-        twin = _twins.get(optimizer)
-        if twin is not None and args[0] is twin.stand_in:
-            twin.leave(optimizer)
+    twin = _twins.get(optimizer)
+    if twin is not None and args and args[0] is twin.stand_in:
+        twin.leave(optimizer)
 
 
 def _after_step(optimizer: AnyOptimizer, args: Args, kwargs: Kwargs) -> None:

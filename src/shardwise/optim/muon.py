@@ -8,14 +8,16 @@ Owners are chosen so that all ranks have about the same work.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.comm.rank_tensor import RankTensor
-from shardwise.layout import Layout, Placement
+from shardwise.layout import Placement
 from shardwise.layout.layout import shards_from_table
+from shardwise.layout.region import whole_region
 from shardwise.mesh import Mesh
 from shardwise.tensor import DTensor
 
@@ -38,13 +40,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; every rank of the mesh calls it.
-
-        Args:
-            closure: Computes the loss and its gradients anew, called once before the update.
-
-        Returns:
-            What the closure returns; None without one.
+        """Update the parameters, on every rank of the mesh, after a call of the closure, whose loss it returns.
 
         Raises:
             RuntimeError: A parameter is complex, or a gradient sparse.
@@ -58,7 +54,8 @@ class Muon(torch.optim.Muon):
             params = [p for p in group["params"] if p.grad is not None]
             updates = [self._averaged(p, group) for p in params]
             whole = [_move(u, owners.get(id(p))) for p, u in zip(params, updates, strict=True)]
-            steps = [_move(s, _places(p)) for p, s in zip(params, _steps(whole, group), strict=True)]
+            home = [getattr(p, "placements", None) for p in params]
+            steps = list(map(_move, _steps(whole, group), home))
             decay = 1 - float(group["lr"]) * group["weight_decay"]
             for param, change in zip(params, steps, strict=True):
                 param.mul_(decay).add_(change)
@@ -87,15 +84,14 @@ class Muon(torch.optim.Muon):
 def _deal(matrices: Iterable[DTensor]) -> dict[int, Places]:
     """The dearest matrix first, each to the rank with the least work so far."""
     work: dict[Mesh, dict[tuple[int, ...], float]] = {}
-    found = {}
+    found: dict[int, Places] = {}
     for matrix in sorted(matrices, key=_cost, reverse=True):
         layout = matrix._layout
-        loads = work.setdefault(
-            layout.mesh, dict.fromkeys(itertools.product(*(range(k) for k in layout.mesh.shape)), 0.0)
-        )
+        loads = work.setdefault(layout.mesh, dict.fromkeys(itertools.product(*map(range, layout.mesh.shape)), 0.0))
         owner = min(loads, key=loads.__getitem__)
         loads[owner] += _cost(matrix)
-        found[id(matrix)] = _held_by(layout, owner)
+        rows = defaultdict(tuple, {owner: whole_region(layout.shape)[0]})  # the owner has all of them
+        found[id(matrix)] = shards_from_table(layout.mesh.shape, layout.shape[0], rows.__getitem__, 0)
     return found
 
 
@@ -104,23 +100,9 @@ def _cost(matrix: DTensor) -> float:
     return float(rows * columns * min(rows, columns))
 
 
-def _held_by(layout: Layout, owner: tuple[int, ...]) -> Places:
-    """The placements under which the rank at `owner` holds all rows."""
-    rows = layout.shape[0]
-    everything = ((0, rows),) if rows else ()
-    return shards_from_table(layout.mesh.shape, rows, lambda coords: everything if coords == owner else (), 0)
-
-
-def _places(param: torch.Tensor) -> Places | None:
-    return param.placements if isinstance(param, DTensor) else None
-
-
 def _move(value: torch.Tensor, placements: Places | None) -> torch.Tensor:
     """The value on its way to these placements; a plain one stays."""
-    if placements is None:
-        return value
-    assert isinstance(value, DTensor)
-    return value.redistribute(placements=placements, async_op=True)
+    return value.redistribute(placements=placements, async_op=True) if isinstance(value, DTensor) else value
 
 
 def _steps(whole: list[torch.Tensor], group: Group) -> list[torch.Tensor]:
@@ -143,11 +125,9 @@ def _torch_steps(updates: list[torch.Tensor], group: Group) -> list[torch.Tensor
     """The step of torch's own Muon from zero, without momentum or decay, for each of these updates."""
     if not updates:
         return []
-    stand_ins = []
-    for update in updates:
-        stand_in = torch.zeros_like(update, dtype=_precise_dtype(update), requires_grad=True)
+    stand_ins = [torch.zeros_like(update, dtype=_precise_dtype(update), requires_grad=True) for update in updates]
+    for stand_in, update in zip(stand_ins, updates, strict=True):
         stand_in.grad = update.to(stand_in.dtype)
-        stand_ins.append(stand_in)
     options = {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
     torch.optim.Muon(stand_ins, weight_decay=0.0, momentum=0.0, nesterov=False, **options).step()
     return [stand_in.detach() for stand_in in stand_ins]

@@ -10,11 +10,11 @@ import torch
 
 from shardwise.autograd.leaves import leaf_local, leaf_values
 from shardwise.errors import LayoutError
-from shardwise.optim.elementwise import NUMBERS
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
 State = dict[Any, Any]  # an optimizer's state: for each parameter a dict, and what else an optimizer keeps there
+NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})  # one for a whole parameter: plain tensors, as torch has them
 
 
 class Slot:

@@ -16,8 +16,6 @@ import torch
 
 from shardwise.engine import aliasing
 from shardwise.errors import RuleError
-from shardwise.optim.elementwise import is_elementwise
-from shardwise.optim.mirror import Mirror
 from shardwise.optim.slot import Slot, State
 from shardwise.tensor import DTensor
 
@@ -25,6 +23,58 @@ Group = dict[str, Any]  # an optimizer's param_group: "params", and options of a
 
 _OWN = ("state", "param_groups")  # the twin has its own; everything else an optimizer has is mirrored
 _OF_TORCH = frozenset({*_OWN, "defaults"})
+_NOTHING = object()
+
+# torch's optimizers that treat every element of a parameter by itself. (A subclass may do anything.)
+ELEMENTWISE: frozenset[type] = frozenset(
+    getattr(torch.optim, name)
+    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+)
+
+
+class Mirror:
+    """A copy of a dict of an optimizer (its attributes, the options of a group) in which DTensors (a learning rate, a
+    gradient scale) are plain tensors.
+
+    `enter` brings the copy to what the dict holds now, `leave` puts what was changed on the copy into the dict. What
+    somebody else changed in the dict in between stays, unless the copy was changed at the same key.
+    """
+
+    def __init__(self, skip: tuple[str, ...]) -> None:
+        self.inner: dict[str, Any] = {}
+        self._skip = skip  # keys under which the copy holds something of its own
+        self._entered: dict[str, Any] = {}
+        self._tensors: list[tuple[str, DTensor, int]] = []  # DTensors, and the version of their plain tensors
+
+    def enter(self, outer: dict[str, Any], **own: Any) -> dict[str, Any]:
+        """The copy, the same object at every call, with `own` in place of the skipped keys."""
+        inner = self.inner
+        inner.clear()
+        inner.update(outer)
+        self._tensors = []
+        for key, value in outer.items():
+            if isinstance(value, DTensor):
+                inner[key] = whole = value.full_tensor().detach()
+                self._tensors.append((key, value, whole._version))
+        inner.update(own)
+        self._entered = inner.copy()
+        return inner
+
+    def leave(self, outer: dict[str, Any]) -> None:
+        """Put what was changed on the copy since `enter` into the dict."""
+        inner, entered = self.inner, self._entered
+        for key, value in inner.items():
+            if value is not entered.get(key, _NOTHING) and key not in self._skip:
+                outer[key] = value
+        if inner.keys() != entered.keys():
+            for key in entered.keys() - inner.keys():
+                outer.pop(key, None)
+        for key, tensor, version in self._tensors:  # written in place
+            whole = inner.get(key)
+            if whole is entered[key] and whole._version != version:
+                with torch.no_grad():
+                    tensor.copy_(whole)
+        self._entered, self._tensors = {}, []
 
 
 class _Params:
@@ -61,9 +111,7 @@ class Twin:
         """The stand-in, holding what the optimizer holds now."""
         if not self._knows(optimizer.param_groups):
             self._learn(optimizer)
-        state = optimizer.state
-        count = 0
-        groups = []
+        state, count, groups = optimizer.state, 0, []
         for group, known in zip(optimizer.param_groups, self.groups, strict=True):
             for param, slot in zip(known.params, known.slots, strict=True):
                 outer = state.get(param)
@@ -89,8 +137,7 @@ class Twin:
         self.entered = False
         if self.attributes.inner["state"] is not self.state:
             self.state = defaultdict(dict, self.attributes.inner["state"])
-        state = optimizer.state
-        count = 0
+        state, count = optimizer.state, 0
         for known in self.groups:
             for param, slot in zip(known.params, known.slots, strict=True):
                 first = param if slot is None else slot.values[0]
@@ -133,13 +180,12 @@ class Twin:
 
     def _knows(self, groups: list[Group]) -> bool:
         """Whether the parameters are the same tensors as at the last step, with the same memory."""
-        return len(groups) == len(self.groups) and all(
-            known.are(group["params"]) for group, known in zip(groups, self.groups, strict=True)
-        )
+        same = len(groups) == len(self.groups)
+        return same and all(known.are(group["params"]) for group, known in zip(groups, self.groups, strict=True))
 
     def _learn(self, optimizer: torch.optim.Optimizer) -> None:
         groups = [_Params(list(group["params"])) for group in optimizer.param_groups]
-        if not is_elementwise(optimizer):
+        if type(optimizer) not in ELEMENTWISE:
             _refuse_tensors_by_parameter(optimizer, _local_ids(self.groups) - _local_ids(groups))
         self.state.clear()
         self._others = {}

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from shardwise.random.elementary import exp, log, turn
-from shardwise.random.philox import Words, in_turn
-from shardwise.random.scratch import SCRATCH
+from shardwise.random.philox import SCRATCH, Words, in_turn
 
 Number = Any  # an int of the distribution of integers, a float of all others
 SMALL_SPAN = 1 << 24  # integers from fewer values than this take 32 bits
@@ -24,18 +23,12 @@ SMALL_SPAN = 1 << 24  # integers from fewer values than this take 32 bits
 
 @dataclass(frozen=True)
 class Distribution:
-    """What to draw.
-
-    Attributes:
-        name: The distribution, by its name in the table at the end of this file.
-        a, b: Its parameters, which the table explains.
-        torch_call: How torch draws it: the name of the method that fills a tensor, and its arguments.
-    """
+    """What to draw: a name in the table at the end of this file, which explains the parameters."""
 
     name: str
     a: Number
     b: Number
-    torch_call: tuple[Any, ...]
+    torch_call: tuple[Any, ...]  # how torch draws it: the name of the method that fills a tensor, and its arguments
 
     def two_words(self, dtype: torch.dtype) -> bool:
         """Whether an element takes two words."""
@@ -48,8 +41,7 @@ class Distribution:
         return 2 if self.two_words(dtype) else 4
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise torch's own error where its method does not take these arguments or this dtype, without a draw from its
-        stream."""
+        """Raise torch's own error where its method does not take these arguments or this dtype."""
         name, *args = self.torch_call
         getattr(torch.empty(1, dtype=dtype), name)(*args, generator=torch.Generator())
 
@@ -64,13 +56,17 @@ def unit_bits(dtype: torch.dtype) -> int:
     return {torch.float64: 53, torch.bfloat16: 8, torch.float16: 11}.get(dtype, 24)
 
 
-def _half_open(x: np.ndarray, bits: int) -> np.ndarray:
-    """In [0, 1)."""
-    double = x.dtype == np.uint64
-    x >>= x.dtype.type((64 if double else 32) - bits)
-    u = SCRATCH.cast(x.view(np.int64 if double else np.int32), np.float64 if double else np.float32)
+def _over(x: np.ndarray, bits: int) -> np.ndarray:
+    """The integers as floats of the same size, over 2^bits."""
+    u = SCRATCH.cast(x, np.float64 if x.itemsize == 8 else np.float32)
     u *= u.dtype.type(2.0**-bits)
     return u
+
+
+def _half_open(x: np.ndarray, bits: int) -> np.ndarray:
+    """In [0, 1)."""
+    x >>= x.dtype.type(8 * x.itemsize - bits)
+    return _over(x.view(np.int64 if x.itemsize == 8 else np.int32), bits)
 
 
 def _open(x: np.ndarray) -> np.ndarray:
@@ -78,26 +74,19 @@ def _open(x: np.ndarray) -> np.ndarray:
     if x.dtype == np.uint64:
         x = np.right_shift(x, np.uint64(11), out=SCRATCH.new(x.shape, np.uint64))
         x |= np.uint64(1)
-        u = SCRATCH.cast(x.view(np.int64), np.float64)
-        u *= 2.0**-53
-        return u
-    u = SCRATCH.cast(np.bitwise_or(x, np.uint32(1), out=SCRATCH.new(x.shape, np.uint32)), np.float32)
-    u *= np.float32(2.0**-32)
+        return _over(x.view(np.int64), 53)
+    u = _over(np.bitwise_or(x, np.uint32(1), out=SCRATCH.new(x.shape, np.uint32)), 32)
     return np.minimum(u, np.float32(1 - 2.0**-24), out=u)
 
 
 def _signed(x: np.ndarray) -> np.ndarray:
     """In [-1, 1], from all bits but the first."""
     bits = np.left_shift(x, x.dtype.type(1), out=SCRATCH.new(x.shape, x.dtype))
-    if x.dtype == np.uint64:
-        whole = bits.view(np.int64)
-        whole >>= 11
-        v = SCRATCH.cast(whole, np.float64)
-        v *= 2.0**-52
-        return v
-    v = SCRATCH.cast(bits.view(np.int32), np.float32)
-    v *= np.float32(2.0**-31)
-    return v
+    if x.dtype == np.uint32:
+        return _over(bits.view(np.int32), 31)
+    whole = bits.view(np.int64)
+    whole >>= 11
+    return _over(whole, 52)
 
 
 def _scaled(x: np.ndarray, factor: float, offset: float) -> np.ndarray:

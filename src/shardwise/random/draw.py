@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.base import Comm, Coords
+from shardwise.comm.base import Comm
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.context import relaxed
 from shardwise.layout import Layout, Partial
@@ -17,7 +17,6 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import Mesh
 from shardwise.random import torch_stream
 from shardwise.random.agreement import note_draw
-from shardwise.random.boxes import Intervals
 from shardwise.random.distributions import Distribution
 from shardwise.random.fill import fill_held, is_abstract
 from shardwise.random.generator import TORCH, next_key, stream
@@ -57,20 +56,15 @@ def fill_local(local: Any, layout: Layout, what: Distribution, generator: torch.
     first = comm.first(local)
     if is_abstract(first):
         return
-    sides, split = comm.per_rank(lambda coords: held_sides(layout, coords)), _split(layout)
+    regions, split = comm.per_rank(layout.region), _split(layout)
     if stream() == TORCH:
         note_torch_draw(layout.mesh, generator)
         parts = torch_stream.chunks(layout.shape, layout.stride, layout.dtype, layout.device, what, generator)
         for start, numbers in parts:
-            comm.bind(torch_stream.keep_part, split)(local, sides, layout.shape, start, numbers)
+            comm.bind(torch_stream.keep_part, split)(local, regions, layout.shape, start, numbers)
         return
     key = common_key(layout.mesh, generator)
-    comm.bind(lambda local, sides: fill_held(local, sides, layout.shape, what, key), split)(local, sides)
-
-
-def held_sides(layout: Layout, coords: Coords) -> tuple[Intervals, ...]:
-    """The indices of every dim that the rank at `coords` holds."""
-    return tuple(layout.held(dim, coords) for dim in range(layout.ndim))
+    comm.bind(lambda local, region: fill_held(local, region, layout.shape, what, key), split)(local, regions)
 
 
 def _split(layout: Layout) -> tuple[int, ...]:
@@ -86,7 +80,7 @@ def common_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
         return next_key(generator)
     if _are_threads(comm):
         key = next_key(generator) if not any(comm.coords) else 0
-        return _summed(mesh, _signed(key)) % (1 << 64)
+        return _summed(mesh, key)
     key = next_key(generator)
     note_draw(mesh, key)
     return key
@@ -105,12 +99,8 @@ def _are_threads(comm: Comm) -> TypeGuard[ProcessGroupComm]:
     return isinstance(comm, ProcessGroupComm) and dist.get_backend(comm.group(0)) == "threaded"
 
 
-def _signed(key: int) -> int:
-    return key - (1 << 64) if key >> 63 else key
-
-
-def _summed(mesh: Mesh, value: int) -> int:
+def _summed(mesh: Mesh, key: int) -> int:
     layout = Layout.make(mesh, [Partial("sum")] * len(mesh.shape), (1,), torch.int64)
-    local = torch.tensor([value], dtype=torch.int64, device=mesh.device)
+    local = torch.tensor([key - (key >> 63 << 64)], dtype=torch.int64, device=mesh.device)
     with relaxed(), torch.no_grad():
-        return int(wrap(mesh.comm.shared(local), layout).full_tensor())
+        return int(wrap(mesh.comm.shared(local), layout).full_tensor()) % (1 << 64)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.random.scratch import SCRATCH
+from shardwise.random.philox import SCRATCH
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Fill what a rank holds with random numbers: any box of a global tensor, on any device, without the rest."""
+"""Fill what a rank holds with random numbers: any tile of a global tensor, on any device, without the rest."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,36 +11,32 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from shardwise.random.boxes import Box, Intervals, box_of, held_boxes
+from shardwise.layout.region import Region
 from shardwise.random.distributions import Distribution
 from shardwise.random.philox import CHUNK, words
+from shardwise.random.walk import Walk, walk_over
 from shardwise.torch_private import FakeTensor
 
 _WORTH_THREADS = 1 << 19  # elements: with fewer, starting threads costs more than they save
 
 
 def fill_held(
-    local: torch.Tensor, sides: Sequence[Intervals], shape: Sequence[int], what: Distribution, key: int, draw: int = 0
+    local: torch.Tensor, region: Region, shape: Sequence[int], what: Distribution, key: int, draw: int = 0
 ) -> torch.Tensor:
-    """Fill `local`, which holds the indices `sides[d]` of each dim d of a tensor of `shape`, and return it."""
-    for offsets, where in held_boxes(sides):
-        fill_box(local[where] if where else local, offsets, shape, what, key, draw)
+    """Fill `local`, which holds this region of a tensor of `shape`, tile by tile, and return it."""
+    tiles = [local.detach()]
+    for dim, side in enumerate(region):
+        tiles = [part for tile in tiles for part in tile.split([b - a for a, b in side], dim)]
+    for tile, bounds in zip(tiles, itertools.product(*region), strict=True):
+        fill_tile(tile, [a for a, _ in bounds], shape, what, key, draw)
     return local
 
 
-def fill_box(
+def fill_tile(
     target: torch.Tensor, offsets: Sequence[int], shape: Sequence[int], what: Distribution, key: int, draw: int = 0
 ) -> torch.Tensor:
-    """Fill a plain tensor that is part of a larger one, and return it.
-
-    Args:
-        target: The tensor, on any device.
-        offsets: Where its first element stands in the larger tensor.
-        shape: The shape of the larger tensor.
-        what: The distribution.
-        key: The 64-bit key of the draw.
-        draw: Which of several draws under that key this is.
-    """
+    """Fill a plain tensor, the tile at `offsets` of one of `shape`, and return it. `draw` tells draws under one 64-bit
+    key apart."""
     if not target.numel() or is_abstract(target):
         return target
     whole = target
@@ -48,14 +45,15 @@ def fill_box(
         if what.name == "normal":
             what = replace(what, b=what.b * math.sqrt(0.5))
         target, offsets, shape = torch.view_as_real(target), (*offsets, 0), (*shape, 2)
+    walk = walk_over(shape, offsets, target.shape, target.stride())
     if target.device.type == "cuda":
         from shardwise.random.triton_kernel import fill  # needs Triton, which comes with torch for GPUs
 
-        fill(target, box_of(shape, offsets, target.shape, target.stride()), what, key, draw)
+        fill(target, walk, what, key, draw)
     elif target.device.type == "cpu":
-        _fill_cpu(target, box_of(shape, offsets, target.shape, target.stride()), what, key, draw)
+        _fill_cpu(target, walk, what, key, draw)
     else:
-        target.copy_(fill_box(torch.empty_like(target, device="cpu"), offsets, shape, what, key, draw))
+        target.copy_(fill_tile(torch.empty_like(target, device="cpu"), offsets, shape, what, key, draw))
     return whole
 
 
@@ -64,27 +62,26 @@ def is_abstract(x: torch.Tensor) -> bool:
     return x.device.type == "meta" or isinstance(x, FakeTensor)
 
 
-def _fill_cpu(target: torch.Tensor, box: Box, what: Distribution, key: int, draw: int) -> None:
+def _fill_cpu(target: torch.Tensor, walk: Walk, what: Distribution, key: int, draw: int) -> None:
     per = what.per_block(target.dtype)
-    longest = box.sizes[-1]
+    longest = walk.sizes[-1]
     padded = (longest + 2 * per - 2) // per * per  # a run of them may begin anywhere in a block
     limit = (CHUNK - 2) * per * longest // padded if longest < CHUNK * per else (CHUNK - 2) * per
 
-    def fill_piece(placed: tuple[int, Box]) -> None:
+    def fill_piece(placed: tuple[int, Walk]) -> None:
         offset, piece = placed
         part = target.as_strided(piece.sizes, piece.strides, target.storage_offset() + offset)
         part.copy_(torch.from_numpy(_numbers(piece, per, what, target.dtype, key, draw)).view(piece.sizes))
 
-    pieces = box.pieces(max(limit, 1))
+    pieces = walk.pieces(max(limit, 1))
     if torch.get_num_threads() > 1 and target.numel() >= _WORTH_THREADS:
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             list(threads.map(fill_piece, pieces))
     else:
-        for placed in pieces:
-            fill_piece(placed)
+        list(map(fill_piece, pieces))
 
 
-def _numbers(piece: Box, per: int, what: Distribution, dtype: torch.dtype, key: int, draw: int) -> np.ndarray:
+def _numbers(piece: Walk, per: int, what: Distribution, dtype: torch.dtype, key: int, draw: int) -> np.ndarray:
     """The numbers of a piece, a row for each run."""
     starts, length = piece.run_starts(), piece.sizes[-1]
     phases = starts % per

@@ -73,19 +73,13 @@ def next_key(generator: torch.Generator | None = None) -> int:
     """A new key: 64 bits drawn from a generator (default: torch's)."""
     generator = torch.default_generator if generator is None else generator
     if generator.device.type == "cpu":
-        if count_dispatch_modes() == 0:
-            return _drawn(generator)
-        with without_modes():  # a fake tensor has no value
-            return _drawn(generator)
+        with without_modes() if count_dispatch_modes() else contextlib.nullcontext():  # a fake tensor has no value
+            number = torch.empty((), dtype=torch.int64, device="cpu").random_(_LOWEST, None, generator=generator)
+            return int(number) % (1 << 64)
     # a GPU's generator counts: take the next count, without waiting for the GPU
     offset = generator.get_offset()
     generator.set_offset(offset + 4)
     return int(words(np.array([offset]), generator.initial_seed()).pairs()[0, 0])
-
-
-def _drawn(generator: torch.Generator) -> int:
-    number = torch.empty((), dtype=torch.int64, device="cpu").random_(_LOWEST, None, generator=generator)
-    return int(number) % (1 << 64)
 
 
 class _Chosen(threading.local):

@@ -6,10 +6,12 @@ Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011)
 from __future__ import annotations
 
 import functools
+import math
+import threading
+from typing import NamedTuple
 
 import numpy as np
-
-from shardwise.random.scratch import SCRATCH
+import numpy.typing as npt
 
 CHUNK = 24576  # blocks made at a time: enough to hide the cost of a call, few enough to stay in the processor's cache
 
@@ -21,13 +23,40 @@ _LOW, _HALF = np.array(0xFFFFFFFF, dtype=np.uint64), np.array(32, dtype=np.uint6
 Keys = tuple[tuple[np.ndarray, np.ndarray], ...]  # two numbers for each round, as arrays: numpy is fastest with those
 
 
-class Words:
-    """The four words of each of `count` blocks: words 0 and 2 are the rows of `even`, 1 and 3 those of `odd`, as uint64
+class Scratch(threading.local):
+    """A stack of arrays for each thread, free again at `start`: fresh memory would cost more than the arithmetic."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(1 << 20, dtype=np.uint8)
+        self.used = 0
+
+    def start(self) -> None:
+        self.used = 0
+
+    def new(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
+        """An array whose values are arbitrary, good until the next `start`."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        begin, self.used = self.used, self.used + (size + 63) // 64 * 64
+        if self.used > len(self.memory):  # arrays that are out keep the old memory alive
+            self.memory = np.empty(2 * self.used, dtype=np.uint8)
+        return self.memory[begin : begin + size].view(dtype).reshape(shape)
+
+    def cast(self, x: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
+        """A copy of `x` in another dtype, good until the next `start`."""
+        out = self.new(x.shape, dtype)
+        out[...] = x
+        return out
+
+
+SCRATCH = Scratch()
+
+
+class Words(NamedTuple):
+    """The four words of each block: words 0 and 2 are the rows of `even`, 1 and 3 those of `odd`, as uint64
     whose upper halves are zero in `even` and anything in `odd`."""
 
-    def __init__(self, even: np.ndarray, odd: np.ndarray) -> None:
-        self.even, self.odd = even, odd
-        self.count = even.shape[1]
+    even: np.ndarray
+    odd: np.ndarray
 
     def pairs(self) -> np.ndarray:
         """Two uint64 for each block, as rows: (words 0 and 1, words 2 and 3), the first of each in the lower half."""
@@ -50,17 +79,8 @@ def in_turn(rows: np.ndarray) -> np.ndarray:
 
 
 def words(blocks: np.ndarray, key: int, draw: int = 0) -> Words:
-    """The words of blocks under a 64-bit key.
-
-    Args:
-        blocks: The numbers of at most CHUNK blocks, as int64, the smallest first and the largest last.
-        key: The key, 64 bits.
-        draw: Which of several numbers of one element these are for.
-
-    Returns:
-        The words, in scratch memory: they are good until the next call. The counter of a block is (its number in 64
-        bits, draw, 0).
-    """
+    """The words of at most CHUNK blocks (int64, the smallest first and the largest last) under a 64-bit key, in scratch
+    memory: good until the next call. The counter of a block is (its number in 64 bits, draw, 0)."""
     SCRATCH.start()
     even, odd, spare = (SCRATCH.new((2, blocks.size), np.uint64) for _ in range(3))
     numbers, keys = blocks.reshape(-1).view(np.uint64), _round_keys(key)

@@ -3,7 +3,6 @@ them all and keeps its part. On a CPU, where torch draws one number after the ot
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.layout import contiguous_stride
-from shardwise.random.boxes import Intervals
+from shardwise.layout.region import Region, region_shape
+from shardwise.layout.split import count, intersect
 from shardwise.random.distributions import Distribution
 
 CHUNK = 1 << 20  # elements drawn at a time
@@ -58,17 +58,15 @@ def chunks(
         yield n - _GROUP, drawn(_GROUP)
 
 
-def keep_part(
-    local: torch.Tensor, sides: Sequence[Intervals], shape: Sequence[int], start: int, numbers: torch.Tensor
-) -> None:
-    """Copy those numbers of a stretch that a rank holds, by its indices of each dim, into its local tensor. They are a
-    stretch of that as well, since both are in the same order."""
-    first, last = (held_before(sides, shape, i) for i in (start, start + len(numbers)))
+def keep_part(local: torch.Tensor, region: Region, shape: Sequence[int], start: int, numbers: torch.Tensor) -> None:
+    """Copy those numbers of a stretch that are in a rank's region into its local tensor. They are a stretch of that as
+    well, since both are in the same order."""
+    first, last = (held_before(region, shape, i) for i in (start, start + len(numbers)))
     if first == last:
         return
     places = np.unravel_index(np.arange(first, last), tuple(local.shape) or (1,))
     numbered = np.zeros(last - first, dtype=np.int64)
-    for place, side, step in zip(places, sides, contiguous_stride(shape)):
+    for place, side, step in zip(places, region, contiguous_stride(shape)):
         held = np.concatenate([np.arange(a, b) for a, b in side])
         numbered += held[place] * step
     mine = numbers[torch.from_numpy(numbered - start).to(numbers.device)]
@@ -78,26 +76,19 @@ def keep_part(
         local[tuple(map(torch.from_numpy, places))] = mine
 
 
-def held_before(sides: Sequence[Intervals], shape: Sequence[int], number: int) -> int:
-    """How many elements that a rank holds come before element `number` of the whole tensor.
+def held_before(region: Region, shape: Sequence[int], number: int) -> int:
+    """How many elements of a region come before element `number` of the whole tensor.
 
     >>> held_before([((1, 3),), ((0, 2), (4, 5))], (3, 5), 7)
     2
     """
-    sizes = [sum(b - a for a, b in side) for side in sides]
+    sizes = region_shape(region)
     if number >= math.prod(shape):
         return math.prod(sizes)
     total = 0
     for dim, step in enumerate(contiguous_stride(shape)):
         index, number = divmod(number, step)
-        below, inside = _count_below(sides[dim], index)
-        total += below * math.prod(sizes[dim + 1 :])
-        if not inside:
+        total += count(intersect(region[dim], ((0, index),))) * math.prod(sizes[dim + 1 :])
+        if not any(a <= index < b for a, b in region[dim]):
             return total
     return total
-
-
-def _count_below(side: Intervals, index: int) -> tuple[int, bool]:
-    before = bisect.bisect_right([a for a, _ in side], index)
-    below = sum(min(b, index) - a for a, b in side[:before])
-    return below, before > 0 and index < side[before - 1][1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,25 +16,25 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from triton.language.extra import libdevice  # type: ignore[import-not-found]
 
-from shardwise.random.boxes import Box
 from shardwise.random.distributions import Distribution, unit_bits
 from shardwise.random.elementary import DOUBLE, EXP, LN2_HIGH, LN2_LOW, LOG2_E, SINGLE
+from shardwise.random.walk import Walk
 
 _BLOCK = 1024
-_MOST_DIMS = 4  # of a box; the dims before them are walked on the host
+_MOST_DIMS = 4  # of a walk; the dims before them are walked on the host
 _INTS = [f"{name}{i}" for name in ("size", "step", "stride") for i in range(_MOST_DIMS)]
 
 
-def fill(target: torch.Tensor, box: Box, what: Distribution, key: int, draw: int = 0) -> None:
-    """`target`, a box of a tensor, filled with its numbers."""
+def fill(target: torch.Tensor, walk: Walk, what: Distribution, key: int, draw: int = 0) -> None:
+    """`target`, a tile of a tensor, filled with its numbers."""
     flat = target.view(torch.uint8) if target.dtype == torch.bool else target
     two_words = what.two_words(target.dtype)
     double = two_words if what.name in ("bernoulli", "geometric") else target.dtype == torch.float64
     form = DOUBLE if double else SINGLE
-    for offset, part in _low_dims(box):
+    for offset, part in _low_dims(walk):
         dims = len(part.sizes)
         n = math.prod(part.sizes)
-        padded = [(*values, *[0] * (_MOST_DIMS - dims)) for values in (part.sizes, part.steps, part.strides)]
+        padded = [(*values, *[0] * (_MOST_DIMS - dims)) for values in part[1:]]
         with torch.cuda.device(target.device):
             _fill[(triton.cdiv(n, _BLOCK),)](
                 flat.as_strided((1,), (1,), flat.storage_offset() + offset),
@@ -45,29 +46,26 @@ def fill(target: torch.Tensor, box: Box, what: Distribution, key: int, draw: int
             )  # fmt: skip
 
 
-def _low_dims(box: Box) -> Any:
-    """The box as boxes of few dims, each with its offset in memory."""
-    inner = math.prod(box.sizes[-_MOST_DIMS:])
-    for offset, piece in box.pieces(inner) if len(box.sizes) > _MOST_DIMS else [(0, box)]:
-        yield offset, Box(piece.start, *(x[-_MOST_DIMS:] for x in (piece.sizes, piece.steps, piece.strides)))
+def _low_dims(walk: Walk) -> Any:
+    """The walk as walks of few dims, each with its offset in memory."""
+    inner = math.prod(walk.sizes[-_MOST_DIMS:])
+    for offset, piece in walk.pieces(inner) if len(walk.sizes) > _MOST_DIMS else [(0, walk)]:
+        yield offset, Walk(piece.start, *(x[-_MOST_DIMS:] for x in piece[1:]))
 
 
 def _parameters(what: Distribution) -> tuple[int, int]:
     """Two parameters as integers: floats as the bits of a double, thresholds and bounds as they are."""
-    a, b = what.a, what.b
-    if what.name == "integer":
-        return _signed(a % (1 << 64)), _signed(b % (1 << 64))  # no bound: 2^64, which is 0
-    if what.name == "bernoulli":
-        return math.ceil(a * 2.0**53), 0
-    if what.name == "dropout":
-        return round(a * 2.0**32) - 1, _bits(b)
-    if what.name == "uniform":
-        return _bits(a), _bits(b - a)
-    if what.name == "exponential":
-        return _bits(-a), 0
-    if what.name == "geometric":
-        return _bits(math.log1p(-a)), 0
-    return _bits(a), _bits(b)
+    return _PARAMETERS.get(what.name, lambda a, b: (_bits(a), _bits(b)))(what.a, what.b)
+
+
+_PARAMETERS: dict[str, Callable[[Any, Any], tuple[int, int]]] = {
+    "integer": lambda a, b: (_signed(a % (1 << 64)), _signed(b % (1 << 64))),  # no bound: 2^64, which is 0
+    "bernoulli": lambda a, b: (math.ceil(a * 2.0**53), 0),
+    "dropout": lambda a, b: (round(a * 2.0**32) - 1, _bits(b)),
+    "uniform": lambda a, b: (_bits(a), _bits(b - a)),
+    "exponential": lambda a, b: (_bits(-a), 0),
+    "geometric": lambda a, b: (_bits(math.log1p(-a)), 0),
+}
 
 
 def _bits(x: float) -> int:
@@ -89,7 +87,7 @@ def _fill(
     LOG: tl.constexpr, SIN: tl.constexpr, COS: tl.constexpr,
     LN2_HIGH: tl.constexpr, LN2_LOW: tl.constexpr, LOG2_E: tl.constexpr, EXP: tl.constexpr,
 ):  # fmt: skip
-    """One element a lane: its place in the box, its number, its block, its value."""
+    """One element a lane: its place in the tile, its number, its block, its value."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < n
     number = tl.zeros_like(place) + start

@@ -65,7 +65,8 @@ def bernoulli_of(p: Any, generator: Drawer = None, like: Wrapper | None = None) 
     if not bool(((p >= 0) & (p <= 1)).all()):
         raise RuntimeError("Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
     layout = (p if like is None else like)._layout
-    noise = drawn(layout.replace(dtype=_real(p.dtype)), draws.uniform(), generator)
+    real = torch.float64 if p.dtype == torch.float64 else torch.float32
+    noise = drawn(layout.replace(dtype=real), draws.uniform(), generator)
     return (noise < p).to(layout.dtype)
 
 
@@ -132,7 +133,3 @@ def rrelu_of(x: Wrapper, lower: float, upper: float) -> Any:
     x = reduced(x)
     slopes = drawn(x._layout, draws.uniform(lower, upper))
     return torch.where(x > 0, x, x * slopes)
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -13,7 +13,7 @@ from shardwise.errors import MeshError
 from shardwise.layout import contiguous_stride
 from shardwise.random import distributions as draws
 from shardwise.random import torch_stream
-from shardwise.random.fill import fill_box
+from shardwise.random.fill import fill_tile
 from shardwise.random.generator import TORCH, next_key, stream
 from shardwise.sharded.base import Options
 from shardwise.sharded.groups import Group, as_group, check_member, ranks_of
@@ -102,13 +102,13 @@ def fill_randomly(
             stride = contiguous_stride(size)
             for start, numbers in torch_stream.chunks(size, stride, like.dtype, like.device, what, generator):
                 for tile, offsets in tiles:
-                    sides = [((a, a + n),) if n else () for a, n in zip(offsets, tile.shape, strict=True)]
+                    region = tuple(((a, a + n),) if n else () for a, n in zip(offsets, tile.shape, strict=True))
                     if tile.numel():
-                        torch_stream.keep_part(tile, sides, size, start, numbers)
+                        torch_stream.keep_part(tile, region, size, start, numbers)
         else:
             key = next_key(generator)  # on a rank without tiles too: its generator stays in step with the others'
             for tile, offsets in tiles:
-                fill_box(tile, offsets, size, what, key)
+                fill_tile(tile, offsets, size, what, key)
     return tensor
 
 

@@ -13,18 +13,17 @@ from shardwise.argument_types import MeshArgument
 from shardwise.comm.reduction import reduce_parts
 from shardwise.layout import Layout, Partial, Shard
 from shardwise.mesh import as_mesh
-from shardwise.move import plan_move
 from shardwise.testing.spread import Combination, Parts, can_add
-from shardwise.testing.trial import Outcome, Reference, different
+from shardwise.testing.trial import Outcome, Reference, different, move_bytes
+
+Trial = tuple[Combination, Outcome]
+_move_bytes = lru_cache(maxsize=100_000)(move_bytes)
 
 
 def missed_chance(expected: Reference, mesh: MeshArgument, layouts: Combination, seed: int) -> str:
     """The layouts of operands and results, as text, if running the op on the ranks' own tensors gives right results;
-    else an empty text.
-
-    Layouts under which a rank holds nothing are skipped: any result would be right there."""
-    inner = as_mesh(mesh)
-    sample = expected.sample
+    else an empty text. Layouts under which a rank holds nothing are skipped: any result would be right there."""
+    inner, sample = as_mesh(mesh), expected.sample
     if not sample.takes_any_sizes:
         return ""
     held = []
@@ -41,13 +40,10 @@ def missed_chance(expected: Reference, mesh: MeshArgument, layouts: Combination,
                 ranks.append(tree_flatten(sample.call([parts.at(inner.coords(rank)) for parts in held]))[0])
     except Exception:  # the op does not accept what a rank holds
         return ""
-    outs = []
-    for i, want in enumerate(expected.outputs):
-        found = _layout_of([results[i] for results in ranks], want) if all(len(r) > i for r in ranks) else None
-        if found is None:
-            return ""
-        outs.append(found)
-    return f"{pattern(layouts)} -> {' '.join(outs)}"
+    if any(len(results) < len(expected.outputs) for results in ranks):
+        return ""
+    outs = [_layout_of([results[i] for results in ranks], want) for i, want in enumerate(expected.outputs)]
+    return f"{pattern(layouts)} -> {' '.join(map(str, outs))}" if None not in outs else ""
 
 
 def _layout_of(parts: Sequence[Any], want: Any) -> str | None:
@@ -75,22 +71,11 @@ def is_plain(layouts: Combination) -> bool:
     return all((isinstance(p, Shard) and p.pieces is None) or p.is_replicate() or p == Partial() for p in flat)
 
 
-@lru_cache(maxsize=100_000)
-def _move_bytes(src: Layout, dst: Layout) -> int:
-    plan = plan_move(src, dst)
-    return sum(plan.bytes_in(rank) for rank in src.mesh.ranks)
-
-
 def cheapest_known(
-    expected: Reference,
-    mesh: MeshArgument,
-    here: Combination,
-    cost: Outcome,
-    tried: Sequence[tuple[Combination, Outcome]],
+    expected: Reference, mesh: MeshArgument, here: Combination, cost: Outcome, tried: Sequence[Trial]
 ) -> tuple[int, Combination]:
-    """The cheapest way that the trials show: move the operands to a layout that was tried and run the op there.
-
-    Returns its bytes and that layout. Ways whose results leave larger sums pending do not count."""
+    """The cheapest way that the trials show, to move the operands to a layout that was tried and run the op there: its
+    bytes and that layout. Ways whose results leave larger sums pending do not count."""
     inner = as_mesh(mesh)
 
     def moves(there: Combination) -> int:

@@ -1,4 +1,4 @@
-"""check_rule: does an op give plain torch's answer on every layout? For rules of one's own, and for ours."""
+"""check_rule: does an op give plain torch's answer on every layout? And in_double, to compare whole models with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shardwise.argument_types import MeshArgument
 from shardwise.errors import RuleError
@@ -74,7 +75,8 @@ def check_rule(
         if expected is None:
             call.call([t.clone() for t in call.tensors])  # plain torch's own error
             raise RuleError(f"check_rule: plain torch cannot run sample {n}")
-        for mesh in map(_mesh, mesh_shapes):
+        for asked in mesh_shapes:
+            mesh = simulate(tuple(asked)) if isinstance(asked, (tuple, list)) else asked
             shape = as_mesh(mesh).shape
             for layouts in combinations(call.tensors, shape, limit, f"{seed} {n}", partial):
                 outcome = attempt(expected, mesh, layouts, seed)
@@ -82,10 +84,6 @@ def check_rule(
                 if outcome.verdict != RIGHT:
                     raise AssertionError(_complaint(op, n, call, shape, layouts, outcome))
     return trials
-
-
-def _mesh(mesh: tuple[int, ...] | MeshArgument) -> MeshArgument:
-    return simulate(tuple(mesh)) if isinstance(mesh, (tuple, list)) else mesh
 
 
 def _arguments(sample: Any, n: int) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -107,3 +105,22 @@ def _complaint(
         for i, (t, p) in enumerate(zip(call.tensors, layouts, strict=True))
     )
     return f"{name}: {outcome.verdict} on sample {n}, mesh {tuple(shape)}\n{places}\n  {outcome.message}"
+
+
+class in_double(TorchFunctionMode):
+    """Inside, float64 stays what it is: what asks torch for float32 gets float64, on plain tensors and DTensors.
+
+    A model that computes a part of itself in float32, whatever its own dtype (a Llama does so in its norms), rounds
+    there: two runs that differ in the last bit of a float64 may be 1e-8 apart, which says nothing. In double, what is
+    wrong shows.
+
+    >>> x = torch.ones(2, dtype=torch.float64)
+    >>> with in_double():
+    ...     x.to(torch.float32).dtype, x.float().dtype, x.softmax(0, dtype=torch.float32).dtype
+    (torch.float64, torch.float64, torch.float64)
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        doubled = lambda value: torch.float64 if value is torch.float32 else value
+        args, kwargs = tree_map(doubled, (tuple(args), kwargs or {}))
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)

@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from shardwise.argument_types import MeshArgument
 from shardwise.mesh import simulate
-from shardwise.testing.chances import cheapest_known, is_plain, missed_chance, pattern
+from shardwise.testing.chances import Trial, cheapest_known, is_plain, missed_chance, pattern
 from shardwise.testing.spread import Combination, combinations
 from shardwise.testing.subjects import FORMS, subjects
 from shardwise.testing.trial import RAISED, RIGHT, Outcome, Reference, Sample, attempt, reference
@@ -91,10 +89,9 @@ def prove(name: str, effort: Effort = FULL, device: str = "cpu", seed: int = 0) 
             for form in effort.forms:
                 plain = form == "function"
                 samples = subjects()[name].samples(form, effort.samples if plain else effort.other_samples, device)
+                layouts = effort.layouts if plain else effort.other_layouts
                 for n, sample in enumerate(samples):
-                    _prove_sample(
-                        record, form, n, sample, effort.layouts if plain else effort.other_layouts, f"{seed} {name}"
-                    )
+                    _prove_sample(record, form, n, sample, layouts, f"{seed} {name}")
     except _OutOfTime:
         record.cut_off = True
     except Exception as error:  # of the database or of the device: the other operators are tried all the same
@@ -114,7 +111,7 @@ def _prove_sample(
     on_cpu = sample.tensors[0].device.type == "cpu"  # elsewhere an index out of range ends the process
     for shape, limit in layouts.items():
         mesh = simulate(shape, device=sample.tensors[0].device.type)
-        tried: list[tuple[Combination, Outcome]] = []
+        tried: list[Trial] = []
         for i, combination in enumerate(combinations(sample.tensors, shape, limit, f"{seed} {form} {n}")):
             outcome = attempt(expected, mesh, combination, i)
             _note(record, form, n, shape, sample, combination, outcome)
@@ -141,7 +138,7 @@ def _note(
     record.fallbacks = sorted({*record.fallbacks, *outcome.fallbacks})
 
 
-def _weigh(record: Record, expected: Reference, mesh: MeshArgument, tried: list[tuple[Combination, Outcome]]) -> None:
+def _weigh(record: Record, expected: Reference, mesh: MeshArgument, tried: list[Trial]) -> None:
     """Record what the plans cost next to the cheapest that the trials show, and how the op is split."""
     operand_bytes = sum(t.numel() * t.itemsize for t in expected.sample.tensors)
     splits: dict[str, list[Any]] = {}
@@ -156,10 +153,5 @@ def _weigh(record: Record, expected: Reference, mesh: MeshArgument, tried: list[
             out = " ".join("·".join(map(str, p)) for p in outcome.placements)
             splits.setdefault(pattern(layouts), [out, outcome.bytes, operand_bytes, dict(kinds)])
     if len(splits) > len(record.splits):
-        shapes = " ".join("x".join(map(str, t.shape)) or "()" for t in expected.sample.tensors)
-        record.splits, record.shapes = splits, shapes
-
-
-def worker_setup() -> None:
-    """One thread per process: the processes share the machine."""
-    torch.set_num_threads(1)
+        record.splits = splits
+        record.shapes = " ".join("x".join(map(str, t.shape)) or "()" for t in expected.sample.tensors)

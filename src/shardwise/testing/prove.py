@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import shardwise
-from shardwise.testing.proof import FULL, QUICK, Effort, prove, worker_setup
+from shardwise.testing.proof import FULL, QUICK, Effort, prove
 from shardwise.testing.report import markdown, table, totals
 from shardwise.testing.subjects import subjects
 
@@ -38,9 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
     effort = QUICK if options.quick else FULL
     names = _chosen(options.only)
     options.out.mkdir(parents=True, exist_ok=True)
-    kept = options.out / f"{'quick' if options.quick else 'full'}.jsonl"
+    kept = options.out / f"{'only' if options.only else 'quick' if options.quick else 'full'}.jsonl"
     if options.fresh or options.only:
-        kept = kept if not options.only else options.out / "only.jsonl"
         kept.unlink(missing_ok=True)
     records = _records(kept)
     _run([name for name in names if name not in records], effort, options, kept, records)
@@ -76,12 +75,8 @@ def _records(path: Path) -> dict[str, dict[str, Any]]:
 def _run(names: list[str], effort: Effort, options: Any, kept: Path, records: dict[str, Any]) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
-    context = multiprocessing.get_context("spawn")
-    with (
-        progress,
-        kept.open("a") as file,
-        ProcessPoolExecutor(options.jobs, context, worker_setup) as pool,
-    ):
+    spawn, one_thread = multiprocessing.get_context("spawn"), (torch.set_num_threads, (1,))  # they share the machine
+    with progress, kept.open("a") as file, ProcessPoolExecutor(options.jobs, spawn, *one_thread) as pool:
         bar = progress.add_task("proving", total=len(names))
         tasks = {pool.submit(prove, name, effort, options.device): name for name in names}
         for task in as_completed(tasks):

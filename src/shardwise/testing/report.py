@@ -46,7 +46,6 @@ def ratio(record: dict[str, Any]) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """docs/operators.md."""
-    figures = totals(result)
     lines = [
         "# Operators",
         "",
@@ -56,7 +55,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         "| figure | |",
         "|---|---|",
-        *(f"| {name} | {n:,} |" for name, n in figures.items()),
+        *(f"| {name} | {n:,} |" for name, n in totals(result).items()),
         "",
         "**stays put**: layouts of the operands on one mesh axis for which nothing moves, and the result's layout.",
         "R is Replicate, S(d) a cut of dim d in chunks, P(sum) a pending sum. **moves**: the others, with the bytes",
@@ -84,9 +83,8 @@ def _row(record: dict[str, Any]) -> str:
             moves.append(f"{layouts} → {out} {moved / whole:.2f}")
         else:
             stays.append(f"{layouts} → {out}")
-    reasons = sorted(
-        {f.partition(": ")[2].removeprefix("gather, ").split(", and compute")[0] for f in record["fallbacks"]}
-    )
+    said = [fallback.partition(": ")[2].removeprefix("gather, ") for fallback in record["fallbacks"]]
+    reasons = sorted({reason.split(", and compute")[0] for reason in said})
     name = record["name"] if record["right"] else f"{record['name']} (**not right**)"
     if record["shapes"] and len(record["shapes"]) < LONGEST:
         name += f" `{record['shapes']}`"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import math
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -42,20 +44,11 @@ def spread_out(
     """
     inner = as_mesh(mesh)
     layout = Layout.make(inner, placements, tuple(x.shape), x.dtype)
-    parts = Parts(x, layout, seed, holes)
-    if inner.comm.simulated:
-        cache: dict[Any, torch.Tensor] = {}  # ranks on a Replicate axis share one tensor
-
-        def at(rank: int) -> torch.Tensor:
-            coords = inner.coords(rank)
-            key = tuple(None if p.is_replicate() else c for p, c in zip(layout.placements, coords, strict=True))
-            if key not in cache:
-                cache[key] = parts.at(coords)
-            return cache[key]
-
-        local: torch.Tensor = RankTensor([at(rank) for rank in inner.ranks])
-    else:
-        local = parts.at(inner.comm.played()[0])
+    at = functools.cache(Parts(x, layout, seed, holes).at)  # ranks on a Replicate axis share one tensor
+    replicate = [p.is_replicate() for p in layout.placements]
+    spots = map(inner.coords, inner.ranks) if inner.comm.simulated else [inner.comm.played()[0]]
+    held = [at(tuple(0 if r else c for r, c in zip(replicate, coords, strict=True))) for coords in spots]
+    local = RankTensor(held) if inner.comm.simulated else held[0]
     result = DTensor.from_local(local, mesh, placements, shape=x.shape, stride=x.stride())
     return result.requires_grad_() if requires_grad else result
 
@@ -72,11 +65,9 @@ class Parts:
 
     def at(self, coords: Sequence[int]) -> torch.Tensor:
         x = self.x
-        for axis, share in enumerate(self.shares):
-            if share is not None:
-                x = share(x, coords[axis])
-        for dim in range(x.dim()):
-            held = self.layout.held(dim, coords)
+        for share, i in zip(self.shares, coords, strict=True):
+            x = x if share is None else share(x, i)
+        for dim, held in enumerate(self.layout.region(coords)):
             if held != ((0, x.shape[dim]),):
                 x = take(x, dim, held)
         return with_holes(x) if self.holes else x.clone()
@@ -86,17 +77,17 @@ class Parts:
 Share = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-def _is_float(x: torch.Tensor) -> bool:
-    return x.dtype.is_floating_point or x.dtype.is_complex
+def is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _sum(generator: random.Random, size: int, x: torch.Tensor) -> Share:
     """Shares of both signs that add up to one and differ per element: parts that are multiples of the tensor would not
     show that a rule is wrong. They are quarters, so that few bits are lost. A zero is shared as 1 - 1."""
-    step = 4 if _is_float(x) else 1
+    step = 4 if is_float(x.dtype) else 1
     noise = torch.Generator().manual_seed(generator.randrange(2**31))
     parts = [torch.randint(-2 * step, 2 * step + 1, x.shape, generator=noise) for _ in range(size - 1)]
-    shares = [(part / step if _is_float(x) else part).to(x.device) for part in parts]
+    shares = [(part / step if is_float(x.dtype) else part).to(x.device) for part in parts]
     rest = sum(shares)
 
     def share(x: torch.Tensor, i: int) -> torch.Tensor:
@@ -114,66 +105,50 @@ def _avg(generator: random.Random, size: int, x: torch.Tensor) -> Share:
 
 
 def _product(generator: random.Random, size: int, x: torch.Tensor) -> Share:
-    powers = [generator.choice([-1, 0, 1]) if _is_float(x) else 0 for _ in range(size)]
-    signs = [generator.choice([-1, 1]) if _is_float(x) else 1 for _ in range(size)]
+    powers = [generator.choice([-1, 0, 1]) if is_float(x.dtype) else 0 for _ in range(size)]
+    signs = [generator.choice([-1, 1]) if is_float(x.dtype) else 1 for _ in range(size)]
     whole = generator.randrange(size)
     rest = [s * 2.0**p for s, p in zip(signs, powers, strict=True)]
-    others = 1.0
-    for i, value in enumerate(rest):
-        others *= value if i != whole else 1.0
-    return lambda x, i: x / others if i == whole and _is_float(x) else x if i == whole else torch.full_like(x, rest[i])
+    others = math.prod(value for i, value in enumerate(rest) if i != whole)
+    return lambda x, i: torch.full_like(x, rest[i]) if i != whole else x / others if is_float(x.dtype) else x
 
 
-def _extreme(sign: int) -> Callable[[random.Random, int, torch.Tensor], Share]:
-    def shares(generator: random.Random, size: int, x: torch.Tensor) -> Share:
-        """Every element has its value on one coordinate and a lesser one (or greater, for min) on the others."""
-        low = [generator.choice([1, 2, 3]) for _ in range(size)]
-        owner = torch.arange(x.numel(), device=x.device).view(x.shape) % size
-        if x.dtype is torch.bool:
-            return lambda x, i: torch.where(owner == i, x, torch.full_like(x, sign < 0))
-
-        def share(x: torch.Tensor, i: int) -> torch.Tensor:
-            return torch.where(owner == i, x, _beyond(x, -sign * low[i]))
-
-        return share
-
-    return shares
+def _extreme(sign: int, generator: random.Random, size: int, x: torch.Tensor) -> Share:
+    """Every element has its value on one coordinate and a lesser one (or greater, for min) on the others."""
+    low = [generator.choice([1, 2, 3]) for _ in range(size)]
+    owner = torch.arange(x.numel(), device=x.device).view(x.shape) % size
+    if x.dtype is torch.bool:
+        return lambda x, i: torch.where(owner == i, x, torch.full_like(x, sign < 0))
+    return lambda x, i: torch.where(owner == i, x, _beyond(x, -sign * low[i]))
 
 
 def _beyond(x: torch.Tensor, by: int) -> torch.Tensor:
-    if _is_float(x):
+    if is_float(x.dtype):
         return x + by
     limits = torch.iinfo(x.dtype)
     return torch.where(x > limits.min + 3, x + by, x) if by < 0 else torch.where(x < limits.max - 3, x + by, x)
 
 
-def _bitwise(op: str) -> Callable[[random.Random, int, torch.Tensor], Share]:
-    def shares(generator: random.Random, size: int, x: torch.Tensor) -> Share:
-        count = torch.arange(x.numel(), device=x.device).view(x.shape) + generator.randrange(7)
-        noise = [(count * (i + 1) % (i + 3)).to(x.dtype) for i in range(size - 1)]
+def _bitwise(op: str, generator: random.Random, size: int, x: torch.Tensor) -> Share:
+    count = torch.arange(x.numel(), device=x.device).view(x.shape) + generator.randrange(7)
+    noise = [(count * (i + 1) % (i + 3)).to(x.dtype) for i in range(size - 1)]
 
-        def share(x: torch.Tensor, i: int) -> torch.Tensor:
-            if i < size - 1:
-                return noise[i] if op == "bxor" else x & noise[i] if op == "bor" else x | noise[i]
-            return functools.reduce(torch.bitwise_xor, noise, x) if op == "bxor" else x
+    def share(x: torch.Tensor, i: int) -> torch.Tensor:
+        if i < size - 1:
+            return noise[i] if op == "bxor" else x & noise[i] if op == "bor" else x | noise[i]
+        return functools.reduce(torch.bitwise_xor, noise, x) if op == "bxor" else x
 
-        return share
-
-    return shares
+    return share
 
 
 _SHARES: dict[str, Callable[[random.Random, int, torch.Tensor], Share]] = {
     "sum": _sum,
     "avg": _avg,
     "product": _product,
-    "max": _extreme(1),
-    "min": _extreme(-1),
-    "bor": _bitwise("bor"),
-    "band": _bitwise("band"),
-    "bxor": _bitwise("bxor"),
+    "max": functools.partial(_extreme, 1),
+    "min": functools.partial(_extreme, -1),
+    **{op: functools.partial(_bitwise, op) for op in ("bor", "band", "bxor")},
 }
-
-
 _NARROWER = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
 
 
@@ -199,15 +174,11 @@ def random_sizes(n: int, parts: int, generator: random.Random) -> tuple[int, ...
 def reductions_of(dtype: torch.dtype) -> list[str]:
     """The reductions that a Partial of this dtype may have, sum first."""
     found = []
-    for op in ("sum", "avg", "product", "max", "min", "bor", "band", "bxor"):
-        if dtype is torch.bool and op not in ("max", "min", "bor", "band", "bxor"):
-            continue
-        try:
+    for op in _SHARES:
+        with contextlib.suppress(ValueError):
             check_reductions([Partial(op)], dtype)
-        except ValueError:
-            continue
-        found.append(op)
-    return found
+            found.append(op)
+    return [op for op in found if dtype is not torch.bool or op not in ("sum", "avg", "product")]
 
 
 def can_add(dtype: torch.dtype) -> bool:
@@ -223,7 +194,7 @@ def _reductions_for(x: torch.Tensor) -> list[str]:
         return []
     if x.dtype in (torch.bfloat16, torch.float16):  # their shares would not add up to x
         return ["max", "min"] if bool(x.isfinite().all()) else []
-    if not _is_float(x) or bool(x.isfinite().all()):
+    if not is_float(x.dtype) or bool(x.isfinite().all()):
         return found
     return [op for op in found if op in (("sum",) if x.isnan().any() and not x.isinf().any() else ("max", "min"))]
 
@@ -233,10 +204,8 @@ def placements_for(
 ) -> list[Placement]:
     """Every kind of placement that an axis of `size` ranks can have for this tensor."""
     out: list[Placement] = [Replicate()]
-    for dim in range(x.dim()):
-        out.append(Shard(dim))
-        if size > 1:
-            out.append(Shard(dim, sizes=random_sizes(x.shape[dim], size, generator)))
+    for dim, n in enumerate(x.shape):
+        out += [Shard(dim), Shard(dim, sizes=random_sizes(n, size, generator))] if size > 1 else [Shard(dim)]
     return out + [Partial(op) for op in reductions]
 
 
@@ -247,12 +216,11 @@ def random_placements(
     axes have the same reduction."""
     places: list[Placement] = []
     for size in mesh_shape:
-        options = placements_for(x, size, generator, reductions)
         used = {p.dim for p in places if isinstance(p, Shard)}
         pending = {p for p in places if isinstance(p, Partial)}
         options = [
             p
-            for p in options
+            for p in placements_for(x, size, generator, reductions)
             if not (isinstance(p, Shard) and p.pieces is not None and p.dim in used)
             and not (isinstance(p, Partial) and pending and p not in pending)
         ]
@@ -270,44 +238,38 @@ def combinations(
     seed: object,
     reductions: bool | Collection[str] = True,
 ) -> Iterator[Combination]:
-    """Layouts of several tensors: on one axis first every placement of each tensor while the others are replicated or
-    cut in the same way, then a deterministic sample of the rest. No combination comes twice.
-
-    Args:
-        tensors: The tensors.
-        mesh_shape: The mesh.
-        limit: How many combinations at most.
-        seed: Chooses the sample.
-        reductions: Whether Partial layouts are among them, or of which reductions.
-    """
+    """At most `limit` layouts of several tensors: on one axis first every placement of each tensor while the others are
+    replicated or cut in the same way, then a sample of the rest that `seed` chooses. No combination comes twice."""
     generator = random.Random(f"{seed} {mesh_shape}")
     wanted = _SHARES.keys() if reductions is True else reductions or ()
     allowed = [[op for op in _reductions_for(t) if op in wanted] for t in tensors]
-    seen: set[Any] = set()
-    whole = (Replicate(),) * len(mesh_shape)
-    systematic: list[Combination] = []
-    if len(mesh_shape) == 1:
-        for i, t in enumerate(tensors):
-            for place in placements_for(t, mesh_shape[0], generator, allowed[i]):
-                systematic.append(tuple((place,) if j == i else whole for j in range(len(tensors))))
-        for dim in range(max((t.dim() for t in tensors), default=0)):
-            for back in (False, True):  # the same dim counted from the front, or from the back
-                places = [t.dim() - 1 - dim if back else dim for t in tensors]
-                systematic.append(
-                    tuple((Shard(d),) if 0 <= d < t.dim() else whole for t, d in zip(tensors, places, strict=True))
-                )
-        if len(systematic) > limit:  # what is left out differs from sample to sample
-            generator.shuffle(systematic)
-    tries = 0
-    for chosen in systematic[: limit * 2 // 3 if len(tensors) > 1 else limit]:
+    systematic = _systematic(tensors, mesh_shape[0], generator, allowed) if len(mesh_shape) == 1 else []
+    if len(systematic) > limit:  # what is left out differs from sample to sample
+        generator.shuffle(systematic)
+    sampled = (
+        tuple(tuple(random_placements(t, mesh_shape, generator, ops)) for t, ops in zip(tensors, allowed, strict=True))
+        for _ in range(4 * limit)
+    )
+    seen: set[str] = set()
+    for chosen in itertools.chain(systematic[: limit * 2 // 3 if len(tensors) > 1 else limit], sampled):
+        if len(seen) == limit:
+            return
         if str(chosen) not in seen:
             seen.add(str(chosen))
             yield chosen
-    while len(seen) < limit and tries < 4 * limit:
-        tries += 1
-        chosen = tuple(
-            tuple(random_placements(t, mesh_shape, generator, ops)) for t, ops in zip(tensors, allowed, strict=True)
-        )
-        if str(chosen) not in seen:
-            seen.add(str(chosen))
-            yield chosen
+
+
+def _systematic(
+    tensors: Sequence[torch.Tensor], size: int, generator: random.Random, reductions: Sequence[Sequence[str]]
+) -> list[Combination]:
+    """On an axis of `size` ranks: every placement of each tensor alone, every dim of all tensors at once."""
+    whole = (Replicate(),)
+    found: list[Combination] = []
+    for i, t in enumerate(tensors):
+        for place in placements_for(t, size, generator, reductions[i]):
+            found.append(tuple((place,) if j == i else whole for j in range(len(tensors))))
+    for dim in range(max((t.dim() for t in tensors), default=0)):
+        for back in (False, True):  # the same dim counted from the front, or from the back
+            dims = [(t.dim(), t.dim() - 1 - dim if back else dim) for t in tensors]
+            found.append(tuple((Shard(d),) if 0 <= d < ndim else whole for ndim, d in dims))
+    return found

@@ -3,9 +3,9 @@ of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.func import functional_call
@@ -13,16 +13,11 @@ from torch.func import functional_call
 from shardwise.layout import Replicate, Shard
 from shardwise.tensor import DTensor
 from shardwise.testing.check import as_sample
-from shardwise.testing.spread import with_holes
+from shardwise.testing.spread import is_float, with_holes
 from shardwise.testing.trial import Sample
 
 FORMS: dict[str, torch.dtype] = {
-    "function": torch.float64,
-    "in-place": torch.float64,
-    "out=": torch.float64,
-    "ties": torch.float64,
-    "nan": torch.float64,
-    "holes in memory": torch.float64,
+    **dict.fromkeys(("function", "in-place", "out=", "ties", "nan", "holes in memory"), torch.float64),
     "complex128": torch.complex128,
     "int64": torch.int64,
     "bool": torch.bool,
@@ -30,20 +25,13 @@ FORMS: dict[str, torch.dtype] = {
 }
 
 
-class Subject(Protocol):
-    """One thing to prove."""
-
-    def samples(self, form: str, limit: int, device: str = "cpu") -> list[Sample]:
-        """Up to `limit` samples of one form, taken evenly from those of the database."""
-
-
 @lru_cache(maxsize=1)
-def subjects() -> dict[str, Subject]:
+def subjects() -> dict[str, Operator | Module]:
     """Everything with a dense tensor input, by name and variant."""
     from torch.testing._internal import common_methods_invocations as operators
     from torch.testing._internal.common_modules import module_db
 
-    found: dict[str, Subject] = {}
+    found: dict[str, Operator | Module] = {}
     for op in operators.op_db:
         if op.name not in SPARSE and not op.name.startswith("jiterator"):
             found[f"{op.name} [{op.variant_test_name}]" if op.variant_test_name else op.name] = Operator(op)
@@ -57,7 +45,8 @@ def subjects() -> dict[str, Subject]:
     return found
 
 
-def chosen(found: list[Sample], limit: int) -> list[Sample]:
+def chosen(found: list[Any], limit: int) -> list[Any]:
+    """Up to `limit` of the samples that the database has, taken evenly."""
     return found if len(found) <= limit else [found[i * len(found) // limit] for i in range(limit)]
 
 
@@ -124,25 +113,23 @@ class Operator:
             call = lambda *args, **kwargs: op.op(*args, **kwargs)[0].detach()
         if form == "in-place" and op.name.startswith("_foreach"):  # torch's gradients of empty tensors in lists raise
             call = torch.no_grad()(call)
-        grad = op.supports_autograd and form not in ("out=", "bfloat16", "nan") and _is_float(dtype)
+        grad = op.supports_autograd and form not in ("out=", "bfloat16", "nan") and is_float(dtype)
         torch.manual_seed(0)  # the database draws from torch's own stream
         found = []
+        more = {"grad": grad, "values": op.name not in _UNINITIALIZED, "holes": form == "holes in memory"}
         for raw in op.sample_inputs(device, dtype, requires_grad=False):
             if form == "in-place" and raw.broadcasts_input:
                 continue
             run = _processed(call, raw.output_process_fn_grad)
-            values = op.name not in _UNINITIALIZED
-            sample = as_sample(run, (raw.input, *raw.args), raw.kwargs, grad=grad, values=values)
+            sample = as_sample(run, (raw.input, *raw.args), raw.kwargs, **more)
             sample.takes_any_sizes = op.name not in _TRUSTS_SIZES
             if op.name in _ON_THE_EDGE and len(sample.tensors) > 1:
                 continue
             if sample.tensors and all(t.layout is torch.strided for t in sample.tensors):
                 found.append(sample)
-        return [_changed(sample, form) for sample in chosen(found, limit)]
-
-
-def _is_float(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+        for sample in (kept := chosen(found, limit)):
+            sample.tensors = [_of_form(t, form) for t in sample.tensors]
+        return kept
 
 
 def _processed(call: Callable[..., Any], process: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -178,26 +165,15 @@ def _into(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _changed(sample: Sample, form: str) -> Sample:
-    sample.tensors = list(_values(sample.tensors, form))
-    sample.holes = form == "holes in memory"
-    return sample
-
-
-def _values(tensors: list[torch.Tensor], form: str) -> Iterator[torch.Tensor]:
+def _of_form(t: torch.Tensor, form: str) -> torch.Tensor:
     """The values of a form: ties are halves, so that many are equal and some are zero (but none is -0: a sum of parts
     does not keep its sign)."""
-    for t in tensors:
-        if form == "ties" and t.is_floating_point():
-            yield (t * 2).round() / 2 + 0.0
-        elif form == "nan" and t.is_floating_point() and t.numel():
-            t = t.clone()
-            t.view(-1)[t.numel() // 2] = float("nan")
-            yield t
-        elif form == "holes in memory":
-            yield with_holes(t)
-        else:
-            yield t
+    if form == "ties" and t.is_floating_point():
+        return (t * 2).round() / 2 + 0.0
+    if form == "nan" and t.is_floating_point() and t.numel():
+        t = t.clone()
+        t.view(-1)[t.numel() // 2] = float("nan")
+    return with_holes(t) if form == "holes in memory" else t
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from shardwise.argument_types import MeshArgument
 from shardwise.comm.record import Entry
 from shardwise.debug.ledger import Ledger
 from shardwise.errors import ShardwiseError
-from shardwise.layout import Partial, Replicate
+from shardwise.layout import Layout, Partial, Replicate
 from shardwise.mesh import as_mesh
 from shardwise.move import plan_move
 from shardwise.random import use
 from shardwise.tensor import DTensor
-from shardwise.testing.spread import Combination, spread_out, with_holes
+from shardwise.testing.spread import Combination, is_float, spread_out, with_holes
 
 RIGHT, REFUSED, WRONG, RAISED = "right", "refused", "wrong", "raised"
 
@@ -48,7 +48,7 @@ class Sample:
     def __post_init__(self) -> None:
         # a call is as exact as the least exact of its operands
         self.least_exact = max((TOLERANCE.get(t.dtype, 0.0) for t in self.tensors), default=0.0)
-        self.differentiable = [self.grad and (t.dtype.is_floating_point or t.dtype.is_complex) for t in self.tensors]
+        self.differentiable = [self.grad and is_float(t.dtype) for t in self.tensors]
 
 
 @dataclass
@@ -141,19 +141,20 @@ def attempt(expected: Reference, mesh: MeshArgument, layouts: Combination, seed:
     except Exception as error:
         return Outcome(RAISED, f"{type(error).__name__}: {error}")
     results = [g for g in got if isinstance(g, DTensor)]
-    pending = sum(map(_pending_bytes, results))
-    verdict, placements = WRONG if message else RIGHT, [r.placements for r in results]
-    return Outcome(verdict, message, log.total_bytes, pending, log.entries, placements)
+    pending, placements = sum(map(_pending_bytes, results)), [r.placements for r in results]
+    return Outcome(WRONG if message else RIGHT, message, log.total_bytes, pending, log.entries, placements)
 
 
 def _pending_bytes(x: DTensor) -> int:
     """The bytes that it takes to finish the sums that a result leaves pending."""
-    layout = x._layout
-    if not layout.is_partial:
-        return 0
-    settled = layout.replace(placements=[Replicate() if isinstance(p, Partial) else p for p in layout.placements])
-    plan = plan_move(layout, settled)
-    return sum(plan.bytes_in(rank) for rank in layout.mesh.ranks)
+    settled = [Replicate() if p.is_partial() else p for p in x._layout.placements]
+    return move_bytes(x._layout, x._layout.replace(placements=settled))
+
+
+def move_bytes(src: Layout, dst: Layout) -> int:
+    """The bytes that all ranks receive in a move."""
+    plan = plan_move(src, dst)
+    return sum(plan.bytes_in(rank) for rank in src.mesh.ranks)
 
 
 def _difference(got: Sequence[Any], want: Sequence[Any], sample: Sample) -> str:
@@ -181,14 +182,9 @@ def _gradient_difference(got: Sequence[Any], want: Sequence[Any], layouts: Combi
 def different(
     got: object, want: object, values: bool = True, least_exact: float = 0.0, tolerance: float | None = None
 ) -> str:
-    """How `got` differs from what plain torch gives; empty if it does not.
+    """How `got` differs from what plain torch gives; empty if it does not. Without `values`, shapes and dtypes count.
 
-    Args:
-        got: The result on distributed tensors.
-        want: The result on plain ones.
-        values: Whether to compare values, or only shapes and dtypes.
-        least_exact: The tolerance of the operands' dtypes: a result is not more exact than they are.
-        tolerance: The largest difference that is none; by default what the dtypes allow. Whole numbers must be equal.
+    A result is not more exact than the tolerance of its operands' dtypes, `least_exact`; `tolerance` overrules both.
     """
     if not isinstance(want, torch.Tensor):
         same = got == want or (got != got and want != want)
@@ -207,9 +203,7 @@ def different(
     if tolerance is None:
         tolerance = max(TOLERANCE[want.dtype], least_exact) if want.dtype in TOLERANCE else 0.0
     scale = 1.0
-    if (
-        want.dtype in (torch.bfloat16, torch.float16) and want.numel()
-    ):  # rounding errors of sums grow with the largest value
+    if want.dtype in (torch.bfloat16, torch.float16) and want.numel():  # errors of sums grow with the largest value
         scale = max(1.0, want.detach().float().nan_to_num(0, 0, 0).abs().max().item())
     try:
         torch.testing.assert_close(full, want.detach(), rtol=tolerance, atol=tolerance * scale, equal_nan=True)
