@@ -8,11 +8,7 @@ attributes that every tensor and module has had since torch 1.0 (`_version`, `_b
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 import functools
-import importlib
-=======
->>>>>>> repairs
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter, methodcaller

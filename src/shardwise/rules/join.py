@@ -17,11 +17,7 @@ from shardwise.layout.split import Intervals, normalize, shift
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, line, operands_in
 from shardwise.strategy.registry import program, rule
-<<<<<<< HEAD
-from shardwise.strategy.spec import Algorithm, Answer, Assignment, Factors, Operand, Spec, operands_in
-=======
-from shardwise.strategy.spec import Assignment
->>>>>>> rules
+from shardwise.strategy.spec import Assignment, Spec
 
 
 @dataclass

@@ -15,11 +15,7 @@ from shardwise.rules.pointwise import broadcast
 from shardwise.strategy import Algorithm, Factors, Operand, factors, operands_in
 from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced
 from shardwise.strategy.registry import named, rule
-<<<<<<< HEAD
-from shardwise.strategy.spec import Algorithm, Assignment, Factors, Operand, Places, Spec, operands_in
-=======
-from shardwise.strategy.spec import Assignment, Places
->>>>>>> rules
+from shardwise.strategy.spec import Assignment, Places, Spec
 from shardwise.torch_private import foreach_max, foreach_mul_, foreach_norm, fused_optimizer_steps
 from shardwise.wrapper import wrap, wrapper_of
 
