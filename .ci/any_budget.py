@@ -7,7 +7,7 @@ import ast
 import sys
 from pathlib import Path
 
-BUDGET = 1264
+BUDGET = 1235
 
 found: dict[str, int] = {}
 for path in Path("src").rglob("*.py"):
