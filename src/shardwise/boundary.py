@@ -61,7 +61,7 @@ def _with_own_memory(comm: Comm, local: LocalValue) -> LocalValue:
 def checked_grad_layout(layout: Layout, grad_placements: Placements) -> Layout:
     """The layout that the user says the gradient of a local tensor has; LayoutError if it has another local shape."""
     said = layout.replace(placements=as_placements(grad_placements))
-    for coords in layout.mesh.comm.played():
+    for coords in layout.mesh.comm.coords_here():
         if said.local_shape_at(coords) != layout.local_shape_at(coords):
             raise LayoutError(
                 f"grad_placements = {list(said.placements)}: the rank at {coords} would have a gradient of shape "

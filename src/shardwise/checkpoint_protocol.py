@@ -88,7 +88,7 @@ def _held(tensor: Wrapper) -> Iterator[tuple[Tile, torch.Tensor, tuple[int, ...]
     comm, local = layout.mesh.comm, leaf_local(tensor)
     values = comm.values(local)
     seen: set[int] = set()
-    for coords, i in zip(comm.played(), comm.structure(local) or (0,), strict=True):
+    for coords, i in zip(comm.coords_here(), comm.structure(local) or (0,), strict=True):
         if i not in seen:
             seen.add(i)
             sides = [layout.held(dim, coords) for dim in range(layout.ndim)]

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.argument_types import Placements
 from shardwise.caches import register_cache
-from shardwise.comm.bridge import regrade
+from shardwise.comm.bridge import convert_gradients
 from shardwise.comm.record import Note
 from shardwise.context import running_op
 from shardwise.errors import MoveError
@@ -82,4 +82,4 @@ def _with_grad_as(tensor: Wrapper, dtype: torch.dtype) -> Any:
     """The tensor, whose gradient is cast to `dtype` on its way back."""
     comm = tensor._layout.mesh.comm
     cast = torch.Tensor.to if comm.outside else comm.bind(torch.Tensor.to)
-    return wrap(regrade(comm, tensor._local, lambda grad: cast(grad, dtype)), tensor._layout)
+    return wrap(convert_gradients(comm, tensor._local, lambda grad: cast(grad, dtype)), tensor._layout)

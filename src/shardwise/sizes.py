@@ -87,7 +87,7 @@ def layout_of_locals(
         )
     stride = stride or dense_stride(shape, first.stride())
     layout = Layout.make(mesh, placements, shape, first.dtype, stride, first.device)
-    for coords, held in (shapes or {c: tuple(comm.at(local, c).shape) for c in comm.played()}).items():
+    for coords, held in (shapes or {c: tuple(comm.at(local, c).shape) for c in comm.coords_here()}).items():
         if held != layout.local_shape_at(coords):
             raise LayoutError(
                 f"shape={layout.shape}: under {list(layout.placements)} the rank at {coords} holds "

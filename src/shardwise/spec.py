@@ -91,7 +91,7 @@ def compute_local_shape_and_global_offset(
     if grid.comm.outside:
         return (0,), ()
     layout = Layout.make(grid, as_placements(placements), tuple(global_shape), torch.get_default_dtype())
-    coords = next(iter(grid.comm.played()))
+    coords = next(iter(grid.comm.coords_here()))
     held = [layout.held(dim, coords) for dim in range(layout.ndim)]
     if any(len(pieces) > 1 for pieces in held):
         raise LayoutError(

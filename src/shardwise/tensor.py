@@ -15,7 +15,7 @@ from shardwise.autograd import attributes, backward, hooks
 from shardwise.autograd.gradients import grad_layout
 from shardwise.autograd.leaves import first_leaf, leaf_values
 from shardwise.boundary import checked_grad_layout, enter, other_side
-from shardwise.comm.bridge import collapse, own_each, regrade
+from shardwise.comm.bridge import collapse, convert_gradients, own_each
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, of_thread, refuse_in_program, relaxed
 from shardwise.copies import deep_copy, pickled, unpickled
@@ -168,7 +168,9 @@ class DTensor(Wrapper):
         local, layout = layout_of_locals(local, mesh, places, shape, stride, run_check, assume_even)
         if grad_placements is not None:
             mine, theirs = grad_layout(layout), checked_grad_layout(layout, grad_placements)
-            local = regrade(mesh.comm, local, lambda g: move(g, mine, theirs, Note("from_local", backward=True)))
+            local = convert_gradients(
+                mesh.comm, local, lambda g: move(g, mine, theirs, Note("from_local", backward=True))
+            )
         return enter(local, layout)
 
     @staticmethod
@@ -208,7 +210,7 @@ class DTensor(Wrapper):
         if grad_placements is not None:
             mine, theirs = grad_layout(self._layout), checked_grad_layout(self._layout, grad_placements)
             note = Note("to_local", backward=True)
-            return regrade(comm, own_each(comm, local), lambda g: move(g, theirs, mine, note))
+            return convert_gradients(comm, own_each(comm, local), lambda g: move(g, theirs, mine, note))
         return other_side(comm, own_each(comm, local))
 
     def redistribute(
@@ -279,7 +281,7 @@ class DTensor(Wrapper):
         if grad_placements is not None and torch.is_grad_enabled() and self.requires_grad:
             theirs = checked_grad_layout(whole, grad_placements)
             note = Note("full_tensor", backward=True)
-            local = regrade(comm, own_each(comm, local), lambda g: move(g, theirs, whole, note))
+            local = convert_gradients(comm, own_each(comm, local), lambda g: move(g, theirs, whole, note))
         return other_side(comm, collapse(comm, local))
 
     def to(self, *args: Any, **kwargs: Any) -> Any:

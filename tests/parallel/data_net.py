@@ -77,7 +77,7 @@ def own_part(value, data):
     comm = as_mesh(data).comm
     parts = value.chunk(data.size())
     if comm.simulated:
-        return RankTensor([parts[c[0]] for c in comm.played()])
+        return RankTensor([parts[c[0]] for c in comm.coords_here()])
     return parts[comm.coords[0]]
 
 

@@ -29,7 +29,7 @@ VALUES = {
 def holds_its_tiles(tensor, value):
     """Every rank played here holds exactly the elements its layout says."""
     comm = tensor._layout.mesh.comm
-    for coords in comm.played():
+    for coords in comm.coords_here():
         local = comm.at(tensor._local, coords)
         torch.testing.assert_close(local.detach(), Parts(value, tensor._layout, 0).at(coords), rtol=0, atol=0)
 
@@ -326,7 +326,7 @@ def factories(mesh):
                     torch.manual_seed(3)
                     same(made, theirs(size, dtype=dtype), where, tolerance=0)
                     assert made.is_leaf and not made.requires_grad, where
-                    for coords in made._layout.mesh.comm.played():
+                    for coords in made._layout.mesh.comm.coords_here():
                         local = made._layout.mesh.comm.at(made._local, coords)
                         assert tuple(local.shape) == made.layout.local_shape_at(coords), where
 

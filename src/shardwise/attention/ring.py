@@ -183,8 +183,8 @@ class _Attention(torch.autograd.Function):
         work, operands, note = box
         comm = work.comm
         out, lse = work.forward(operands, note)
-        ctx.work, ctx.heard = work, recorders()
-        ctx.note = for_backward(note, user_line() if ctx.heard else None)
+        ctx.work, ctx.recorders = work, recorders()
+        ctx.note = for_backward(note, user_line() if ctx.recorders else None)
         ctx.structures = [comm.structure(local) for local in (*operands, out, lse)]
         ctx.counts = [len(comm.values(local)) for local in (*operands, out, lse)]
         outs = comm.values(out)
@@ -199,7 +199,7 @@ class _Attention(torch.autograd.Function):
         *operands, out, lse = map(comm.assemble, ctx.structures, values)
         if torch.is_grad_enabled():
             return None, *_differentiable_gradients(ctx, operands, [v for some in values[:-2] for v in some], grads)
-        with recording_to(ctx.heard):
+        with recording_to(ctx.recorders):
             back = work.backward(comm.assemble(ctx.structures[-2], grads), operands, out, lse, ctx.note)
         found: list[torch.Tensor | None] = []
         for structure, count, gradient in zip(ctx.structures, ctx.counts, back, strict=False):
@@ -211,7 +211,7 @@ def _differentiable_gradients(
     ctx: Any, operands: Sequence[Local], values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
     """The gradients as functions of operands and incoming gradients: the output is made again, in parts."""
-    with recording_to(ctx.heard):
+    with recording_to(ctx.recorders):
         outs = ctx.work.comm.pick(ctx.structures[-2], ctx.work.by_definition(operands, ctx.note))
         wanted = [value for value in values if value.requires_grad]
         found = iter(torch.autograd.grad(outs, wanted, grads, create_graph=True, materialize_grads=True))

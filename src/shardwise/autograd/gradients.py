@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.caches import register_cache
-from shardwise.comm.bridge import regrade, share
+from shardwise.comm.bridge import convert_gradients, share
 from shardwise.comm.record import Note
 from shardwise.engine.plain_tensors import plain_wrapped
 from shardwise.errors import LayoutError, MeshError
@@ -47,7 +47,7 @@ def as_gradient(layout: Layout, local: LocalValue) -> Wrapper:
     result, sums, comm = grad_layout(layout), summed_axes(layout), layout.mesh.comm
     if sums and torch.is_grad_enabled() and comm.first(local).requires_grad:
         parts = result.replace(placements=[Partial() if a in sums else p for a, p in enumerate(result.placements)])
-        local = share(comm, regrade(comm, local, lambda g: move(g, result, parts, Note("backward"))), sums)
+        local = share(comm, convert_gradients(comm, local, lambda g: move(g, result, parts, Note("backward"))), sums)
     dtype = comm.first(local).dtype
     return wrap(local, result if dtype == result.dtype else result.replace(dtype=dtype))
 

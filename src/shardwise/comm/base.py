@@ -1,6 +1,6 @@
 """What the layers above need of a backend: run a local function, collectives, look at local values.
 
-A *local value* is what the ranks this process plays hold of one tensor: a plain tensor on a process group, a
+A *local value* is what the ranks of this process hold of one tensor: a plain tensor on a process group, a
 `RankTensor` in simulation. Only backends know which; everything above passes it along.
 """
 
@@ -19,13 +19,13 @@ class Comm(ABC):
     """A backend, bound to the axes of one mesh."""
 
     simulated: bool
-    outside = False  # whether no rank of the mesh is played here
+    outside = False  # whether no rank of the mesh is in this process
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
 
     @abstractmethod
     def per_rank(self, of: Callable[[Coords], Any]) -> Any:
-        """`of(coords)` for the ranks played here, in the form `bind` passes on as a plain value."""
+        """`of(coords)` for the ranks of this process, in the form `bind` passes on as a plain value."""
 
     @abstractmethod
     def bind(self, func: Callable[..., Any], axes: Sequence[int] = ()) -> Callable[..., Any]:
@@ -33,7 +33,7 @@ class Comm(ABC):
 
     @abstractmethod
     def each(self, func: Callable[[torch.Tensor, Coords], torch.Tensor], local: Any, axes: Sequence[int]) -> Any:
-        """`func(value, coords)` for the ranks played here; every coordinate of `axes` gets a value of its own."""
+        """`func(value, coords)` for the ranks of this process; every coordinate of `axes` gets a value of its own."""
 
     @abstractmethod
     def all_reduce(self, local: Any, axes: Sequence[int], reduce_op: str) -> Any:
@@ -75,12 +75,12 @@ class Comm(ABC):
         return self.assemble(self.structure(local), values)
 
     @abstractmethod
-    def played(self) -> Sequence[Coords]:
-        """The coordinates of the ranks this process plays."""
+    def coords_here(self) -> Sequence[Coords]:
+        """The coordinates of the ranks of this process."""
 
     @abstractmethod
     def first(self, local: Any) -> torch.Tensor:
-        """The plain tensor of the first rank played here."""
+        """The plain tensor of the first rank of this process."""
 
     def same(self, one: Any, other: Any) -> bool:
         """Whether two local values are the same tensors."""
@@ -92,7 +92,7 @@ class Comm(ABC):
 
     @abstractmethod
     def at(self, local: Any, coords: Coords) -> torch.Tensor:
-        """The plain tensor of the rank played here at `coords`."""
+        """The plain tensor of the rank of this process at `coords`."""
 
     @abstractmethod
     def adopt(self, local: torch.Tensor, axes: Sequence[int]) -> Any:

@@ -11,7 +11,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.record import recorders, recording_to
 
 
-class _Regrade(torch.autograd.Function):
+class _ConvertGradients(torch.autograd.Function):
     """Values pass; gradients go through `convert`, a function of local values."""
 
     @staticmethod
@@ -26,10 +26,10 @@ class _Regrade(torch.autograd.Function):
         return None, None, None, *ctx.comm.pick_gradients(ctx.structure, back)
 
 
-def regrade(comm: Comm, local: Any, convert: Callable[[Any], Any]) -> Any:
+def convert_gradients(comm: Comm, local: Any, convert: Callable[[Any], Any]) -> Any:
     """`local`, whose gradient is converted on its way back."""
     structure = comm.structure(local)
-    return comm.assemble(structure, _Regrade.apply(comm, structure, convert, *comm.values(local)))
+    return comm.assemble(structure, _ConvertGradients.apply(comm, structure, convert, *comm.values(local)))
 
 
 class _Regroup(torch.autograd.Function):

@@ -31,7 +31,7 @@ class OutsideComm(PlainComm):
             f"takes part in the gradient of the move that made it"
         )
 
-    def played(self) -> Sequence[Coords]:
+    def coords_here(self) -> Sequence[Coords]:
         return ()
 
     def per_rank(self, of: Callable[[Coords], Any]) -> Any:

@@ -80,7 +80,7 @@ class ProcessGroupComm(PlainComm):
         self._ranks: dict[Coords, int] = {}
         sign_in()
 
-    def played(self) -> Sequence[Coords]:
+    def coords_here(self) -> Sequence[Coords]:
         return (self.coords,)
 
     def per_rank(self, of: Callable[[Coords], Any]) -> Any:

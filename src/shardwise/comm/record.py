@@ -36,7 +36,7 @@ class Entry:
         op: The operation that communicated.
         kind: The collective: all_gather, all_reduce, reduce_scatter, all_to_all, send_recv, ...
         axis: The name of the mesh axis; several are joined by "+".
-        bytes: Bytes received, summed over the ranks this process plays.
+        bytes: Bytes received, summed over the ranks of this process.
         source: file:line of the user's program.
         backward: Whether it happened in a backward pass.
         reason: Why the operation had to communicate; empty where the program asked for it.

@@ -29,7 +29,7 @@ class SimulatedComm(Comm):
         self.spectators = tuple(spectators)  # what tells ranks of equal coordinates apart (sub-meshes)
         self._groups: dict[tuple[int, ...], list[list[int]]] = {}
 
-    def played(self) -> Sequence[Coords]:
+    def coords_here(self) -> Sequence[Coords]:
         return self.grid
 
     def groups(self, axes: Sequence[int]) -> list[list[int]]:

@@ -117,7 +117,7 @@ def _local_argument(tensor: Any, need: Places, grad: Places, mesh: Mesh, redistr
     if not isinstance(tensor, DTensor):
         return tensor
     comm = tensor._layout.mesh.comm
-    if comm.simulated != mesh.comm.simulated or len(comm.played()) != len(mesh.comm.played()):
+    if comm.simulated != mesh.comm.simulated or len(comm.coords_here()) != len(mesh.comm.coords_here()):
         raise MeshError(f"{what} is on {tensor._layout.mesh!r}, which is not of the same world as {mesh!r}")
     if need is not None and tensor._layout.replace(placements=need).placements != tensor.placements:
         if not redistribute:

@@ -35,15 +35,15 @@ class _Together(Exchanged):
 def _in_bytes(routes: Routes, width: int) -> Routes:
     """The same routes of tensors whose elements are seen as bytes: the last dim is that much longer."""
 
-    def wide(region: Region) -> Region:
+    def stretched(region: Region) -> Region:
         last = region[-1] if region else ((0, 1),)
         return (*region[:-1], tuple((a * width, b * width) for a, b in last))
 
     def longer(shape: Shape) -> Shape:
         return (*shape[:-1], (shape[-1] if shape else 1) * width)
 
-    sends = {peer: [Piece(slot, wide(region)) for slot, region in pieces] for peer, pieces in routes.sends.items()}
-    takes = [Route(sources, Piece(slot, wide(region))) for sources, (slot, region) in routes.takes]
+    sends = {peer: [Piece(slot, stretched(region)) for slot, region in pieces] for peer, pieces in routes.sends.items()}
+    takes = [Route(sources, Piece(slot, stretched(region))) for sources, (slot, region) in routes.takes]
     return Routes(sends, takes, [longer(shape) for shape in routes.held], [longer(shape) for shape in routes.needed])
 
 
@@ -77,8 +77,8 @@ def _exchange(bucket: Sequence[Parcel], note: Note) -> list[torch.Tensor]:
 
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor as bytes, with its dims; one dim where it has none."""
-    wide = (*x.shape[:-1], (x.shape[-1] if x.ndim else 1) * x.itemsize)
-    return as_bytes(x.resolve_conj().resolve_neg().contiguous().view(-1)).view(wide)
+    stretched = (*x.shape[:-1], (x.shape[-1] if x.ndim else 1) * x.itemsize)
+    return as_bytes(x.resolve_conj().resolve_neg().contiguous().view(-1)).view(stretched)
 
 
 def _from_bytes(flat: torch.Tensor | None, step: CrossStep, rank: int, like: torch.Tensor) -> torch.Tensor:

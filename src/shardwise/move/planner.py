@@ -202,8 +202,8 @@ class _Planner:
             if own is not None:
                 ways.append([*self._exchange(now, own), *self._exchange(own, to)])
         for shared in ((), everyone_else_too) if everyone_else_too else ((),):
-            apart = tuple(a for a in differ if to.placements[a].is_replicate())
-            once = dealt_out(to, (*apart, *shared))
+            gathered = tuple(a for a in differ if to.placements[a].is_replicate())
+            once = dealt_out(to, (*gathered, *shared))
             if once is not None and once is not to:
                 ways.append([*self._exchange(now, once), *self._exchange(once, to)])
         free = {a: to.placements[a] for a in differ if now.placements[a].is_replicate()}

@@ -89,7 +89,7 @@ class MeshStep(Step):
         return self.bytes_in(coords)
 
     def bytes_received(self, comm: Comm) -> int:
-        return sum(map(self.bytes_in, comm.played()))
+        return sum(map(self.bytes_in, comm.coords_here()))
 
     def buffer_bytes(self, coords: Coords) -> int:
         """The most bytes of packed parts, out and in, that are alive at once."""

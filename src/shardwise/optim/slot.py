@@ -18,7 +18,7 @@ NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})  # one for a whole para
 
 
 class Slot:
-    """One parameter: its local tensors (one for each distinct value of the ranks played here) and their states."""
+    """One parameter: its local tensors (one for each distinct value of the ranks of this process) and their states."""
 
     def __init__(self, param: DTensor) -> None:
         self.local, self.layout = leaf_local(param), param._layout

@@ -46,7 +46,7 @@ def spread_out(
     layout = Layout.make(inner, placements, tuple(x.shape), x.dtype)
     at = functools.cache(Parts(x, layout, seed, holes).at)  # ranks on a Replicate axis share one tensor
     replicate = [p.is_replicate() for p in layout.placements]
-    spots = map(inner.coords, inner.ranks) if inner.comm.simulated else [inner.comm.played()[0]]
+    spots = map(inner.coords, inner.ranks) if inner.comm.simulated else [inner.comm.coords_here()[0]]
     held = [at(tuple(0 if r else c for r, c in zip(replicate, coords, strict=True))) for coords in spots]
     local = RankTensor(held) if inner.comm.simulated else held[0]
     result = DTensor.from_local(local, mesh, placements, shape=x.shape, stride=x.stride())

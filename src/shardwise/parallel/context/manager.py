@@ -88,7 +88,7 @@ def _change(x: torch.Tensor, dim: int, cp: Mesh, what: str) -> tuple[Callable[[]
     if len(cp.shape) != 1:
         raise MeshError(f"{what} is a plain tensor and mesh {cp!r} has {len(cp.shape)} axes; give mesh[axis]")
     shard = zigzag(dim, x.shape[dim], cp.shape[0])
-    held = shard.part(x.shape[dim], cp.shape[0], 0, cp.comm.played()[0][0])
+    held = shard.part(x.shape[dim], cp.shape[0], 0, cp.comm.coords_here()[0][0])
     return functools.partial(setattr, x, "data", take(x.data, dim, held)), functools.partial(setattr, x, "data", x.data)
 
 

@@ -36,7 +36,7 @@ class DataAxis:
     @property
     def coords(self) -> list[int]:
         """The coordinate on the axis of each rank that this process runs."""
-        return [c[0] for c in self.mesh.comm.played()]
+        return [c[0] for c in self.mesh.comm.coords_here()]
 
     def number_in(self, mesh: Mesh) -> int | None:
         """The number that this axis has in `mesh`, or None where `mesh` does not have it."""

@@ -111,7 +111,7 @@ class LeafGroup:
 
     def _make_buffers(self) -> None:
         """Make leaves in memory of their own, one buffer for all of them for each rank."""
-        wholes = [(p.layouts.whole, p.layouts.whole.mesh.comm.played()) for p in self.parameters]
+        wholes = [(p.layouts.whole, p.layouts.whole.mesh.comm.coords_here()) for p in self.parameters]
         ranks = range(len(self.data.coords))
         shapes = [[whole.local_shape_at(coords[r]) for whole, coords in wholes] for r in ranks]
         dims = [p.layouts.dim for p in self.parameters]

@@ -160,7 +160,7 @@ def _kept_value(param: torch.Tensor, layouts: ParameterLayouts, data: DataAxis) 
     local = data.mesh.comm.first_of_replicas(local if isinstance(local, RankTensor) else local.detach(), (0,))
     values = local.ranks if isinstance(local, RankTensor) else (local,)
     pieces = []
-    for value, coords, place in zip(values, layouts.whole.mesh.comm.played(), data.coords, strict=True):
+    for value, coords, place in zip(values, layouts.whole.mesh.comm.coords_here(), data.coords, strict=True):
         rows = Rows([layouts.whole.local_shape_at(coords)], [layouts.dim], data.size)
         piece = rows.piece(0, value.detach(), place)
         pieces.append(piece.to(kept.dtype).clone(memory_format=torch.contiguous_format))

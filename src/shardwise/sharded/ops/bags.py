@@ -75,9 +75,9 @@ class Bags:
         ]
         give = [sum(len(at) + len(bags) for at, bags, _ in self._of_owner(mine)) for mine in lookup.tiles_of]
         take = [sum(map(sum, row)) for row in counts]
-        heard = lookup.exchange(torch.cat([self.ids[:0], *words]), take, give)
+        received = lookup.exchange(torch.cat([self.ids[:0], *words]), take, give)
         sizes = [n for row in counts for tile in row for n in tile]
-        self._heard = list(heard.split(sizes))
+        self._heard = list(received.split(sizes))
 
     def _of_owner(self, tiles: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         return [self.asked[i] for i in tiles]
@@ -105,10 +105,10 @@ class Bags:
         # every rank is in the graph, of the table and of the weights, whatever it sums
         pieces = [] if tiles else [self.lookup.table._anchor.reshape(-1)]
         pieces += [] if weights is None else [weights[:0]]
-        heard, at = iter(self._heard), 0
+        received, at = iter(self._heard), 0
         for row in self.counts:
             for tile, (n, _) in zip(tiles, row):
-                ids, lengths = next(heard), next(heard)
+                ids, lengths = next(received), next(received)
                 mine = None if weights is None else weights[at : at + n]
                 at += n
                 if n and tile.shape[1]:

@@ -94,8 +94,8 @@ class Lookup:
         self.counts = counts  # [rank][my tile]
         self.give_ids = [sum(self.per_tile[i] for i in mine) for mine in self.tiles_of]
         self.take_ids = [sum(row) for row in self.counts]
-        heard = self.exchange(torch.cat([self.ids[:0], *rows]), self.take_ids, self.give_ids)
-        self.heard = [list(part.split(row)) for part, row in zip(heard.split(self.take_ids), self.counts)]
+        received = self.exchange(torch.cat([self.ids[:0], *rows]), self.take_ids, self.give_ids)
+        self.received = [list(part.split(row)) for part, row in zip(received.split(self.take_ids), self.counts)]
 
     def _check_range(self, told: list[list[int]]) -> None:
         """Raise on all ranks where the ids of one are out of range, so that none is left waiting."""
@@ -113,7 +113,7 @@ class Lookup:
     def fetch(self, sparse: bool = False) -> torch.Tensor:
         """Return the whole rows in the order of the ids; differentiable."""
         shards = [shard.tensor for shard in self.table.local_shards()]
-        pieces = [rows_of(tile, asked, sparse) for row in self.heard for asked, tile in zip(row, shards)]
+        pieces = [rows_of(tile, asked, sparse) for row in self.received for asked, tile in zip(row, shards)]
         flat = torch.cat(pieces) if pieces else self.table._anchor.reshape(-1)
         widths = [s.shape[1] for s in shards]
         give = [sum(n * w for n, w in zip(row, widths)) for row in self.counts]
@@ -156,7 +156,7 @@ class Lookup:
             (tile[asked].abs().amax(1) if largest else tile[asked].abs().pow(norm_type).sum(1))
             if tile.shape[1]
             else tile.new_zeros(len(asked))
-            for row in self.heard
+            for row in self.received
             for asked, tile in zip(row, shards)
         ]
         like = shards[0] if shards else self.table._anchor.detach()
@@ -171,7 +171,7 @@ class Lookup:
         scales = torch.cat([like.new_empty(0), *(scale[where] for where in self.wanted)])
         back = self.exchange(scales, self.take_ids, self.give_ids).split(self.take_ids)
         factors = [like.new_ones(len(tile)) for tile in shards]
-        for part, row, counts in zip(back, self.heard, self.counts):
+        for part, row, counts in zip(back, self.received, self.counts):
             for piece, asked, factor in zip(part.split(counts), row, factors):
                 factor[asked] = piece
         for tile, factor in zip(shards, factors):
