@@ -127,6 +127,8 @@ def _roots(tensor: Wrapper, seed: Any, what: str) -> tuple[list[torch.Tensor], l
 def _replicated_partials(tensor: Wrapper) -> Wrapper:
     """The tensor with every Partial that is not a sum reduced, differentiably."""
     layout = tensor._layout
-    places = [REPLICATE if p.is_partial() and not p.is_partial("sum") else p for p in layout.placements]
-    target = layout.replace(placements=places)
-    return tensor if target is layout else wrap(move(tensor._local, layout, target, Note("backward")), target)
+    pending = [a for a, p in enumerate(layout.placements) if p.is_partial() and not p.is_partial("sum")]
+    if not pending:
+        return tensor
+    target = layout.placed(dict.fromkeys(pending, REPLICATE))
+    return wrap(move(tensor._local, layout, target, Note("backward")), target)
