@@ -180,15 +180,11 @@ class _Sides:
                 direct = Span(peer, BUFFER, places[key], places[key] + _size(pieces))
             sends.append(direct)
         takes: list[Span] = []
-        alone = {
-            self.number[p]
-            for sources, _, _ in self.takes
-            for p in sources
-            if sum(map(self._travels, sources)) == 1 and self._may_start_in_place()
-        }
+        alone = [sources for sources, _, _ in self.takes if sum(map(self._travels, sources)) == 1]
+        in_place = {self.number[peer] for sources in alone for peer in sources} if self._may_start_in_place() else set()
         at = 0
         for peer, pieces in self._coming():
-            direct = _direct(peer, pieces, self.needed) if peer in alone else None
+            direct = _direct(peer, pieces, self.needed) if peer in in_place else None
             takes.append(direct or Span(peer, BUFFER, at, at + _size(pieces)))
             at += 0 if direct else _size(pieces)
         return self._round(sends, packs, takes)
