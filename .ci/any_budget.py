@@ -1,6 +1,6 @@
 """How many annotations in src/ are a bare `Any`: never more than the budget, which only goes down.
 
-    python .ci/any_budget.py
+python .ci/any_budget.py
 """
 
 import ast
@@ -27,7 +27,7 @@ for path in Path("src").rglob("*.py"):
 total = sum(found.values())
 if total > BUDGET:
     worst = sorted(found.items(), key=lambda item: -item[1])[:10]
-    print(f"{total} annotations are a bare Any, the budget is {BUDGET}. Say the type, or a Protocol of it. Most are in:")
+    print(f"{total} annotations are a bare Any, the budget is {BUDGET}. Say the type. Most are in:")
     print("\n".join(f"  {count:4} {path}" for path, count in worst))
     sys.exit(1)
 print(f"bare Any: {total} of a budget of {BUDGET}" + ("; lower the budget" if total < BUDGET else ""))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -99,12 +98,15 @@ class View(NamedTuple):
     start: int
 
 
-def view_of(region: Region, shape: Sequence[int]) -> View | None:
-    """How to see this region of a contiguous tensor of this shape; None where a side is not one interval."""
-    if not all(map(is_contiguous, region)):
-        return None
-    stride, starts = contiguous_stride(shape), [side[0][0] if side else 0 for side in region]
-    return View(region_shape(region), stride, sum(map(operator.mul, starts, stride)))
+def view_of(region: Region, shape: Sequence[int], sizes: tuple[int, ...] | None = None) -> View | None:
+    """How to see this region, of these sizes, of a contiguous tensor of this shape; None where a side is not one
+    interval."""
+    stride, start = contiguous_stride(shape), 0
+    for side, step in zip(region, stride, strict=True):
+        if len(side) > 1:
+            return None
+        start += side[0][0] * step if side else 0
+    return View(region_shape(region) if sizes is None else sizes, stride, start)
 
 
 def run_start(region: Region, shape: Sequence[int]) -> int | None:

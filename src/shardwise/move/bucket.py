@@ -42,8 +42,10 @@ def _in_bytes(routes: Routes, width: int) -> Routes:
     def longer(shape: Shape) -> Shape:
         return (*shape[:-1], (shape[-1] if shape else 1) * width)
 
-    sends = {peer: [Piece(slot, stretched(region)) for slot, region in pieces] for peer, pieces in routes.sends.items()}
-    takes = [Route(sources, Piece(slot, stretched(region))) for sources, (slot, region) in routes.takes]
+    sends = {
+        peer: [Piece.of(slot, stretched(region)) for slot, region, _ in pieces] for peer, pieces in routes.sends.items()
+    }
+    takes = [Route(sources, Piece.of(slot, stretched(region))) for sources, (slot, region, _) in routes.takes]
     return Routes(sends, takes, [longer(shape) for shape in routes.held], [longer(shape) for shape in routes.needed])
 
 
@@ -96,8 +98,8 @@ def _joined(parts: Sequence[Routes]) -> Routes:
     needed: list[Shape] = []
     for part in parts:
         for peer, pieces in part.sends.items():
-            sends.setdefault(peer, []).extend(Piece(len(held) + slot, region) for slot, region in pieces)
-        takes += (Route(sources, Piece(len(needed) + slot, region)) for sources, (slot, region) in part.takes)
+            sends.setdefault(peer, []).extend(Piece(len(held) + p.slot, p.region, p.shape) for p in pieces)
+        takes += (Route(sources, Piece(len(needed) + p.slot, p.region, p.shape)) for sources, p in part.takes)
         held += part.held
         needed += part.needed
     return Routes(sends, takes, held, needed)

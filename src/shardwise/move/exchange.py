@@ -255,9 +255,9 @@ class Exchange(RoutedStep):
 
     def routes(self, member: Coords) -> Routes:
         sends: dict[Any, Sequence[Piece]] = {
-            peer: (Piece(0, region),) for peer, region in self.outgoing(member).items()
+            peer: (Piece.of(0, region),) for peer, region in self.outgoing(member).items()
         }
-        takes = [Route(sources, Piece(0, region)) for sources, region in self.incoming(member)]
+        takes = [Route(sources, Piece.of(0, region)) for sources, region in self.incoming(member)]
         return Routes(sends, takes, (self.src.local_shape_at(member),), (self.result.local_shape_at(member),))
 
     # -- what ranks hold before and after, where all of them are at hand ------------------------------------

@@ -10,6 +10,7 @@ buffer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ from shardwise.layout.region import (
     contiguous_stride,
     cut_region,
     region_shape,
-    region_size,
     run_start,
     view_of,
 )
@@ -30,10 +30,15 @@ Shape = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A region of one of the tensors that a rank holds."""
+    """A region of one of the tensors that a rank holds, and its shape."""
 
     slot: int
     region: Region
+    shape: Shape
+
+    @staticmethod
+    def of(slot: int, region: Region) -> Piece:
+        return Piece(slot, region, region_shape(region))
 
 
 class Route(NamedTuple):
@@ -142,11 +147,7 @@ class _Sides:
         self.me, self.own, self.first = me, own, number == 0  # `own`: whether the own part travels with the others'
         self.held, self.needed = routes.held, routes.needed
         self.number = {peer: i for i, peer in enumerate(peers)}
-        cut = (
-            (lambda piece: piece)
-            if rounds == 1
-            else (lambda piece: Piece(piece[0], cut_region(piece[1], rounds, number)))
-        )
+        cut = lambda p: Piece.of(p.slot, cut_region(p.region, rounds, number)) if rounds > 1 else p  # noqa: E731
         self.sent = {peer: [cut(piece) for piece in pieces] for peer, pieces in routes.sends.items()}
         self.kept = routes.sends.get(me, ())  # uncut: what stays is copied once, in the first round
         self.takes = [(sources, cut(piece), piece) for sources, piece in routes.takes]
@@ -216,9 +217,8 @@ class _Sides:
         """Where in a buffer, from `at` on, each piece is copied."""
         out = []
         for piece in pieces:
-            shape = region_shape(piece.region)
-            out.append((_in_buffer(at, shape), _part(piece, self.held)))
-            at += region_size(piece.region)
+            out.append((_in_buffer(at, piece.shape), _part(piece, self.held)))
+            at += math.prod(piece.shape)
         return out
 
     # -- put together ---------------------------------------------------------------------------------------
@@ -265,15 +265,15 @@ class _Sides:
                 assert own is not None
                 parts.append(_part(own, self.held))
             elif came[number := self.number[peer]].slot == BUFFER:
-                parts.append(_in_buffer(read[number], region_shape(piece.region)))
-                read[number] += region_size(piece.region)
+                parts.append(_in_buffer(read[number], piece.shape))
+                read[number] += math.prod(piece.shape)
             else:
                 in_place = True
         return Put(_part(piece, self.needed), in_place, tuple(parts))
 
 
 def _part(piece: Piece, shapes: Sequence[Shape]) -> Part:
-    return Part(*piece, view_of(piece.region, shapes[piece.slot]))
+    return Part(piece.slot, piece.region, view_of(piece.region, shapes[piece.slot], piece.shape))
 
 
 def _in_buffer(start: int, shape: Shape) -> View:
@@ -281,16 +281,16 @@ def _in_buffer(start: int, shape: Shape) -> View:
 
 
 def _size(pieces: Sequence[Piece]) -> int:
-    return sum(region_size(piece.region) for piece in pieces)
+    return sum(math.prod(piece.shape) for piece in pieces)
 
 
 def _direct(peer: int, pieces: Sequence[Piece], shapes: Sequence[Shape]) -> Span | None:
     """A message that is one piece and one run of memory: where it is."""
     if len(pieces) > 1:
         return None
-    slot, region = pieces[0]
+    slot, region, shape = pieces[0]
     start = run_start(region, shapes[slot])
-    return None if start is None else Span(peer, slot, start, start + region_size(region))
+    return None if start is None else Span(peer, slot, start, start + math.prod(shape))
 
 
 def _as_one_run(messages: Sequence[Message], shapes: Sequence[Shape]) -> list[Span] | None:

@@ -207,10 +207,10 @@ class TilePlan(Exchanged):
         if side.places is not None:
             starts = starts + side.places[which]
         ends = starts + self.rows.tiles.ends[rows] - self.rows.tiles.starts[rows]
-        bounds = np.stack([starts, ends], axis=2).tolist()
+        bounds, shapes = np.stack([starts, ends], axis=2).tolist(), (ends - starts).tolist()
         return [
-            Piece(slot, tuple(((low, high),) for low, high in sides))
-            for slot, sides in zip(side.slots[which].tolist(), bounds, strict=True)
+            Piece(slot, tuple(((low, high),) for low, high in sides), tuple(shape))
+            for slot, sides, shape in zip(side.slots[which].tolist(), bounds, shapes, strict=True)
         ]
 
     def sends_separately(self, along: Along) -> bool:

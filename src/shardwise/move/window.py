@@ -50,7 +50,7 @@ class Window(RoutedStep):
         )
 
     def _piece(self, coords: Coords, of: Intervals, part: Intervals) -> Piece:
-        return Piece(0, within(self._region(coords, of), self._region(coords, part)))
+        return Piece.of(0, within(self._region(coords, of), self._region(coords, part)))
 
     def _routes(self, member: Coords, sends: dict[Member, list[Piece]], takes: list[Route]) -> Routes:
         before, after = (tuple(count(side) for side in region) for region in (self.held(member), self.needed(member)))
