@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from shardwise.torch_private import schema_of
 
+_MADE_FOR_A_CALL = (functools.partial, MethodType)
 _NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__init__", "__iter__"}
 
 
 def writes_first(func: Any) -> bool:
     """Whether a function writes into its first argument: by its schema, or by torch's naming."""
-    if type(func) is FunctionType and func.__closure__ is not None:  # made for one call: no cache may keep it
+    kind = type(func)
+    if kind in _MADE_FOR_A_CALL or (kind is FunctionType and func.__closure__ is not None):  # no cache may keep it
         return _name_says_so(func)
     return _writes_first(func)
 

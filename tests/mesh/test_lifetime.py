@@ -30,6 +30,8 @@ def use(mesh):
     optimizer.step()
     x.detach().redistribute(placements=[Replicate()] * mesh.ndim).redistribute(placements=[Partial()] * mesh.ndim)
     shardwise.randn(4, 3, device_mesh=mesh, placements=[Shard(1)] * mesh.ndim).sort(0)
+    image = distribute_tensor(torch.ones(1, 1, 12, 4), mesh, [Shard(2)] * mesh.ndim)
+    torch.nn.functional.conv2d(image, torch.ones(1, 1, 3, 3), padding=1)
     return x
 
 
@@ -44,7 +46,7 @@ def test_equal_simulated_meshes_are_one_while_used():
 
 def test_a_tensor_keeps_its_mesh():
     x = distribute_tensor(torch.ones(6), simulate(3, first_rank=70), [Shard(0)])
-    clear_caches(), gc.collect()
+    clear_caches(), gc.collect(), gc.collect()
     assert x.device_mesh is simulate(3, first_rank=70)
     assert (x + distribute_tensor(torch.ones(6), simulate(3, first_rank=70), [Shard(0)])).sum().item() == 12
 
@@ -56,7 +58,7 @@ def test_unused_simulated_meshes_are_freed():
         return [weakref.ref(x) for x in (mesh, mesh["b"], as_mesh(mesh), as_mesh(mesh["b"]))]
 
     refs = [ref for i in range(3) for ref in made(i)]
-    clear_caches(), gc.collect()
+    clear_caches(), gc.collect(), gc.collect()
     assert [ref() for ref in refs] == [None] * len(refs)
     assert all(info.currsize == 0 for info in shardwise.cache_info().values())
 
@@ -68,7 +70,7 @@ def test_memory_of_300_meshes_is_flat():
             x = nn.Parameter(distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)]))
             (x * x.redistribute(placements=[Replicate()])).sum().backward()
             if i % 50 == 49:
-                clear_caches(), gc.collect()
+                clear_caches(), gc.collect(), gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
     tracemalloc.start()
@@ -89,7 +91,7 @@ def _unused(rank, world_size):
         use(mesh)
         refs += [weakref.ref(mesh), weakref.ref(as_mesh(mesh))]
         del mesh
-    clear_caches(), gc.collect()
+    clear_caches(), gc.collect(), gc.collect()
     left = [ref() for ref in refs]
     for group in groups:
         dist.destroy_process_group(group)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.caches import register_cache
 from shardwise.comm.base import Coords
 from shardwise.comm.bridge import regroup, share
 from shardwise.comm.messages import along_ranks
@@ -38,6 +39,9 @@ def plan_across(src: Layout, dst: Layout) -> CrossPlan:
     if src.mesh.comm.simulated != dst.mesh.comm.simulated:
         raise MoveError(f"cannot move between simulated and real ranks: from {src.mesh!r} to {dst.mesh!r}")
     return CrossPlan(src, dst)
+
+
+register_cache("moves between meshes", plan_across.cache_info, plan_across.cache_clear)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from shardwise.caches import register_cache
 from shardwise.comm.base import Coords
 from shardwise.layout import Layout, Region
 from shardwise.layout.region import within
@@ -126,6 +127,9 @@ class WindowBack(Window):
 def windows_of(layout: Layout, needs: tuple[tuple[int, Needs], ...]) -> Windows:
     """The windows of a layout, kept for the next call that asks for the same."""
     return Windows(layout, dict(needs))
+
+
+register_cache("windows", windows_of.cache_info, windows_of.cache_clear)
 
 
 class Windows:
