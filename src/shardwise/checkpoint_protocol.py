@@ -11,7 +11,7 @@ these functions has done it already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,15 +19,12 @@ import torch
 from shardwise.autograd.leaves import leaf_local
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
-from shardwise.layout.layout import Tile
+from shardwise.layout.tiles import Tile, TileLike
+from shardwise.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-
-    from shardwise.wrapper import Wrapper
-
-Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
 
 
 def write_items(fqn: str, tensor: Wrapper) -> list[WriteItem]:
@@ -40,7 +37,7 @@ def write_items(fqn: str, tensor: Wrapper) -> list[WriteItem]:
     return items_for(fqn, tensor, list(boxes))
 
 
-def items_for(fqn: str, tensor: torch.Tensor, boxes: Iterable[Box]) -> list[WriteItem]:
+def items_for(fqn: str, tensor: torch.Tensor, boxes: Iterable[TileLike]) -> list[WriteItem]:
     """Return one item for each of these boxes of a tensor."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -97,7 +94,7 @@ def _held(tensor: Wrapper) -> Iterator[tuple[Tile, torch.Tensor, tuple[int, ...]
                 yield tile, values[i].detach(), tuple(start)
 
 
-def chunk(box: Box) -> ChunkStorageMetadata:
+def chunk(box: TileLike) -> ChunkStorageMetadata:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))

@@ -7,6 +7,7 @@ world have none, and making one takes all ranks of the world, so they send to ea
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -114,15 +115,17 @@ class _All:
             _abandoned.append((self.group, self.works))
 
 
-_abandoned: list[tuple[Group, list[Work]]] = []
+_abandoned: deque[tuple[Group, list[Work]]] = deque()  # whose operations are atomic: finalizers run in any thread
 
 
 def _wait_for_abandoned(group: Group) -> None:
     if not _abandoned:
         return
-    mine = [works for owner, works in _abandoned if owner is group]
-    _abandoned[:] = [entry for entry in _abandoned if entry[0] is not group]
-    for works in mine:
+    for _ in range(len(_abandoned)):
+        owner, works = _abandoned.popleft()
+        if owner is not group:
+            _abandoned.append((owner, works))
+            continue
         for work in works:
             work.wait()
 

@@ -134,8 +134,8 @@ def start_move(
     local: Any, src: Layout, dst: Layout, note: Note, *, owned: bool = False
 ) -> tuple[Any, Callable[[], Any]]:
     """A move begun but not waited for: the local value there will be, and what waits for it. Where the ranks live in
-    this process, or a reduction needs its gradient worked out, it is done at once. Who is `owned` the source away
-    lets it be reduced in place."""
+    this process, or a reduction needs its gradient worked out, it is done at once. An `owned` source is nobody else's:
+    it may be reduced in place."""
     comm, steps = src.mesh.comm, plan_steps(src, dst, memory=current_cap())
     if comm.simulated or any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps):
         return run_move(local, comm, steps, note), lambda: None
