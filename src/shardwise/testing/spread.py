@@ -187,7 +187,7 @@ def can_add(dtype: torch.dtype) -> bool:
     return not eight_bits and dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 
 
-def _reductions_for(x: torch.Tensor) -> list[str]:
+def reductions_for(x: torch.Tensor) -> list[str]:
     """The same for one tensor: infinite values cannot be shared in a sum, and a NaN maximum has no gradient."""
     found = reductions_of(x.dtype)
     if not can_add(x.dtype) and x.dtype is not torch.bool:
@@ -242,7 +242,7 @@ def combinations(
     replicated or cut in the same way, then a sample of the rest that `seed` chooses. No combination comes twice."""
     generator = random.Random(f"{seed} {mesh_shape}")
     wanted = _SHARES.keys() if reductions is True else reductions or ()
-    allowed = [[op for op in _reductions_for(t) if op in wanted] for t in tensors]
+    allowed = [[op for op in reductions_for(t) if op in wanted] for t in tensors]
     systematic = _systematic(tensors, mesh_shape[0], generator, allowed) if len(mesh_shape) == 1 else []
     if len(systematic) > limit:  # what is left out differs from sample to sample
         generator.shuffle(systematic)
