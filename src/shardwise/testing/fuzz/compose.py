@@ -24,6 +24,8 @@ _DTYPES = (
     + [torch.bfloat16, torch.float16, torch.complex64, torch.int32, torch.uint8, torch.int8]
 )  # fmt: skip
 _SLOT = re.compile(r"\{([a-z]+\d?)(?::([^}]*))?\}")
+# Under no_grad, what these leave of a tensor with a graph depends on how the gradient of the last op is written.
+_CHANGES_SHAPE = re.compile(r"\.(unsqueeze|squeeze|transpose|t|swapaxes|resize_as)_\(")
 _LARGEST = 1e4  # what grows beyond is not computed on
 
 
@@ -167,6 +169,7 @@ class Composer:
         operands = []
         for n, x in enumerate(found[which].tensors):
             fits = [k for k, t in self.tensors().items() if t.shape == x.shape and t.dtype == x.dtype]
+            fits = [k for k in fits if k not in operands]
             if fits and self.rng.random() < 0.5 and (not x.dtype.is_floating_point or x.dim()):
                 operands.append(self.rng.choice(fits))
                 continue
@@ -207,7 +210,7 @@ class Composer:
         template = self.rng.choice(FAMILIES[family][1])
         text = self.fill(template)
         if family == "in place":
-            if self.rng.random() < 0.35:
+            if self.rng.random() < 0.35 and not _CHANGES_SHAPE.search(text):
                 text = f"with torch.no_grad(): {text}"
             self.statement(text)
         elif "register_hook" in text or "retain_grad" in text:
@@ -272,16 +275,16 @@ class Composer:
             return
         chosen = self.rng.sample(roots, self.rng.randint(1, min(3, len(roots))))
         loss = f"weigh({', '.join(chosen)})"
-        inner = self.rng.sample(roots, 1) if self.rng.random() < 0.3 else []
+        form = self.rng.choice(["grads", "grads", "second", "second", "backward", "backward twice"])
+        # a second derivative by what is in between depends on whether a gradient is written with an op's result
+        inner = self.rng.sample(roots, 1) if self.rng.random() < 0.3 and form != "second" else []
         wanted = f"[{', '.join([*leaves, *inner])}]"
-        form = self.rng.choice(["grads", "grads", "second", "second", "accumulate", "accumulate twice"])
-        with_kept = [f"{n}.retain_grad()" for n in inner]
         if form in ("grads", "second"):
             self.ending(f"{self.fresh_name('g')} = {form}({loss}, {wanted})")
         else:
-            for line in with_kept:
-                self.ending(line)
-            self.ending(f"backward_passes({loss}{', 2' if form == 'accumulate twice' else ''})")
+            for name in inner:
+                self.ending(f"{name}.retain_grad()")
+            self.ending(f"backward_passes({loss}{', 2' if form == 'backward twice' else ''})")
 
     def ending(self, line: str) -> None:
         if self.ended:
@@ -359,7 +362,7 @@ class Slots:
         fits = _TENSORS[kind]
         if kind == "w":
             self.written = True
-            fits = lambda t: is_float(t.dtype) and memory_of(t) not in self.composer.frozen
+            fits = lambda t: is_float(t.dtype) and memory_of(t) not in self.composer.frozen and not overlaps(t)
         if kind in ("i", "b"):
             name = self.pick_or_make(fits, shape, torch.int64 if kind == "i" else torch.bool)
         else:
@@ -403,6 +406,11 @@ class Slots:
     def slot_same(self) -> str:
         alike = lambda t: t.dtype == self.x.dtype and t.shape == self.x.shape and self.apart(t)
         return self.pick_or_make(alike, self.x.shape, self.x.dtype)
+
+    def slot_target(self) -> str:
+        free = lambda t: memory_of(t) not in self.composer.frozen and not overlaps(t)
+        alike = lambda t: t.dtype == self.x.dtype and t.shape == self.x.shape and self.apart(t)
+        return self.pick_or_make(lambda t: alike(t) and free(t), self.x.shape, self.x.dtype)
 
     def slot_mask(self) -> str:
         return self.pick_or_make(lambda t: t.dtype is torch.bool and t.shape == self.x.shape, self.x.shape, torch.bool)

@@ -3,7 +3,7 @@
 Slots that stand for a tensor: ``{x}`` any, ``{f}`` real floating, ``{c}`` floating or complex, ``{i}`` integer, ``{b}``
 bool, ``{m}`` a real matrix, ``{q}`` a real square matrix, ``{v}`` a real vector, ``{t}`` a real tensor of three dims,
 ``{img}`` one of four dims, ``{w}`` a tensor that is written. What comes after the first refers to it: ``{y}`` a tensor
-that broadcasts with it, ``{same}`` one of its shape and dtype, ``{mask}`` bools of its shape, ``{index}`` indices into
+that broadcasts with it, ``{same}`` one of its shape and dtype, ``{target}`` one of these to write to, ``{mask}`` bools of its shape, ``{index}`` indices into
 its dim ``{dim}``. ``{shape:4,b}`` makes a new input of that shape, where a, b, c are the sizes of the first and -1 its
 last.
 """
@@ -145,12 +145,12 @@ IN_PLACE = """
 {w}.index_copy_({dim},{index},torch.index_select({w},{dim},{index})) {w}[{slice}]=0.5 {w}[{slice}]=1 {w}[{mask}]=0
 {w}[0]=2 {w}[...,0]=-1 {w}[{index0}]=0.5 {w}[:]={y} {w}[{slice}]*=2 {w}[0]+=1 {w}+={y} {w}*=2
 {w}.select({dim},0).add_(1) {w}.narrow({dim},{start},1).mul_(3) {w}.T.mul_(2) {w}.view(-1)[0]=5 {w}.view(-1).add_(1)
-{w}.reshape(-1).mul_(2) {w}.diagonal().zero_() torch.add({w},{y},out={w}) torch.mul({w},2,out={same})
+{w}.reshape(-1).mul_(2) {w}.diagonal().zero_() torch.add({w},{y},out={w}) torch.mul({w},2,out={target})
 torch.sum({w},{dim},out={shape:1}) {w}.detach().add_(1) {w}.index_put_(({index0},),{w}[{index0}]*2)
-{w}.squeeze({dim}).mul_(2) {w}.unfold({dim},2,1).mul_(2) {w}.unsqueeze(0).add_(1) {w}.flatten().mul_(2)
+{w}.squeeze({dim}).mul_(2) {w}.unsqueeze(0).add_(1) {w}.flatten().mul_(2)
 {w}.contiguous().mul_(2) {w}.expand_as({w}).mul_(2) {w}.put_({index0},{w}.flatten()[:2]) torch.clamp({w},-1,1,out={w})
 F.relu({w},inplace=True) torch._foreach_mul_([{w}],2.0) {w}.masked_scatter_({mask},{same}) {w}.erfinv_()
-{w}.requires_grad_() torch.neg({w},out={same}) {w}.resize_as_({same}) {w}.set_({same}) {w}.swapaxes_({dim},{dim2})
+{w}.requires_grad_() torch.neg({w},out={target}) {w}.resize_as_({same}) {w}.swapaxes_({dim},{dim2})
 """
 
 FUNCTIONS = """

@@ -143,10 +143,12 @@ def call(name: str, form: str, sample: int, *tensors: torch.Tensor) -> object:
     return samples(name, form)[sample].call(list(tensors))
 
 
-def weigh(*tensors: torch.Tensor) -> torch.Tensor:
+def weigh(*tensors: torch.Tensor | None) -> torch.Tensor:
     """A loss: the sum of all elements, each with a weight of its own that every layout has."""
     total = torch.zeros((), dtype=torch.float64)
     for n, x in enumerate(tensors):
+        if x is None:
+            continue
         weights = values(x.shape, x.dtype if is_float(x.dtype) else torch.float64, 1000 + n)
         part = (x * weights).sum()
         total = total + (part.real + part.imag if x.dtype.is_complex else part)
@@ -160,8 +162,9 @@ def grads(loss: torch.Tensor, leaves: Sequence[torch.Tensor], create_graph: bool
 
 def second(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Gradients:
     """Second derivatives: the gradients of a weighted sum of the gradients."""
-    first = [g for g in grads(loss, leaves, create_graph=True) if g is not None and g.requires_grad]
-    return grads(weigh(*first), leaves) if first else ()
+    first = grads(loss, leaves, create_graph=True)
+    total = weigh(*[g if g is not None and g.requires_grad else None for g in first])
+    return grads(total, leaves) if total.requires_grad else (None,) * len(leaves)
 
 
 def backward_passes(loss: torch.Tensor, times: int = 1) -> None:
