@@ -31,6 +31,7 @@ class Wrapper(torch.Tensor):
     _hooks: OrderedDict[int, Callable[[LocalValue], LocalValue]] | None = None  # of simulated ranks, seen as one tensor
     _shown_grad: tuple[list[torch.Tensor | None], Any] | None = None  # local gradients, and the tensor that shows them
     _loose_writes: int = 0  # how often `.data` was handed out or replaced
+    _rebinds: int = 0  # how often an op gave the tensor another value and shape
     _spreads: dict[Any, Any] | None = None  # the value as it enters split calls, by axes (`engine/plan.py`)
     _gathered: Any = None  # the parts this tensor was gathered from (`engine/reduce_to_parts.py`)
     _coming: LocalValue  # while an asynchronous move to it is under way: the value that will be there
@@ -92,4 +93,5 @@ def rebind(target: Wrapper, value: Any) -> Any:
     with without_torch_function():
         torch.Tensor.data.__set__(target, value)  # type: ignore[attr-defined]
     target._local, target._layout, target._spreads = value._local, value._layout, None
+    target._rebinds += 1
     return target

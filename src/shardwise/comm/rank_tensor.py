@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.errors import LayoutError
@@ -150,6 +151,18 @@ class _Copy(torch.autograd.Function):
         return None
 
 
+class _Recorded(torch.autograd.Function):
+    """A tensor without gradient, so that what is done with it is recorded, as if it came from the other one."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
+        return None, None
+
+
 def _note_copies(made: RankTensor) -> RankTensor:
     made.copies = True
     return made
@@ -186,15 +199,20 @@ def map_positions(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
         long = isinstance(value, (list, tuple)) and len(value) == count
         return _at([value[j] for j in positions] if long else value, rank)
 
+    # torch records a list op for all positions if it does for one: so do several calls in place of one
+    anchors = [v for t in tensors if isinstance(t, RankTensor) for v in t.ranks if v.requires_grad][:1]
+    recorded = bool(anchors) and len(alike) > 1 and torch.is_grad_enabled() and not writes_first(func)
+
+    def call(positions: list[int], rank: int) -> Any:
+        mine = [at(a, positions, rank) for a in args], {k: at(v, positions, rank) for k, v in kwargs.items()}
+        if recorded:
+            mine = tree_map_only(torch.Tensor, lambda v: v if v.requires_grad else _Recorded.apply(v, *anchors), mine)
+        return func(*mine[0], **mine[1])
+
     results: list[Any] = [None] * count
     nothing = False
     for who, positions in alike.items():
-        done = {
-            rank: func(
-                *(at(a, positions, rank) for a in args), **{k: at(v, positions, rank) for k, v in kwargs.items()}
-            )
-            for rank in set(who)
-        }
+        done = {rank: call(positions, rank) for rank in set(who)}
         nothing = done[who[0]] is None
         for n, j in enumerate(positions if not nothing else ()):
             results[j] = RankTensor([done[rank][n] for rank in who])

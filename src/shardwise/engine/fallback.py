@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.comm.record import Note
 from shardwise.context import is_strict
 from shardwise.engine.aliasing import after_write, before_write, note_copies
-from shardwise.engine.call_shape import CallShape, Path, fetch, put
+from shardwise.engine.call_shape import CallShape, Path, fetch, put, tensors_in
 from shardwise.engine.plain_tensors import replicated_like
 from shardwise.engine.plan import Plan, refuse
 from shardwise.functions import writes_first
@@ -134,9 +134,12 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         target = args[0]
+        # what backward needs is the value from before the write
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for _, t in tensors_in(args, kwargs))
+        to_outlive = torch.clone if recorded else lambda target: target
         if not isinstance(target, (list, tuple)):
-            return write(target, functional(_to_outlive(target), *args[1:], **kwargs))
-        values = functional([_to_outlive(one) for one in target], *args[1:], **kwargs)
+            return write(target, functional(to_outlive(target), *args[1:], **kwargs))
+        values = functional([to_outlive(one) for one in target], *args[1:], **kwargs)
         for one, value in zip(target, values, strict=True):
             write(one, value)
         return target
@@ -149,15 +152,17 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
     return run
 
 
-def _to_outlive(target: Any) -> Any:
-    """The target, or a copy where backward will need its value from before the write."""
-    return target.clone() if torch.is_grad_enabled() and target.requires_grad else target
-
-
 def rebound(func: Callable[..., Any]) -> Plan:
     """The plan of an in-place op that changes its target's shape (unsqueeze_, t_): the target becomes the view."""
     functional = functional_form(func)
-    return lambda args, kwargs, local_args, local_kwargs: rebind(args[0], functional(*args, **kwargs))
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        target = args[0]
+        if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        return rebind(target, functional(*args, **kwargs))
+
+    return run
 
 
 def not_in_place(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from shardwise.engine.aliasing import COPIES, after_write, before_write, note_co
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
 from shardwise.engine.reduce_to_parts import spread_from_parts
 from shardwise.engine.results import Finish, Results, one_wrapper
+from shardwise.engine.saved import watched
 from shardwise.errors import StrictError
 from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
@@ -36,7 +37,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     """The plan that a rule's answer leads to; None where the result cannot be written into the first operand."""
     if isinstance(spec, Algorithm):
         call.check()
-        return None if in_place and not spec.writes else _run_program(spec.run, func, call.name)
+        return None if in_place and not spec.writes else watched(_run_program(spec.run, func, call.name), call)
     results = Results(spec, call, in_place)
     if results.refused:
         return lambda args, kwargs, local_args, local_kwargs: NotImplemented
@@ -55,9 +56,11 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         local = assignment.local(inputs, outputs)
         local = PerCoords(change(local.func), local.value_at) if isinstance(local, PerCoords) else change(local)
         invoke, takes_all = bind_local(call.mesh.comm, local, split, len(inputs)), False
+    copies = any(not spread_only for _, _, spread_only in moves)
     if in_place:
         run = _run(call, inputs, moves, invoke, takes_all, lambda args, kwargs, out: args[0], assignment.reasons)
-        return _with_writes_noted(run, call.name)
+        noted = _with_writes_noted(run, call.name)
+        return watched(noted, call) if copies else noted
     base = None if results.base is None else call.paths[results.base]
     moved = any(i == results.base and not spread_only for i, _, spread_only in moves)
     copied = base is not None and (moved or not assignment.aliases(inputs))
@@ -66,7 +69,8 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         if direct is not None:
             return direct
     finish = results.finisher(outputs, base, copied, func, call.name)
-    return _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons)
+    run = _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons)
+    return watched(run, call) if copies else run
 
 
 def _run_program(program: Callable[..., Any], func: Callable[..., Any], name: str) -> Plan:

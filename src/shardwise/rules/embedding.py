@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from shardwise.layout.split import Intervals, positions
 from shardwise.rules.index import by_holders, located, pointable
-from shardwise.strategy import Answer, Factors, Gathered, Operand, Tensor, factors, reduced
+from shardwise.strategy import Answer, Factors, Operand, Tensor, factors, reduced
 from shardwise.strategy.registry import program, rule
 
 
@@ -69,7 +69,7 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Answer:
     by_freq = arguments["scale_grad_by_freq"]
     operands = {name: x for name, x in arguments.items() if isinstance(x, Operand)}
     if arguments["max_norm"] is not None:
-        return Gathered("gather, since max_norm rewrites the rows it looks up, and compute it on every rank")
+        return None  # torch takes it apart: first embedding_renorm_, then a plain look-up
     bags = "b" if ids.ndim == 2 and not by_freq else None
     rows = None if mode == "max" or by_freq else "v"
     names = {x.index: (bags, None) if x.ndim == 2 else (None,) for x in operands.values()} | {table.index: (rows, "d")}

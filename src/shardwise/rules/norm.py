@@ -69,7 +69,8 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, N: int, C: int, HxW: int
     """The averages of channels are small: they are regrouped, however the channels are cut, and not `x`."""
     x = reduced(x)
     dtype = x.dtype if weight is None else weight.dtype
-    if fits_kernel(x, range(1, x.ndim)):
+    x = x if x.numel() else whole(x)  # there is nothing to be moved
+    if fits_kernel(x, range(1, x.ndim)) or not x.numel():
         places = [p if p.is_shard(0) else REPLICATE for p in x.placements]
         saved = x._layout.replace(shape=(N, group), dtype=dtype, placements=places)
         kernel = lambda v, w, b: torch.native_group_norm(v, w, b, len(v), C, HxW, group, eps)

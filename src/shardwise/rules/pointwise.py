@@ -12,7 +12,8 @@ import torch
 from shardwise.layout.layout import dense_stride
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Factors, Operand, Result, factors, operands_in, unfinished
-from shardwise.strategy.registry import rule
+from shardwise.strategy.program import Tensor
+from shardwise.strategy.registry import program, rule
 
 
 def broadcast(values: Iterable[object], outputs: int = 1, **more: Any) -> Factors:
@@ -64,7 +65,21 @@ def linear(names: str, **more: Any) -> None:
         return broadcast([x], linear="joint", **more)
 
 
-linear("neg real imag conj conj_physical resolve_conj resolve_neg deg2rad rad2deg")
+linear("neg imag deg2rad rad2deg")
+
+
+@rule("real conj conj_physical resolve_conj")
+def conjugate(x: Operand) -> Factors | Algorithm:
+    """Of real numbers they return the tensor they are given, whatever is pending."""
+    return broadcast([x], linear="joint") if x.dtype.is_complex else Algorithm(lambda x: x)
+
+
+@program("resolve_neg")
+def resolve_neg(x: Tensor) -> Tensor:
+    """The tensor itself, unless torch has yet to change its sign, as in the imaginary part of a conjugate."""
+    return x * 1 if x._layout.mesh.comm.first(x._local).is_neg() else x
+
+
 linear("_conj _conj_copy _conj_physical _neg_view _neg_view_copy")
 linear("contiguous", any_partial=True, may_alias=True)
 # parts of any reduction are copied as they are; and any reduction of zeros is zero

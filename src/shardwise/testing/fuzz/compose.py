@@ -72,7 +72,7 @@ class Composer:
         self.frozen: set[int] = set()  # memory that must not be written: it was moved, and a move may share or copy
         self.statements = self.count = 0
         self.ended = False
-        self.writes = rng.random() < 0.6  # whether there are writes in place; if not, some local memory has holes
+        self.writes = rng.random() < 0.6  # whether there are writes in place
         self.restart()
 
     # -- running on plain torch ----------------------------------------------------------------------------------
@@ -121,8 +121,7 @@ class Composer:
         places = self.placements(value)
         floating = is_float(dtype) and "product" not in places  # a factor's gradient is its own
         grad = floating and (self.rng.random() < 0.7 if grad is None else grad)
-        holes = ", holes=True" if not self.writes and self.rng.random() < 0.15 else ""
-        self.take(f"{made}, grad={grad}{holes}, at={places})")
+        self.take(f"{made}, grad={grad}, at={places})")
         if grad:
             self.leaves.append(name)
         return name
@@ -331,6 +330,7 @@ NOT_IN_PROGRAMS = {
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "resize_as_",
     "linalg.lstsq", "geqrf", "linalg.eig", "linalg.svd", "svd", "pca_lowrank", "svd_lowrank", "linalg.eigh",
     "linalg.eigvals",     "nn.functional.rrelu", "lu", "ormqr", "linalg.householder_product", "linalg.qr", "qr",
+    "_batch_norm_with_update",
 }  # fmt: skip
 
 

@@ -3,9 +3,9 @@
 Slots that stand for a tensor: ``{x}`` any, ``{f}`` real floating, ``{c}`` floating or complex, ``{i}`` integer, ``{b}``
 bool, ``{m}`` a real matrix, ``{q}`` a real square matrix, ``{v}`` a real vector, ``{t}`` a real tensor of three dims,
 ``{img}`` one of four dims, ``{w}`` a tensor that is written. What comes after the first refers to it: ``{y}`` a tensor
-that broadcasts with it, ``{same}`` one of its shape and dtype, ``{target}`` one of these to write to, ``{mask}`` bools of its shape, ``{index}`` indices into
-its dim ``{dim}``. ``{shape:4,b}`` makes a new input of that shape, where a, b, c are the sizes of the first and -1 its
-last.
+that broadcasts with it, ``{same}`` one of its shape and dtype, ``{target}`` one of these to write to, ``{mask}`` bools
+of its shape, ``{index}`` indices into its dim ``{dim}``. ``{shape:4,b}`` makes a new input of that shape, where a, b, c
+are the sizes of the first and -1 its last.
 """
 
 from __future__ import annotations

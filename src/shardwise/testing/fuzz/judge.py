@@ -122,7 +122,8 @@ def _first_difference(ours: Played, plain: Played, program: Program, strides: bo
         if name not in ours.variables:
             return Verdict(WRONG, f"{name} is missing", name)
         try:
-            found = different(ours.variables[name], want, least_exact, strides and name[0] != GRADIENTS, not plain.error)
+            with_strides, with_grads = strides and name[0] != GRADIENTS, plain.error is None
+            found = different(ours.variables[name], want, least_exact, with_strides, with_grads)
         except Exception as error:
             if _raises(want):
                 continue
@@ -154,13 +155,14 @@ def _tensors(found: Iterable[object]) -> list[torch.Tensor]:
 def different(got: object, want: object, least_exact: float, strides: bool, grads: bool = True) -> str:
     """How a variable differs from plain torch's; empty if it does not. `grads`: whether ``.grad`` counts."""
     if isinstance(want, torch.nn.Module) and isinstance(got, torch.nn.Module):
-        pairs = zip(got.state_dict(keep_vars=True).items(), want.state_dict(keep_vars=True).items(), strict=True)
-        return next((f"{n}: {d}" for (n, g), (_, w) in pairs if (d := different(g, w, least_exact, strides, grads))), "")
+        mine, theirs = got.state_dict(keep_vars=True), want.state_dict(keep_vars=True)
+        pairs = ((name, different(mine[name], theirs[name], least_exact, strides, grads)) for name in theirs)
+        return next((f"{name}: {found}" for name, found in pairs if found), "")
     if isinstance(want, (tuple, list)) and not isinstance(want, torch.Size):
         if not isinstance(got, (tuple, list)) or len(got) != len(want):
             return f"{got!r} instead of {len(want)} results"
-        found = (f"[{i}]: {d}" for i, p in enumerate(zip(got, want)) if (d := different(*p, least_exact, strides, grads)))
-        return next(found, "")
+        each = enumerate(different(g, w, least_exact, strides, grads) for g, w in zip(got, want, strict=True))
+        return next((f"[{i}]: {found}" for i, found in each if found), "")
     if not isinstance(want, torch.Tensor):
         return _different_value(got, want, least_exact)
     if not isinstance(got, torch.Tensor):

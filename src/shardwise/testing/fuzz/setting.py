@@ -25,11 +25,10 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class Options(TypedDict, total=False):
-    """What can be said of an input. On one device, `at` and `holes` mean nothing."""
+    """What can be said of an input. On one device, `at` means nothing."""
 
     seed: int
     grad: bool
-    holes: bool
     at: Sequence[Placement]
 
 
@@ -91,7 +90,7 @@ def on_mesh(mesh: MeshArgument) -> Iterator[Words]:
         return placed(operand(name, form, sample, which), more)
 
     def placed(x: torch.Tensor, more: Options) -> DTensor:
-        return spread_out(x, mesh, more["at"], more.get("seed", 0), more.get("grad", False), more.get("holes", False))
+        return spread_out(x, mesh, more["at"], more.get("seed", 0), more.get("grad", False))
 
     def module(made: torch.nn.Module, seed: int, at: Sequence[Sequence[Placement]]) -> torch.nn.Module:
         with_values(made, seed)
