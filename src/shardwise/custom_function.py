@@ -77,12 +77,12 @@ def _apply_distributed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[
     return results if call.several else results[0]
 
 
-def _finished(value: Any) -> Any:
+def _finished(value: object) -> object:
     """An argument, or a result: its gradient will be that of what is pending, not of the parts (except of a sum)."""
     return finished_but_sums(value) if isinstance(value, Wrapper) else value
 
 
-def _written(arg: Any, value: Any) -> Any:
+def _written(arg: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """An argument that a Function has written into, or into what was made of it (`_finished`)."""
     return arg if arg is value else arg.copy_(value)
 
@@ -198,9 +198,9 @@ class _Node(BackwardCFunction):
     _arg_forms: list[_Form]
     _result_forms: list[_Form]
     _saved_forms: Sequence[_Form] = ()
-    _saved: Sequence[Any] = ()  # these three only until the forward is done
-    _dirty: Sequence[Any] = ()
-    _constant: Sequence[Any] = ()
+    _saved: Sequence[object] = ()  # these three only until the forward is done
+    _dirty: Sequence[object] = ()
+    _constant: Sequence[object] = ()
     _materialize = True
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
@@ -222,7 +222,7 @@ class _Node(BackwardCFunction):
     def mark_non_differentiable(self, *args: torch.Tensor) -> None:
         self._constant = args
 
-    def _tell_autograd(self, now: Callable[[Any], Any]) -> None:
+    def _tell_autograd(self, now: Callable[[object], object]) -> None:
         """Tell autograd what the user's forward has saved and marked; `now` gives the tensor that stands for one."""
         saved, dirty, constant = ([now(t) for t in tensors] for tensors in (self._saved, self._dirty, self._constant))
         self._saved_forms = [_form(t) for t in saved]

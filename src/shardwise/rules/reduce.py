@@ -42,10 +42,12 @@ def prod(x: Operand, dim: Named = None, keepdim: bool = False, *, dtype: torch.d
     dims = dims_of(dim, x.ndim)
     if not any(map(x.layout.is_cut, dims)):
         return factors("*d -> *d-dim", [x], dim=dims, keepdim=keepdim, reduce="product")
-    along: tuple[Any, ...] = () if dim is None else (dim, keepdim)
     kind = dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
     left = [d for d in range(x.ndim) if keepdim or d not in dims]
     shape = tuple(1 if d in dims else x.shape[d] for d in left)
+
+    def of_part(v: torch.Tensor) -> torch.Tensor:
+        return v.prod(dtype=dtype) if dim is None else v.prod(dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
 
     def placed(p: Placement) -> Placement:
         if not isinstance(p, Shard):
@@ -56,7 +58,7 @@ def prod(x: Operand, dim: Named = None, keepdim: bool = False, *, dtype: torch.d
         x = reduced(x)
         places = tuple(map(placed, x._layout.placements))
         layout = x._layout.replace(shape=shape, stride=None, dtype=kind, placements=places)
-        found = run_local(lambda v: torch.prod(v, *along, dtype=dtype), [x], layout)
+        found = run_local(of_part, [x], layout)
         return reduced(found) if needs_grad(x) else found
 
     return Algorithm(run)
