@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.autograd.gradients import as_gradient, distributed_gradient, grad_layout
+from shardwise.autograd.gradients import as_gradient, check_is_told, distributed_gradient, grad_layout
 from shardwise.autograd.leaves import leaf_local, leaf_values
 from shardwise.caches import register_cache
 from shardwise.comm.record import Note
@@ -31,7 +31,10 @@ def set_requires_grad(tensor: Wrapper, flag: bool = True) -> None:
 def retain_grad(tensor: Wrapper) -> None:
     """Have backward keep the gradient of a tensor that is no leaf."""
     before_watching(tensor, "retain_grad")
-    for value in leaf_values(tensor):
+    values = leaf_values(tensor)
+    if not values[0].is_leaf:
+        check_is_told(tensor._layout, "retain_grad")
+    for value in values:
         value.retain_grad()
 
 

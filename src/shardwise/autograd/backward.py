@@ -8,15 +8,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwise.autograd.gradients import as_gradient, from_gradient
-from shardwise.autograd.leaves import leaf_local, leaf_values
-from shardwise.comm.record import Note
+from shardwise.autograd.gradients import as_gradient, check_is_told, finished_but_sums, from_gradient
+from shardwise.autograd.leaves import first_leaf, leaf_local, leaf_values
 from shardwise.context import relaxed
 from shardwise.engine.reduce_to_parts import before_watching
 from shardwise.errors import AutogradError
-from shardwise.layout.placement import REPLICATE
-from shardwise.move import move
-from shardwise.wrapper import Wrapper, wrap
+from shardwise.wrapper import Wrapper
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 Gradients = torch.Tensor | Sequence[torch.Tensor | None] | None
@@ -90,6 +87,8 @@ def _watched(inputs: Sequence[torch.Tensor], what: str) -> list[tuple[torch.Tens
     """The plain tensors of each input, whose gradients somebody wants to see."""
     for tensor in inputs:
         before_watching(tensor, what)
+        if isinstance(tensor, Wrapper) and not first_leaf(tensor).is_leaf:
+            check_is_told(tensor._layout, what)
     return [leaf_values(tensor) if isinstance(tensor, Wrapper) else (tensor,) for tensor in inputs]
 
 
@@ -113,7 +112,8 @@ def _roots(tensor: Wrapper, seed: Any, what: str) -> tuple[list[torch.Tensor], l
     layout = tensor._layout
     if layout.mesh.comm.outside:  # nothing to start from, but the move that made it has a gradient to take part in
         return [tensor._local], [torch.empty_like(tensor._local)]
-    tensor = _replicated_partials(tensor)
+    with torch.enable_grad():  # off in the backward of a checkpoint, which starts a pass of its own
+        tensor = finished_but_sums(tensor)
     layout, comm = tensor._layout, layout.mesh.comm
     outs = comm.values(tensor._local)
     if seed is None:
@@ -122,13 +122,3 @@ def _roots(tensor: Wrapper, seed: Any, what: str) -> tuple[list[torch.Tensor], l
         return list(outs), [torch.ones_like(v) for v in outs]
     local = from_gradient(layout, seed, what)
     return list(outs), list(comm.pick(comm.structure(tensor._local), local))
-
-
-def _replicated_partials(tensor: Wrapper) -> Wrapper:
-    """The tensor with every Partial that is not a sum reduced, differentiably."""
-    layout = tensor._layout
-    pending = [a for a, p in enumerate(layout.placements) if p.is_partial() and not p.is_partial("sum")]
-    if not pending:
-        return tensor
-    target = layout.placed(dict.fromkeys(pending, REPLICATE))
-    return wrap(move(tensor._local, layout, target, Note("backward")), target)

@@ -12,7 +12,7 @@ from shardwise.caches import register_cache
 from shardwise.comm.bridge import convert_gradients, share
 from shardwise.comm.record import Note
 from shardwise.engine.plain_tensors import plain_wrapped
-from shardwise.errors import LayoutError, MeshError
+from shardwise.errors import AutogradError, LayoutError, MeshError
 from shardwise.layout import Layout, Partial, Placement
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import move
@@ -39,21 +39,66 @@ def summed_axes(layout: Layout) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(layout.placements) if p.is_partial("sum"))
 
 
+@functools.lru_cache(maxsize=4096)
+def unsummed_axes(layout: Layout) -> tuple[int, ...]:
+    """The axes along which ranks hold the parts of another reduction than a sum."""
+    return tuple(axis for axis, p in enumerate(layout.placements) if p.is_partial() and not p.is_partial("sum"))
+
+
 def as_gradient(layout: Layout, local: LocalValue) -> Wrapper:
     """What autograd computed for the local value of a tensor with this layout, as a distributed tensor.
 
     Every part of a sum gets its gradient. In a second derivative autograd adds up what the parts have of that one's
     gradient, so one part takes all of it."""
     result, sums, comm = grad_layout(layout), summed_axes(layout), layout.mesh.comm
-    if sums and torch.is_grad_enabled() and comm.first(local).requires_grad:
-        parts = result.replace(placements=[Partial() if a in sums else p for a, p in enumerate(result.placements)])
-        local = share(comm, convert_gradients(comm, local, lambda g: move(g, result, parts, Note("backward"))), sums)
+    if sums:
+        if torch.is_grad_enabled() and any(value.requires_grad for value in comm.values(local)):
+            parts = result.replace(placements=[Partial() if a in sums else p for a, p in enumerate(result.placements)])
+            local = convert_gradients(comm, local, lambda g: move(g, result, parts, Note("backward")))
+        local = share(comm, local, sums)
     dtype = comm.first(local).dtype
     return wrap(local, result if dtype == result.dtype else result.replace(dtype=dtype))
 
 
+def check_is_told(layout: Layout, what: str) -> None:
+    """Raise if somebody asks for the gradient of a pending product: those of its factors do not tell it."""
+    if any(p.is_partial("product") for p in layout.placements):
+        raise AutogradError(
+            f"{what}: the gradient of a tensor laid out [{', '.join(map(str, layout.placements))}] cannot be told from "
+            f"those of its factors; redistribute it first, and call {what} on the result"
+        )
+
+
+def finished_but_sums(tensor: Wrapper) -> Wrapper:
+    """The tensor with every Partial that is not a sum reduced, differentiably: the gradient of such a result does not
+    tell those of its parts."""
+    layout = tensor._layout
+    pending = unsummed_axes(layout)
+    if not pending:
+        return tensor
+    target = layout.placed(dict.fromkeys(pending, REPLICATE))
+    return wrap(move(tensor._local, layout, target, Note("backward")), target)
+
+
+def gradient_of_parts(layout: Layout, parts: LocalValue, grad: torch.Tensor, what: str) -> LocalValue:
+    """`from_gradient` for a tensor whose parts are known: those of an average get equal shares, those of a maximum
+    that are it share the gradient, the factors of a product get what torch gives them."""
+    if not unsummed_axes(layout):
+        return from_gradient(layout, grad, what)
+    comm = layout.mesh.comm
+    leaves = comm.rebuild(parts, [value.detach().requires_grad_() for value in comm.values(parts)])
+    with torch.enable_grad():
+        result = finished_but_sums(wrap(leaves, layout))
+    seeds = comm.pick(comm.structure(result._local), from_gradient(result._layout, grad, what))
+    found = torch.autograd.grad(
+        comm.values(result._local), comm.values(leaves), seeds, create_graph=torch.is_grad_enabled()
+    )
+    return comm.rebuild(leaves, found)
+
+
 def from_gradient(layout: Layout, grad: torch.Tensor, what: str) -> LocalValue:
-    """The other direction: a gradient that the user gave to `what`, as autograd takes it for such a local value."""
+    """The other direction: a gradient that the user gave to `what`, as autograd takes it for such a local value, in
+    which nothing but sums is pending."""
     given = distributed_gradient(layout, grad, what)
     wanted = grad_layout(layout).replace(dtype=given._layout.dtype, stride=given._layout.stride)
     return move(given._local, given._layout, wanted, Note(what, backward=what == "hook"), summed_axes(layout))
@@ -72,5 +117,7 @@ def distributed_gradient(layout: Layout, grad: object, what: str) -> Wrapper:
     return grad
 
 
-for _name, _cached in (("grad layouts", grad_layout), ("summed axes", summed_axes)):
+for _name, _cached in (
+    ("grad layouts", grad_layout), ("summed axes", summed_axes), ("unsummed axes", unsummed_axes),
+):  # fmt: skip
     register_cache(_name, _cached.cache_info, _cached.cache_clear)

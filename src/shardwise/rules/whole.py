@@ -28,7 +28,7 @@ gathered("_pad_packed_sequence", _PACKED := "gather, since its steps differ in s
 rule("lstm gru rnn_tanh rnn_relu")(lambda x, sizes, *_: Gathered(_PACKED) if getattr(sizes, "ndim", 3) == 1 else None)
 
 
-@rule("as_strided as_strided_copy as_strided_scatter")
+@rule("aten::as_strided aten::as_strided_copy aten::as_strided_scatter")
 def as_strided(x: Operand, *args: object, **kwargs: object) -> Gathered:
     """Reads memory, which a gathered tensor has as on one device if that has no holes."""
     stride, dense = x.layout.stride, dense_stride(x.shape, x.layout.stride)
