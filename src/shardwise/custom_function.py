@@ -58,7 +58,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
 
 def _apply_distributed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any(isinstance(arg, Wrapper) for arg in args):  # what simulated ranks hold: each applies it for itself
-        return map_ranks(cls.apply, args, kwargs)
+        return map_ranks(cls.apply, args, kwargs, watched=True)
     if _has_setup_context(cls):
         bound = inspect.signature(cls.forward).bind(*args, **kwargs)
         bound.apply_defaults()

@@ -78,6 +78,7 @@ def local_map(
         ]
         out_tree: list[Any] = []
 
+        @functools.wraps(func, updated=())
         def on_one_rank(*leaves: Any) -> tuple[Any, ...]:
             call_args, call_kwargs = tree_unflatten(leaves, tree)
             outs, spec = tree_flatten(func(*call_args, **call_kwargs))
@@ -88,7 +89,7 @@ def local_map(
 
         # Ranks share a call where all they get and give is the same: not along an axis that any of it is split on.
         split = _split_axes(tensors, mesh, [as_placements(p) for p in by_output if p is not None])
-        outs = mesh.comm.bind(on_one_rank, split)(*local_args)
+        outs = mesh.comm.bind_program(on_one_rank, split)(*local_args)
         if len(by_output) != len(outs):
             raise LayoutError(
                 f"{name}: out_placements has {len(by_output)} entries for {len(outs)} flattened outputs; give a tuple "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.functions import also_writes
 from shardwise.layout.split import Intervals, positions
 from shardwise.rules.index import by_holders, located, pointable
 from shardwise.strategy import Answer, Factors, Operand, Tensor, factors, reduced
@@ -20,6 +21,10 @@ from shardwise.strategy.registry import program, rule
 def with_a_column(look_up: Callable[[Any], Any], table: torch.Tensor) -> torch.Tensor:
     """look_up(table), also for a rank that holds no column: there CUDA's kernels read out of bounds."""
     return look_up(table) if table.shape[1] else look_up(F.pad(table, (0, 1)))[..., :0]
+
+
+also_writes(F.embedding, (1, "weight"), when=(3, "max_norm"), default=None)
+also_writes(F.embedding_bag, (1, "weight"), when=(3, "max_norm"), default=None)
 
 
 @rule("embedding")

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from shardwise.functions import also_writes
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
@@ -111,6 +113,17 @@ batch_norm("_native_batch_norm_legit_functional", copies=True)
 batch_norm("_batch_norm_with_update", True, 1)
 batch_norm("_batch_norm_with_update_functional", True, 1, copies=True)
 batch_norm("_batch_norm_no_update", False, 1)
+
+
+def _keeps_statistics(func: object, first: int, when: str, default: bool) -> None:
+    also_writes(func, (first, "running_mean"), (first + 1, "running_var"), when=(5, when), default=default)
+
+
+_keeps_statistics(F.batch_norm, 1, "training", False)
+_keeps_statistics(torch.batch_norm, 3, "training", False)
+_keeps_statistics(torch.native_batch_norm, 3, "training", False)
+_keeps_statistics(F.instance_norm, 1, "use_input_stats", True)
+_keeps_statistics(torch.instance_norm, 3, "use_input_stats", True)
 
 
 def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: Any, eps: Any) -> Any:
