@@ -50,6 +50,11 @@ class Tiles(NamedTuple):
         return len(self.starts)
 
 
+def as_tuples(rows: np.ndarray) -> list[tuple[int, ...]]:
+    """The rows of an array, without a list for each on the way."""
+    return list(zip(*rows.T.tolist())) if rows.shape[1] else [()] * len(rows)
+
+
 def expand(counts: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For each row i the numbers first[i], first[i] + 1, ... (counts[i] of them): the rows, and the numbers."""
     rows = np.repeat(np.arange(len(counts)), counts)

@@ -28,7 +28,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.layout.region import region_shape, region_size, smallest_around, within
 from shardwise.layout.split import count, intersect
 from shardwise.move.pack import pick, place
-from shardwise.move.schedule import Piece, Route, Routes, Shape, round_of
+from shardwise.move.schedule import Pieces, Route, Routes, Shape, round_of
 from shardwise.move.steps import Begun, MeshStep
 from shardwise.move.transfer import Exchanged, Native, Transfer, gather_in_order, reduce_and_scatter
 
@@ -254,11 +254,10 @@ class Exchange(RoutedStep):
                 yield peer, region
 
     def routes(self, member: Coords) -> Routes:
-        sends: dict[Any, Sequence[Piece]] = {
-            peer: (Piece.of(0, region),) for peer, region in self.outgoing(member).items()
-        }
-        takes = [Route(sources, Piece.of(0, region)) for sources, region in self.incoming(member)]
-        return Routes(sends, takes, (self.src.local_shape_at(member),), (self.result.local_shape_at(member),))
+        held, needed = (self.src.local_shape_at(member),), (self.result.local_shape_at(member),)
+        sends = {peer: Pieces.of(((0, region),), held) for peer, region in self.outgoing(member).items()}
+        takes = [Route(sources, Pieces.of(((0, region),), needed)) for sources, region in self.incoming(member)]
+        return Routes(sends, takes, held, needed)
 
     # -- what ranks hold before and after, where all of them are at hand ------------------------------------
     def held(self, coords: Coords) -> Region:
