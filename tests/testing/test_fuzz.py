@@ -91,6 +91,26 @@ g1 = grads(weigh(y1), [x3])
 x1 = tensor((3,), seed=1, at=[Shard(0)])
 x2 = tensor((0,), torch.int64, seed=1, at=[Replicate()])
 y1 = torch.put(x1, x2, x1[:2])
+
+# mesh (2,)
+x1 = given('rad2deg', 'bool', 0, 0, at=[Replicate()])
+x2 = tensor((3,), torch.int64, seed=934, at=[Shard(dim=0)])
+x3 = tensor((3,), torch.int64, seed=173, at=[Replicate()])
+y1 = torch.index_add(x1, 1, (x2 % 20), torch.index_select(x1, 1, (x3 % 20)))
+y2 = y1.to(torch.float64)
+y3 = y1 * 2.5
+y4 = y1.sum()
+
+# mesh (2,)
+x1 = tensor((1,), seed=440, grad=True, at=[Replicate()])
+y1 = x1.squeeze(-1)
+y1.squeeze_()
+
+# mesh (2,)
+x1 = tensor((3,), seed=440, grad=True, at=[Shard(0)])
+x2 = tensor((2,), seed=440, at=[Shard(0)])
+y1 = x1 * 2
+y1.resize_as_(x2)
 """
 
 

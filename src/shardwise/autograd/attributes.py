@@ -23,8 +23,15 @@ from shardwise.wrapper import Wrapper, wrap, wrapper_of
 
 
 def set_requires_grad(tensor: Wrapper, flag: bool = True) -> None:
-    """Have autograd record what is done with the tensor, or not."""
-    for value in leaf_values(tensor):
+    """Have autograd record what is done with the tensor, or not.
+
+    Raises:
+        AutogradError: For a pending product: what backward finds are the gradients of its factors.
+    """
+    values = leaf_values(tensor)
+    if flag and not values[0].requires_grad:
+        check_is_told(tensor._layout, "requires_grad_")
+    for value in values:
         value.requires_grad_(flag)
 
 

@@ -158,8 +158,10 @@ def rebound(func: Callable[..., Any]) -> Plan:
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         target = args[0]
-        if torch.is_grad_enabled() and target.requires_grad and target.is_leaf:
-            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        base = target._layout.mesh.comm.first(target._local)._base
+        if torch.is_grad_enabled() and target.requires_grad and (target.is_leaf or (base is not None and base.is_leaf)):
+            view_of = "" if target.is_leaf else "view of a "
+            raise RuntimeError(f"a {view_of}leaf Variable that requires grad is being used in an in-place operation.")
         return rebind(target, functional(*args, **kwargs))
 
     return run

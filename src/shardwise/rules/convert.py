@@ -27,7 +27,7 @@ def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
     wanted = [a for a in arguments if isinstance(a, torch.dtype)]
     same = all(d == x.dtype for d in wanted)
     holds = lambda d: d.itemsize > 1 and (x.dtype.itemsize == 1 or torch.promote_types(d, x.dtype) == d)  # not float8
-    keeps = same or all(d.to_real().is_floating_point and holds(d) for d in wanted)
+    keeps = same or (x.dtype.to_real().is_floating_point and all(map(holds, wanted)))
     return broadcast([x], linear="joint" if keeps else "none", any_partial=same, may_alias="memory_format" in kwargs)
 
 

@@ -48,6 +48,9 @@ def spread_out(
     replicate = [p.is_replicate() for p in layout.placements]
     spots = map(inner.coords, inner.ranks) if inner.comm.simulated else [inner.comm.coords_here()[0]]
     held = [at(tuple(0 if r else c for r, c in zip(replicate, coords, strict=True))) for coords in spots]
+    if requires_grad and Partial("product") in layout.placements:  # its factors have gradients, the product has none
+        for factor in held:
+            factor.requires_grad_()
     local = RankTensor(held) if inner.comm.simulated else held[0]
     result = DTensor.from_local(local, mesh, placements, shape=x.shape, stride=x.stride())
     return result.requires_grad_() if requires_grad else result

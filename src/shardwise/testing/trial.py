@@ -131,10 +131,14 @@ def attempt(expected: Reference, mesh: MeshArgument, layouts: Combination, seed:
             message = _difference(got, expected.outputs, sample)
             if not message and expected.roots:
                 starts = [spread_out(s, mesh, whole) for s in expected.seeds]
-                wanted = [m for m, d in zip(mine, sample.differentiable, strict=True) if d]
+                asked = [
+                    d and Partial("product") not in places  # whose factors have gradients, and not the product
+                    for d, places in zip(sample.differentiable, layouts, strict=True)
+                ]
+                wanted = [m for m, yes in zip(mine, asked, strict=True) if yes]
                 roots = [got[i] for i in expected.roots]
-                found = iter(torch.autograd.grad(roots, wanted, starts, allow_unused=True))
-                grads = [next(found) if d else None for d in sample.differentiable]
+                found = iter(torch.autograd.grad(roots, wanted, starts, allow_unused=True) if wanted else ())
+                grads = [next(found) if yes else None for yes in asked]
                 message = _gradient_difference(grads, expected.grads, layouts, sample)
     except ShardwiseError as error:
         return Outcome(REFUSED, f"{type(error).__name__}: {error}")

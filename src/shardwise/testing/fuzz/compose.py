@@ -142,7 +142,7 @@ class Composer:
                 families = {k: weight for k, (weight, _) in FAMILIES.items() if self.writes or k != "in place"}
                 family = self.rng.choices(list(families), list(families.values()))[0]
                 self.add_from(family)
-        except NothingFits:
+        except (NothingFits, RuntimeError):  # plain torch does not let some tensors be read any more
             self.lines, self.leaves = kept
             self.restart()
             return
