@@ -199,9 +199,5 @@ def cells_of(tiles: Tiles) -> Tiles:
         for side in sides:
             grid = [(*cell, interval) for cell in grid for interval in side]
         out.update(grid)
-    return _without_coarser(Tiles.of([(tuple(a for a, _ in c), tuple(b - a for a, b in c)) for c in sorted(out)]))
-
-
-def _without_coarser(cells: Tiles) -> Tiles:
-    """Neighbours cut the same place differently fine: go on until no two cells overlap."""
-    return cells if first_overlap(cells) is None else cells_of(cells)
+    cells = Tiles.of([(tuple(a for a, _ in c), tuple(b - a for a, b in c)) for c in sorted(out)])
+    return cells if first_overlap(cells) is None else cells_of(cells)  # neighbours may cut a place differently fine
