@@ -71,12 +71,18 @@ def meetings(one: Tiles, other: Tiles) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.concatenate([nothing, *(pair[i] for pair in found)]) for i in (0, 1))  # type: ignore[return-value]
 
 
+_FEW = 4_000  # pairs: to look at all of them is quicker than to lay a grid
 _MOST_AT_ONCE = 4_000_000  # candidate pairs, so that tiles that all overlap do not fill the memory
 
 
 def _meetings(one: Tiles, other: Tiles) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """A coarse grid is laid over the tiles, about one tile per cell; tiles that reach into the same cell are compared.
     A pair counts in the cell of the first element both have, so it is found once."""
+    if len(one) * len(other) <= _FEW:
+        low, high = np.maximum(one.starts[:, None], other.starts), np.minimum(one.ends[:, None], other.ends)
+        i, j = np.nonzero((low < high).all(axis=2))
+        yield i, j
+        return
     lines = _grid(one, other)
     row, cell, low = _in_cells(one, lines)
     other_row, other_cell, other_low = _in_cells(other, lines)

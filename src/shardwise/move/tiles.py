@@ -13,6 +13,7 @@ An element that a rank holds itself never travels; replicas share the sending.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -180,8 +181,9 @@ class TilePlan(Exchanged):
         """What a rank sends and takes."""
         rows, held, needed = self.rows, self.sources.shapes(member), self.targets.shapes(member)
         sent, got = np.nonzero(rows.sender == member)[0], np.nonzero(rows.receiver == member)[0]
-        stay = self._staying(sent[rows.receiver[sent] == member])
+        stay = sent[rows.receiver[sent] == member]
         if len(stay):
+            stay = self._staying(stay)
             sent, got = np.setdiff1d(sent, stay), np.setdiff1d(got, stay)
         out = self._pieces(sent, self.sources, rows.source[sent], held)
         into = self._pieces(got, self.targets, rows.target[got], needed)
@@ -223,9 +225,10 @@ class TilePlan(Exchanged):
 
 def _runs(peers: np.ndarray) -> list[tuple[int, int, int]]:
     """Each of the peers, which come in order, with the first row of its own and the first after them."""
-    found, first = np.unique(peers, return_index=True)
-    bounds = [*first.tolist(), len(peers)]
-    return list(zip(found.tolist(), bounds[:-1], bounds[1:], strict=True))
+    if not len(peers):
+        return []
+    bounds = [0, *(np.nonzero(peers[1:] != peers[:-1])[0] + 1).tolist(), len(peers)]
+    return [(int(peers[first]), first, stop) for first, stop in itertools.pairwise(bounds)]
 
 
 Tensors = Sequence[torch.Tensor]
