@@ -148,22 +148,7 @@ class Put(NamedTuple):
     into: Pieces
     in_place: bool  # the first part is there already
     parts: tuple[Laid | Pieces, ...]  # of what was received, or of this rank's own tensors
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether it is one copy to places that can be seen."""
-        return len(self.parts) == 1 and not self.in_place and self.into.are_seen
-
-
-class Puts(NamedTuple):
-    """Several puts, and whether each of them is a copy."""
-
-    each: tuple[Put, ...]
-    copies: bool
-
-    @staticmethod
-    def of(puts: Sequence[Put]) -> Puts:
-        return Puts(tuple(puts), all(put.is_copy for put in puts))
+    is_copy: bool  # it is one part, to places that can be seen
 
 
 @dataclass(frozen=True)
@@ -177,8 +162,8 @@ class Round:
     received: int
     sends: tuple[Span, ...]
     takes: tuple[Span, ...]
-    meanwhile: Puts  # what needs nothing from others
-    puts: Puts
+    meanwhile: tuple[Put, ...]  # what needs nothing from others
+    puts: tuple[Put, ...]
 
     @property
     def buffers(self) -> int:
@@ -302,8 +287,8 @@ class _Sides:
             received=max((span.stop for span in takes if span.slot == BUFFER), default=0),
             sends=tuple(sends),
             takes=tuple(takes),
-            meanwhile=Puts.of(meanwhile),
-            puts=Puts.of([put for put in puts if put.parts]),
+            meanwhile=tuple(meanwhile),
+            puts=tuple(put for put in puts if put.parts),
         )
 
     def _all_puts(self, came: dict[int, Span]) -> tuple[list[Put], list[Put]]:
@@ -340,7 +325,7 @@ class _Sides:
                 read[number] += pieces.size
             else:
                 in_place = True
-        return Put(pieces, in_place, tuple(parts))
+        return Put(pieces, in_place, tuple(parts), len(parts) == 1 and not in_place and pieces.are_seen)
 
 
 def _in_turn(pieces: Pieces | None) -> Callable[[Pieces], Pieces | None]:

@@ -36,6 +36,7 @@ class Step(ABC):
 
     kind = "local"  # the collective it is: what the ledger shows
     where: str  # along which axes, as the ledger shows it
+    reuses_memory = False  # whether its result is what it was given, or in the same memory
 
     @abstractmethod
     def run(self, comm: Any, local: Any) -> Any:
@@ -95,12 +96,16 @@ class MeshStep(Step):
         """The most bytes of packed parts, out and in, that are alive at once."""
         return 0
 
+    def result_bytes(self, coords: Coords) -> int:
+        """Bytes of the new local tensor that it makes."""
+        if self.reuses_memory:
+            return 0
+        return math.prod(self.result.local_shape_at(coords)) * self.result.dtype.itemsize
+
     @property
     def result(self) -> Layout:
         """The layout whose local tensors it makes."""
         return self.layout
-
-    reuses_memory = False  # whether its result is what it was given, or in the same memory
 
     @property
     def ranks(self) -> int:

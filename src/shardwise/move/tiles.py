@@ -1,11 +1,11 @@
 """Moves between any two sets of tiles: who sends which box to whom, found by a sweep.
 
 `TilePlan` intersects the tiles every rank has with those every rank needs. It is pure integers: thousands of tiles cost
-milliseconds.
+milliseconds. A `TileStep` runs it on a process group, where each rank has a list of tensors.
 
     plan = TilePlan({0: [((0,), (4,))], 1: [((4,), (4,))]}, {2: [((0,), (8,))]}, itemsize=4)
     plan.bytes_in(2), plan.lower_bound(2)            # 32, 32
-    run_tiles(plan, parts, group)                    # on every rank of the group, differentiable (tile_step.py)
+    run_tiles(plan, parts, group)                    # on every rank of the group, differentiable
 
 An element that a rank holds itself never travels; replicas share the sending.
 """
@@ -13,18 +13,25 @@ An element that a rank holds itself never travels; replicas share the sending.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from shardwise.comm.messages import Along
-from shardwise.errors import MoveError
+from shardwise.comm.messages import Along, Group, along_group
+from shardwise.comm.record import Note, recorders
+from shardwise.errors import CommError, MoveError
 from shardwise.layout.region import contiguous_stride
 from shardwise.layout.tiles import TileLike, Tiles, as_tuples, cells_of, expand, first_overlap, meetings
 from shardwise.layout.tileset import TileSet
+from shardwise.move.run import run_now, run_steps
 from shardwise.move.schedule import Pieces, Route, Routes, Shape
-from shardwise.move.transfer import Exchanged
+from shardwise.move.steps import Step
+from shardwise.move.transfer import Exchanged, Transfer, begins_its_memory
 
 
 class HeldBoxes(NamedTuple):
@@ -174,8 +181,9 @@ class TilePlan(Exchanged):
         """What a rank sends and takes."""
         rows, held, needed = self.rows, self.sources.shapes(member), self.targets.shapes(member)
         sent, got = np.nonzero(rows.sender == member)[0], np.nonzero(rows.receiver == member)[0]
-        stay = self._staying(sent[rows.receiver[sent] == member])
+        stay = sent[rows.receiver[sent] == member]
         if len(stay):
+            stay = self._staying(stay)
             sent, got = np.setdiff1d(sent, stay), np.setdiff1d(got, stay)
         out = self._pieces(sent, self.sources, rows.source[sent], held)
         into = self._pieces(got, self.targets, rows.target[got], needed)
@@ -217,6 +225,96 @@ class TilePlan(Exchanged):
 
 def _runs(peers: np.ndarray) -> list[tuple[int, int, int]]:
     """Each of the peers, which come in order, with the first row of its own and the first after them."""
-    found, first = np.unique(peers, return_index=True)
-    bounds = [*first.tolist(), len(peers)]
-    return list(zip(found.tolist(), bounds[:-1], bounds[1:], strict=True))
+    if not len(peers):
+        return []
+    bounds = [0, *(np.nonzero(peers[1:] != peers[:-1])[0] + 1).tolist(), len(peers)]
+    return [(int(peers[first]), first, stop) for first, stop in itertools.pairwise(bounds)]
+
+
+Tensors = Sequence[torch.Tensor]
+
+
+class TensorLists:
+    """A backend whose local value is a list of tensors: the tiles of one rank."""
+
+    simulated = False
+
+    def values(self, local: Tensors) -> tuple[torch.Tensor, ...]:
+        return tuple(local)
+
+    def structure(self, local: Tensors) -> list[torch.Size]:
+        return [x.shape for x in local]
+
+    def assemble(self, structure: Any, values: Tensors) -> list[torch.Tensor]:
+        return list(values)
+
+    def pick_gradients(self, structure: Sequence[torch.Size], local: Tensors) -> tuple[torch.Tensor, ...]:
+        """A rank without tiles passes an empty tensor, of whatever shape."""
+        return tuple(x.view(shape) if not x.numel() else x for x, shape in zip(local, structure, strict=True))
+
+
+_LISTS = TensorLists()
+
+
+@dataclass(frozen=True, eq=False)
+class TileStep(Step):
+    """The tiles of one rank of a group after a plan, from those before; written `into` tensors, if there are any."""
+
+    plan: TilePlan
+    group: Group
+    into: list[torch.Tensor] | None = None
+
+    where = "tiles"
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return "local" if self.plan.is_local else "all_to_all"
+
+    @property
+    def partner(self) -> TileStep:
+        return TileStep(self.plan.reverse, self.group)
+
+    def bytes_received(self, comm: Any) -> int:
+        return self.plan.bytes_in(dist.get_rank())
+
+    def run(self, comm: Any, local: Tensors) -> list[torch.Tensor]:
+        me, along = dist.get_rank(), along_group(self.group, local[0].device)
+        self._check(me, along.ranks, local)
+        try:
+            out = Transfer(self.plan, local, me, along, self.into).finish()
+        except (RuntimeError, ValueError) as error:
+            raise CommError(f"exchange of tiles failed on rank {me} of {list(along.ranks)}: {error}") from error
+        return out or [local[0].new_empty(0)]
+
+    def _check(self, me: int, ranks: Sequence[int], parts: Tensors) -> None:
+        if not self.plan.all_ranks.issubset(ranks):
+            missing = sorted(self.plan.all_ranks - set(ranks))
+            raise MoveError(f"ranks {missing} hold or need tiles, but the group has the ranks {list(ranks)}")
+        tiles = len(self.plan.sources.rows_of(me))
+        if len(parts) != max(1, tiles):
+            raise MoveError(f"rank {me} passes {len(parts)} tensors for its {tiles} source tiles")
+
+
+def run_tiles(
+    plan: TilePlan,
+    parts: Tensors,
+    group: Group | None = None,
+    note: Note | None = None,
+    into: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """This rank's target tiles, given its source tiles; every rank of the group calls it. Differentiable.
+
+    A rank that holds no source passes one empty tensor: it says dtype and device, and carries the graph, so that the
+    rank takes part in the backward pass. A rank without targets gets one empty tensor back. A tile that stays where it
+    is stays the same tensor. With `into`, the targets are written into these tensors (of the same dtype, on the same
+    device) and no graph is recorded.
+    """
+    note, group = note or Note("reshard"), dist.group.WORLD if group is None else group
+    if into is None:
+        return run_steps(_LISTS, (TileStep(plan, group),), tuple(parts), note)
+    if all(map(begins_its_memory, into)):
+        return run_now(_LISTS, (TileStep(plan, group, list(into)),), tuple(parts), note, recorders())
+    with torch.no_grad():
+        for room, value in zip(into, run_tiles(plan, parts, group, note), strict=True):
+            room.copy_(value)
+    return list(into)

@@ -22,7 +22,7 @@ from shardwise.comm.messages import (
 )
 from shardwise.comm.reduction import REDUCTIONS, reduce_parts
 from shardwise.move.pack import pick, place
-from shardwise.move.schedule import BUFFER, Laid, Member, Pieces, Put, Puts, Round, Routes, Shape, Span, round_of
+from shardwise.move.schedule import BUFFER, Laid, Member, Pieces, Put, Round, Routes, Shape, Span, round_of
 from shardwise.torch_private import foreach_copy_
 
 Tensors = Sequence[torch.Tensor]
@@ -99,7 +99,7 @@ class Transfer:
                 self.work = self._begin(one)
             if self.work is not None:
                 self.work.wait()
-            if one.puts.each:
+            if one.puts:
                 self._put_all(one.puts)
         self.keeping = self.work = None
         self.buffers = [None, None]
@@ -115,7 +115,7 @@ class Transfer:
                 [view for _, pieces in one.packs for view in self._own(pieces)],
             )
         work = (self._send_separately if self.course.separate else self._send_at_once)(one, packed, received)
-        if one.meanwhile.each:
+        if one.meanwhile:
             self._put_all(one.meanwhile)
         return work
 
@@ -177,13 +177,16 @@ class Transfer:
         return [pick(self.sources[slot], region) for slot, region in places]
 
     # -- what came ------------------------------------------------------------------------------------------
-    def _put_all(self, puts: Puts) -> None:
-        if puts.copies:
-            rooms = [room for put in puts.each for room in _seen(self.out, put.into)]
-            _copy_all(rooms, [value for put in puts.each for value in self._values(put.parts[0])])
-            return
-        for put in puts.each:
-            self._put(put)
+    def _put_all(self, puts: Sequence[Put]) -> None:
+        rooms: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for put in puts:
+            if put.is_copy:
+                rooms += _seen(self.out, put.into)
+                values += self._values(put.parts[0])
+            else:
+                self._put(put)
+        _copy_all(rooms, values)
 
     def _values(self, part: Laid | Pieces) -> Sequence[torch.Tensor]:
         return _laid(self.buffers[1], part) if isinstance(part, Laid) else self._own(part)  # type: ignore[arg-type]
@@ -245,7 +248,7 @@ def course_of(plan: Exchanged, me: Member, along: Along) -> Course:
     return found
 
 
-_NO_ROUND = Round([], [], (), 0, 0, (), (), Puts((), True), Puts((), True))
+_NO_ROUND = Round([], [], (), 0, 0, (), (), (), ())
 
 
 def _resolved(x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from shardwise.comm.messages import as_bytes
 from shardwise.comm.record import Note
 from shardwise.move.run import run_steps
 from shardwise.move.steps import Step
-from shardwise.move.tile_step import TensorLists, Tensors
+from shardwise.move.tiles import TensorLists, Tensors
 from shardwise.sharded.groups import Group
 
 Counts = Sequence[int]  # of elements, by rank of the group
