@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm.base import Comm
 from shardwise.comm.record import Note
@@ -25,6 +25,7 @@ from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
 from shardwise.move.steps import MeshStep, Spread
 from shardwise.protocols import LocalValue
+from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.spec import Algorithm, LocalCall, PerCoords, Spec
 from shardwise.torch_private import schema_of, storage_id
 from shardwise.wrapper import Wrapper, shares_memory
@@ -49,7 +50,15 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     outputs = [] if in_place else results.layouts(call, assignment.outputs)
     split = split_axes(inputs, outputs)
     moves = operand_moves(call, inputs, assignment.splits or [split] * len(inputs))
-    change = in_new_memory if results.base is None and spec.may_alias else lambda func: func
+    base = None if results.base is None else call.paths[results.base]
+    moved = any(i == results.base and not spread_only for i, _, spread_only in moves)
+    if results.same and results.single and moved and not in_place and base is not None:
+        return lambda args, kwargs, local_args, local_kwargs: fetch(args, kwargs, base)  # torch returns its argument
+    change = as_it_is
+    if results.base is None and spec.may_alias:
+        change = in_new_memory
+    elif results.base is None and not in_place and assignment.splits is None and any(map(leaves_empty, inputs)):
+        change = in_new_memory_if_empty
     if assignment.local is None:
         invoke, takes_all = call.mesh.comm.bind(change(func), split), True
     else:
@@ -61,8 +70,6 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         run = _run(call, inputs, moves, invoke, takes_all, lambda args, kwargs, out: args[0], assignment.reasons)
         noted = _with_writes_noted(run, call.name)
         return watched(noted, call) if copies else noted
-    base = None if results.base is None else call.paths[results.base]
-    moved = any(i == results.base and not spread_only for i, _, spread_only in moves)
     copied = base is not None and (moved or not assignment.aliases(inputs))
     if not moves and results.single and not copied and not results.same and base in (None, (0,)):
         direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all, base is not None)
@@ -153,16 +160,31 @@ def _with_writes_noted(plan: Plan, name: str) -> Plan:
     return run
 
 
-def in_new_memory(func: Callable[..., Any]) -> Callable[..., Any]:
+def in_new_memory(func: Callable[..., object]) -> Callable[..., object]:
     """`func` with a copy of each result that shares memory with its first argument: where reshape of the whole tensor
     copies, that of a rank's shard may return a view."""
 
-    def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(x: torch.Tensor, *args: object, **kwargs: object) -> object:
         own = lambda out: out.clone() if storage_id(out) == storage_id(x) else out  # noqa: E731
-        result = func(x, *args, **kwargs)
-        return own(result) if isinstance(result, torch.Tensor) else type(result)(map(own, result))
+        return tree_map_only(torch.Tensor, own, func(x, *args, **kwargs))
 
     return call
+
+
+def in_new_memory_if_empty(func: Callable[..., object]) -> Callable[..., object]:
+    """`func` with a copy of each result without elements that shares memory with an argument: some functions return an
+    empty argument as it is, and a rank that holds nothing must be able to write where the others are."""
+
+    def call(*args: object, **kwargs: object) -> object:
+        held = {storage_id(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)}
+        own = lambda out: out.clone() if not out.numel() and storage_id(out) in held else out  # noqa: E731
+        return tree_map_only(torch.Tensor, own, func(*args, **kwargs))
+
+    return call
+
+
+def as_it_is(func: Callable[..., object]) -> Callable[..., object]:
+    return func
 
 
 def bind_local(comm: Comm, local: LocalCall, split: Sequence[int], count: int) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import sizes_to_pieces
 from shardwise.strategy import Algorithm, Answer, Named, Operand, Tensor, reduced, run_local, whole
+from shardwise.strategy.program import constant
 from shardwise.strategy.registry import program, rule
 from shardwise.wrapper import wrap
 
@@ -142,13 +143,20 @@ def unique(
     x: Tensor, sorted: Any = True, return_inverse: Any = False, return_counts: Any = False, dim: Any = None
 ) -> Any:
     find = functools.partial(torch.unique, sorted=sorted)
-    return distinct(find, reduced(x.detach()), dim, return_inverse, return_counts)
+    found = distinct(find, reduced(x.detach()), dim, return_inverse, return_counts)
+    return _without_derivative(found, x, "_unique2" if dim is None else "unique_dim")
 
 
 @program("unique_consecutive")
 def unique_consecutive(x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: Any = None) -> Tensor:
-    x = in_order(reduced(x.detach()), range(x.dim()) if dim is None else [dim % x.dim()])[0]
-    return distinct(torch.unique_consecutive, x, dim, return_inverse, return_counts)
+    ordered = in_order(reduced(x.detach()), range(x.dim()) if dim is None else [dim % x.dim()])[0]
+    found = distinct(torch.unique_consecutive, ordered, dim, return_inverse, return_counts)
+    return _without_derivative(found, x, "unique_consecutive")
+
+
+def _without_derivative(found: Tensor, x: Tensor, name: str) -> Tensor:
+    """The values found (alone, or before others) of an op that torch has no derivative for."""
+    return (constant(found[0], [x], name), *found[1:]) if isinstance(found, tuple) else constant(found, [x], name)
 
 
 def distinct(func: Callable[..., Any], x: Tensor, dim: int | None, where: bool = True, how_many: bool = True) -> Tensor:

@@ -18,6 +18,13 @@ from shardwise.strategy import Answer, Factors, Operand, Tensor, factors, reduce
 from shardwise.strategy.registry import program, rule
 
 
+def rows_of(table: torch.Tensor, ids: torch.Tensor, pad: int, by_freq: bool = False) -> torch.Tensor:
+    """torch.embedding; its gradient of no ids has no derivative, but all ranks must build the same graph."""
+    if ids.numel():
+        return torch.embedding(table, ids, pad, by_freq, False)
+    return table.index_select(0, ids.flatten()).view(*ids.shape, table.shape[1])
+
+
 def with_a_column(look_up: Callable[[Any], Any], table: torch.Tensor) -> torch.Tensor:
     """look_up(table), also for a rank that holds no column: there CUDA's kernels read out of bounds."""
     return look_up(table) if table.shape[1] else look_up(F.pad(table, (0, 1)))[..., :0]
@@ -43,10 +50,10 @@ def embedding(first: Operand, second: Operand, *args: Any, **kwargs: Any) -> Fac
     def look_up(first: torch.Tensor, second: torch.Tensor, held: tuple[Intervals] | None = None) -> torch.Tensor:
         rows, ids = (first, second) if aten else (second, first)
         if held is None:
-            return with_a_column(lambda rows: torch.embedding(rows, ids, pad, by_freq, False), rows)
+            return with_a_column(lambda rows: rows_of(rows, ids, pad, by_freq), rows)
         at, mine = located(ids, held[0], size)
         here = next((start for start, _ in positions(held[0], ((pad, pad + 1),))), -1)
-        found = with_a_column(lambda rows: torch.embedding(rows, at, here), pointable(rows, 0))
+        found = with_a_column(lambda rows: rows_of(rows, at, here), pointable(rows, 0))
         return found.masked_fill(~mine.unsqueeze(-1), 0)
 
     text = f"{rows}, {where} -> *i d" if aten else f"{where}, {rows} -> *i d"

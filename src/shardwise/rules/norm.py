@@ -14,7 +14,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
-from shardwise.strategy.program import Tensor, leaves_empty, reduced, run_local, sum_dtype, whole
+from shardwise.strategy.program import Tensor, constant, leaves_empty, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
 
 
@@ -57,7 +57,7 @@ def trailing(name: str, normed: Callable[..., Any]) -> None:
 def _native_layer_norm(x: Any, average: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
     out, mean, _, inverse = scaled(x, average, eps, weight, bias)
     dtype = x.dtype if weight is None else weight.dtype
-    return out, mean.to(dtype), inverse.to(dtype)
+    return out, *(t.detach().to(dtype) for t in (mean, inverse))
 
 
 trailing("native_layer_norm", _native_layer_norm)
@@ -87,7 +87,8 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, N: int, C: int, HxW: int
 
     weight, bias = (t if t is None else t.reshape(C, *ones) for t in (weight, bias))
     out, mean, _, inverse = scaled(x, average, eps, weight, bias)
-    return out, *(t.reshape(N, group, C // group)[:, :, 0].to(dtype) for t in (mean, inverse))
+    means = (t.detach().reshape(N, group, C // group)[:, :, 0].to(dtype) for t in (mean, inverse))
+    return out, *(constant(t, [x]) for t in means)
 
 
 # -- over the batch ----------------------------------------------------------------------------------------
@@ -146,12 +147,18 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training
             with torch.no_grad():
                 for kept, new in zip(moved[2:], (now, unbiased), strict=True):
                     if kept is not None:
-                        kept.copy_((1 - momentum) * kept + momentum * new.flatten())
-        out = y, *(t.flatten().to(dtype) if training else x.new_empty(0, dtype=dtype) for t in (now, inverse))
+                        _renew(kept, (1 - momentum) * kept + momentum * new.flatten())
+        out = y, *(t.detach().flatten().to(dtype) if training else x.new_empty(0, dtype=dtype) for t in (now, inverse))
     for kept, used in zip((mean, var), moved[2:], strict=True):
         if training and used is not kept:
-            kept.copy_(used)
+            _renew(kept, used)
     return out
+
+
+def _renew(kept: Tensor, value: Tensor) -> None:
+    """Write new running statistics. As torch's kernels do, unseen by autograd: a pass in which the module was used
+    before, in evaluation, has saved the old ones."""
+    kept.data.copy_(value)
 
 
 # -- by neighbours, or by a vector's length ----------------------------------------------------------------

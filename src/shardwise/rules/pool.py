@@ -116,9 +116,10 @@ def leading(call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1,
 
 
 def nothing(shape: Sequence[int], values: Sequence[torch.Tensor], outs: Sequence[Layout]) -> Any:
-    """Results without elements that come from these values, so that gradients go their way on all ranks."""
+    """Results without elements that come from these values, so that gradients go their way on all ranks; in memory of
+    their own, so that all ranks may write into them."""
     empty = reduce(torch.add, (v.flatten()[:0] for v in values if v.dtype == values[0].dtype))
-    return one_or_all([empty.to(out.dtype).reshape(shape) for out in outs])
+    return one_or_all([empty.to(out.dtype, copy=True).reshape(shape) for out in outs])
 
 
 # -- which pools there are ---------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from shardwise.random import values
 from shardwise.random.draw import drawn, fill
 from shardwise.random.generator import TORCH, stream
 from shardwise.strategy import Algorithm, Operand, Tensor
+from shardwise.strategy.program import constant
 from shardwise.strategy.registry import gathered, program, rule
 
 
@@ -52,7 +53,7 @@ def bernoulli_(x: Operand, p: Any = 0.5, generator: torch.Generator | None = Non
     def run(x: Tensor, p: Any, generator: torch.Generator | None = None) -> Tensor:
         if stream() == TORCH:
             return x.copy_(values.drawn_whole(torch.Tensor.bernoulli_, x.detach().clone(), p, generator=generator))
-        return x.copy_(values.bernoulli_of(p, generator, x))
+        return x.copy_(constant(values.bernoulli_of(p, generator, x), [p]))
 
     return Algorithm(run, writes=True)
 
@@ -91,7 +92,11 @@ def value_rule(name: str, run: Callable[..., Any] | None = None) -> None:
 
     @program(name)
     def draw(*args: Any, **kwargs: Any) -> Tensor:
-        return values.drawn_whole(func, *args, **kwargs) if run is None or stream() == TORCH else run(*args, **kwargs)
+        if run is None or stream() == TORCH:
+            return values.drawn_whole(func, *args, **kwargs)
+        found = run(*args, **kwargs)
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        return constant(found, tensors) if found.dtype.is_floating_point else found
 
 
 def draw_bernoulli(x: Tensor, p: Any = None, *, generator: torch.Generator | None = None) -> Tensor:

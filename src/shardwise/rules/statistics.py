@@ -74,8 +74,8 @@ def vector_norm(x: Operand, ord: Any = 2, dim: Named = None, keepdim: bool = Fal
         x = x if dtype is None else x.to(dtype)
         if needs_grad(x) and not are_transforms_active():
             return _Norm.apply(x, ord, dims, keepdim)
-        (norms,) = gather_parts(lambda *args: (norm_of(*args),), x, dims)
-        return norm_of(norms, dims, keepdim)
+        (parts,) = gather_parts(lambda *args: (norm_of(*args),), x, dims)
+        return norm_of(parts, dims, keepdim)
 
     return staged(x, dims, keepdim, run)
 

@@ -165,9 +165,29 @@ def _difference(got: Sequence[Any], want: Sequence[Any], sample: Sample) -> str:
     if len(got) != len(want):
         return f"{len(got)} results instead of {len(want)}"
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        found = different(g, w, sample.values, sample.least_exact, sample.tolerance)
+        found = different(g, w, sample.values, sample.least_exact, sample.tolerance) or _another_history(g, w)
         if found:
             return f"result {i}: {found}"
+    return ""
+
+
+def _another_history(got: object, want: object) -> str:
+    """How what autograd knows of a result differs from what it knows of plain torch's."""
+    if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor):
+        for name in ("requires_grad", "is_leaf"):
+            if getattr(got, name) != getattr(want, name):
+                return f"{name} is {getattr(got, name)} instead of {getattr(want, name)}"
+    return ""
+
+
+def _held_otherwise(tensor: DTensor) -> str:
+    """How what the ranks hold differs from what the tensor says of it."""
+    layout, comm = tensor._layout, tensor._layout.mesh.comm
+    for coords in comm.coords_here():
+        part = comm.at(tensor._local, coords)
+        says = layout.local_shape_at(coords), layout.dtype, tensor.requires_grad
+        if (tuple(part.shape), part.dtype, part.requires_grad) != says:
+            return f"the rank at {coords} holds {part.dtype} {tuple(part.shape)} (requires_grad {part.requires_grad})"
     return ""
 
 
@@ -199,8 +219,9 @@ def different(
         return f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
     if got.dtype != want.dtype:
         return f"dtype {got.dtype} instead of {want.dtype}"
-    if not values:
-        return ""
+    held = _held_otherwise(got) if isinstance(got, DTensor) else ""
+    if held or not values:
+        return held
     if want.is_sparse:  # a gradient torch made sparse
         want = want.to_dense()
     full = DTensor.full_tensor(got.detach()) if isinstance(got, DTensor) else got.detach()  # type: ignore[arg-type]
