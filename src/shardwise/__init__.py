@@ -19,6 +19,7 @@ from shardwise.caches import cache_info, clear_caches
 from shardwise.calibration import calibrate
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.context import strict
+from shardwise.engine import transforms
 from shardwise.errors import (
     AutogradError,
     AxisError,
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 
 dynamo.keep_out()
 custom_function.take_functions()
+transforms.take_tensors()
 torch_paths.install()
 
 device_mesh: ModuleType

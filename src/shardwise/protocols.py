@@ -14,6 +14,21 @@ LocalValue: TypeAlias = torch.Tensor
 
 Only backends know which of the two; everything above passes it along."""
 
+Structure: TypeAlias = Any
+"""Which rank holds which of the tensors of a local value: what `Comm.structure` tells."""
+
+Ctx: TypeAlias = Any
+"""The `ctx` of a torch.autograd.Function: it has whatever was put there."""
+
+
+class VmapInfo(Protocol):
+    """What torch tells a Function that a vmap maps over."""
+
+    batch_size: int
+
+
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+
 Coords: TypeAlias = tuple[int, ...]
 """Where a rank stands on a mesh: one index per axis."""
 

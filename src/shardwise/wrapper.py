@@ -14,7 +14,7 @@ import torch
 
 from shardwise.layout import Layout
 from shardwise.protocols import LocalValue
-from shardwise.torch_private import make_wrapper, storage_id, without_torch_function
+from shardwise.torch_private import held_by_transforms, make_wrapper, storage_id, without_torch_function
 
 
 class Wrapper(torch.Tensor):
@@ -75,7 +75,7 @@ def notes_of(tensor: Wrapper) -> dict[str, Any]:
 
 def storage_of(tensor: Wrapper) -> torch.UntypedStorage:
     """The memory of its values (those of this process's first rank)."""
-    return tensor._layout.mesh.comm.first(tensor._local).untyped_storage()
+    return held_by_transforms(tensor._layout.mesh.comm.first(tensor._local))[0].untyped_storage()
 
 
 def storage_id_of(tensor: Wrapper) -> int:

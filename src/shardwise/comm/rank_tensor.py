@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.errors import LayoutError
 from shardwise.functions import writes_first
+from shardwise.protocols import Ctx
 from shardwise.torch_private import make_wrapper, reentrant
 
 
@@ -141,13 +142,23 @@ def _as_copies(call: Any, taken: set[int]) -> Any:
 class _Copy(torch.autograd.Function):
     """What another call has taken already: of gradients that are equal one is passed on."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+    def forward(value: torch.Tensor) -> torch.Tensor:
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> None:
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Ctx, grad: torch.Tensor) -> None:
         return None
+
+    @staticmethod
+    def jvp(ctx: Ctx, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.view_as(tangent)
 
 
 def _note_copies(made: RankTensor) -> RankTensor:

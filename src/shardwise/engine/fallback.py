@@ -27,7 +27,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps, run_move
 from shardwise.protocols import LocalValue
 from shardwise.strategy.registry import in_place_flag
-from shardwise.torch_private import schema_of
+from shardwise.torch_private import is_recorded, schema_of
 from shardwise.wrapper import Wrapper, rebind, wrap
 
 NO_RULE = "gather, since there is no rule for it, and compute it on every rank"
@@ -151,7 +151,7 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
 
 def _to_outlive(target: Any) -> Any:
     """The target, or a copy where backward will need its value from before the write."""
-    return target.clone() if torch.is_grad_enabled() and target.requires_grad else target
+    return target.clone() if is_recorded(target) else target
 
 
 def rebound(func: Callable[..., Any]) -> Plan:
