@@ -5,7 +5,7 @@ A step of a move is typed in `comm/base.py` (`Step`), what a rule answers in `st
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -33,6 +33,7 @@ Coords: TypeAlias = tuple[int, ...]
 """Where a rank stands on a mesh: one index per axis."""
 
 
+@runtime_checkable
 class MeshLike(Protocol):
     """What a layout knows of a mesh."""
 

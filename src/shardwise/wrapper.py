@@ -73,6 +73,11 @@ def notes_of(tensor: Wrapper) -> dict[str, Any]:
     return {name: value for name, value in tensor.__dict__.items() if name not in _DECLARED}
 
 
+def is_note(name: str) -> bool:
+    """Whether a program may set an attribute of this name on a tensor: neither the library nor the class has it."""
+    return name not in _DECLARED and not (name.startswith("__") or hasattr(Wrapper.concrete, name))
+
+
 def storage_of(tensor: Wrapper) -> torch.UntypedStorage:
     """The memory of its values (those of this process's first rank)."""
     return held_by_transforms(tensor._layout.mesh.comm.first(tensor._local))[0].untyped_storage()

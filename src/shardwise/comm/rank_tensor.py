@@ -35,6 +35,8 @@ class RankTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, ranks: Sequence[torch.Tensor]) -> RankTensor:
+        if type(ranks) not in (list, tuple) or not ranks or not _TENSORS.issuperset(map(type, ranks)):
+            _check_ranks(ranks)
         first = ranks[0]
         self = make_wrapper(cls, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device)
         self.ranks = tuple(ranks)
@@ -67,6 +69,19 @@ class RankTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return RankTensor, (self.ranks,)
+
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _check_ranks(ranks: object) -> None:
+    if not isinstance(ranks, (list, tuple)) or not ranks:
+        raise LayoutError(f"RankTensor: ranks must be a list of tensors, one for each rank, got {ranks!r}")
+    for rank, value in enumerate(ranks):
+        if value is not None and (not isinstance(value, torch.Tensor) or isinstance(value, RankTensor)):
+            raise LayoutError(f"RankTensor: ranks[{rank}] must be a plain tensor, got {type(value).__name__}")
+    if ranks[0] is None:
+        raise LayoutError("RankTensor: ranks[0] must be a plain tensor, got None")
 
 
 def common(local: RankTensor, read: Callable[[torch.Tensor], Any], what: str) -> Any:
