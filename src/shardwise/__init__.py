@@ -64,6 +64,6 @@ __all__ = [
     # errors
     "AutogradError", "AxisError", "CommError", "DimError", "LayoutError", "MeshError", "MoveError", "RuleError",
     "ShardwiseError", "StrictError",
-    # packages
-    "debug", "experimental", "optim", "parallel", "random", "sharded",
+    # packages; `shardwise.random` is not listed, so that `from shardwise import *` leaves Python's own `random` alone
+    "debug", "experimental", "optim", "parallel", "sharded",
 ]

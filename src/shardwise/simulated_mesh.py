@@ -165,7 +165,12 @@ def simulate(
         SimulatedMesh(dp=2, tp=4, device='cpu')
     """
     sizes = (shape,) if isinstance(shape, int) else shape
-    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+    if (
+        not isinstance(sizes, Sequence)
+        or isinstance(sizes, str)
+        or not sizes
+        or not all(_is_index(k, 1) for k in sizes)
+    ):
         raise MeshError(f"simulate: shape must be one or more ints > 0, got {shape!r}")
     names = tuple(map(str, range(len(sizes)))) if axis_names is None else axis_names
     return _submesh(sizes, names, tuple(range(len(sizes))), device, first_rank)
@@ -193,7 +198,8 @@ def _check(world: Sequence[int], names: Sequence[str], axes: Sequence[int], devi
         or not len(names) == len(set(names)) == len(world)
     ):
         raise MeshError(
-            f"simulate: axis_names {names!r} must name each of the {len(world)} axes of {tuple(world)} once, by strings"
+            f"simulate: axis_names {names!r} must name each of the {len(world)} axes of {tuple(world)} once; "
+            f"use strings"
         )
     if not axes or not all(_is_index(a) and a < len(world) for a in axes) or len(set(axes)) != len(axes):
         raise MeshError(f"simulate: axes {axes!r} must be some of the {len(world)} axes of {tuple(world)}, each once")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import check_type
 from shardwise.torch_private import remote_device
 
 _INTS = frozenset({int})
@@ -25,12 +26,6 @@ def state_of(value: object, state: object) -> dict[str, Any]:
     if not isinstance(state, dict) or set(state) != names:
         raise ValueError(f"{kind.__name__} from a pickle: expected the fields {sorted(names)}, got {state!r}")
     return state
-
-
-def check_kind(value: object, kind: type | tuple[type, ...], name: str) -> None:
-    """Raise TypeError if a value is not of this kind; numbers are not bools."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        raise TypeError(f"{name}: expected {getattr(kind, '__name__', kind)}, got {value!r} ({type(value).__name__})")
 
 
 @dataclass(slots=True, init=False, repr=False)
@@ -130,7 +125,7 @@ class TensorProperties:
         kinds = (torch.dtype, torch.layout, bool, MEM_FORMAT_ENCODING, bool)
         names = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
         for value, kind, name in zip(state, kinds, names, strict=True):
-            check_kind(value, kind, f"TensorProperties.{name}")
+            check_type(value, kind, f"TensorProperties.{name}")
         self.dtype, self.layout, self.requires_grad, encoding, self.pin_memory = state
         self.memory_format = _FORMATS[encoding]
 
@@ -160,11 +155,11 @@ class ShardedTensorMetadata:
 
     def __setstate__(self, state: object) -> None:
         values = state_of(self, state)
-        check_kind(values["shards_metadata"], list, "ShardedTensorMetadata.shards_metadata")
+        check_type(values["shards_metadata"], list, "ShardedTensorMetadata.shards_metadata")
         for i, shard in enumerate(values["shards_metadata"]):
-            check_kind(shard, ShardMetadata, f"ShardedTensorMetadata.shards_metadata[{i}]")
-        check_kind(values["size"], (torch.Size, tuple, list), "ShardedTensorMetadata.size")
-        check_kind(values["tensor_properties"], TensorProperties, "ShardedTensorMetadata.tensor_properties")
+            check_type(shard, ShardMetadata, f"ShardedTensorMetadata.shards_metadata[{i}]")
+        check_type(values["size"], (torch.Size, tuple, list), "ShardedTensorMetadata.size")
+        check_type(values["tensor_properties"], TensorProperties, "ShardedTensorMetadata.tensor_properties")
         self.shards_metadata, self.tensor_properties = values["shards_metadata"], values["tensor_properties"]
         self.size = as_size(values["size"])
 
@@ -180,6 +175,7 @@ class ShardedTensorMetadata:
 
 def as_size(size: Sequence[Any]) -> torch.Size:
     """Return a global size that was passed as ints or as one sequence of ints."""
+    check_type(size, (tuple, list), "size", "give a sequence of ints")
     sizes = size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size
     for n in sizes:
         if not isinstance(n, int) or isinstance(n, bool):

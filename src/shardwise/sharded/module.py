@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.errors import check_type
 from shardwise.sharded.groups import Group, all_gather_objects, as_group, ranks_of
 from shardwise.sharded.spec import ChunkShardingSpec, ShardingSpec
 from shardwise.sharded.tensor import ShardedTensor
@@ -110,6 +111,8 @@ def _shard_named(
     module: nn.Module, name: str, spec: ShardingSpec, src_rank: int, process_group: Group | None, made: dict[int, Any]
 ) -> None:
     """Shard one tensor. `made` has those that are sharded already, by the id of what they were: tied ones stay tied."""
+    check_type(module, nn.Module, "shard_parameter: module")
+    check_type(name, str, "shard_parameter: param_name")
     if not hasattr(module, name):
         raise AttributeError(f"{type(module).__name__} has no attribute `{name}`")
     tensor = getattr(module, name)
@@ -187,6 +190,8 @@ def _retie(module: nn.Module, made: dict[int, Any]) -> None:
 
 
 def _check_plan(module: nn.Module, plan: ShardingPlan) -> None:
+    check_type(module, nn.Module, "shard_module: module")
+    check_type(plan, ShardingPlan, "shard_module: plan", "give a ShardingPlan")
     for path, spec in plan.plan.items():
         if not isinstance(spec, (ShardingSpec, Sharder)):
             raise TypeError(
@@ -242,6 +247,9 @@ def _find(module: nn.Module, path: str) -> Any:
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
     """Add a hook to a module that reshards its output where that is a ShardedTensor; return the module."""
 
+    check_type(module, nn.Module, "_reshard_output: module")
+    check_type(resharding_spec, ShardingSpec, "_reshard_output: resharding_spec")
+
     def hook(_: nn.Module, inputs: Any, output: Any) -> Any:
         return output.reshard(resharding_spec) if isinstance(output, ShardedTensor) else output
 
@@ -254,6 +262,8 @@ def _collect_local_shard(module: nn.Module) -> nn.Module:
 
     A dim that is cut into single rows is dropped: a [4, 16] tensor on 4 ranks is a [16] tensor on each.
     """
+
+    check_type(module, nn.Module, "_collect_local_shard: module")
 
     def hook(_: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, ShardedTensor):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardwise.errors import check_type
 from shardwise.sharded.base import ShardedTensorBase
 from shardwise.sharded.checks import checked_parts
 from shardwise.sharded.groups import Group, as_group
@@ -20,7 +21,6 @@ from shardwise.sharded.metadata import (
     ShardMetadata,
     TensorProperties,
     as_size,
-    check_kind,
     state_of,
 )
 from shardwise.sharded.shard import Shard
@@ -68,7 +68,7 @@ class ProcessGroupState:
 
     def __setstate__(self, state: object) -> None:
         for name, value in state_of(self, state).items():
-            check_kind(value, int, f"ProcessGroupState.{name}")
+            check_type(value, int, f"ProcessGroupState.{name}")
             setattr(self, name, value)
 
     @staticmethod
@@ -103,10 +103,10 @@ def set_state(tensor: ShardedTensor, state: State) -> None:
     if not isinstance(state, tuple) or len(state) != len(_STATE):
         raise ValueError(f"ShardedTensor from a pickle: expected its {', '.join(_STATE)}, got {state!r}")
     for value, (name, kind) in zip(state, _STATE.items(), strict=True):
-        check_kind(value, kind, f"ShardedTensor from a pickle: {name}")
+        check_type(value, kind, f"ShardedTensor from a pickle: {name}")
     shards, metadata, saved, spec, init_rrefs = state
     for i, shard in enumerate(shards):
-        check_kind(shard, Shard, f"ShardedTensor from a pickle: local_shards[{i}]")
+        check_type(shard, Shard, f"ShardedTensor from a pickle: local_shards[{i}]")
         shard.__post_init__()
     group = current_process_group()
     now = ProcessGroupState.of(group)
@@ -154,9 +154,9 @@ def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
 def _unpickled(cls: type, size: torch.Size, dtype: torch.dtype, is_param: bool) -> Any:
     if not isinstance(cls, type) or not issubclass(cls, ShardedTensorBase):
         raise TypeError(f"ShardedTensor from a pickle: its class must be a ShardedTensor's, got {cls!r}")
-    check_kind(size, (tuple, list), "ShardedTensor from a pickle: size")
-    check_kind(dtype, torch.dtype, "ShardedTensor from a pickle: dtype")
-    check_kind(is_param, bool, "ShardedTensor from a pickle: is_param")
+    check_type(size, (tuple, list), "ShardedTensor from a pickle: size")
+    check_type(dtype, torch.dtype, "ShardedTensor from a pickle: dtype")
+    check_type(is_param, bool, "ShardedTensor from a pickle: is_param")
     size = as_size(size)
     made: Any = make_wrapper(cls, size, dtype=dtype)
     made._local_shards = []

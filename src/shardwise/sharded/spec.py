@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from shardwise.errors import check_type
 from shardwise.sharded.metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
     as_remote_device,
-    check_kind,
     state_of,
 )
 from shardwise.sharded.tiles import check_cover, check_disjoint
@@ -144,11 +144,11 @@ class EnumerableShardingSpec(ShardingSpec):
     shards: list[ShardMetadata]
 
     def __post_init__(self) -> None:
-        check_kind(self.shards, (list, tuple), "shards")
+        check_type(self.shards, (list, tuple), "shards")
         if not self.shards:
             raise ValueError(f"Empty shard list provided: {self.shards}")
         for i, shard in enumerate(self.shards):
-            check_kind(shard, ShardMetadata, f"shards[{i}]")
+            check_type(shard, ShardMetadata, f"shards[{i}]")
         check_disjoint(self.shards)
 
     def __setstate__(self, state: object) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from torch import nn
 
+from shardwise.errors import check_type
 from shardwise.sharded.tensor import ShardedTensor
 
 
 def _attributes(module: nn.Module, recurse: bool = True) -> list[tuple[str, nn.Module, str, Any]]:
     """Return (path, owner, name, value) of every plain attribute of a module and of those below it."""
+    check_type(module, nn.Module, "module", "give the module whose tensors these are")
     return [
         (f"{path}.{name}" if path else name, owner, name, value)
         for path, owner in (module.named_modules() if recurse else [("", module)])
@@ -29,6 +31,8 @@ def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str,
         prefix: What the names of the module's tensors start with.
         local_metadata: Not used.
     """
+    check_type(destination, MutableMapping, "state_dict_hook: destination")
+    check_type(prefix, str, "state_dict_hook: prefix")
     for path, _, _, value in _attributes(module):
         if isinstance(value, ShardedTensor):
             destination[prefix + path] = value
@@ -52,6 +56,8 @@ def pre_load_state_dict_hook(
         state_dict: The state dict; what is taken is removed from it.
         prefix: What the names of the module's tensors start with. The other arguments are not used.
     """
+    check_type(state_dict, MutableMapping, "pre_load_state_dict_hook: state_dict")
+    check_type(prefix, str, "pre_load_state_dict_hook: prefix")
     for path, owner, name, _ in _attributes(module):
         if isinstance(state_dict.get(prefix + path), ShardedTensor):
             setattr(owner, name, state_dict.pop(prefix + path))

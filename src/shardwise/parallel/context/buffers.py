@@ -9,7 +9,7 @@ from typing import overload
 import torch
 
 from shardwise.api import distribute_tensor
-from shardwise.errors import LayoutError, MeshError
+from shardwise.errors import LayoutError, MeshError, check_type
 from shardwise.layout import Placement, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
@@ -40,6 +40,7 @@ def zigzag(dim: int, length: int, ranks: int | Sequence[int]) -> Shard | tuple[S
         >>> zigzag(1, 16, 4).pieces[0][1]
         ((2, 4), (12, 14))
     """
+    check_type(ranks, (int, list, tuple), "zigzag: ranks", "give the number of ranks, or one for each axis")
     sizes = (ranks,) if isinstance(ranks, int) else tuple(ranks)
     if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise LayoutError(f"zigzag: ranks must be an int > 0, or one for each axis, got {ranks!r}")
@@ -151,6 +152,8 @@ def from_parts(local: torch.Tensor, cp: Mesh, dim: int, length: int | None) -> D
 
 
 def checked_dims(buffers: Sequence[object], dims: Sequence[int], what: str, name: str) -> list[int]:
+    check_type(buffers, (list, tuple), f"{what}: buffers", "give a list of tensors")
+    check_type(dims, (list, tuple), f"{what}: {name}", "give a list of dims")
     if len(buffers) != len(dims):
         raise LayoutError(f"{what}: {len(buffers)} buffers and {len(dims)} {name}; give one for each")
     found = []

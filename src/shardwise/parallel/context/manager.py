@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.attention.sequence import set_sequence_exchange
 from shardwise.context import relaxed
-from shardwise.errors import LayoutError, MeshError, RuleError
+from shardwise.errors import LayoutError, MeshError, RuleError, check_type
 from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import DeviceMesh, Mesh, SimulatedMesh, as_mesh
 from shardwise.move.pack import take
@@ -144,6 +144,7 @@ def set_rotate_method(rotate_method: str) -> None:
         LayoutError: it is none of these.
     """
     ways = {"allgather": "gather", "alltoall": "ring", "auto": "auto"}
+    check_type(rotate_method, str, "set_rotate_method: rotate_method", f"use one of {', '.join(ways)}")
     if rotate_method not in ways:
         raise LayoutError(f"set_rotate_method: rotate_method must be one of {', '.join(ways)}, got {rotate_method!r}")
     set_sequence_exchange(ways[rotate_method])
