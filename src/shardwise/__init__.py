@@ -19,6 +19,7 @@ from shardwise.caches import cache_info, clear_caches
 from shardwise.calibration import calibrate
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.context import strict
+from shardwise.engine import transforms
 from shardwise.errors import (
     AutogradError,
     AxisError,
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 
 dynamo.keep_out()
 custom_function.take_functions()
+transforms.take_tensors()
 torch_paths.install()
 
 device_mesh: ModuleType
@@ -62,6 +64,6 @@ __all__ = [
     # errors
     "AutogradError", "AxisError", "CommError", "DimError", "LayoutError", "MeshError", "MoveError", "RuleError",
     "ShardwiseError", "StrictError",
-    # packages
-    "debug", "experimental", "optim", "parallel", "random", "sharded",
+    # packages; `shardwise.random` is not listed, so that `from shardwise import *` leaves Python's own `random` alone
+    "debug", "experimental", "optim", "parallel", "sharded",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from shardwise.argument_types import MeshArgument, Placements
 from shardwise.comm.rank_tensor import RankTensor
@@ -20,6 +21,7 @@ from shardwise.move import plan_steps
 from shardwise.move.pack import take
 from shardwise.protocols import LocalValue
 from shardwise.tensor import DTensor
+from shardwise.torch_private import are_transforms_active, is_transforming, storage_id
 from shardwise.wrapper import wrap
 
 
@@ -40,7 +42,8 @@ def distribute_tensor(
             others. None trusts that all ranks hold the same values, and moves nothing.
 
     Returns:
-        A leaf tensor in memory of its own; a Parameter, and one that requires grad, if `tensor` is.
+        Inside of a transform of torch.func, a function of `tensor` that is differentiable, and of this rank's values.
+        Elsewhere a leaf tensor in memory of its own; a Parameter, and one that requires grad, if `tensor` is.
 
     Raises:
         LayoutError: For a tensor that cannot be laid out so.
@@ -57,6 +60,8 @@ def distribute_tensor(
     places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
     if isinstance(tensor, DTensor):
         return _already(tensor, mesh, places)
+    if are_transforms_active() or (is_transforming() and forward_ad.unpack_dual(tensor).tangent is not None):
+        return DTensor.from_local(tensor, mesh, [REPLICATE] * len(mesh.shape)).redistribute(placements=places)
     _check_plain(tensor)
     stride = torch.empty_like(tensor, device="meta").stride()  # a clone's: no holes, channels_last stays so
     device = tensor.device if tensor.device.type in ("meta", mesh.device.type) else mesh.device
@@ -126,11 +131,8 @@ def lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> LocalVal
     local = comm.shared(value)
     for step in plan_steps(whole, layout):
         local = step.run(comm, local)
-    own = value.untyped_storage().data_ptr()  # the result has memory of its own
-    copies = [
-        v.clone(memory_format=torch.contiguous_format) if v.untyped_storage().data_ptr() == own else v
-        for v in comm.values(local)
-    ]
+    own = storage_id(value)  # the result has memory of its own
+    copies = [v.clone(memory_format=torch.contiguous_format) if storage_id(v) == own else v for v in comm.values(local)]
     return comm.rebuild(local, copies)
 
 

@@ -13,7 +13,7 @@ from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, as_placements
 from shardwise.protocols import LocalValue
-from shardwise.torch_private import storage_id
+from shardwise.torch_private import is_recorded, storage_id
 from shardwise.wrapper import Wrapper, wrap
 
 
@@ -43,7 +43,7 @@ def other_side(comm: Comm, local: LocalValue) -> LocalValue:
 
 
 def _alias(value: torch.Tensor) -> torch.Tensor:
-    return value.view_as(value) if value.requires_grad and torch.is_grad_enabled() else value.detach()
+    return value.view_as(value) if is_recorded(value) else value.detach()
 
 
 def _with_own_memory(comm: Comm, local: LocalValue) -> LocalValue:

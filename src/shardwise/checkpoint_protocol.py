@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.autograd.leaves import leaf_local
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, check_type
 from shardwise.layout import Layout
 from shardwise.layout.tiles import Tile, TileLike
 from shardwise.wrapper import Wrapper
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 def write_items(fqn: str, tensor: Wrapper) -> list[WriteItem]:
     """Return one item for each distinct box held here."""
+    check_type(tensor, Wrapper, "write_items: tensor", "torch.distributed.checkpoint saves plain tensors itself")
+    check_type(fqn, str, "write_items: fqn", "give the name of the tensor in its state dict")
     layout: Layout = tensor._layout
     _refuse_partial(layout, f"saving {fqn!r}")
     boxes = dict.fromkeys(tile for tile, _, _ in _held(tensor))
@@ -55,12 +57,16 @@ def items_for(fqn: str, tensor: torch.Tensor, boxes: Iterable[TileLike]) -> list
 
 def chunk_list(tensor: Wrapper) -> list[ChunkStorageMetadata]:
     """Return the boxes to read, one for each piece of memory that holds one."""
+    check_type(tensor, Wrapper, "chunk_list: tensor", "torch.distributed.checkpoint loads plain tensors itself")
     _refuse_partial(tensor._layout, "loading into a tensor")
     return [chunk(tile) for tile, _, _ in _held(tensor)]
 
 
 def tensor_shard(tensor: Wrapper, index: MetadataIndex) -> torch.Tensor:
     """Return the memory of the box at `index.offset`: a view to write from or read into."""
+    check_type(tensor, Wrapper, "tensor_shard: tensor", "torch.distributed.checkpoint loads plain tensors itself")
+    if not hasattr(index, "offset"):
+        raise TypeError(f"tensor_shard: index: expected a MetadataIndex of torch.distributed.checkpoint, got {index!r}")
     layout: Layout = tensor._layout
     if 0 in layout.shape:
         return torch.empty(layout.shape, dtype=layout.dtype, device=layout.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardwise.errors import StrictError
 from shardwise.layout import Layout
@@ -16,6 +16,7 @@ class _OfThread(threading.local):
     switched = False  # whether strict.enable() was called last
     op: str | None = None  # whose program is running
     replicating = 0  # depth of implicit_replication() blocks
+    hidden: list[Any] | None = None  # transforms of torch.func under way that torch does not see at the moment
     applying = False  # whether `custom_function`, which knows distributed tensors, is applying an autograd.Function
 
 

@@ -10,9 +10,13 @@ import torch
 
 from shardwise.autograd.attributes import set_requires_grad
 from shardwise.autograd.leaves import leaf_local
+from shardwise.errors import LayoutError
 from shardwise.layout import Layout
-from shardwise.mesh import as_mesh
-from shardwise.wrapper import Wrapper, notes_of, wrap
+from shardwise.layout.layout import checked_values
+from shardwise.layout.placement import check_reductions
+from shardwise.mesh import Mesh, UserMesh, as_mesh
+from shardwise.protocols import Structure
+from shardwise.wrapper import Wrapper, is_note, notes_of, wrap
 
 
 def deep_copy(tensor: Wrapper, memo: dict[int, Any]) -> Any:
@@ -38,23 +42,100 @@ def pickled(tensor: Wrapper) -> tuple[Any, ...]:
 
 def unpickled(
     parts: Sequence[torch.Tensor],
-    structure: Any,
-    source: Any,
+    structure: Structure,
+    source: UserMesh,
     state: tuple[Any, ...],
     flags: tuple[bool, bool],
     notes: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The tensor that `pickled` described: on the mesh `source`, laid out as `state` says."""
-    placements, shape, stride, dtype, _ = state
+    """The tensor that `pickled` described: on the mesh `source`, laid out as `state` says. A file may say anything:
+    all of it is checked before the tensor is made."""
     mesh = as_mesh(source)
-    layout = Layout.make(mesh, placements, shape, dtype, stride, parts[0].device)
+    layout = _checked_layout(mesh, parts, state)
+    _check_parts(layout, parts, structure)
+    requires_grad, is_param = _checked_flags(layout, flags)
+    _check_notes(notes)
     result = wrap(mesh.comm.assemble(structure, parts), layout)
-    requires_grad, is_param = flags
     set_requires_grad(result, requires_grad)
     if is_param:
         result._is_param = True
     result.__dict__.update(notes or {})
     return result
+
+
+def _checked_layout(mesh: Mesh, parts: object, state: object) -> Layout:
+    if not isinstance(state, tuple) or len(state) != 5:
+        raise LayoutError(f"DTensor from a pickle: its state must be five values, got {state!r}")
+    if not isinstance(parts, (list, tuple)) or not parts or any(type(part) not in _PLAIN for part in parts):
+        raise LayoutError(f"DTensor from a pickle: its parts must be plain tensors, got {_kinds(parts)}")
+    placements, shape, stride, dtype, _ = state  # the device is that of the parts: torch.load may map it
+    layout = Layout.make(mesh, placements, *checked_values(shape, dtype, stride, parts[0].device))
+    check_reductions(layout.placements, dtype)
+    return layout
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _kinds(parts: object) -> str:
+    return str([type(part).__name__ for part in parts] if isinstance(parts, (list, tuple)) else parts)
+
+
+def _check_parts(layout: Layout, parts: Sequence[torch.Tensor], structure: object) -> None:
+    """Raise if the ranks of this process cannot hold these parts under the layout."""
+    coords = layout.mesh.comm.coords_here()
+    if layout.mesh.comm.simulated:
+        numbers = range(len(parts))
+        if not isinstance(structure, (tuple, list)) or len(structure) != len(coords):
+            raise LayoutError(
+                f"DTensor from a pickle: its structure must say which part each of the {len(coords)} ranks of "
+                f"{layout.mesh!r} holds, got {structure!r}"
+            )
+        if set(map(type, structure)) != {int} or set(structure) != set(numbers):
+            raise LayoutError(
+                f"DTensor from a pickle: its structure must number its {len(parts)} parts from 0 on, got {structure!r}"
+            )
+    else:
+        structure = (0,) * len(coords)
+        if len(parts) != len(coords):
+            raise LayoutError(f"DTensor from a pickle: it has {len(parts)} parts, and this process one rank")
+    cut = [axis for axis, p in enumerate(layout.placements) if not p.is_replicate()]
+    holders: dict[int, tuple[int, ...]] = {}
+    for where, number in zip(coords, structure, strict=True):
+        part, shape = parts[number], layout.local_shape_at(where)
+        found = (tuple(part.shape), part.dtype, part.layout, part.device)
+        if found != (shape, layout.dtype, torch.strided, layout.device):
+            raise LayoutError(
+                f"DTensor from a pickle: the rank at {where} has a part of shape {found[0]}, {found[1]}, {found[2]} on "
+                f"{found[3]}; under {layout!r} it must be of shape {shape}, {layout.dtype}, strided, on {layout.device}"
+            )
+        mine = tuple(where[axis] for axis in cut)
+        if holders.setdefault(number, mine) != mine:
+            raise LayoutError(
+                f"DTensor from a pickle: its structure gives the rank at {where} a part that another rank has; under "
+                f"{list(layout.placements)} they hold different ones"
+            )
+
+
+def _checked_flags(layout: Layout, flags: object) -> tuple[bool, bool]:
+    if not isinstance(flags, tuple) or len(flags) != 2 or not all(isinstance(flag, bool) for flag in flags):
+        raise LayoutError(f"DTensor from a pickle: its flags must be two bools, got {flags!r}")
+    if flags[0] and not (layout.dtype.is_floating_point or layout.dtype.is_complex):
+        raise LayoutError(f"DTensor from a pickle: its flags say that it requires grad, and {layout.dtype} cannot")
+    return flags
+
+
+def _check_notes(notes: object) -> None:
+    """Raise if the attributes that a program has set on a tensor would hide one that the tensor has."""
+    if notes is None:
+        return
+    if not isinstance(notes, Mapping):
+        raise LayoutError(f"DTensor from a pickle: its notes must be a dict of attributes, got {notes!r}")
+    for name in notes:
+        if not isinstance(name, str) or not is_note(name):
+            raise LayoutError(
+                f"DTensor from a pickle: its notes set {name!r}, which is no attribute that a program may set"
+            )
 
 
 def _is_param(tensor: Wrapper) -> bool:

@@ -14,19 +14,24 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction, Function, once_differentiable
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.autograd.gradients import as_gradient, finished_but_sums, from_gradient
 from shardwise.comm.rank_tensor import RankTensor, map_ranks
 from shardwise.context import of_thread
 from shardwise.engine.plain_tensors import replicated_plain
+from shardwise.engine.transforms import is_outside, turn_in, turn_out
 from shardwise.errors import AutogradError
 from shardwise.torch_private import (
     DelayedError,
     are_transforms_active,
     function_of,
     give_node_class,
+    held_by_transforms,
+    is_transforming,
     requires_grad_in_cpp,
     without_torch_function,
 )
@@ -63,8 +68,12 @@ def _apply_distributed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[
         bound = inspect.signature(cls.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         args, kwargs = bound.args, bound.kwargs
+    if are_transforms_active():
+        return _apply_transformed(cls, args, kwargs)
+    if is_transforming():
+        _refuse_tangents(cls, args)
     needed = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-    if kwargs or not needed or are_transforms_active():
+    if kwargs or not needed:
         return _torchs_apply(cls, *args, **kwargs)
     call = _Call(tuple(_finished(arg) for arg in args))
     flat = _torchs_apply(_on_locals(cls), call, *_flattened(call.args, call.forms))
@@ -85,6 +94,21 @@ def _finished(value: object) -> object:
 def _written(arg: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """An argument that a Function has written into, or into what was made of it (`_finished`)."""
     return arg if arg is value else arg.copy_(value)
+def _apply_transformed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A Function inside of torch.func: torch applies it to whole tensors, and asks it for the derivatives it needs."""
+    mesh = next(arg._layout.mesh for arg in args if isinstance(arg, Wrapper))
+    args = tuple(turn_out(arg) if isinstance(arg, Wrapper) else arg for arg in args)
+    result = _torchs_apply(cls, *args, **kwargs)
+    back = lambda x: turn_in(x, mesh) if is_outside(x) and not held_by_transforms(x)[1] else x  # noqa: E731
+    return tree_map_only(torch.Tensor, back, result)
+
+
+def _refuse_tangents(cls: type[Function], args: tuple[Any, ...]) -> None:
+    if any(isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None for arg in args):
+        raise AutogradError(
+            f"{cls.__name__}: forward_ad of a torch.autograd.Function on distributed tensors is not supported, its "
+            f"tangents would be lost; use torch.func.jvp, which is"
+        )
 
 
 def _has_setup_context(cls: type[Function]) -> bool:

@@ -41,3 +41,13 @@ class StrictError(ShardwiseError):
 
 class AutogradError(ShardwiseError):
     """A use of autograd whose gradients would be lost or wrong."""
+
+
+def check_type(value: object, kind: type | tuple[type, ...], what: str, hint: str = "") -> None:
+    """Raise TypeError if `value` is not of this kind (a bool is no int), and say what it was and what to do."""
+    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return
+    names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+    shown = repr(value)
+    shown = shown if len(shown) < 100 else f"{shown[:97]}..."
+    raise TypeError(f"{what}: expected {names}, got {shown} ({type(value).__name__}){'; ' + hint if hint else ''}")

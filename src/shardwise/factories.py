@@ -8,7 +8,7 @@ import torch
 
 from shardwise.api import check_strided
 from shardwise.argument_types import MeshArgument, Placements
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, check_type
 from shardwise.layout import Layout, as_placements
 from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import as_mesh
@@ -90,6 +90,8 @@ def full(
         dtype: By default that which torch.full gives this value.
         layout, requires_grad, device_mesh, placements: As for `zeros`.
     """
+    check_type(fill_value, (bool, int, float, complex), "full: fill_value", "give a number")
+    check_type(dtype, (torch.dtype, type(None)), "full: dtype")
     target = _layout_for((size,), dtype or torch.full((), fill_value).dtype, layout, device_mesh, placements)
     return _filled(lambda shape, **more: torch.full(shape, fill_value, **more), target, requires_grad)
 
@@ -138,6 +140,8 @@ def randint(
     placements: Placements | None = None,
 ) -> DTensor:
     """randint([low,] high, size): like torch.randint, born distributed. Other arguments as for `rand`."""
+    if not 2 <= len(bounds_and_size) <= 3:
+        raise TypeError(f"randint: expected ([low,] high, size), got {bounds_and_size!r}")
     *bounds, size = bounds_and_size
     target = _layout_for((size,), dtype, layout, device_mesh, placements)
     what = draws.integer(dtype, *bounds)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ A step of a move is typed in `comm/base.py` (`Step`), what a rule answers in `st
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -14,10 +14,26 @@ LocalValue: TypeAlias = torch.Tensor
 
 Only backends know which of the two; everything above passes it along."""
 
+Structure: TypeAlias = Any
+"""Which rank holds which of the tensors of a local value: what `Comm.structure` tells."""
+
+Ctx: TypeAlias = Any
+"""The `ctx` of a torch.autograd.Function: it has whatever was put there."""
+
+
+class VmapInfo(Protocol):
+    """What torch tells a Function that a vmap maps over."""
+
+    batch_size: int
+
+
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+
 Coords: TypeAlias = tuple[int, ...]
 """Where a rank stands on a mesh: one index per axis."""
 
 
+@runtime_checkable
 class MeshLike(Protocol):
     """What a layout knows of a mesh."""
 

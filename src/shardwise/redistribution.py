@@ -18,6 +18,7 @@ from shardwise.layout import Layout, Placement, as_placements
 from shardwise.mesh import Mesh
 from shardwise.move import move_across, plan_steps
 from shardwise.move.steps import MeshStep
+from shardwise.torch_private import is_recorded
 from shardwise.wrapper import Wrapper, wrap
 
 Dtype = torch.dtype | None
@@ -59,7 +60,7 @@ def redistribute_across(
 
 def redistribute_as(tensor: Any, placements: Placements | None, forward: Dtype, backward: Dtype, async_op: bool) -> Any:
     """A redistribute whose values travel as `forward` and whose gradients travel as `backward`."""
-    waits = backward is not None and tensor.requires_grad  # the node that casts the gradient needs the values
+    waits = backward is not None and is_recorded(tensor)  # the node that casts the gradient needs the values
     moved = lambda tensor: tensor.redistribute(placements=placements, async_op=async_op and not waits)
     return _travelling(moved, tensor, forward, backward)
 
@@ -67,7 +68,7 @@ def redistribute_as(tensor: Any, placements: Placements | None, forward: Dtype, 
 def _travelling(move: Callable[[Any], Any], tensor: Wrapper, forward: Dtype, backward: Dtype) -> Any:
     if forward is not None and forward != tensor._layout.dtype:
         tensor = _cast(tensor, forward)
-    if backward is None or not tensor.requires_grad:
+    if backward is None or not (tensor.requires_grad or is_recorded(tensor)):
         return move(tensor)
     return _with_grad_as(move(_with_grad_as(tensor, tensor._layout.dtype)), backward)
 

@@ -164,20 +164,61 @@ def simulate(
         >>> simulate((2, 4), axis_names=("dp", "tp"))
         SimulatedMesh(dp=2, tp=4, device='cpu')
     """
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not sizes or not all(isinstance(k, int) and not isinstance(k, bool) and k > 0 for k in sizes):
+    sizes = (shape,) if isinstance(shape, int) else shape
+    if (
+        not isinstance(sizes, Sequence)
+        or isinstance(sizes, str)
+        or not sizes
+        or not all(_is_index(k, 1) for k in sizes)
+    ):
         raise MeshError(f"simulate: shape must be one or more ints > 0, got {shape!r}")
-    names = tuple(map(str, range(len(sizes)))) if axis_names is None else tuple(axis_names)
-    if len(names) != len(sizes) or len(set(names)) != len(names):
-        raise MeshError(f"simulate: axis_names {names} must name each of the {len(sizes)} axes of {sizes} once")
-    if not isinstance(first_rank, int) or isinstance(first_rank, bool) or first_rank < 0:
+    names = tuple(map(str, range(len(sizes)))) if axis_names is None else axis_names
+    return _submesh(sizes, names, tuple(range(len(sizes))), device, first_rank)
+
+
+_MOST_RANKS = 2**18  # each of them is an object here; a file of some bytes may name any number
+
+
+def _is_index(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check(world: Sequence[int], names: Sequence[str], axes: Sequence[int], device: object, first_rank: int) -> str:
+    """The kind of device of a mesh that `simulate` or a pickle describes; MeshError if it describes none."""
+    if not world or not all(_is_index(k, 1) for k in world):
+        raise MeshError(f"simulate: shape must be one or more ints > 0, got {tuple(world)}")
+    if math.prod(world) > _MOST_RANKS:
+        raise MeshError(
+            f"simulate: shape {tuple(world)} has {math.prod(world)} ranks, and at most {_MOST_RANKS} can be simulated"
+        )
+    if (
+        isinstance(names, str)
+        or not isinstance(names, Sequence)
+        or not all(isinstance(name, str) for name in names)
+        or not len(names) == len(set(names)) == len(world)
+    ):
+        raise MeshError(
+            f"simulate: axis_names {names!r} must name each of the {len(world)} axes of {tuple(world)} once; "
+            f"use strings"
+        )
+    if not axes or not all(_is_index(a) and a < len(world) for a in axes) or len(set(axes)) != len(axes):
+        raise MeshError(f"simulate: axes {axes!r} must be some of the {len(world)} axes of {tuple(world)}, each once")
+    if not _is_index(first_rank):
         raise MeshError(f"simulate: first_rank must be an int >= 0, got {first_rank!r}")
-    return _submesh(sizes, names, tuple(range(len(sizes))), torch.device(device).type, first_rank)
+    try:
+        return torch.device(device).type  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise MeshError(f"simulate: device must be a kind of device, as 'cpu' or 'cuda', got {device!r}") from error
 
 
 def _submesh(
-    world: tuple[int, ...], names: tuple[str, ...], axes: tuple[int, ...], device: str, first_rank: int = 0
+    world: Sequence[int], names: Sequence[str], axes: Sequence[int], device: str, first_rank: int = 0
 ) -> SimulatedMesh:
+    for name, value in (("shape", world), ("axes", axes)):
+        if not isinstance(value, Sequence):
+            raise MeshError(f"simulate: {name} must be a sequence of ints, got {value!r}")
+    device = _check(world, names, axes, device, first_rank)
+    world, names, axes = tuple(world), tuple(names), tuple(axes)
     key = (world, names, device, first_rank)
     with _lock:
         found = _worlds.get(key)

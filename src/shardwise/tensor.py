@@ -11,7 +11,7 @@ import torch
 
 from shardwise import checkpoint_protocol
 from shardwise.argument_types import MeshArgument, Placements
-from shardwise.autograd import attributes, backward, hooks
+from shardwise.autograd import attributes, backward, forward, hooks
 from shardwise.autograd.gradients import grad_layout
 from shardwise.autograd.leaves import first_leaf, leaf_values
 from shardwise.boundary import checked_grad_layout, enter, other_side
@@ -28,7 +28,7 @@ from shardwise.move import limit, move, run_move, start_move
 from shardwise.redistribution import redistribute_across, redistribute_as, target_of
 from shardwise.sizes import layout_of_locals
 from shardwise.spec import Spec
-from shardwise.torch_private import foreach_types, make_dual, make_wrapper
+from shardwise.torch_private import foreach_types, is_recorded, make_dual, make_wrapper, unpack_dual
 from shardwise.wrapper import Wrapper, wrap
 
 _REDISTRIBUTE = Note("redistribute")
@@ -205,7 +205,7 @@ class DTensor(Wrapper):
             A tensor that shares this one's memory.
         """
         comm, local = self._layout.mesh.comm, self._local
-        if not (torch.is_grad_enabled() and self.requires_grad):
+        if not is_recorded(self):
             return other_side(comm, local)
         if grad_placements is not None:
             mine, theirs = grad_layout(self._layout), checked_grad_layout(self._layout, grad_placements)
@@ -278,7 +278,7 @@ class DTensor(Wrapper):
         whole = layout.replace(placements=(REPLICATE,) * len(layout.placements), stride=None)
         local = move(self._local, layout, whole, Note("full_tensor"))
         comm = layout.mesh.comm
-        if grad_placements is not None and torch.is_grad_enabled() and self.requires_grad:
+        if grad_placements is not None and is_recorded(self):
             theirs = checked_grad_layout(whole, grad_placements)
             note = Note("full_tensor", backward=True)
             local = convert_gradients(comm, own_each(comm, local), lambda g: move(g, theirs, whole, note))
@@ -479,7 +479,8 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 SPECIAL.update({torch.autograd.backward: backward.backward, torch.autograd.grad: backward.grad})
-SPECIAL.update({make_dual: backward.make_dual, torch.is_conj: _method("is_conj"), torch.is_neg: _method("is_neg")})
+SPECIAL.update({make_dual: forward.make_dual, unpack_dual: forward.unpack_dual})
+SPECIAL.update({torch.is_conj: _method("is_conj"), torch.is_neg: _method("is_neg")})
 SPECIAL.update({getattr(torch.Tensor, name): _method(name) for name in _METHODS})
 for _name in "requires_grad grad grad_fn is_leaf retains_grad data _version".split():
     SPECIAL[getattr(torch.Tensor, _name).__get__] = operator.attrgetter(_name)

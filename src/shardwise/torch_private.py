@@ -51,7 +51,8 @@ is_any_autocast_enabled: Callable[[], bool] = take("torch._C._is_any_autocast_en
 is_forward_grad_enabled: Callable[[], bool] = take("torch._C._is_fwd_grad_enabled", "seeing that a Function is applied")
 are_transforms_active: Callable[[], bool] = take("torch._C._are_functorch_transforms_active", "torch.func")
 is_transformed: Callable[[Any], bool] = take("torch._C._functorch.is_functorch_wrapped_tensor", "torch.func")
-make_dual: Any = take("torch._C._VariableFunctions._make_dual", "a clear error of forward-mode differentiation")
+make_dual: Any = take("torch._C._VariableFunctions._make_dual", "forward-mode differentiation")
+unpack_dual: Any = take("torch._C._VariableFunctions._unpack_dual", "forward-mode differentiation")
 count_dispatch_modes: Callable[[], int] = take("torch._C._len_torch_dispatch_stack", "ops under a TorchDispatchMode")
 without_modes: Any = take("torch.utils._python_dispatch._disable_current_modes", "random keys in a TorchDispatchMode")
 DispatchMode: Any = take("torch.utils._python_dispatch.TorchDispatchMode", "CommDebugMode")
@@ -63,6 +64,69 @@ _mode_keys: Any = take("torch._C._TorchDispatchModeKey", "make_fx refuses a move
 
 # The mode in which make_fx is writing a graph; None elsewhere.
 tracing_mode: Callable[[], Any] = functools.partial(_get_dispatch_mode, _mode_keys.PROXY)
+
+
+# --- torch.func -----------------------------------------------------------------------------------------------------
+_unwrapped: Any = take("torch._C._functorch.get_unwrapped", "torch.func: what a tensor of a transform holds")
+_is_batched: Callable[[Any], bool] = take("torch._C._functorch.is_batchedtensor", "torch.vmap")
+_without_transforms: Any = take(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "plans and parts of functions in torch.func"
+)
+_with_transforms: Any = take(
+    "torch._functorch.pyfunctorch.temporarily_restore_interpreter_stack", "aten ops inside of torch.func"
+)
+_dual_level: Any = take("torch.autograd.forward_ad._current_level", "forward-mode differentiation")
+for _name in ("_wrap_for_grad", "_unwrap_for_grad", "_add_batch_dim", "_remove_batch_dim"):
+    take(f"torch._C._functorch.{_name}", "torch.func: distributed tensors enter and leave a transform")
+take("torch.autograd.functional._jacfwd", "functional.jacobian(strategy='forward-mode')")
+take("torch._vmap_internals._vmap", "functional.jacobian(vectorize=True), gradcheck(check_batched_grad=True)")
+without_transforms: Callable[[], Any] = _without_transforms  # a context manager that gives the transforms it hides
+with_transforms: Callable[[Any], Any] = _with_transforms  # and one that brings them back
+
+
+def is_transforming() -> bool:
+    """Whether a transform of torch.func or a level of forward-mode differentiation is under way."""
+    return are_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def is_recorded(value: torch.Tensor) -> bool:
+    """Whether autograd sees what is done with a tensor, or may: a transform may differentiate any."""
+    return (value.requires_grad and torch.is_grad_enabled()) or is_transforming()
+
+
+def held_by_transforms(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """What a tensor of torch.func's transforms holds in the end, and whether a vmap is among them."""
+    is_batched = False
+    while is_transformed(tensor):
+        is_batched = is_batched or _is_batched(tensor)
+        tensor = _unwrapped(tensor)
+    return tensor, is_batched
+
+
+def take_vmap(replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the vmap that torch.autograd's own functions use (is_grads_batched, functional.jacobian, gradcheck)."""
+    original = resolve_name("torch._vmap_internals._vmap")
+    made = replacement(original)
+    for module in (resolve_name("torch._vmap_internals"), torch.autograd.functional):
+        module._vmap = made  # type: ignore[union-attr]
+
+
+def take_jacfwd(replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what torch.autograd.functional does for strategy="forward-mode"."""
+    torch.autograd.functional._jacfwd = replacement(resolve_name("torch.autograd.functional._jacfwd"))
+
+
+def take_transforms(**replacements: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the C++ functions with which torch.func's transforms take tensors in and give them back, which ask no
+    tensor class: each by what its replacement makes of it."""
+    modules = [resolve_name("torch._functorch.eager_transforms"), resolve_name("torch._functorch.predispatch")]
+    for name, replacement in replacements.items():
+        original = resolve_name(f"torch._C._functorch.{name}")
+        made = replacement(original)
+        for module in modules:
+            for there in (name, f"{name}_impl"):
+                if getattr(module, there, None) is original:
+                    setattr(module, there, made)
 
 
 _DispatchKey: Any = take("torch._C.DispatchKey", "ops under a TorchDispatchMode")
@@ -95,8 +159,15 @@ sequence_number: Callable[[], int] = take("torch.autograd._get_sequence_nr", "Co
 current_node: Callable[[], Any] = take("torch._C._current_autograd_node", "ledgers, random.use on autograd's threads")
 will_run: Callable[[Any], bool] = take("torch._C._will_engine_execute_node", "hooks of ShardedTensors of many shards")
 DelayedError: Any = take("torch._C._functions.DelayedError", "double backward through a once_differentiable Function")
+take("torch._C._functions.UndefinedGrad", "torch.autograd.gradcheck")
 number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr")  # the sequence number of an autograd node
 function_of: Callable[[Any], Any] = attrgetter("_forward_cls")  # the autograd Function that a `ctx` belongs to
+
+
+def take_undefined_grad(replacement: Callable[[Any], Any]) -> None:
+    """Replace the class of the node that drops a gradient, with which gradcheck tests backward functions."""
+    original = resolve_name("torch._C._functions.UndefinedGrad")
+    torch._C._functions.UndefinedGrad = replacement(original)  # type: ignore[misc]
 
 
 def give_node_class(function: Any, base: type) -> None:
@@ -148,7 +219,7 @@ def schema_of(func: Any) -> Any:
 
 def storage_id(tensor: torch.Tensor) -> int:
     """What two tensors have in common if, and only if, they share memory: also where that is empty."""
-    return tensor.untyped_storage()._cdata
+    return (held_by_transforms(tensor)[0] if is_transformed(tensor) else tensor).untyped_storage()._cdata
 
 
 _count_users: Callable[[int], int] = take("torch._C._storage_Use_Count", "simulated ranks that begin to differ")

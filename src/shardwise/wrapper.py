@@ -14,7 +14,7 @@ import torch
 
 from shardwise.layout import Layout
 from shardwise.protocols import LocalValue
-from shardwise.torch_private import make_wrapper, storage_id, without_torch_function
+from shardwise.torch_private import held_by_transforms, make_wrapper, storage_id, without_torch_function
 
 
 class Wrapper(torch.Tensor):
@@ -74,9 +74,14 @@ def notes_of(tensor: Wrapper) -> dict[str, Any]:
     return {name: value for name, value in tensor.__dict__.items() if name not in _DECLARED}
 
 
+def is_note(name: str) -> bool:
+    """Whether a program may set an attribute of this name on a tensor: neither the library nor the class has it."""
+    return name not in _DECLARED and not (name.startswith("__") or hasattr(Wrapper.concrete, name))
+
+
 def storage_of(tensor: Wrapper) -> torch.UntypedStorage:
     """The memory of its values (those of this process's first rank)."""
-    return tensor._layout.mesh.comm.first(tensor._local).untyped_storage()
+    return held_by_transforms(tensor._layout.mesh.comm.first(tensor._local))[0].untyped_storage()
 
 
 def storage_id_of(tensor: Wrapper) -> int:

@@ -164,7 +164,7 @@ def test_meshes():
         fails_with(
             MeshError, lambda s=shape: simulate(s), f"simulate: shape must be one or more ints > 0, got {shape!r}"
         )
-    text = "simulate: axis_names ('x', 'x') must name each of the 2 axes of (2, 2) once"
+    text = "simulate: axis_names ('x', 'x') must name each of the 2 axes of (2, 2) once; use strings"
     fails_with(MeshError, lambda: simulate((2, 2), axis_names=("x", "x")), text)
     text = "device_mesh: expected a DeviceMesh or simulate(...), got 3 (int)"
     fails_with(MeshError, lambda: as_mesh(3), text)

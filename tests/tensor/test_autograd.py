@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import DTensor, LayoutError, Partial, Shard, StrictError, debug, distribute_tensor, strict
-from shardwise.autograd.gradients import grad_placements
+from shardwise.layout.gradient import grad_placements
 from shardwise.testing import check_rule
 from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, on_one_axis, same, whole, x
 

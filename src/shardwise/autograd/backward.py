@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from shardwise.autograd.gradients import as_gradient, check_is_told, finished_but_sums, from_gradient
+from shardwise.autograd.gradients import (
+    as_gradient,
+    check_is_told,
+    distributed_gradient,
+    finished_but_sums,
+    from_gradient,
+)
 from shardwise.autograd.leaves import first_leaf, leaf_local, leaf_values
 from shardwise.context import relaxed
 from shardwise.engine.reduce_to_parts import before_watching
-from shardwise.errors import AutogradError
-from shardwise.wrapper import Wrapper
+from shardwise.engine.transforms import vmap_with_nones, with_batch_dim
+from shardwise.wrapper import Wrapper, wrap
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 Gradients = torch.Tensor | Sequence[torch.Tensor | None] | None
@@ -49,34 +55,31 @@ def grad(
     materialize_grads: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """torch.autograd.grad on distributed tensors."""
-    if is_grads_batched:
-        raise AutogradError("autograd.grad: is_grads_batched is not supported on distributed tensors; loop over them")
     outputs, inputs = _as_list(outputs), _as_list(inputs)
     one = isinstance(grad_outputs, torch.Tensor)
-    grads = [grad_outputs] if one else list(grad_outputs or [None] * len(outputs))
-    roots, seeds = _starts(outputs, grads, "autograd.grad")
+    grads: list[Any] = [grad_outputs] if one else list(grad_outputs or [None] * len(outputs))
+    size = _batch_size(grads) if is_grads_batched else None
+    roots, seeds = _starts(outputs, grads, "autograd.grad", size)
     groups = _watched(inputs, "autograd.grad")
     flat = [value for group in groups for value in group]
+    keep = (retain_graph is None and create_graph) or bool(retain_graph)
+    options: dict[str, Any] = {"allow_unused": allow_unused, "materialize_grads": materialize_grads}
+    once = lambda *seeds: torch.autograd.grad(roots, flat, seeds, keep, create_graph, **options)  # noqa: E731
     with relaxed():
-        found = torch.autograd.grad(
-            roots,
-            flat,
-            seeds,
-            retain_graph,
-            create_graph,
-            allow_unused=allow_unused,
-            materialize_grads=materialize_grads,
-        )
+        found = once(*seeds) if size is None else vmap_with_nones(once)(*seeds)
     parts = iter(found)
-    return tuple(_gathered_up(t, [next(parts) for _ in group]) for t, group in zip(inputs, groups, strict=True))
+    return tuple(_gathered_up(t, [next(parts) for _ in group], size) for t, group in zip(inputs, groups, strict=True))
 
 
-def make_dual(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises: a forward-mode tangent would live in the wrapper, where no op looks."""
-    raise AutogradError(
-        "forward-mode differentiation (make_dual, torch.func.jvp, linearize) of a distributed tensor is not supported: "
-        "its tangent would be lost. Use reverse mode: torch.autograd.grad, torch.func.vjp or jacrev"
-    )
+def _batch_size(grads: Sequence[torch.Tensor | None]) -> int:
+    """How many gradients each of the outputs is given: they are stacked on the first dim."""
+    sizes = {None if grad is None or not grad.dim() else grad.shape[0] for grad in grads}
+    if len(sizes) != 1 or None in sizes:
+        raise ValueError(
+            f"autograd.grad: is_grads_batched wants a stack of equally many gradients for each output in grad_outputs, "
+            f"got {[None if grad is None else tuple(grad.shape) for grad in grads]}"
+        )
+    return sizes.pop()  # type: ignore[return-value]
 
 
 def _as_list(tensors: Tensors) -> list[torch.Tensor]:
@@ -92,33 +95,48 @@ def _watched(inputs: Sequence[torch.Tensor], what: str) -> list[tuple[torch.Tens
     return [leaf_values(tensor) if isinstance(tensor, Wrapper) else (tensor,) for tensor in inputs]
 
 
-def _gathered_up(tensor: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor | None:
+def _gathered_up(tensor: torch.Tensor, grads: list[torch.Tensor], batch: int | None) -> torch.Tensor | None:
     """The gradient of an input, from those of its plain tensors."""
     if not isinstance(tensor, Wrapper) or grads[0] is None:
         return grads[0]
-    return as_gradient(tensor._layout, tensor._layout.mesh.comm.rebuild(leaf_local(tensor), grads))
+    layout = tensor._layout if batch is None else with_batch_dim(tensor._layout, batch)
+    return as_gradient(layout, tensor._layout.mesh.comm.rebuild(leaf_local(tensor), grads))
 
 
 def _starts(
-    tensors: Sequence[torch.Tensor], grads: Sequence[Any], what: str
+    tensors: Sequence[torch.Tensor], grads: Sequence[Any], what: str, batch: int | None = None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """The plain tensors that a backward pass starts from, and their gradients."""
+    """The plain tensors that a backward pass starts from, and their gradients: `batch` of them, stacked, if it is
+    given."""
     pairs = zip(tensors, grads, strict=True)
-    found = [_roots(t, seed, what) if isinstance(t, Wrapper) else ([t], [seed]) for t, seed in pairs]
+    found = [_roots(t, seed, what, batch) if isinstance(t, Wrapper) else ([t], [seed]) for t, seed in pairs]
     return [root for roots, _ in found for root in roots], [seed for _, seeds in found for seed in seeds]
 
 
-def _roots(tensor: Wrapper, seed: Any, what: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _roots(tensor: Wrapper, seed: Any, what: str, batch: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     layout = tensor._layout
     if layout.mesh.comm.outside:  # nothing to start from, but the move that made it has a gradient to take part in
         return [tensor._local], [torch.empty_like(tensor._local)]
+    if seed is None and math.prod(layout.shape) != 1:
+        raise RuntimeError(f"{what}: grad can be implicitly created only for scalar outputs")
     with torch.enable_grad():  # off in the backward of a checkpoint, which starts a pass of its own
-        tensor = finished_but_sums(tensor)
-    layout, comm = tensor._layout, layout.mesh.comm
+        whole = finished_but_sums(tensor)
+    if whole is not tensor and tensor.requires_grad and not whole.requires_grad:
+        return _roots_of_parts(tensor, seed, what)
+    tensor, layout, comm = whole, whole._layout, layout.mesh.comm
     outs = comm.values(tensor._local)
     if seed is None:
-        if math.prod(layout.shape) != 1:
-            raise RuntimeError(f"{what}: grad can be implicitly created only for scalar outputs")
         return list(outs), [torch.ones_like(v) for v in outs]
-    local = from_gradient(layout, seed, what)
+    local = from_gradient(layout if batch is None else with_batch_dim(layout, batch), seed, what)
     return list(outs), list(comm.pick(comm.structure(tensor._local), local))
+
+
+def _roots_of_parts(tensor: Wrapper, seed: Any, what: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The parts of a tensor that a transform of torch.func made and that is over by now, so that it does not record
+    their reduction, and what the gradient of the whole is for each of them."""
+    layout, comm = tensor._layout, tensor._layout.mesh.comm
+    parts = wrap(comm.bind(torch.Tensor.clone)(tensor._local), layout)
+    whole, pull = torch.func.vjp(finished_but_sums, parts)  # type: ignore[misc]
+    given = torch.ones_like(whole) if seed is None else distributed_gradient(whole._layout, seed, what)
+    outs = comm.values(tensor._local)
+    return list(outs), list(comm.pick(comm.structure(tensor._local), pull(given)[0]._local))

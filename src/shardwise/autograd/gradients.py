@@ -3,46 +3,20 @@ what autograd computes for the local tensors."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-
 import torch
 
-from shardwise.caches import register_cache
 from shardwise.comm.bridge import convert_gradients, share
 from shardwise.comm.record import Note
 from shardwise.engine.plain_tensors import plain_wrapped
+from shardwise.engine.transforms import turn_in
 from shardwise.errors import AutogradError, LayoutError, MeshError
-from shardwise.layout import Layout, Partial, Placement
+from shardwise.layout import Layout, Partial
+from shardwise.layout.gradient import grad_layout, summed_axes, unsummed_axes
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import move
 from shardwise.protocols import LocalValue
+from shardwise.torch_private import is_recorded, is_transformed
 from shardwise.wrapper import Wrapper, wrap
-
-
-def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """The placements of a gradient, from those of its value. Shard and Replicate stay. The parts of a sum all have the
-    gradient of the sum (Replicate). The parts of another reduction each have a part of the gradient (Partial)."""
-    of_parts = lambda p: REPLICATE if p.reduce_op == "sum" else Partial()
-    return tuple(of_parts(p) if isinstance(p, Partial) else p for p in placements)
-
-
-@functools.lru_cache(maxsize=4096)
-def grad_layout(layout: Layout) -> Layout:
-    """The layout of the gradient of a tensor with this layout."""
-    return layout.replace(placements=grad_placements(layout.placements))
-
-
-@functools.lru_cache(maxsize=4096)
-def summed_axes(layout: Layout) -> tuple[int, ...]:
-    """The axes along which ranks hold the parts of a sum."""
-    return tuple(axis for axis, p in enumerate(layout.placements) if p.is_partial("sum"))
-
-
-@functools.lru_cache(maxsize=4096)
-def unsummed_axes(layout: Layout) -> tuple[int, ...]:
-    """The axes along which ranks hold the parts of another reduction than a sum."""
-    return tuple(axis for axis, p in enumerate(layout.placements) if p.is_partial() and not p.is_partial("sum"))
 
 
 def as_gradient(layout: Layout, local: LocalValue) -> Wrapper:
@@ -52,7 +26,7 @@ def as_gradient(layout: Layout, local: LocalValue) -> Wrapper:
     gradient, so one part takes all of it."""
     result, sums, comm = grad_layout(layout), summed_axes(layout), layout.mesh.comm
     if sums:
-        if torch.is_grad_enabled() and any(value.requires_grad for value in comm.values(local)):
+        if any(map(is_recorded, comm.values(local))):
             parts = result.replace(placements=[Partial() if a in sums else p for a, p in enumerate(result.placements)])
             local = convert_gradients(comm, local, lambda g: move(g, result, parts, Note("backward")))
         local = share(comm, local, sums)
@@ -109,15 +83,9 @@ def distributed_gradient(layout: Layout, grad: object, what: str) -> Wrapper:
     if not isinstance(grad, torch.Tensor):
         raise TypeError(f"{what}: the gradient must be a tensor, got {type(grad).__name__}; a plain one is replicated")
     if not isinstance(grad, Wrapper):
-        grad = plain_wrapped(what, grad, layout.mesh)
+        grad = turn_in(grad, layout.mesh) if is_transformed(grad) else plain_wrapped(what, grad, layout.mesh)
     if grad._layout.mesh is not layout.mesh:
         raise MeshError(f"{what}: the gradient is on {grad._layout.mesh!r}, the tensor on {layout.mesh!r}")
     if grad._layout.shape != layout.shape:
         raise LayoutError(f"{what}: gradient of shape {grad._layout.shape} for a tensor of shape {layout.shape}")
     return grad
-
-
-for _name, _cached in (
-    ("grad layouts", grad_layout), ("summed axes", summed_axes), ("unsummed axes", unsummed_axes),
-):  # fmt: skip
-    register_cache(_name, _cached.cache_info, _cached.cache_clear)

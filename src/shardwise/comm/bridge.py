@@ -9,58 +9,91 @@ import torch
 
 from shardwise.comm.base import Comm
 from shardwise.comm.record import recorders, recording_to
+from shardwise.protocols import Ctx, LocalValue, Structure, Tensors
+from shardwise.torch_private import is_transforming
+
+
+class _Held:
+    """How ranks share the tensors of a local value, before and after, and what is done with its gradient. An object of
+    its own: inside of torch.func, tuples among a Function's arguments are taken apart."""
+
+    def __init__(
+        self, comm: Comm, before: Structure, after: Structure, gradient: Callable[..., Any] | None = None
+    ) -> None:
+        self.comm, self.before, self.after, self.gradient = comm, before, after, gradient
 
 
 class _ConvertGradients(torch.autograd.Function):
     """Values pass; gradients go through `convert`, a function of local values."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, comm: Comm, structure: Any, convert: Callable[[Any], Any], *values: torch.Tensor) -> Any:
-        ctx.comm, ctx.structure, ctx.convert, ctx.recorders = comm, structure, convert, recorders()
+    def forward(held: _Held, *values: torch.Tensor) -> Tensors:
         return tuple(v.view_as(v) for v in values)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.held, ctx.recorders = inputs[0], recorders()
+
+    @staticmethod
+    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        held = ctx.held
         with recording_to(ctx.recorders):
-            back = ctx.convert(ctx.comm.assemble(ctx.structure, grads))
-        return None, None, None, *ctx.comm.pick_gradients(ctx.structure, back)
+            back = held.gradient(held.comm.assemble(held.before, grads))
+        return None, *held.comm.pick_gradients(held.before, back)
+
+    @staticmethod
+    def jvp(ctx: Ctx, _: object, *tangents: torch.Tensor) -> Tensors:
+        return tuple(t.view_as(t) for t in tangents)
 
 
-def convert_gradients(comm: Comm, local: Any, convert: Callable[[Any], Any]) -> Any:
+def convert_gradients(comm: Comm, local: LocalValue, convert: Callable[[Any], Any]) -> LocalValue:
     """`local`, whose gradient is converted on its way back."""
     structure = comm.structure(local)
-    return comm.assemble(structure, _ConvertGradients.apply(comm, structure, convert, *comm.values(local)))
+    held = _Held(comm, structure, structure, convert)
+    return comm.assemble(structure, _ConvertGradients.apply(held, *comm.values(local)))
 
 
 class _Regroup(torch.autograd.Function):
     """The same values, shared by other ranks: each group takes its first member's. The gradient takes the way back."""
 
-    @staticmethod
-    def forward(ctx: Any, comm: Comm, before: Any, after: Any, *values: torch.Tensor) -> Any:
-        ctx.comm, ctx.before, ctx.after = comm, before, after
-        return tuple(v.view_as(v) for v in comm.pick(after, comm.assemble(before, values)))
+    generate_vmap_rule = True
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        back = _Regroup.apply(ctx.comm, ctx.after, ctx.before, *grads)
+    def forward(held: _Held, *values: torch.Tensor) -> Tensors:
+        return tuple(v.view_as(v) for v in held.comm.pick(held.after, held.comm.assemble(held.before, values)))
+
+    @staticmethod
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.held = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        held = ctx.held
+        back = _Regroup.apply(_Held(held.comm, held.after, held.before), *grads)
         each = range(len(back))
-        return None, None, None, *ctx.comm.pick_gradients(each, ctx.comm.assemble(each, back))
+        return None, *held.comm.pick_gradients(each, held.comm.assemble(each, back))
+
+    @staticmethod
+    def jvp(ctx: Ctx, _: object, *tangents: torch.Tensor) -> Tensors:
+        return _Regroup.forward(ctx.held, *tangents)
 
 
-def regroup(comm: Comm, local: Any, after: Any) -> Any:
+def regroup(comm: Comm, local: LocalValue, after: Structure) -> LocalValue:
     """`local` with the tensors shared as the structure `after` says."""
     before = comm.structure(local)
     if before == after:
         return local
-    return comm.assemble(after, _Regroup.apply(comm, before, after, *comm.values(local)))
+    return comm.assemble(after, _Regroup.apply(_Held(comm, before, after), *comm.values(local)))
 
 
-def own_each(comm: Comm, local: Any) -> Any:
+def own_each(comm: Comm, local: LocalValue) -> LocalValue:
     """A local value in which no two ranks share a tensor, for user code that may treat them differently."""
     return regroup(comm, local, tuple(range(len(comm.structure(local))))) if comm.simulated else local
 
 
-def share(comm: Comm, local: Any, axes: Sequence[int]) -> Any:
+def share(comm: Comm, local: LocalValue, axes: Sequence[int]) -> LocalValue:
     """A local value in which simulated ranks share one tensor along the Replicate `axes`, as results of ops do: else a
     tensor that meets it would take part in a call for each rank, and its gradient would be counted as often."""
     if not comm.simulated:
@@ -68,7 +101,7 @@ def share(comm: Comm, local: Any, axes: Sequence[int]) -> Any:
     return regroup(comm, local, comm.structure(comm.first_of_replicas(local, axes)))
 
 
-def collapse(comm: Comm, local: Any) -> torch.Tensor:
+def collapse(comm: Comm, local: LocalValue) -> torch.Tensor:
     """The plain tensor behind a Replicate local value."""
     if not comm.simulated:
         return local
@@ -78,18 +111,28 @@ def collapse(comm: Comm, local: Any) -> torch.Tensor:
 class _Replaced(torch.autograd.Function):
     """Another value in the place of one; the gradient is the old one's."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def forward(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return new.view_as(new)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
+
+    @staticmethod
+    def jvp(ctx: Ctx, old: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
+        return old.view_as(old)
 
 
 def replaced(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """`new`, with the autograd history of `old`."""
-    return _Replaced.apply(old, new) if old.requires_grad else new
+    return _Replaced.apply(old, new) if old.requires_grad or is_transforming() else new
 
 
 class _Constant(torch.autograd.Function):
@@ -118,20 +161,34 @@ def constant_of(value: torch.Tensor, sources: Sequence[torch.Tensor], missing: s
 class _Joined(torch.autograd.Function):
     """Values pass; the gradients of all ranks come by together, so that a hook can see them as one tensor."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, comm: Comm, structure: Any, hooks: Any, *values: torch.Tensor) -> Any:
-        ctx.comm, ctx.structure, ctx.hooks = comm, structure, hooks
+    def forward(held: _Held, *values: torch.Tensor) -> Tensors:
         return tuple(v.detach() for v in values)  # no views: a step may write to the values later
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        local = ctx.comm.assemble(ctx.structure, grads)
-        for hook in list(ctx.hooks.values()):
-            local = hook(local)
-        return None, None, None, *ctx.comm.values(local)
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.held = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        held = ctx.held
+        return None, *held.comm.values(held.gradient(held.comm.assemble(held.before, grads)))
+
+    @staticmethod
+    def jvp(ctx: Ctx, _: object, *tangents: torch.Tensor) -> Tensors:
+        return tuple(t.clone() for t in tangents)
 
 
-def joined(comm: Comm, local: Any, hooks: dict[int, Callable[[Any], Any]]) -> Any:
+def joined(comm: Comm, local: LocalValue, hooks: dict[int, Callable[[Any], Any]]) -> LocalValue:
     """`local` behind one node over all ranks, where `hooks` see every rank's gradient at once."""
     structure = comm.structure(local)
-    return comm.assemble(structure, _Joined.apply(comm, structure, hooks, *comm.values(local)))
+
+    def run_hooks(gradient: LocalValue) -> LocalValue:
+        for hook in list(hooks.values()):
+            gradient = hook(gradient)
+        return gradient
+
+    held = _Held(comm, structure, structure, run_hooks)
+    return comm.assemble(structure, _Joined.apply(held, *comm.values(local)))

@@ -11,12 +11,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm.plain_writes import DifferentWritesError, Done, Targets, Watch, place, run_unknown, run_writes
 from shardwise.errors import LayoutError
 from shardwise.functions import may_write, writes_first, written
+from shardwise.protocols import Ctx
 from shardwise.torch_private import make_wrapper, reentrant, storage_users
 
 
@@ -37,6 +37,8 @@ class RankTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, ranks: Sequence[torch.Tensor]) -> RankTensor:
+        if type(ranks) not in (list, tuple) or not ranks or not _TENSORS.issuperset(map(type, ranks)):
+            _check_ranks(ranks)
         first = ranks[0]
         self = make_wrapper(cls, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device)
         self.ranks = tuple(ranks)
@@ -71,6 +73,19 @@ class RankTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return RankTensor, (self.ranks,)
+
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _check_ranks(ranks: object) -> None:
+    if not isinstance(ranks, (list, tuple)) or not ranks:
+        raise LayoutError(f"RankTensor: ranks must be a list of tensors, one for each rank, got {ranks!r}")
+    for rank, value in enumerate(ranks):
+        if value is not None and (not isinstance(value, torch.Tensor) or isinstance(value, RankTensor)):
+            raise LayoutError(f"RankTensor: ranks[{rank}] must be a plain tensor, got {type(value).__name__}")
+    if ranks[0] is None:
+        raise LayoutError("RankTensor: ranks[0] must be a plain tensor, got None")
 
 
 def common(local: RankTensor, read: Callable[[torch.Tensor], Any], what: str) -> Any:
@@ -213,24 +228,38 @@ def _as_copies(call: Any, taken: set[int]) -> Any:
 class _Copy(torch.autograd.Function):
     """What another call has taken already: of gradients that are equal one is passed on."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+    def forward(value: torch.Tensor) -> torch.Tensor:
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> None:
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Ctx, grad: torch.Tensor) -> None:
         return None
+
+    @staticmethod
+    def jvp(ctx: Ctx, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.view_as(tangent)
 
 
 class _Recorded(torch.autograd.Function):
     """A tensor without gradient, so that what is done with it is recorded, as if it came from the other one."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def forward(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[None, None]:
         return None, None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, check_type
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor
 
@@ -29,6 +29,8 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     """
     if not isinstance(dtensor, DTensor):
         raise LayoutError(f"visualize_sharding: expected a DTensor, got {type(dtensor).__name__}")
+    check_type(header, str, "visualize_sharding: header")
+    check_type(use_rich, bool, "visualize_sharding: use_rich")
     layout = dtensor.layout
     if layout.ndim > 2:
         raise LayoutError(

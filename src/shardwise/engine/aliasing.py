@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 from shardwise.context import is_strict
 from shardwise.engine.call_shape import Path, fetch, put
 from shardwise.errors import RuleError
+from shardwise.torch_private import are_transforms_active
 from shardwise.wrapper import Wrapper, storage_id_of, storage_of
 
 
@@ -185,6 +186,8 @@ def _with_view(source: Wrapper, again: Callable[[Any], Any], value: Wrapper) -> 
     recorded = torch.is_grad_enabled() and value.requires_grad
 
     def back(seed: Any) -> Any:
+        if are_transforms_active():
+            return torch.func.vjp(again, torch.zeros_like(source, dtype=seed.dtype))[1](seed)[0]
         with torch.inference_mode(False), torch.enable_grad():
             leaf = torch.zeros_like(source, dtype=seed.dtype).requires_grad_()
             return torch.autograd.grad(again(leaf), leaf, seed, create_graph=recorded)[0]

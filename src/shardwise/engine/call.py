@@ -8,6 +8,7 @@ Where there is none yet, `planner.py` makes one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy
@@ -21,8 +22,9 @@ from shardwise.engine import autocast
 from shardwise.engine.call_shape import op_name, tensors_in
 from shardwise.engine.into_out import check_not_resized, out_names
 from shardwise.engine.keys import ANY_FLOAT, ODD_FLOATS, NumpyNumberError, PlainTensorError, freeze, freeze_kwargs
-from shardwise.engine.plain_tensors import has_transformed, with_plain_wrapped
+from shardwise.engine.plain_tensors import with_plain_wrapped
 from shardwise.engine.planner import planned
+from shardwise.engine.transforms import call_transformed
 from shardwise.errors import AutogradError
 from shardwise.move import plan_steps
 from shardwise.torch_private import (
@@ -31,7 +33,7 @@ from shardwise.torch_private import (
     reentrant,
     schema_of,
     with_torch_function,
-    without_torch_function,
+    with_transforms,
 )
 from shardwise.wrapper import Wrapper, wrap
 
@@ -115,9 +117,10 @@ def _check_gradient_is_kept(func: Callable[..., Any], args: Sequence[Any]) -> No
 
 def _call_with_plain_tensors(cls: type, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """The same call with every plain tensor among the arguments made a Replicate one."""
-    if are_transforms_active() and has_transformed(args, kwargs):
-        with without_torch_function():  # torch.func goes first; what it unwraps comes back through __torch_dispatch__
-            return func(*args, **(kwargs or _NO_KWARGS))
+    if are_transforms_active():
+        result = call_transformed(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
     args, wrapped = with_plain_wrapped(op_name(func), args, kwargs)
     result = call_function(cls, func, types, args, wrapped)
     for name in out_names(func) if kwargs else ():
@@ -134,7 +137,9 @@ def call_overload(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
             f"requires grad by now: the gradient would be lost. Write the function's parts in Python"
         )
     with reentrant(), with_torch_function():
-        if not _is_any_autocast_enabled():
+        if of_thread.hidden is not None:
+            result = _call_in_hidden_transforms(cls, func, types, args, kwargs)
+        elif not _is_any_autocast_enabled():
             result = call_function(cls, func, types, args, kwargs)
         else:  # autocast has cast the arguments already, on the way down to this op
             with autocast.off():
@@ -143,6 +148,16 @@ def call_overload(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
         return result
     of_inference = all(tensor.is_inference() for _, tensor in tensors_in(args, kwargs or _NO_KWARGS))
     return result if of_inference else tree_map_only(Wrapper, _not_inference, result)
+
+
+def _call_in_hidden_transforms(cls: type, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """`call_function` inside of transforms, which were hidden from torch while it took a function apart."""
+    hidden, of_thread.hidden = of_thread.hidden, None
+    try:
+        with with_transforms(hidden), autocast.off() if _is_any_autocast_enabled() else nullcontext():
+            return call_function(cls, func, types, args, kwargs)
+    finally:
+        of_thread.hidden = hidden
 
 
 def _not_inference(result: Wrapper) -> Wrapper:

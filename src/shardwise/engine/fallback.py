@@ -27,7 +27,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps, run_move
 from shardwise.protocols import LocalValue
 from shardwise.strategy.registry import in_place_flag
-from shardwise.torch_private import schema_of
+from shardwise.torch_private import is_recorded, schema_of
 from shardwise.wrapper import Wrapper, rebind, wrap
 
 NO_RULE = "gather, since there is no rule for it, and compute it on every rank"
@@ -135,7 +135,7 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
     def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         target = args[0]
         # what backward needs is the value from before the write
-        recorded = torch.is_grad_enabled() and any(t.requires_grad for _, t in tensors_in(args, kwargs))
+        recorded = any(is_recorded(t) for _, t in tensors_in(args, kwargs))
         to_outlive = torch.clone if recorded else lambda target: target
         if not isinstance(target, (list, tuple)):
             return write(target, functional(to_outlive(target), *args[1:], **kwargs))

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.context import refuses_plain
@@ -15,7 +14,6 @@ from shardwise.errors import LayoutError, MeshError, StrictError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import Mesh
-from shardwise.torch_private import is_transformed
 from shardwise.wrapper import Wrapper, wrap
 
 
@@ -48,12 +46,6 @@ def _refuse_if_strict(name: str) -> None:
 def mesh_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mesh | None:
     """The mesh of the first distributed tensor among the arguments, lists and tuples looked into."""
     return next((tensor._layout.mesh for _, tensor in tensors_in(args, kwargs)), None)
-
-
-def has_transformed(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether a tensor of torch.func's transforms is among the arguments: it may hold a distributed one."""
-    tensors, _ = tree_flatten((args, kwargs))
-    return any(isinstance(t, torch.Tensor) and is_transformed(t) for t in tensors)
 
 
 def _wrapped(value: Any, mesh: Mesh) -> Any:

@@ -27,7 +27,7 @@ from shardwise.move.steps import MeshStep, Spread
 from shardwise.protocols import LocalValue
 from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.spec import Algorithm, LocalCall, PerCoords, Spec
-from shardwise.torch_private import schema_of, storage_id
+from shardwise.torch_private import is_recorded, is_transforming, schema_of, storage_id
 from shardwise.wrapper import Wrapper, shares_memory
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
@@ -222,8 +222,10 @@ def spread(tensor: Wrapper, steps: tuple[MeshStep, ...], note: Note) -> LocalVal
         return local
     comm = tensor._layout.mesh.comm
     first = comm.first(local)
-    if not first.requires_grad:
+    if not is_recorded(first):
         return local
+    if is_transforming():  # what is computed inside of a transform is of no use outside; a tangent has no version
+        return run_move(local, comm, steps, note)
     key = tuple(step.axes for step in steps)
     kept = tensor._spreads
     if kept is None:

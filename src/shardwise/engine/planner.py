@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from shardwise.context import of_thread
 from shardwise.engine import autocast
 from shardwise.engine.call_shape import CallShape, asks_for_a_value, numbers_in, op_name, tensors_in
 from shardwise.engine.fallback import rebound, replicated, written_back
@@ -22,15 +23,24 @@ from shardwise.errors import ShardwiseError
 from shardwise.strategy import registry
 from shardwise.strategy.relayout import Relayout
 from shardwise.strategy.spec import Gathered, Operand
-from shardwise.torch_private import OpOverload, schema_of, without_torch_function
+from shardwise.torch_private import (
+    OpOverload,
+    are_transforms_active,
+    schema_of,
+    without_torch_function,
+    without_transforms,
+)
 from shardwise.wrapper import Wrapper, wrap
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x2": "other"}  # which torch takes too
 
 
 def planned(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
-    """The plan of a call, made outside of inference mode: a plan outlives it, and tensors made in that mode know no
-    bases and may not meet those of autograd."""
+    """The plan of a call, made outside of inference mode and of torch.func: a plan outlives them, and tensors made
+    there know no bases and may not meet those of autograd."""
+    if are_transforms_active():
+        with without_transforms():
+            return planned(func, args, kwargs)
     if not torch.is_inference_mode_enabled():
         return make_plan(func, args, kwargs)
     with torch.inference_mode(False):
@@ -140,8 +150,16 @@ def _returning_nothing(plan: Plan) -> Plan:
 
 def _call_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """No rule for the whole function: torch calls the aten ops it is made of, and each of those comes back to us."""
-    with without_torch_function():
-        result = func(*args, **kwargs)
+    if not are_transforms_active():
+        with without_torch_function():
+            result = func(*args, **kwargs)
+    else:  # they have wrapped the local tensors: see `transforms.py`
+        with without_torch_function(), without_transforms() as hidden:
+            outer, of_thread.hidden = of_thread.hidden, hidden
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                of_thread.hidden = outer
     if type(result) is torch.Tensor:  # made from shapes alone
         mesh = mesh_in(args, kwargs)
         return result if mesh is None else replicated_plain(result, mesh)

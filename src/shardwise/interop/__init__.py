@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed.tensor as theirs
 
-from shardwise.autograd.gradients import grad_placements
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, Placement, Shard
+from shardwise.layout.gradient import grad_placements
 from shardwise.layout.layout import parent_sets
 from shardwise.layout.placement import as_placement
 from shardwise.layout.split import Intervals, chunk_pieces, compose, count, normalize

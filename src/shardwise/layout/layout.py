@@ -13,11 +13,14 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from shardwise.errors import DimError, LayoutError
 from shardwise.layout.placement import Partial, Placement, Shard, as_placements
 from shardwise.layout.region import Region, contiguous_stride
 from shardwise.layout.split import Intervals, chunk_pieces, chunk_size, compose, count, intersect, normalize, positions
 from shardwise.layout.tiles import Tile
+from shardwise.protocols import MeshLike
 
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Layout] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -177,7 +180,34 @@ class Layout:
         return f"Layout({self.shape} {str(self.dtype).removeprefix('torch.')} [{places}] on {self.mesh!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Layout.make, (self.mesh, self.placements, self.shape, self.dtype, self.stride, self.device)
+        return _rebuild_layout, (self.mesh, self.placements, self.shape, self.dtype, self.stride, self.device)
+
+
+def _rebuild_layout(
+    mesh: object, placements: Iterable[object], shape: object, dtype: object, stride: object, device: object
+) -> Layout:
+    """A pickled layout again, from values that may be anything."""
+    if not isinstance(mesh, MeshLike):
+        raise LayoutError(f"layout: mesh must be a mesh, got {mesh!r} ({type(mesh).__name__})")
+    return Layout.make(mesh, placements, *checked_values(shape, dtype, stride, device))
+
+
+def checked_values(
+    shape: object, dtype: object, stride: object, device: object
+) -> tuple[tuple[int, ...], torch.dtype, tuple[int, ...], torch.device]:
+    """What a layout says of the global tensor, from a file or another process; LayoutError where it makes no sense."""
+    shape, stride = _checked_ints("shape", shape), _checked_ints("stride", stride)
+    if not isinstance(dtype, torch.dtype):
+        raise LayoutError(f"layout: dtype must be a torch.dtype, got {dtype!r}")
+    if not isinstance(device, torch.device):
+        raise LayoutError(f"layout: device must be a torch.device, got {device!r}")
+    return shape, dtype, stride, device
+
+
+def _checked_ints(name: str, sizes: object) -> tuple[int, ...]:
+    if not isinstance(sizes, (tuple, list)) or not all(type(n) is int and 0 <= n < 2**63 for n in sizes):
+        raise LayoutError(f"layout: {name} must be ints from 0 to 2**63 - 1, got {sizes!r}")
+    return tuple(sizes)
 
 
 # -- checks ------------------------------------------------------------------------------------------------

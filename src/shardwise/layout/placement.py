@@ -198,6 +198,9 @@ def _pieces_of_sizes(sizes: Any) -> Pieces:
 
 def _checked_pieces(pieces: Any) -> Pieces:
     try:
+        ends = [end for row in pieces for part in row for start, stop in part for end in (start, stop)]
+        if not all(isinstance(end, int) and not isinstance(end, bool) and end >= 0 for end in ends):
+            raise TypeError("an end is no index")
         return tuple(tuple(normalize(part) for part in row) for row in pieces)
     except (TypeError, ValueError) as error:
         raise LayoutError(

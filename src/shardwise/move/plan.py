@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from shardwise.errors import MoveError
+from shardwise.errors import MoveError, check_type
 from shardwise.layout import Layout
 from shardwise.layout.layout import holders_of
 from shardwise.layout.split import count, normalize
@@ -110,6 +110,8 @@ def plan_move(src_layout: Layout, dst_layout: Layout, *, memory: int | None = No
     for name, layout in (("src_layout", src_layout), ("dst_layout", dst_layout)):
         if not isinstance(layout, Layout):
             raise MoveError(f"plan_move: {name} must be a Layout, got {layout!r}; a DTensor's is its .layout")
+    if memory is not None:
+        check_type(memory, int, "plan_move: memory", "give a number of bytes")
     if src_layout.mesh is not dst_layout.mesh:
         before, exchange, after = plan_across(src_layout, dst_layout)
         return MovePlan(src_layout, dst_layout, (*before, exchange, *after))

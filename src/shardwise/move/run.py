@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,7 +15,10 @@ from shardwise.layout import Layout
 from shardwise.move.limit import current_cap
 from shardwise.move.planner import plan_steps
 from shardwise.move.steps import AllReduce, GatherParts, MeshStep, Spread, Step
+from shardwise.protocols import Ctx, Structure, Tensors, VmapInfo
+from shardwise.torch_private import is_transforming, storage_id
 
+Value: TypeAlias = Any  # a local value, or the list of a ShardedTensor's tensors
 Run = Callable[[Any, Sequence[Step], Any, Note, list[Recorder]], Any]
 
 
@@ -23,7 +26,7 @@ class _Move(torch.autograd.Function):
     """Inputs and outputs are the distinct plain tensors of a local value before and after the steps."""
 
     @staticmethod
-    def forward(ctx: Any, call: list[Any], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Ctx, call: list[Any], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         comm, steps, local, note, run = call
         to = recorders()
         result = run(comm, steps, local, note, to)
@@ -38,7 +41,7 @@ class _Move(torch.autograd.Function):
         return outs
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[Any, ...]:
         partners = [step.partner for step in reversed(ctx.steps)]
         note = for_backward(ctx.note, ctx.source)
         local = ctx.comm_after.assemble(ctx.after, grads)
@@ -47,15 +50,81 @@ class _Move(torch.autograd.Function):
         return None, *ctx.comm.pick_gradients(ctx.before, back)
 
 
+class _Transformed:
+    """What a move inside of a transform is besides its tensors; `after` is known once it has run."""
+
+    after: Structure = None
+
+    def __init__(self, comm: Any, steps: Sequence[Step], before: Structure, note: Note) -> None:
+        self.comm, self.steps, self.before, self.note = comm, steps, before, note
+        self.comm_after, self.recorders = _comm_after(comm, steps), recorders()
+        self.source = user_line() if self.recorders else None
+
+
+class _TransformedMove(torch.autograd.Function):
+    """A move inside of torch.func or forward-mode differentiation: torch asks it for every derivative it needs."""
+
+    @staticmethod
+    def forward(call: _Transformed, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        result = run_now(call.comm, call.steps, call.comm.assemble(call.before, values), call.note, call.recorders)
+        call.after = call.comm_after.structure(result)
+        return tuple(out.clone() if _is_among(out, values) else out for out in call.comm_after.values(result))
+
+    @staticmethod
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.call = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[Any, ...]:
+        call = ctx.call
+        partners = [step.partner for step in reversed(call.steps)]
+        note, local = for_backward(call.note, call.source), call.comm_after.assemble(call.after, grads)
+        with recording_to(call.recorders):
+            back = run_steps(call.comm_after, partners, local, note)
+        return None, *call.comm.pick_gradients(call.before, back)
+
+    @staticmethod
+    def jvp(ctx: Ctx, _: object, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        call = ctx.call
+        moved = run_steps(call.comm, call.steps, call.comm.assemble(call.before, tangents), call.note)
+        return call.comm_after.pick(call.after, moved)
+
+    @staticmethod
+    def vmap(
+        info: VmapInfo, in_dims: tuple[int | None, ...], call: _Transformed, *values: torch.Tensor
+    ) -> tuple[Tensors, tuple[int, ...]]:
+        outs: list[Tensors] = []
+        for i in range(info.batch_size):
+            each = [v if dim is None else v.select(dim, i) for v, dim in zip(values, in_dims[1:], strict=True)]
+            moved = run_steps(call.comm, call.steps, call.comm.assemble(call.before, each), call.note)
+            call.after = call.comm_after.structure(moved)
+            outs.append(call.comm_after.values(moved))
+        return tuple(map(torch.stack, zip(*outs, strict=True))), (0,) * len(outs[0])
+
+
+def _is_among(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    """Whether it shares memory with one of the others: to forward-mode differentiation it would be a view of it."""
+    return any(storage_id(tensor) == storage_id(other) for other in others)
+
+
+def run_transformed(comm: Any, steps: Sequence[Step], local: Value, note: Note) -> Value:
+    """The local value after the steps, with all that the transforms under way want to know of it."""
+    call = _Transformed(comm, steps, comm.structure(local), note)
+    outs = _TransformedMove.apply(call, *comm.values(local))
+    return call.comm_after.assemble(call.after, outs)
+
+
 def _comm_after(comm: Any, steps: Sequence[Step]) -> Any:
     """The backend that holds the result: a step to another mesh comes alone."""
     return steps[-1].comm_after(comm)
 
 
-def run_steps(comm: Any, steps: Sequence[Step], local: Any, note: Note, run: Run | None = None) -> Any:
+def run_steps(comm: Any, steps: Sequence[Step], local: Value, note: Note, run: Run | None = None) -> Value:
     """The local value after the steps; recorded by autograd where its tensors are. `run` is how steps are run: now."""
     if not steps:
         return local
+    if is_transforming():
+        return run_transformed(comm, steps, local, note)
     if torch.is_grad_enabled():
         values = comm.values(local)
         if any(v.requires_grad for v in values):
@@ -69,7 +138,7 @@ def run_steps(comm: Any, steps: Sequence[Step], local: Any, note: Note, run: Run
     )
 
 
-def run_now(comm: Any, steps: Sequence[Step], local: Any, note: Note, to: list[Recorder]) -> Any:
+def run_now(comm: Any, steps: Sequence[Step], local: Value, note: Note, to: list[Recorder]) -> Value:
     """The local value after the steps, outside of autograd."""
     for step in steps:
         if to:
@@ -96,7 +165,7 @@ class Started:
         self.owned = owned
         self.finish: Callable[[], Any] = lambda: None
 
-    def __call__(self, comm: Any, steps: Sequence[Step], local: Any, note: Note, to: list[Recorder]) -> Any:
+    def __call__(self, comm: Any, steps: Sequence[Step], local: Value, note: Note, to: list[Recorder]) -> Any:
         for i, step in enumerate(steps):
             begun = step.start(comm, local, self.owned and i == 0) if step.kind != "local" else None
             if begun is None:
@@ -125,25 +194,26 @@ class Started:
 
 
 # -- moves between two layouts ----------------------------------------------------------------------------
-def move(local: Any, src: Layout, dst: Layout, note: Note, spread: tuple[int, ...] = ()) -> Any:
+def move(local: Value, src: Layout, dst: Layout, note: Note, spread: tuple[int, ...] = ()) -> Value:
     """What the ranks hold under `dst`, from what they hold under `src`."""
     return run_move(local, src.mesh.comm, plan_steps(src, dst, spread, current_cap()), note)
 
 
 def start_move(
-    local: Any, src: Layout, dst: Layout, note: Note, *, owned: bool = False
+    local: Value, src: Layout, dst: Layout, note: Note, *, owned: bool = False
 ) -> tuple[Any, Callable[[], Any]]:
     """A move begun but not waited for: the local value there will be, and what waits for it. Where the ranks live in
     this process, or a reduction needs its gradient worked out, it is done at once. An `owned` source is nobody else's:
     it may be reduced in place."""
     comm, steps = src.mesh.comm, plan_steps(src, dst, memory=current_cap())
-    if comm.simulated or any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps):
+    is_other = any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps)
+    if comm.simulated or is_other or is_transforming():
         return run_move(local, comm, steps, note), lambda: None
     started = Started(owned)
     return run_steps(comm, steps, local, note, run=started), started.finish
 
 
-def run_move(local: Any, comm: Any, steps: tuple[MeshStep, ...], note: Note) -> Any:
+def run_move(local: Value, comm: Any, steps: tuple[MeshStep, ...], note: Note) -> Value:
     """The local value after the steps of one plan."""
     if not any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps):
         return run_steps(comm, steps, local, note)
@@ -163,42 +233,72 @@ def _product(parts: torch.Tensor) -> torch.Tensor:
     return functools.reduce(torch.mul, [parts[i] for i in range(len(parts))])  # unbind of nothing has a wrong gradient
 
 
-def _needs_grad(comm: Any, local: Any) -> bool:
-    return torch.is_grad_enabled() and any(v.requires_grad for v in comm.values(local))
+def _needs_grad(comm: Any, local: Value) -> bool:
+    return is_transforming() or (torch.is_grad_enabled() and any(v.requires_grad for v in comm.values(local)))
 
 
-def _extreme(comm: Any, step: AllReduce, local: Any, note: Note) -> Any:
+def _extreme(comm: Any, step: AllReduce, local: Value, note: Note) -> Value:
     """The greatest or least of the parts. Its gradient goes in equal shares to the parts that are it."""
     with torch.no_grad():
-        found = run_steps(comm, (step,), local, note)
-        wins = comm.bind(_is_it, step.axes)(local, found)
+        parts = comm.bind(torch.Tensor.detach)(local)
+        found = run_steps(comm, (step,), parts, note)
+        wins = comm.bind(_is_it, step.axes)(parts, found)
         counts = AllReduce(step.layout.replace(dtype=torch.int32), step.axes)
         winners = run_steps(comm, (counts,), comm.bind(torch.Tensor.int, step.axes)(wins), note)
+        winners = comm.bind(torch.where, step.axes)(wins, winners, 0)
     spread = Spread(step.layout, step.axes)  # each rank takes its own share of the gradient
-    box = [comm, local, found, comm.bind(torch.where, step.axes)(wins, winners, 0), spread, note]
     if comm.simulated:
         local.used = True
-    return comm.assemble(comm.structure(found), _Extreme.apply(box, *comm.values(local)))
+    box = _Winners(comm, spread, note, local, found, winners)
+    values = [value for each in (local, found, winners) for value in comm.values(each)]
+    return comm.assemble(box.after, _Extreme.apply(box, *values))
 
 
 def _is_it(part: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     return (part == found) | (part.isnan() & found.isnan())
 
 
+class _Winners:
+    """What a greatest or least of parts is besides its tensors."""
+
+    def __init__(self, comm: Any, spread: Spread, note: Note, local: Value, found: Value, winners: Value) -> None:
+        self.comm, self.spread, self.note = comm, spread, note
+        self.before, self.after, self.winners = map(comm.structure, (local, found, winners))
+        self.parts, self.found = len(comm.values(local)), len(comm.values(found))  # how many distinct tensors
+
+    def share(self, local: Value, winners: Sequence[torch.Tensor]) -> Value:
+        """Each part's share of what the greatest or least has."""
+        share = lambda grad, n: torch.where(n > 0, grad / n.clamp(min=1), 0)  # noqa: E731
+        axes = tuple(range(len(self.comm.shape)))
+        return self.comm.bind(share, axes)(local, self.comm.assemble(self.winners, winners))
+
+
 class _Extreme(torch.autograd.Function):
     """`found` from the parts; `winners` is how many parts share the gradient where this one is among them, else 0."""
 
-    @staticmethod
-    def forward(ctx: Any, box: list[Any], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        comm, local, found, ctx.winners, ctx.spread, ctx.note = box
-        ctx.comm = comm
-        ctx.before, ctx.after = comm.structure(local), comm.structure(found)
-        return comm.values(found)
+    generate_vmap_rule = True
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        share = lambda grad, n: torch.where(n > 0, grad / n.clamp(min=1), 0)  # noqa: E731
-        axes = range(len(ctx.comm.shape))
-        whole = run_steps(ctx.comm, (ctx.spread,), ctx.comm.assemble(ctx.after, grads), ctx.note)
-        back = ctx.comm.bind(share, tuple(axes))(whole, ctx.winners)
-        return None, *ctx.comm.pick_gradients(ctx.before, back)
+    def forward(box: _Winners, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(value.clone() for value in values[box.parts : box.parts + box.found])
+
+    @staticmethod
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.box, *values = inputs
+        ctx.others = len(values) - ctx.box.parts
+        winners = values[ctx.box.parts + ctx.box.found :]
+        ctx.save_for_backward(*winners)
+        ctx.save_for_forward(*winners)
+
+    @staticmethod
+    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[Any, ...]:
+        box = ctx.box
+        whole = run_steps(box.comm, (box.spread,), box.comm.assemble(box.after, grads), box.note)
+        back = box.share(whole, ctx.saved_tensors)
+        return None, *box.comm.pick_gradients(box.before, back), *(None,) * ctx.others
+
+    @staticmethod
+    def jvp(ctx: Ctx, _: object, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        box = ctx.box
+        mine = box.share(box.comm.assemble(box.before, tangents[: box.parts]), ctx.saved_tensors)
+        return box.comm.pick(box.after, run_steps(box.comm, (box.spread.partner,), mine, box.note))

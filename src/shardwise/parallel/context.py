@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.api import distribute_tensor
 from shardwise.attention.sequence import set_sequence_exchange
 from shardwise.context import relaxed
-from shardwise.errors import LayoutError, MeshError, RuleError
+from shardwise.errors import LayoutError, MeshError, RuleError, check_type
 from shardwise.layout import Placement, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
@@ -54,6 +54,7 @@ def zigzag(dim: int, length: int, ranks: int | Sequence[int]) -> Shard | tuple[S
         >>> zigzag(1, 16, 4).pieces[0][1]
         ((2, 4), (12, 14))
     """
+    check_type(ranks, (int, list, tuple), "zigzag: ranks", "give the number of ranks, or one for each axis")
     sizes = (ranks,) if isinstance(ranks, int) else tuple(ranks)
     if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise LayoutError(f"zigzag: ranks must be an int > 0, or one for each axis, got {ranks!r}")
@@ -165,6 +166,8 @@ def from_parts(local: torch.Tensor, cp: Mesh, dim: int, length: int | None) -> D
 
 
 def checked_dims(buffers: Sequence[object], dims: Sequence[int], what: str, name: str) -> list[int]:
+    check_type(buffers, (list, tuple), f"{what}: buffers", "give a list of tensors")
+    check_type(dims, (list, tuple), f"{what}: {name}", "give a list of dims")
     if len(buffers) != len(dims):
         raise LayoutError(f"{what}: {len(buffers)} buffers and {len(dims)} {name}; give one for each")
     found = []
@@ -299,6 +302,7 @@ def set_rotate_method(rotate_method: str) -> None:
         LayoutError: it is none of these.
     """
     ways = {"allgather": "gather", "alltoall": "ring", "auto": "auto"}
+    check_type(rotate_method, str, "set_rotate_method: rotate_method", f"use one of {', '.join(ways)}")
     if rotate_method not in ways:
         raise LayoutError(f"set_rotate_method: rotate_method must be one of {', '.join(ways)}, got {rotate_method!r}")
     set_sequence_exchange(ways[rotate_method])

@@ -20,6 +20,7 @@ from shardwise.random.agreement import note_draw
 from shardwise.random.distributions import Distribution
 from shardwise.random.fill import fill_held, is_abstract
 from shardwise.random.generator import TORCH, next_key, stream
+from shardwise.torch_private import is_recorded
 from shardwise.wrapper import Wrapper, wrap
 
 
@@ -41,8 +42,7 @@ def drawn(layout: Layout, what: Distribution, generator: torch.Generator | None 
 def fill(x: Wrapper, what: Distribution, generator: torch.Generator | None = None) -> torch.Tensor:
     """Overwrite the values of `x`, and return it."""
     layout = x._layout
-    recorded = torch.is_grad_enabled() and x.requires_grad
-    if recorded or layout.is_partial or stream() == TORCH:
+    if is_recorded(x) or layout.is_partial or stream() == TORCH:
         return x.copy_(drawn(layout, what, generator))
     fill_local(x._local, layout, what, generator)
     if not layout.mesh.comm.first(x._local).is_inference():  # those have no version

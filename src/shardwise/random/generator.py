@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, check_type
 from shardwise.random.philox import words
 from shardwise.torch_private import count_dispatch_modes, current_node, without_modes
 
@@ -46,6 +46,9 @@ def manual_seed(seed: int) -> torch.Generator:
     Returns:
         torch's default generator.
     """
+    check_type(seed, (int, float, torch.Tensor), "manual_seed: seed", "give an int")
+    if isinstance(seed, torch.Tensor) and seed.numel() != 1:
+        raise ValueError(f"manual_seed: seed is a tensor of shape {tuple(seed.shape)}; give an int")
     return torch.manual_seed(seed)
 
 
@@ -56,6 +59,11 @@ def get_state() -> torch.Tensor:
 
 def set_state(state: torch.Tensor) -> None:
     """Go on from a state that `get_state` gave."""
+    check_type(state, torch.Tensor, "random.set_state: state", "give what get_state() gave")
+    if state.dtype != torch.uint8:
+        raise TypeError(
+            f"random.set_state: state must be of torch.uint8, got {state.dtype}; give what get_state() gave"
+        )
     torch.default_generator.set_state(state)
 
 

@@ -13,6 +13,7 @@ import torch
 from shardwise.layout import Partial, Placement, Shard
 from shardwise.layout.layout import Layout, parent_sets, shards_from_table
 from shardwise.layout.split import Intervals, count, normalize
+from shardwise.protocols import Ctx
 from shardwise.rules.pointwise import broadcast
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line
 from shardwise.strategy.program import Tensor, needs_grad, reduced, run_local, sum_dtype, whole
@@ -143,12 +144,33 @@ def shared_extreme(func: Callable[..., Any], x: Tensor, dims: Dims, keepdim: boo
         best = equal(tops.detach(), func(tops.detach(), dims, True))
         counts = (counts * best).double()
         weight = (counts * best.sum(dims, True) / counts.sum(dims, True)).to(tops.dtype)
-        tops = tops.view_as(tops)
-        tops.register_hook(lambda grad: grad * weight)
-        return tops
+        return _Weighted.apply(tops, weight)
 
     tops, counts = gather_parts(counted, x, dims)
     return func(run_local(weigh, [tops, counts], tops._layout), dims, keepdim)
+
+
+class _Weighted(torch.autograd.Function):
+    """A value whose derivative is multiplied by a weight."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Ctx, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+    @staticmethod
+    def jvp(ctx: Ctx, tangent: torch.Tensor, _: Any) -> torch.Tensor:
+        return tangent * ctx.saved_tensors[0]
 
 
 def selected(pick: Callable[[Any, int], Any], x: Tensor, dims: Dims, keepdim: bool, rows: int = 1) -> Tensor:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
 import torch
 
+from shardwise.errors import check_type
 from shardwise.torch_private import remote_device
 
+_INTS = frozenset({int})
 as_remote_device = functools.lru_cache(maxsize=65536)(remote_device)  # equal texts give the same object
+
+
+def state_of(value: object, state: object) -> dict[str, Any]:
+    """The fields of a pickled object, from a file that may say anything; an error if it has others."""
+    kind = type(value)
+    if isinstance(state, tuple) and len(state) == 2 and state[0] is None:  # of a class with slots
+        state = state[1]
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(state, dict) or set(state) != names:
+        raise ValueError(f"{kind.__name__} from a pickle: expected the fields {sorted(names)}, got {state!r}")
+    return state
 
 
 @dataclass(slots=True, init=False, repr=False)
@@ -37,6 +50,11 @@ class ShardMetadata:
     ) -> None:
         self.shard_offsets, self.shard_sizes = shard_offsets, shard_sizes
         self.placement = as_remote_device(placement) if type(placement) is str else placement  # type: ignore[assignment]
+        for name, numbers in (("shard_offsets", shard_offsets), ("shard_sizes", shard_sizes)):
+            if not isinstance(numbers, (list, tuple)) or not _INTS.issuperset(map(type, numbers)):
+                raise TypeError(f"{name}: expected a list of ints, got {numbers!r}")
+        if self.placement is not None and not isinstance(self.placement, remote_device):
+            raise TypeError(f"placement: expected a string such as 'rank:0/cpu', got {placement!r}")
         if len(shard_offsets) != len(shard_sizes):
             raise ValueError(
                 f"shard_offsets and shard_sizes should have the same number of elements, found {len(shard_offsets)} "
@@ -52,6 +70,9 @@ class ShardMetadata:
             f"ShardMetadata(shard_offsets={self.shard_offsets}, shard_sizes={self.shard_sizes}, "
             f"placement={self.placement})"
         )
+
+    def __setstate__(self, state: object) -> None:
+        self.__init__(**state_of(self, state))  # type: ignore[misc]
 
     def __hash__(self) -> int:
         return hash((*self.shard_offsets, *self.shard_sizes, self.placement))
@@ -98,7 +119,13 @@ class TensorProperties:
             )
         return self.dtype, self.layout, self.requires_grad, _ENCODINGS[self.memory_format], self.pin_memory
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
+    def __setstate__(self, state: object) -> None:
+        if not isinstance(state, tuple) or len(state) != 5:
+            raise ValueError(f"TensorProperties from a pickle: expected five values, got {state!r}")
+        kinds = (torch.dtype, torch.layout, bool, MEM_FORMAT_ENCODING, bool)
+        names = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
+        for value, kind, name in zip(state, kinds, names, strict=True):
+            check_type(value, kind, f"TensorProperties.{name}")
         self.dtype, self.layout, self.requires_grad, encoding, self.pin_memory = state
         self.memory_format = _FORMATS[encoding]
 
@@ -126,6 +153,16 @@ class ShardedTensorMetadata:
     size: torch.Size = field(default=torch.Size([]))
     tensor_properties: TensorProperties = field(default_factory=TensorProperties)
 
+    def __setstate__(self, state: object) -> None:
+        values = state_of(self, state)
+        check_type(values["shards_metadata"], list, "ShardedTensorMetadata.shards_metadata")
+        for i, shard in enumerate(values["shards_metadata"]):
+            check_type(shard, ShardMetadata, f"ShardedTensorMetadata.shards_metadata[{i}]")
+        check_type(values["size"], (torch.Size, tuple, list), "ShardedTensorMetadata.size")
+        check_type(values["tensor_properties"], TensorProperties, "ShardedTensorMetadata.tensor_properties")
+        self.shards_metadata, self.tensor_properties = values["shards_metadata"], values["tensor_properties"]
+        self.size = as_size(values["size"])
+
     def __repr__(self) -> str:
         tiles = ", ".join(map(repr, self.shards_metadata[:_SHOWN]))
         if len(self.shards_metadata) > _SHOWN:
@@ -138,6 +175,7 @@ class ShardedTensorMetadata:
 
 def as_size(size: Sequence[Any]) -> torch.Size:
     """Return a global size that was passed as ints or as one sequence of ints."""
+    check_type(size, (tuple, list), "size", "give a sequence of ints")
     sizes = size[0] if len(size) == 1 and isinstance(size[0], (list, tuple)) else size
     for n in sizes:
         if not isinstance(n, int) or isinstance(n, bool):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.errors import check_type
 from shardwise.sharded.groups import Group, all_gather_objects, as_group, ranks_of
 from shardwise.sharded.spec import ChunkShardingSpec, ShardingSpec
 from shardwise.sharded.tensor import ShardedTensor
@@ -112,6 +113,8 @@ def _shard_named(
     module: nn.Module, name: str, spec: ShardingSpec, src_rank: int, process_group: Group | None, made: dict[int, Any]
 ) -> None:
     """Shard one tensor. `made` has those that are sharded already, by the id of what they were: tied ones stay tied."""
+    check_type(module, nn.Module, "shard_parameter: module")
+    check_type(name, str, "shard_parameter: param_name")
     if not hasattr(module, name):
         raise AttributeError(f"{type(module).__name__} has no attribute `{name}`")
     tensor = getattr(module, name)
@@ -189,6 +192,8 @@ def _retie(module: nn.Module, made: dict[int, Any]) -> None:
 
 
 def _check_plan(module: nn.Module, plan: ShardingPlan) -> None:
+    check_type(module, nn.Module, "shard_module: module")
+    check_type(plan, ShardingPlan, "shard_module: plan", "give a ShardingPlan")
     for path, spec in plan.plan.items():
         if not isinstance(spec, (ShardingSpec, Sharder)):
             raise TypeError(
@@ -244,6 +249,9 @@ def _find(module: nn.Module, path: str) -> Any:
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
     """Add a hook to a module that reshards its output where that is a ShardedTensor; return the module."""
 
+    check_type(module, nn.Module, "_reshard_output: module")
+    check_type(resharding_spec, ShardingSpec, "_reshard_output: resharding_spec")
+
     def hook(_: nn.Module, inputs: Any, output: Any) -> Any:
         return output.reshard(resharding_spec) if isinstance(output, ShardedTensor) else output
 
@@ -256,6 +264,8 @@ def _collect_local_shard(module: nn.Module) -> nn.Module:
 
     A dim that is cut into single rows is dropped: a [4, 16] tensor on 4 ranks is a [16] tensor on each.
     """
+
+    check_type(module, nn.Module, "_collect_local_shard: module")
 
     def hook(_: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, ShardedTensor):
@@ -272,6 +282,7 @@ def _collect_local_shard(module: nn.Module) -> nn.Module:
 
 def _attributes(module: nn.Module, recurse: bool = True) -> list[tuple[str, nn.Module, str, Any]]:
     """Return (path, owner, name, value) of every plain attribute of a module and of those below it."""
+    check_type(module, nn.Module, "module", "give the module whose tensors these are")
     return [
         (f"{path}.{name}" if path else name, owner, name, value)
         for path, owner in (module.named_modules() if recurse else [("", module)])
@@ -288,6 +299,8 @@ def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str,
         prefix: What the names of the module's tensors start with.
         local_metadata: Not used.
     """
+    check_type(destination, MutableMapping, "state_dict_hook: destination")
+    check_type(prefix, str, "state_dict_hook: prefix")
     for path, _, _, value in _attributes(module):
         if isinstance(value, ShardedTensor):
             destination[prefix + path] = value
@@ -311,6 +324,8 @@ def pre_load_state_dict_hook(
         state_dict: The state dict; what is taken is removed from it.
         prefix: What the names of the module's tensors start with. The other arguments are not used.
     """
+    check_type(state_dict, MutableMapping, "pre_load_state_dict_hook: state_dict")
+    check_type(prefix, str, "pre_load_state_dict_hook: prefix")
     for path, owner, name, _ in _attributes(module):
         if isinstance(state_dict.get(prefix + path), ShardedTensor):
             setattr(owner, name, state_dict.pop(prefix + path))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import optim
 
+from shardwise.errors import check_type
 from shardwise.sharded.tensor import ShardedTensor, parts_of
 
 
@@ -31,7 +32,14 @@ class ShardedOptimizer(optim.Optimizer):
         *optimizer_args: Any,
         **optimizer_kwargs: Any,
     ) -> None:
-        self.named_params = dict(named_params)  # on a rank without tiles the empty one: all ranks have the same state
+        check_type(named_params, (Mapping, Iterable), "ShardedOptimizer: named_params", "give parameters by name")
+        pairs = list(named_params.items() if isinstance(named_params, Mapping) else named_params)
+        for pair in pairs:
+            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
+                raise TypeError(f"ShardedOptimizer: named_params: expected names with tensors, got {pair!r}")
+        if not callable(optimizer_class):
+            raise TypeError(f"ShardedOptimizer: optimizer_class: expected a class, got {optimizer_class!r}")
+        self.named_params = dict(pairs)  # on a rank without tiles the empty one: all ranks have the same state
         self._params = {name: parts_of(param) for name, param in self.named_params.items()}
         tensors = [t for held in self._params.values() for t in held]
         self._optim = optimizer_class(tensors, *optimizer_args, **optimizer_kwargs)

@@ -11,11 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardwise.errors import check_type
+from shardwise.sharded.base import ShardedTensorBase
+from shardwise.sharded.checks import checked_parts
 from shardwise.sharded.groups import Group, as_group
-from shardwise.sharded.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharded.metadata import (
+    MEM_FORMAT_ENCODING,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    as_size,
+    state_of,
+)
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
-from shardwise.torch_private import make_wrapper, remote_device
+from shardwise.torch_private import make_wrapper, remote_device, without_torch_function
 
 if TYPE_CHECKING:
     from shardwise.sharded.tensor import ShardedTensor
@@ -56,6 +66,11 @@ class ProcessGroupState:
     local_world_size: int
     global_world_size: int
 
+    def __setstate__(self, state: object) -> None:
+        for name, value in state_of(self, state).items():
+            check_type(value, int, f"ProcessGroupState.{name}")
+            setattr(self, name, value)
+
     @staticmethod
     def of(group: Group) -> ProcessGroupState:
         return ProcessGroupState(
@@ -63,6 +78,13 @@ class ProcessGroupState:
         )
 
 
+_STATE = {
+    "local_shards": list,
+    "metadata": ShardedTensorMetadata,
+    "process_group": ProcessGroupState,
+    "sharding_spec": ShardingSpec,
+    "init_rrefs": bool,
+}
 State = tuple[list[Shard], ShardedTensorMetadata, ProcessGroupState, ShardingSpec, bool]
 
 
@@ -78,7 +100,14 @@ def set_state(tensor: ShardedTensor, state: State) -> None:
         raise RuntimeError(
             'Need to initialize default process group using "init_process_group" before loading ShardedTensor'
         )
+    if not isinstance(state, tuple) or len(state) != len(_STATE):
+        raise ValueError(f"ShardedTensor from a pickle: expected its {', '.join(_STATE)}, got {state!r}")
+    for value, (name, kind) in zip(state, _STATE.items(), strict=True):
+        check_type(value, kind, f"ShardedTensor from a pickle: {name}")
     shards, metadata, saved, spec, init_rrefs = state
+    for i, shard in enumerate(shards):
+        check_type(shard, Shard, f"ShardedTensor from a pickle: local_shards[{i}]")
+        shard.__post_init__()
     group = current_process_group()
     now = ProcessGroupState.of(group)
     for field in fields(ProcessGroupState):
@@ -86,6 +115,14 @@ def set_state(tensor: ShardedTensor, state: State) -> None:
         if then != here:
             text = field.name.replace("_", " ").capitalize()
             raise RuntimeError(f"{text} at save time was {then}, but at load time was {here}")
+    with without_torch_function():
+        made = tuple(torch.Tensor.size(tensor)), torch.Tensor.dtype.__get__(tensor)  # type: ignore[attr-defined]
+    if made != (tuple(metadata.size), metadata.tensor_properties.dtype):
+        raise ValueError(
+            f"ShardedTensor from a pickle: it is of size {made[0]} and {made[1]}, its metadata of size "
+            f"{tuple(metadata.size)} and {metadata.tensor_properties.dtype}"
+        )
+    shards, metadata, spec = checked_parts(shards, metadata, spec, group)
     tensor._local_shards, tensor._metadata, tensor._sharding_spec = shards, metadata, spec
     tensor._join(group, init_rrefs)
 
@@ -115,6 +152,12 @@ def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unpickled(cls: type, size: torch.Size, dtype: torch.dtype, is_param: bool) -> Any:
+    if not isinstance(cls, type) or not issubclass(cls, ShardedTensorBase):
+        raise TypeError(f"ShardedTensor from a pickle: its class must be a ShardedTensor's, got {cls!r}")
+    check_type(size, (tuple, list), "ShardedTensor from a pickle: size")
+    check_type(dtype, torch.dtype, "ShardedTensor from a pickle: dtype")
+    check_type(is_param, bool, "ShardedTensor from a pickle: is_param")
+    size = as_size(size)
     made: Any = make_wrapper(cls, size, dtype=dtype)
     made._local_shards = []
     if is_param:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.sharded.metadata import ShardMetadata
+from shardwise.sharded.metadata import ShardMetadata, state_of
 
 
 @dataclass(slots=True)
@@ -39,6 +39,11 @@ class Shard:
             )
         if self.metadata.placement is not None:
             check_device(self.tensor, self.metadata.placement.device())
+
+    def __setstate__(self, state: object) -> None:
+        values = state_of(self, state)
+        self.tensor, self.metadata = values["tensor"], values["metadata"]
+        self.__post_init__()
 
     @property
     def box(self) -> tuple[Sequence[int], Sequence[int]]:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, as_remote_device
+from shardwise.errors import check_type
+from shardwise.sharded.metadata import (
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    as_remote_device,
+    state_of,
+)
 from shardwise.sharded.tiles import check_cover, check_disjoint
 from shardwise.torch_private import remote_device
 
@@ -42,6 +49,9 @@ class DevicePlacementSpec(PlacementSpec):
 
     def __post_init__(self) -> None:
         self.device = _remote(self.device)
+
+    def __setstate__(self, state: object) -> None:
+        self.device = _remote(state_of(self, state)["device"])
 
 
 class ShardingSpec(ABC):
@@ -85,9 +95,14 @@ class ChunkShardingSpec(ShardingSpec):
 
     def __post_init__(self) -> None:
         self._verify_dim(self.dim)
-        if isinstance(self.placements, str):
+        if isinstance(self.placements, str) or not isinstance(self.placements, Iterable):
             raise TypeError(f"placements: expected a list, got {self.placements!r}; write [{self.placements!r}]")
         self.placements = [_remote(p) for p in self.placements]
+
+    def __setstate__(self, state: object) -> None:
+        values = state_of(self, state)
+        self.dim, self.placements = values["dim"], values["placements"]
+        self.__post_init__()
 
     @staticmethod
     def _verify_dim(dim: object) -> None:
@@ -129,9 +144,16 @@ class EnumerableShardingSpec(ShardingSpec):
     shards: list[ShardMetadata]
 
     def __post_init__(self) -> None:
+        check_type(self.shards, (list, tuple), "shards")
         if not self.shards:
             raise ValueError(f"Empty shard list provided: {self.shards}")
+        for i, shard in enumerate(self.shards):
+            check_type(shard, ShardMetadata, f"shards[{i}]")
         check_disjoint(self.shards)
+
+    def __setstate__(self, state: object) -> None:
+        self.shards = state_of(self, state)["shards"]
+        self.__post_init__()
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         check_cover(self.shards, tensor_sizes)

@@ -21,7 +21,7 @@ from shardwise.move import plan_steps
 from shardwise.move.pack import take
 from shardwise.move.run import run_steps
 from shardwise.move.window import Needs, windows_of
-from shardwise.torch_private import is_any_autocast_enabled
+from shardwise.torch_private import is_any_autocast_enabled, is_recorded
 from shardwise.wrapper import Wrapper, wrap
 
 # A distributed tensor as programs use it: torch's methods, `redistribute`, `_layout` and `_local`. DTensor is above.
@@ -110,7 +110,7 @@ def unfinished(x: Tensor) -> Tensor:
 
 def needs_grad(*tensors: Tensor) -> bool:
     """Whether the program must be differentiable."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return any(map(is_recorded, tensors))
 
 
 def constant(value: Tensor, sources: Sequence[Tensor], missing: str = "") -> Tensor:

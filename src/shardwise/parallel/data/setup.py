@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from shardwise.comm.rank_tensor import RankTensor
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, check_type
 from shardwise.mesh import DeviceMesh, SimulatedMesh
 from shardwise.parallel.data.layouts import DataAxis, ParameterLayouts, layouts_of
 from shardwise.parallel.data.parameter import ManagedParameter, Owners
@@ -94,6 +94,7 @@ def _chosen_units(module: nn.Module, units: Units, unit_bytes: int) -> list[nn.M
     if callable(units):
         return [m for name, m in module.named_modules() if m is not module and units(name, m)]
     if units is not None:
+        check_type(units, Iterable, "data_parallel: units", "give modules, or a function of a name and a module")
         chosen = {id(m) for m in units}
         found = [m for m in module.modules() if id(m) in chosen and m is not module]
         if len(found) < len(chosen - {id(module)}):

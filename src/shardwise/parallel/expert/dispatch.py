@@ -11,7 +11,7 @@ import torch
 
 from shardwise.comm.base import Coords
 from shardwise.comm.record import Note
-from shardwise.errors import LayoutError, MeshError
+from shardwise.errors import LayoutError, MeshError, check_type
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, normalize
@@ -154,6 +154,7 @@ class Routed:
     def __init__(
         self, rows: torch.Tensor, routes: Routes, slots: torch.Tensor, tokens: Layout | int, choices: int
     ) -> None:
+        check_type(routes, Routes, "Routed: routes", "dispatch(...) makes a Routed")
         self.rows, self.sizes, self._routes, self._slots = rows, routes.sizes, routes, slots
         self._tokens, self._choices = tokens, choices  # layout (or number) of the tokens, how many experts each has
 
@@ -206,7 +207,10 @@ def combine(routed: Routed, outputs: torch.Tensor, weights: torch.Tensor | None 
     Raises:
         LayoutError: `outputs` has another number of rows, or `weights` are plain where the tokens are not.
     """
-    if outputs.shape[0] != sum(routed.sizes):
+    check_type(routed, Routed, "combine: routed", "give what dispatch(...) gave")
+    check_type(outputs, torch.Tensor, "combine: outputs")
+    check_type(weights, (torch.Tensor, type(None)), "combine: weights")
+    if outputs.dim() != 2 or outputs.shape[0] != sum(routed.sizes):
         raise LayoutError(
             f"combine: outputs of shape {tuple(outputs.shape)} must have the {sum(routed.sizes)} rows dispatch gave"
         )
@@ -229,6 +233,9 @@ def _moved(rows: DTensor, target: Layout, op: str) -> DTensor:
 
 def _check_arguments(x: torch.Tensor, chosen: torch.Tensor, experts: object, capacity: object) -> int:
     """The number of experts, once the arguments are found to fit each other."""
+    check_type(x, torch.Tensor, "dispatch: x")
+    check_type(chosen, torch.Tensor, "dispatch: chosen")
+    check_type(experts, (torch.Tensor, int), "dispatch: experts")
     if x.dim() != 2 or chosen.dim() != 2 or x.shape[0] != chosen.shape[0]:
         raise LayoutError(
             f"dispatch: x must be (tokens, width) and chosen (tokens, k), got {tuple(x.shape)} and "

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, check_type
 from shardwise.layout import Partial, Placement, Shard
 from shardwise.layout.placement import REPLICATE
 from shardwise.parallel.expert.dispatch import Routed, Routes, combine, dispatch
@@ -33,6 +33,9 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, width: int, hidden: int, experts: int, k: int, capacity_factor: float | None = None) -> None:
         super().__init__()
+        for name, value in (("width", width), ("hidden", hidden), ("experts", experts), ("k", k)):
+            check_type(value, int, f"MixtureOfExperts: {name}")
+        check_type(capacity_factor, (int, float, type(None)), "MixtureOfExperts: capacity_factor")
         self.k, self.capacity_factor = k, capacity_factor
         self.router = nn.Linear(width, experts, bias=False)
         self.up, self.down = (nn.Parameter(torch.empty(experts, *s)) for s in ((hidden, width), (width, hidden)))
@@ -67,8 +70,9 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         LayoutError: k is not an int from 1 to the number of experts.
     """
+    check_type(logits, torch.Tensor, "top_k: logits")
     experts = logits.shape[-1]
-    if not isinstance(k, int) or not 0 < k <= experts:
+    if not isinstance(k, int) or isinstance(k, bool) or not 0 < k <= experts:
         raise LayoutError(f"top_k: k must be an int from 1 to the number of experts {experts}, got {k!r}")
     values, chosen = logits.softmax(-1).topk(k, -1)
     return values / values.sum(-1, keepdim=True), chosen
@@ -81,6 +85,10 @@ def balance_loss(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         logits: (tokens, experts).
         chosen: (tokens, k), the numbers of the experts.
     """
+    check_type(logits, torch.Tensor, "balance_loss: logits")
+    check_type(chosen, torch.Tensor, "balance_loss: chosen")
+    if chosen.dtype != torch.int64:
+        raise LayoutError(f"balance_loss: chosen must be int64, the numbers of experts, got {chosen.dtype}")
     experts = logits.shape[-1]
     share = F.one_hot(chosen, experts).to(logits.dtype).mean((0, 1))
     return experts * (share * logits.softmax(-1).mean(0)).sum()
@@ -105,6 +113,10 @@ def grouped_linear(
     Raises:
         LayoutError: the shapes or layouts do not fit.
     """
+    check_type(routed, Routed, "grouped_linear: routed", "give what dispatch(...) gave")
+    check_type(rows, torch.Tensor, "grouped_linear: rows")
+    check_type(weight, torch.Tensor, "grouped_linear: weight")
+    check_type(bias, (torch.Tensor, type(None)), "grouped_linear: bias")
     if weight.dim() != 3 or rows.shape[-1] != weight.shape[2] or weight.shape[0] != len(routed.sizes):
         raise LayoutError(
             f"grouped_linear: weight must be ({len(routed.sizes)} experts, out, in = {rows.shape[-1]}), "

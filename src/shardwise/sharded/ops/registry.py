@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardwise.errors import check_type
+
 if TYPE_CHECKING:
     from shardwise.sharded.groups import Group
     from shardwise.sharded.spec import ShardingSpec
@@ -57,6 +59,7 @@ def custom_sharding_spec_op(sharding_spec_class: type, func: Function) -> Callab
     Returns:
         A decorator, like that of `custom_sharded_op_impl`.
     """
+    check_type(sharding_spec_class, type, "custom_sharding_spec_op: sharding_spec_class", "give a class of specs")
     return put(spec_ops.setdefault(sharding_spec_class, {}), func, "Custom sharding spec op")
 
 

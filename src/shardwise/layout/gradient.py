@@ -1,0 +1,41 @@
+"""The layout of a gradient follows from the layout of its value."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from shardwise.caches import register_cache
+from shardwise.layout.layout import Layout
+from shardwise.layout.placement import REPLICATE, Partial, Placement
+
+
+def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """The placements of a gradient, from those of its value. Shard and Replicate stay. The parts of a sum all have the
+    gradient of the sum (Replicate). The parts of another reduction each have a part of the gradient (Partial)."""
+    of_parts = lambda p: REPLICATE if p.reduce_op == "sum" else Partial()
+    return tuple(of_parts(p) if isinstance(p, Partial) else p for p in placements)
+
+
+@functools.lru_cache(maxsize=4096)
+def grad_layout(layout: Layout) -> Layout:
+    """The layout of the gradient of a tensor with this layout."""
+    return layout.replace(placements=grad_placements(layout.placements))
+
+
+@functools.lru_cache(maxsize=4096)
+def summed_axes(layout: Layout) -> tuple[int, ...]:
+    """The axes along which ranks hold the parts of a sum."""
+    return tuple(axis for axis, p in enumerate(layout.placements) if p.is_partial("sum"))
+
+
+@functools.lru_cache(maxsize=4096)
+def unsummed_axes(layout: Layout) -> tuple[int, ...]:
+    """The axes along which ranks hold the parts of another reduction than a sum."""
+    return tuple(axis for axis, p in enumerate(layout.placements) if p.is_partial() and not p.is_partial("sum"))
+
+
+for _name, _cached in (
+    ("grad layouts", grad_layout), ("summed axes", summed_axes), ("unsummed axes", unsummed_axes),
+):  # fmt: skip
+    register_cache(_name, _cached.cache_info, _cached.cache_clear)
