@@ -117,7 +117,7 @@ def get_data(tensor: Wrapper) -> Any:
     """tensor.data: the same memory without a graph."""
     tensor._loose_writes += 1
     comm, local = tensor._layout.mesh.comm, leaf_local(tensor)
-    return wrap(comm.rebuild(local, [value.data for value in comm.values(local)]), tensor._layout)
+    return wrap(comm.rebuild(local, [value.data for value in comm.values(local)]), tensor._layout, tensor._offset)
 
 
 def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
@@ -138,7 +138,7 @@ def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
     else:
         for mine, theirs in zip(comm.values(local), comm.values(value._local), strict=True):
             mine.data = theirs
-    tensor._layout = value._layout
+    tensor._layout, tensor._offset = value._layout, value._offset
     tensor._spreads = None
 
 

@@ -20,6 +20,7 @@ from shardwise.engine.aliasing import after_write, before_write, note_copies
 from shardwise.engine.call_shape import CallShape, Path, fetch, put, tensors_in
 from shardwise.engine.plain_tensors import replicated_like
 from shardwise.engine.plan import Plan, refuse
+from shardwise.engine.results import Memory
 from shardwise.functions import writes_first
 from shardwise.layout import contiguous_stride
 from shardwise.layout.layout import dense_stride
@@ -50,6 +51,7 @@ class replicated:
         self.written = _written_paths(func, call)
         self.viewed = _viewed_path(func, call) if self.moves else None
         self.invoke = self.comm.bind(func)
+        self.memory = Memory(call, call.told())
         strides = {i: dense_stride(self.whole[i].shape, self.whole[i].stride) for i in self.moved}
         self.in_order = {
             i: self.comm.bind(functools.partial(_stored, stride=stride))
@@ -72,6 +74,8 @@ class replicated:
         result = self.invoke(*local_args, **local_kwargs)
         written = [self._write_back(i, (args, kwargs), (local_args, local_kwargs)) for i in self.written]
         wrapped = tree_map_only(torch.Tensor, lambda x: self._wrapped(x, written), result)
+        if not self.written:
+            self.memory.report(wrapped, args)
         if self.viewed is not None:
             note_copies(self.func, args, kwargs, self.viewed, wrapped, self.name)
         return wrapped

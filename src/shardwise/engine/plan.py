@@ -18,7 +18,7 @@ from shardwise.context import is_strict, running
 from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copies, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
 from shardwise.engine.reduce_to_parts import spread_from_parts
-from shardwise.engine.results import Finish, Results, one_wrapper
+from shardwise.engine.results import Finish, Memory, Results, one_wrapper
 from shardwise.engine.saved import watched
 from shardwise.errors import StrictError
 from shardwise.layout import Layout
@@ -37,8 +37,10 @@ Moves = list[tuple[int, tuple[MeshStep, ...], bool]]  # of operands that change:
 def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape, in_place: bool) -> Plan | None:
     """The plan that a rule's answer leads to; None where the result cannot be written into the first operand."""
     if isinstance(spec, Algorithm):
-        call.check()
-        return None if in_place and not spec.writes else watched(_run_program(spec.run, func, call.name), call)
+        told = call.check()
+        memory = Memory(call, None if spec.knows_memory else told)
+        run = _run_program(spec, func, call.name, memory)
+        return None if in_place and not spec.writes else watched(run, call)
     results = Results(spec, call, in_place)
     if results.refused:
         return lambda args, kwargs, local_args, local_kwargs: NotImplemented
@@ -72,7 +74,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         return watched(noted, call) if copies else noted
     copied = base is not None and (moved or not assignment.aliases(inputs))
     if not moves and results.single and not copied and not results.same and base in (None, (0,)):
-        direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all, base is not None)
+        direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all, results.begins[0])
         if direct is not None:
             return direct
     finish = results.finisher(outputs, base, copied, func, call.name)
@@ -80,15 +82,18 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     return watched(run, call) if copies else run
 
 
-def _run_program(program: Callable[..., Any], func: Callable[..., Any], name: str) -> Plan:
+def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memory: Memory) -> Plan:
     """The plan that runs the program of an op, under whose name the ledger notes its moves. Where a view op's result
     is a copy then, that is noted too."""
-    schema = schema_of(func)
+    schema, program = schema_of(func), algorithm.run
     views = schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+    views = views or algorithm.is_view
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         with running(name):
             result = program(*args, **kwargs)
+        if not isinstance(result, Wrapper) or not any(result is arg for arg in args):
+            memory.report(result, args)
         if views and not all(shares_memory(args[0], view) for view in tree_flatten(result)[0]):
             note_copies(func, args, kwargs, (0,), result, name)
         return result
@@ -97,20 +102,28 @@ def _run_program(program: Callable[..., Any], func: Callable[..., Any], name: st
 
 
 def _run_direct(
-    paths: list[Path], wrap_one: Callable[[LocalValue], Any], invoke: Callable[..., Any], takes_all: bool, is_view: bool
+    paths: list[Path], wrap_one: Callable[..., Any], invoke: Callable[..., Any], takes_all: bool, begin: int | None
 ) -> Plan | None:
-    """The shortest plans, where nothing moves and one tensor comes out: a new one, or a view of the first argument,
-    which is noted if that is a copy of a view. None for arguments in other places."""
+    """The shortest plans, where nothing moves and one tensor comes out: a new one, or a view of the first argument. A
+    view begins in memory by `begin` behind the argument, and is noted if the argument is a copy of a view. None for
+    arguments in other places."""
+    is_view, behind = begin is not None, begin or 0
 
     def view(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        result = wrap_one(invoke(local_args[0]))
+        result = wrap_one(invoke(local_args[0]), args[0]._offset + behind)
+        if COPIES:
+            note_view(args[0], result)
+        return result
+
+    def view_of_call(args: Sequence[Wrapper], _: object, local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        result = wrap_one(invoke(*local_args, **local_kwargs), args[0]._offset + behind)
         if COPIES:
             note_view(args[0], result)
         return result
 
     if takes_all:
         whole: Plan = lambda args, kwargs, local_args, local_kwargs: wrap_one(invoke(*local_args, **local_kwargs))
-        return None if is_view else whole
+        return view_of_call if is_view else whole
     if paths == [(0,)]:
         return view if is_view else lambda args, kwargs, local_args, local_kwargs: wrap_one(invoke(local_args[0]))
     if paths == [(0,), (1,)] and not is_view:

@@ -11,6 +11,7 @@ from shardwise.functions import without_size
 from shardwise.layout import Layout, Replicate
 from shardwise.rules.pointwise import broadcast
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, operands_in, run_local
+from shardwise.strategy.memory import copied_stride
 from shardwise.strategy.registry import program, rule
 from shardwise.wrapper import wrap
 
@@ -53,7 +54,10 @@ def to_device(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x = x.to(dtype)
     comm = x._layout.mesh.comm
     local = comm.bind(torch.Tensor.to)(x._local, *args, **kwargs)
-    return x if comm.same(local, x._local) else wrap(local, x._layout.replace(device=comm.first(local).device))
+    if comm.same(local, x._local):
+        return x
+    stride = copied_stride(x.shape, x._layout.stride, kwargs.get("memory_format"))
+    return wrap(local, x._layout.replace(device=comm.first(local).device, stride=stride))
 
 
 @program("_to_copy")

@@ -17,9 +17,10 @@ from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import sizes_to_pieces
 from shardwise.strategy import Algorithm, Answer, Named, Operand, Tensor, reduced, run_local, whole
+from shardwise.strategy.memory import contiguous, stored
 from shardwise.strategy.program import constant
 from shardwise.strategy.registry import program, rule
-from shardwise.wrapper import wrap
+from shardwise.wrapper import restride, wrap
 
 
 def in_order(x: Tensor, dims: Sequence[int], by: Tensor = None) -> tuple[Any, int]:
@@ -95,7 +96,11 @@ def nonzero(x: Tensor, *, as_tuple: bool = False) -> Tensor:
     places = [Shard(0) if axis in axes else REPLICATE for axis in range(len(layout.placements))]
     target = layout.replace(shape=(0, x.dim()), dtype=torch.int64, placements=places)
     out = with_counted_size(run_local(find, [x], target, starts), 0, axes)
+    restride(out, (1, out.shape[0]))  # torch finds the indices of one dim after those of another
     return out.unbind(1) if as_tuple else out
+
+
+stored("nonzero_static", device="cpu")(contiguous)
 
 
 @program("nonzero_static")
@@ -166,7 +171,7 @@ def distinct(func: Callable[..., Any], x: Tensor, dim: int | None, where: bool =
     layout, axes = x._layout, [a for a, p in enumerate(x._layout.placements) if p.is_shard()]
     chunks = [Shard(0) if a in axes else REPLICATE for a in range(len(layout.placements))]
     values = layout.replace(shape=(0, *(x.shape[1:] if dim is not None else ())), placements=chunks)
-    places = (layout if dim is None else layout.replace(shape=x.shape[:1])).replace(dtype=torch.int64)
+    places = layout.replace(shape=x.shape[: None if dim is None else 1], dtype=torch.int64)
     counts = layout.replace(shape=(0,), placements=chunks, dtype=torch.int64)
     found = run_local(find, [x], [values, places, counts])
     merged, inverse, many = with_counted_size(found[0], 0, axes), found[1], with_counted_size(found[2], 0, axes)

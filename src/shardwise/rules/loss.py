@@ -14,6 +14,7 @@ from shardwise.layout import Layout
 from shardwise.layout.split import Intervals
 from shardwise.rules.pointwise import broadcast
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, operands_in
+from shardwise.strategy.memory import contiguous, stored
 from shardwise.strategy.registry import program, rule
 from shardwise.torch_private import assert_async, schema_of
 
@@ -160,6 +161,7 @@ def per_class(operands: list[Operand], statics: Any, reduction: str) -> Factors 
     return factors(f"{whole}, {each if indices else whole}, c!? -> {each if reduction == 'none' else ''}", operands)
 
 
+stored("nll_loss nll_loss_nd nll_loss2d nll_loss2d_forward", "cpu")(contiguous)
 loss_rule("nll_loss nll_loss_nd nll_loss2d", per_target, over_count)
 loss_rule("cross_entropy", per_class, over_count)
 

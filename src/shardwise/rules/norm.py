@@ -14,6 +14,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
+from shardwise.strategy.memory import as_first_suggests, stored
 from shardwise.strategy.program import Tensor, constant, leaves_empty, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
 
@@ -108,6 +109,11 @@ def batch_norm(names: str, fixed: bool | None = None, reserves: int = 0, copies:
     program(names, writes=True)(run)
 
 
+for _names in (
+    "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional",
+    "_batch_norm_with_update _batch_norm_with_update_functional _batch_norm_no_update",
+):
+    stored(_names, device="cpu")(as_first_suggests)
 batch_norm("native_batch_norm miopen_batch_norm _native_batch_norm_legit")
 batch_norm("cudnn_batch_norm", reserves=1)
 batch_norm("_native_batch_norm_legit_functional", copies=True)

@@ -12,6 +12,7 @@ import torch
 from shardwise.layout.layout import dense_stride
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Factors, Operand, Result, factors, operands_in, unfinished
+from shardwise.strategy.memory import contiguous, like_a_sum, restrided, stored
 from shardwise.strategy.program import Tensor
 from shardwise.strategy.registry import program, rule
 
@@ -53,6 +54,16 @@ pointwise(
     "shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u masked_fill fill shifted_chebyshev_polynomial_v "
     "shifted_chebyshev_polynomial_w native_dropout_backward"
 )
+stored("copysign floor_divide logaddexp logaddexp2 logical_and logical_or logical_xor heaviside")(like_a_sum)
+stored("div true_divide divide native_dropout_backward")(like_a_sum)
+
+
+@stored("angle", device="cpu")
+def of_angle(result: object, x: torch.Tensor) -> None:
+    if x.dtype.is_complex:
+        contiguous(result)
+
+
 pointwise("addcmul addcdiv", numbers=("value",))
 pointwise("frexp log_sigmoid_forward", outputs=2)
 
@@ -91,6 +102,14 @@ def filled_like(func: Any, x: Operand, *args: Any, **kwargs: Any) -> Factors | A
     if x.layout.is_partial:
         return Algorithm(lambda x, *args, **kwargs: func(unfinished(x), *args, **kwargs))
     return broadcast([x])
+
+
+@stored("zeros_like ones_like full_like empty_like rand_like randn_like randint_like")
+def of_like(
+    result: torch.Tensor, x: torch.Tensor, *args: object, memory_format: object = None, **kwargs: object
+) -> None:
+    if memory_format in (None, torch.preserve_format):
+        restrided(result, x.clone().stride())
 
 
 for _func in (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like):

@@ -13,6 +13,7 @@ from shardwise.random import values
 from shardwise.random.draw import drawn, fill
 from shardwise.random.generator import TORCH, stream
 from shardwise.strategy import Algorithm, Operand, Tensor
+from shardwise.strategy.memory import contiguous, copied_stride, stored
 from shardwise.strategy.program import constant
 from shardwise.strategy.registry import gathered, program, rule
 
@@ -75,8 +76,9 @@ def draw_like(
     x: Tensor, what: draws.Distribution, dtype: Any = None, device: Any = None, requires_grad: bool = False,
     memory_format: Any = None, generator: torch.Generator | None = None, **rest: object,
 ) -> Tensor:  # fmt: skip
-    layout = x._layout.replace(dtype=dtype or x.dtype, device=x.device if device is None else torch.device(device))
-    result = drawn(layout if memory_format != torch.contiguous_format else layout.replace(stride=None), what, generator)
+    stride = copied_stride(x.shape, x._layout.stride, memory_format)
+    device = x.device if device is None else torch.device(device)
+    result = drawn(x._layout.replace(dtype=dtype or x.dtype, device=device, stride=stride), what, generator)
     return result.requires_grad_() if requires_grad else result
 
 
@@ -105,6 +107,7 @@ def draw_bernoulli(x: Tensor, p: Any = None, *, generator: torch.Generator | Non
 
 value_rule("bernoulli", draw_bernoulli)
 value_rule("normal", values.normal_of)
+stored("normal")(contiguous)
 value_rule("multinomial", values.multinomial_of)
 for _name in ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"):
     value_rule(_name)

@@ -106,6 +106,8 @@ class Algorithm:
 
     run: Program
     writes: bool = False  # into its first argument itself, where the op does; else its result is copied there
+    knows_memory: bool = False  # its results have torch's strides, also where torch's meta kernel says others
+    is_view: bool = False  # torch's result is a view of the first argument, which no op of the program says
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,29 @@ def with_holes(t: torch.Tensor) -> torch.Tensor:
     return torch.stack([t.detach(), torch.zeros_like(t)], -1)[..., 0]
 
 
+def stored_alike(t: torch.Tensor) -> torch.Tensor:
+    """The same values in new memory of the same strides, holes and repeated elements included."""
+    memory = t.detach().untyped_storage().clone()
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, t.storage_offset(), t.shape, t.stride())
+
+
+def reversed_in_memory(t: torch.Tensor) -> torch.Tensor:
+    """The same values with the first dim as the innermost in memory."""
+    order = range(t.dim())[::-1]
+    return t.detach().permute(*order).contiguous().permute(*order) if t.dim() > 1 else t
+
+
+def channels_last(t: torch.Tensor) -> torch.Tensor:
+    """The same values with channels as the innermost dim in memory, of tensors that may be images or volumes."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return t.detach().contiguous(memory_format=formats[t.dim()]) if t.dim() in formats else t
+
+
+def repeated_in_memory(t: torch.Tensor) -> torch.Tensor:
+    """The first slice along the first dim in place of all: one in memory, of stride 0."""
+    return t.detach()[:1].expand_as(t) if t.dim() and t.shape[0] > 1 else t
+
+
 # -- which layouts -----------------------------------------------------------------------------------------------
 def random_sizes(n: int, parts: int, generator: random.Random) -> tuple[int, ...]:
     """`parts` sizes >= 0 that add up to n; some are likely to be 0."""
