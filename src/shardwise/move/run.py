@@ -86,6 +86,10 @@ def _record(comm: Any, step: Step, note: Note, to: list[Recorder]) -> None:
         tell(step.where, step.kind, step.bytes_received(comm), note, to)
 
 
+def is_done() -> None:
+    """What waits for a move that is done already."""
+
+
 class Started:
     """Runs steps as far as can be without waiting: the first exchange is begun, the tensor it will fill is there.
 
@@ -94,7 +98,7 @@ class Started:
 
     def __init__(self, owned: bool = False) -> None:
         self.owned = owned
-        self.finish: Callable[[], Any] = lambda: None
+        self.finish: Callable[[], Any] = is_done
 
     def __call__(self, comm: Any, steps: Sequence[Step], local: Any, note: Note, to: list[Recorder]) -> Any:
         for i, step in enumerate(steps):
@@ -138,7 +142,7 @@ def start_move(
     it may be reduced in place."""
     comm, steps = src.mesh.comm, plan_steps(src, dst, memory=current_cap())
     if comm.simulated or any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps):
-        return run_move(local, comm, steps, note), lambda: None
+        return run_move(local, comm, steps, note), is_done
     started = Started(owned)
     return run_steps(comm, steps, local, note, run=started), started.finish
 
