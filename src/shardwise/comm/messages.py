@@ -6,6 +6,7 @@ world have none, and making one takes all ranks of the world, so they send to ea
 
 from __future__ import annotations
 
+import atexit
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -116,6 +117,7 @@ class _All:
 
 
 _abandoned: deque[tuple[Group, list[Work]]] = deque()  # whose operations are atomic: finalizers run in any thread
+atexit.register(_abandoned.clear)  # groups must go before the interpreter does, whose threads they stop
 
 
 def _wait_for_abandoned(group: Group) -> None:

@@ -155,6 +155,10 @@ def _record(comm: Any, step: Step, note: Note, to: list[Recorder]) -> None:
         tell(step.where, step.kind, step.bytes_received(comm), note, to)
 
 
+def is_done() -> None:
+    """What waits for a move that is done already."""
+
+
 class Started:
     """Runs steps as far as can be without waiting: the first exchange is begun, the tensor it will fill is there.
 
@@ -163,7 +167,7 @@ class Started:
 
     def __init__(self, owned: bool = False) -> None:
         self.owned = owned
-        self.finish: Callable[[], Any] = lambda: None
+        self.finish: Callable[[], Any] = is_done
 
     def __call__(self, comm: Any, steps: Sequence[Step], local: Value, note: Note, to: list[Recorder]) -> Any:
         for i, step in enumerate(steps):
@@ -208,7 +212,7 @@ def start_move(
     comm, steps = src.mesh.comm, plan_steps(src, dst, memory=current_cap())
     is_other = any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps)
     if comm.simulated or is_other or is_transforming():
-        return run_move(local, comm, steps, note), lambda: None
+        return run_move(local, comm, steps, note), is_done
     started = Started(owned)
     return run_steps(comm, steps, local, note, run=started), started.finish
 
