@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import CommError, DTensor, MoveError, Partial, Replicate, Shard, distribute_tensor, simulate
+from shardwise.move import transfer
 from tests.workers import device_mesh, run_ranks
 
 PAIRS = (
@@ -52,14 +53,14 @@ def two_at_once(rank, world_size):
     """Both are begun before either is waited for, and the program goes on meanwhile."""
     mesh = device_mesh((4,))
     works = []
-    real = dist.all_to_all_single
+    real = transfer.start_swap
 
     def slow(*args, **kwargs):
         work = real(*args, **kwargs)
         works.append("begun")
         return Slow(work, works)
 
-    dist.all_to_all_single = slow
+    transfer.start_swap = slow
     try:
         x = distribute_tensor(torch.arange(32.0).view(8, 4), mesh, [Shard(0)])
         y = distribute_tensor(torch.arange(32.0).view(8, 4) * 2, mesh, [Shard(1)])
@@ -75,7 +76,7 @@ def two_at_once(rank, world_size):
         later = b + 1, a.wait()
         assert works == ["begun", "begun", "done", "done"]
     finally:
-        dist.all_to_all_single = real
+        transfer.start_swap = real
     return sum(x.full_tensor().sum() for x in later).item()
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardwise.caches import register_cache
 from shardwise.comm.base import Coords
 from shardwise.comm.bridge import regroup, share
+from shardwise.comm.guard import Guard
 from shardwise.comm.messages import along_ranks
 from shardwise.comm.record import Note
 from shardwise.errors import MoveError
@@ -70,7 +71,9 @@ class CrossStep(Step):
     def run(self, comm: Any, local: Any) -> Any:
         if comm.simulated:
             return self._at_hand(comm, local)
-        out = Transfer(self.plan, (local,), dist.get_rank(), along_ranks(self.ranks, local.device)).finish()
+        me, along = dist.get_rank(), along_ranks(self.ranks, local.device)
+        with Guard(along, self.kind, f"meshes of {len(self.ranks)} ranks", f" on rank {me}"):
+            out = Transfer(self.plan, (local,), me, along).finish()
         return out[0] if out else local.new_empty(0)
 
     def _at_hand(self, comm: Any, local: Any) -> Any:

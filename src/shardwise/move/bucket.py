@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.guard import Guard
 from shardwise.comm.messages import Along, along_ranks, as_bytes
 from shardwise.comm.record import Note, recorders, tell
 from shardwise.layout import Region
@@ -87,7 +88,9 @@ def _exchange(bucket: Sequence[Parcel], note: Note) -> list[torch.Tensor]:
         tell(first.where, first.kind, sum(step.plan.bytes_in(me) for step, _ in bucket), note, to)
     held = [_bytes_of(local) for step, local in bucket if me in step.src.mesh.ranks]
     sources = held or [torch.empty(0, dtype=torch.uint8, device=like.device)]
-    moved = iter(Transfer(_Together(bucket), sources, me, along_ranks(first.ranks, like.device)).finish())
+    along = along_ranks(first.ranks, like.device)
+    with Guard(along, first.kind, f"meshes of {len(first.ranks)} ranks", f" on rank {me}", note):
+        moved = iter(Transfer(_Together(bucket), sources, me, along).finish())
     return [
         _from_bytes(next(moved), step, me, x) if me in step.dst.mesh.ranks else x.new_empty(0) for step, x in bucket
     ]

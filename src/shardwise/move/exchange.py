@@ -92,16 +92,16 @@ class RoutedStep(Exchanged, MeshStep):
             return comm.per_group(self._among, local, self.axes)
         if self.kind == "local":
             return self._made(pick(local, self._own(comm.coords)), comm.coords)  # type: ignore[arg-type]
-        with comm.naming(self.kind, self.axes):
+        with comm.guard(self.kind, self.crossed):
             return Transfer(self, (local,), comm.coords, comm.along(self.crossed)).finish()[0]
 
     def start(self, comm: ProcessGroupComm, local: Any, owned: bool) -> Begun | None:
-        naming = comm.naming(self.kind, self.axes)
-        with naming:
+        guard = comm.guard(self.kind, self.crossed)
+        with guard:
             transfer = Transfer(self, (local,), comm.coords, comm.along(self.crossed))
 
         def finish() -> torch.Tensor:
-            with naming, torch.no_grad():
+            with guard, torch.no_grad():
                 return transfer.finish()[0]
 
         return transfer.out[0], finish
@@ -292,6 +292,16 @@ class Exchange(RoutedStep):
             c if a not in self.axes or a in self.spread or self._way(self.dst, a) != "R" else 0
             for a, c in enumerate(coords)
         )
+
+    @property
+    def digest(self) -> int:
+        found = self.kept.get("digest")
+        if found is None:
+            found = self.kept["digest"] = hash((self.src.digest, self.dst.digest, self.axes, self.rounds))
+        return found
+
+    def describe(self) -> str:
+        return f"{self.src!r} -> [{', '.join(map(str, self.dst.placements))}]"
 
     # -- how it travels -------------------------------------------------------------------------------------
     @property

@@ -59,6 +59,12 @@ class Step(ABC):
     def bytes_received(self, comm: Any) -> int:
         """Bytes that the ranks of this process receive."""
 
+    digest: int = 0  # the same number on all ranks; mostly another one for what moves something else
+
+    def describe(self) -> str:
+        """What moves."""
+        return ""
+
 
 @dataclass(frozen=True, eq=False)
 class MeshStep(Step):
@@ -124,6 +130,13 @@ class MeshStep(Step):
 
     def is_first(self, coords: Coords) -> bool:
         return all(coords[a] == 0 for a in self.axes)
+
+    @property
+    def digest(self) -> int:  # type: ignore[override]
+        return hash((self.layout.digest, self.axes))
+
+    def describe(self) -> str:
+        return repr(self.layout)
 
     @property
     def where(self) -> str:  # type: ignore[override]

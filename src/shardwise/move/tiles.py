@@ -22,9 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.guard import Guard
 from shardwise.comm.messages import Along, Group, along_group
 from shardwise.comm.record import Note, recorders
-from shardwise.errors import CommError, MoveError
+from shardwise.errors import MoveError
 from shardwise.layout.region import contiguous_stride
 from shardwise.layout.tiles import TileLike, Tiles, as_tuples, cells_of, expand, first_overlap, meetings
 from shardwise.layout.tileset import TileSet
@@ -280,10 +281,11 @@ class TileStep(Step):
     def run(self, comm: Any, local: Tensors) -> list[torch.Tensor]:
         me, along = dist.get_rank(), along_group(self.group, local[0].device)
         self._check(me, along.ranks, local)
-        try:
+        if self.plan.is_local:
             out = Transfer(self.plan, local, me, along, self.into).finish()
-        except (RuntimeError, ValueError) as error:
-            raise CommError(f"exchange of tiles failed on rank {me} of {list(along.ranks)}: {error}") from error
+        else:
+            with Guard(along, self.kind, f"tiles of {len(along.ranks)} ranks", f" on rank {me}"):
+                out = Transfer(self.plan, local, me, along, self.into).finish()
         return out or [local[0].new_empty(0)]
 
     def _check(self, me: int, ranks: Sequence[int], parts: Tensors) -> None:

@@ -16,8 +16,8 @@ from shardwise.comm.messages import (
     Along,
     Work,
     as_wire,
-    start_all_to_all,
     start_sends,
+    start_swap,
     width,
 )
 from shardwise.comm.reduction import REDUCTIONS, reduce_parts
@@ -127,12 +127,12 @@ class Transfer:
         wide, sizes, counts = width(self.sources[0].dtype), one.sizes, one.counts
         if wide > 1:
             sizes, counts = [n * wide for n in sizes], [n * wide for n in counts]
-        return start_all_to_all(
+        return start_swap(
             self._run(one.takes, self.out, received, wide),
             sizes,
             self._run(one.sends, self.sources, packed, wide),
             counts,
-            self.along.group,
+            self.along,
         )
 
     def _run(self, spans: Sequence[Span], tensors: Any, buffer: torch.Tensor | None, wide: int) -> torch.Tensor:
