@@ -14,7 +14,7 @@ from shardwise.argument_types import MeshArgument, Placements
 from shardwise.autograd import attributes, backward, forward, hooks
 from shardwise.autograd.gradients import grad_layout
 from shardwise.autograd.leaves import first_leaf, leaf_values
-from shardwise.boundary import checked_grad_layout, enter, other_side
+from shardwise.boundary import check_dense, checked_grad_layout, enter, other_side
 from shardwise.comm.bridge import collapse, convert_gradients, own_each
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, of_thread, refuse_in_program, relaxed
@@ -165,6 +165,7 @@ class DTensor(Wrapper):
         local = local_tensor if local is None else local
         if isinstance(local, DTensor) or not isinstance(local, torch.Tensor):
             raise LayoutError(f"from_local: local must be a plain tensor, got {type(local).__name__}")
+        check_dense(local)
         mesh = as_mesh(device_mesh)
         places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
         local, layout = layout_of_locals(local, mesh, places, shape, stride, run_check, assume_even)

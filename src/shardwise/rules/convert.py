@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from shardwise.errors import RuleError
 from shardwise.functions import without_size
 from shardwise.layout import Layout, Replicate
 from shardwise.rules.pointwise import broadcast
@@ -92,3 +93,15 @@ for _name in "new_zeros new_ones new_empty new_empty_strided new_full new_tensor
     _new = partial(new, getattr(torch.Tensor, _name), _name not in ("new_tensor", "new_empty_strided"))
     _new.__doc__ = "Every rank makes its part."
     program(_name)(_new)
+
+
+# -- to tensors that are not dense --------------------------------------------------------------------------
+@rule(
+    "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc _to_sparse to_mkldnn "
+    "_nested_tensor_from_tensor_list"
+)
+def not_dense(*args: object, **kwargs: object) -> NoReturn:
+    raise RuleError(
+        "a DTensor is dense, and what is asked for here would be sparse, nested or of mkldnn; use the plain "
+        "tensor, x.full_tensor()"
+    )

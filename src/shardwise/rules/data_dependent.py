@@ -142,6 +142,25 @@ def bincount(x: Tensor, weights: Any = None, minlength: int = 0) -> Tensor:
     return run_local(lambda *held: count(*held, minlength=size).to(dtype), operands, target)
 
 
+@program("one_hot")
+def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
+    """All ranks look at the least and the greatest class of all, and raise as torch does on one device."""
+    if x.dtype != torch.int64:
+        raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, got {x.dtype}")
+    x = reduced(x)
+    if x.numel():
+        with relaxed():  # as in with_counted_size
+            lowest, highest = (int(edge) for edge in x.aminmax())
+        if lowest < 0:
+            raise RuntimeError("Class values must be non-negative.")
+        num_classes = highest + 1 if num_classes == -1 else num_classes
+        if highest >= num_classes:
+            raise RuntimeError("Class values must be smaller than num_classes.")
+    elif num_classes <= 0:
+        raise RuntimeError("Can not infer total number of classes from empty tensor.")
+    return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long()
+
+
 # -- distinct values ---------------------------------------------------------------------------------------
 @program("unique")
 def unique(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import cmath
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -119,15 +119,20 @@ for _func in (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_li
 @rule("add sub subtract lerp complex", any_float=True, numbers=("alpha",))
 def add(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
     """Linear in both together; a number counts as a constant, so it is not. A weight that is a tensor is a factor."""
-    operands = list(operands_in((x, other, *args, *kwargs.values())))
-    return broadcast(operands, linear="joint" if len(operands) == 2 else "none")
+    values = (x, other, *args, *kwargs.values())
+    operands = list(operands_in(values))
+    return broadcast(operands, linear="joint" if len(operands) == 2 and not is_endless(*values) else "none")
 
 
 @rule("mul multiply", any_float=True)
 def mul(x: Any, other: Any, *args: object, **kwargs: object) -> Factors:
-    """Linear in each, also by a number; but parts of both signs times infinity have no sum."""
-    endless = any(isinstance(v, float) and math.isinf(v) for v in (x, other))
-    return broadcast([x, other], linear="none" if endless else "each")
+    """Linear in each, also by a number."""
+    return broadcast([x, other], linear="none" if is_endless(x, other) else "each")
+
+
+def is_endless(*values: object) -> bool:
+    """Whether a number among the arguments is infinite: parts of both signs times infinity have no sum."""
+    return any(isinstance(v, (float, complex)) and cmath.isinf(v) for v in values)
 
 
 @rule("div divide true_divide", any_float=True)
