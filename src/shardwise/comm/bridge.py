@@ -21,6 +21,7 @@ class _Held:
         self, comm: Comm, before: Structure, after: Structure, gradient: Callable[..., Any] | None = None
     ) -> None:
         self.comm, self.before, self.after, self.gradient = comm, before, after, gradient
+        self.hooks: object = None
 
 
 class _ConvertGradients(torch.autograd.Function):
@@ -170,6 +171,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
         ctx.held = inputs[0]
+        ctx.hooks = ctx.held.hooks  # by which `autograd/leaves.py` knows the node
 
     @staticmethod
     def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -191,4 +193,5 @@ def joined(comm: Comm, local: LocalValue, hooks: dict[int, Callable[[Any], Any]]
         return gradient
 
     held = _Held(comm, structure, structure, run_hooks)
+    held.hooks = hooks
     return comm.assemble(structure, _Joined.apply(held, *comm.values(local)))
