@@ -169,9 +169,7 @@ class Transfer:
 
     def _own(self, pieces: Pieces) -> Sequence[torch.Tensor]:
         """These pieces of what this rank held before."""
-        if pieces.whole:
-            return [self.sources[slot] for slot in pieces.slots]
-        if pieces.are_seen and all(self.plain):
+        if pieces.whole or (pieces.starts is not None and all(self.plain)):
             return _seen(self.sources, pieces)
         places = zip(pieces.slots, pieces.regions_in([x.shape for x in self.sources]), strict=True)
         return [pick(self.sources[slot], region) for slot, region in places]
@@ -211,10 +209,12 @@ class Transfer:
 
 def _seen(tensors: Sequence[torch.Tensor], pieces: Pieces) -> list[torch.Tensor]:
     """Pieces of contiguous tensors, as views."""
-    found = [tensors[slot] for slot in pieces.slots]
-    if pieces.strides is None or pieces.starts is None:
-        return found
-    return list(map(torch.as_strided, found, pieces.shapes, pieces.strides, pieces.starts))
+    slots, shapes, strides, starts, *_ = pieces
+    if strides is None or starts is None:
+        return [tensors[slot] for slot in slots]
+    if len(slots) == 1:
+        return [tensors[slots[0]].as_strided(shapes[0], strides[0], starts[0])]
+    return list(map(torch.as_strided, [tensors[slot] for slot in slots], shapes, strides, starts))
 
 
 def _laid(buffer: torch.Tensor, laid: Laid) -> list[torch.Tensor]:
