@@ -280,6 +280,25 @@ def test_fused_kernels_of_a_gpu(dtype):
         )
 
 
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("which", range(3))
+def test_expanded_queries_keys_and_values(which, dim):
+    """Tensors whose elements share memory, and whose strides tell no order."""
+    tensors = [
+        torch.randn(2, 3, 8, 4, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(3)
+    ]
+    results = []
+    for made in (torch.clone, lambda t: distribute_tensor(t, simulate(4), [Shard(2)])):
+        leaves = [made(t).requires_grad_() for t in tensors]
+        used = [t.narrow(dim, 0, 1).expand(t.shape) if i == which else t for i, t in enumerate(leaves)]
+        out = F.scaled_dot_product_attention(*used)
+        (out * out).sum().backward()
+        results.append(
+            [t.full_tensor() if hasattr(t, "full_tensor") else t for t in (out, *(leaf.grad for leaf in leaves))]
+        )
+    torch.testing.assert_close(results[1], results[0])
+
+
 def test_the_output_is_stored_as_torch_stores_it():
     x = torch.randn(2, 12, 4, 8)
     q, mine = x.transpose(1, 2), distribute_tensor(x, simulate(3), [Shard(1)]).transpose(1, 2)

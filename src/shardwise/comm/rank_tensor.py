@@ -248,11 +248,11 @@ class _Copy(torch.autograd.Function):
 
 
 class _Recorded(torch.autograd.Function):
-    """A tensor without gradient, so that what is done with it is recorded, as if it came from the other one."""
+    """A result without gradient, recorded as if it came from the other tensor."""
 
     @staticmethod
     def forward(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
+        return value.detach()
 
     @staticmethod
     def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
@@ -328,9 +328,8 @@ def map_positions(
 
     def call(positions: list[int], rank: int) -> Any:
         mine = [at(a, positions, rank) for a in args], {k: at(v, positions, rank) for k, v in kwargs.items()}
-        if recorded:
-            mine = tree_map_only(torch.Tensor, lambda v: v if v.requires_grad else _Recorded.apply(v, *anchors), mine)
-        return func(*mine[0], **mine[1])
+        made = func(*mine[0], **mine[1])
+        return [v if v.requires_grad else _Recorded.apply(v, *anchors) for v in made] if recorded else made
 
     results: list[Any] = [None] * count
     nothing = False

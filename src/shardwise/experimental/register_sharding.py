@@ -99,7 +99,9 @@ class Strategies(Factors):
         self.outputs = [()] * len(outputs)
         return super().assign(operands, outputs, pinned)
 
-    def choices(self, operands: Sequence[Operand], axis: int, before: list[list[Placement]]) -> list[Choice]:
+    def choices(
+        self, operands: Sequence[Operand], axis: int, before: list[list[Placement]], kinds: set[torch.dtype]
+    ) -> list[Choice]:
         is_whole = all(x.layout.placements[axis].is_replicate() for x in operands)  # and is to stay so
         pairs = [] if is_whole else self.pairs
         found = [self._choice(pair, operands, axis, before) for pair in pairs]
