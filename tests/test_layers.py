@@ -16,7 +16,7 @@ ROOT = Path(shardwise.__file__).parent
 PAGE = ROOT.parents[1] / "docs" / "architecture.md"
 
 # Names that lower layers use of objects which are not ours, and that an upper layer happens to define too.
-NOT_OURS = {"_replace", "save_for_backward", "saved_tensors", "fqn", "check", "local", "default", "step", "has"}
+NOT_OURS = {"_replace", "save_for_backward", "saved_tensors", "fqn", "check", "local", "default", "has"}
 # What programs of ops may call on the tensors they work with: they are written as a user would write them.
 OF_TENSORS = {"redistribute", "full_tensor"}
 

@@ -46,7 +46,7 @@ def defined_here():
     return names
 
 
-OURS = defined_here() | {"_getframe", "_fields", "_hash"}  # sys._getframe, named tuples, a slot that is set by name
+OURS = defined_here() | {"_getframe", "_current_frames", "_fields", "_hash"}  # of sys, named tuples, a slot that is set by name
 ALLOWED = re.compile(r"torch\.utils\._pytree|torch\.ops\.|torch\.distributed\._shard")
 # Attributes of torch's objects that are not listed in torch_private.py, see its docstring.
 ON_OBJECTS = {"_version", "_base", "_parameters", "_buffers"}

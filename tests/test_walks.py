@@ -64,4 +64,4 @@ def test_walks():
     assert len(files) <= 9 and not up, (files, up)
     moving = {file for file in found["reshard"][0] if file.startswith(("move/", "comm/"))}
     assert {"move/run.py", "move/transfer.py", "comm/messages.py"} <= moving
-    assert moving <= {*files, "move/tile_step.py"}, moving
+    assert moving <= {*files, "move/tiles.py"}, moving

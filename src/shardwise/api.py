@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from shardwise.argument_types import MeshArgument, Placements
+from shardwise.boundary import check_dense
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import AutogradError, LayoutError
 from shardwise.layout import Layout, Partial, Placement, Shard, as_placements
@@ -95,7 +96,7 @@ def _check_plain(tensor: torch.Tensor) -> None:
         raise LayoutError(
             "distribute_tensor: a RankTensor holds local values; use DTensor.from_local(x, mesh, placements)"
         )
-    check_strided(tensor.layout)
+    check_dense(tensor)
     if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
         raise AutogradError(
             "distribute_tensor: the tensor is no leaf, and its gradient would end here; use DTensor.from_local(tensor, "

@@ -17,6 +17,21 @@ from shardwise.torch_private import is_recorded, storage_id
 from shardwise.wrapper import Wrapper, wrap
 
 
+def odd_kind(tensor: torch.Tensor) -> str:
+    """What kind of tensor it is, if not a dense one: those only can be distributed."""
+    first = tensor.ranks[0] if isinstance(tensor, RankTensor) else tensor
+    if first.layout is not torch.strided:
+        return str(first.layout)
+    return "nested" if first.is_nested else "quantized" if first.is_quantized else ""
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raise LayoutError for a sparse, nested or quantized tensor."""
+    kind = odd_kind(tensor)
+    if kind:
+        raise LayoutError(f"layout: only torch.strided tensors can be distributed, got {kind}")
+
+
 def enter(local: LocalValue, layout: Layout) -> Any:
     """A local value of the user's as a distributed tensor, differentiable; `layout` is known to fit it."""
     comm = layout.mesh.comm

@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction, Function, once_differenti
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.autograd.gradients import as_gradient, from_gradient
+from shardwise.autograd.gradients import as_gradient, finished_but_sums, from_gradient
 from shardwise.comm.rank_tensor import RankTensor, map_ranks
 from shardwise.context import of_thread
 from shardwise.engine.plain_tensors import replicated_plain
@@ -63,7 +63,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
 
 def _apply_distributed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not any(isinstance(arg, Wrapper) for arg in args):  # what simulated ranks hold: each applies it for itself
-        return map_ranks(cls.apply, args, kwargs)
+        return map_ranks(cls.apply, args, kwargs, watched=True)
     if _has_setup_context(cls):
         bound = inspect.signature(cls.forward).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -75,11 +75,25 @@ def _apply_distributed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[
     needed = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
     if kwargs or not needed:
         return _torchs_apply(cls, *args, **kwargs)
-    call = _Call(args)
-    flat = _torchs_apply(_on_locals(cls), call, *_flattened(args, call.forms))
+    call = _Call(tuple(_finished(arg) for arg in args))
+    flat = _torchs_apply(_on_locals(cls), call, *_flattened(call.args, call.forms))
     found = zip(call.results, call.result_forms, _by_form(call.result_forms, flat), strict=True)
-    results = tuple(result if id(result) in call.dirty else form.value(parts) for result, form, parts in found)
+    written = {id(mine): arg for mine, arg in zip(call.args, args, strict=True) if id(mine) in call.dirty}
+    results = tuple(
+        _written(written[id(result)], result) if id(result) in written else form.value(parts)
+        for result, form, parts in found
+    )
     return results if call.several else results[0]
+
+
+def _finished(value: object) -> object:
+    """An argument, or a result: its gradient will be that of what is pending, not of the parts (except of a sum)."""
+    return finished_but_sums(value) if isinstance(value, Wrapper) else value
+
+
+def _written(arg: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """An argument that a Function has written into, or into what was made of it (`_finished`)."""
+    return arg if arg is value else arg.copy_(value)
 
 
 def _apply_transformed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,12 +224,13 @@ class _Node(BackwardCFunction):
     _arg_forms: list[_Form]
     _result_forms: list[_Form]
     _saved_forms: Sequence[_Form] = ()
-    _dirty: Sequence[Any] = ()
+    _saved: Sequence[object] = ()  # these three only until the forward is done
+    _dirty: Sequence[object] = ()
+    _constant: Sequence[object] = ()
     _materialize = True
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
-        self._saved_forms = [_form(t) for t in tensors]
-        super().save_for_backward(*_flattened(tensors, self._saved_forms))
+        self._saved = tensors
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:  # type: ignore[override]
@@ -229,10 +244,18 @@ class _Node(BackwardCFunction):
 
     def mark_dirty(self, *args: torch.Tensor) -> None:
         self._dirty = args
-        super().mark_dirty(*_flattened(args, [_form(arg) for arg in args]))
 
     def mark_non_differentiable(self, *args: torch.Tensor) -> None:
-        super().mark_non_differentiable(*_flattened(args, [_form(arg) for arg in args]))
+        self._constant = args
+
+    def _tell_autograd(self, now: Callable[[object], object]) -> None:
+        """Tell autograd what the user's forward has saved and marked; `now` gives the tensor that stands for one."""
+        saved, dirty, constant = ([now(t) for t in tensors] for tensors in (self._saved, self._dirty, self._constant))
+        self._saved_forms = [_form(t) for t in saved]
+        super().save_for_backward(*_flattened(saved, self._saved_forms))
+        super().mark_dirty(*_flattened(dirty, [_form(t) for t in dirty]))
+        super().mark_non_differentiable(*_flattened(constant, [_form(t) for t in constant]))
+        self._saved = self._dirty = self._constant = ()
 
     def set_materialize_grads(self, value: bool) -> None:
         self._materialize = value
@@ -282,9 +305,11 @@ class _OnLocals(Function):
             user.setup_context(ctx, call.args, out)
         else:
             out = user.forward(ctx, *call.args)
-        call.several, call.results = isinstance(out, tuple), _as_tuple(out)
+        call.several, results = isinstance(out, tuple), _as_tuple(out)
+        call.results = tuple(map(_finished, results))
         call.dirty = {id(arg) for arg in ctx._dirty}
-        ctx._dirty = ()
+        finished = {id(result): mine for result, mine in zip(results, call.results, strict=True)}
+        ctx._tell_autograd(lambda t: finished.get(id(t), t))
         ctx._result_forms = call.result_forms = [_form(result) for result in call.results]
         return tuple(_flattened(call.results, call.result_forms))
 

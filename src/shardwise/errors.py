@@ -35,6 +35,10 @@ class CommError(ShardwiseError):
     """A collective failed: a peer died, timed out, or disagreed."""
 
 
+class RanksDifferError(CommError):
+    """The ranks run different programs: each came to another collective (``debug.check_ranks()``)."""
+
+
 class StrictError(ShardwiseError):
     """Communication that the program did not ask for, under ``strict()``."""
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
+
+import torch
 
 from shardwise.torch_private import schema_of
 
@@ -21,18 +24,58 @@ def writes_first(func: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _writes_first(func: Any) -> bool:
+def _writes_first(func: object) -> bool:
     schema = schema_of(func)
     if schema is not None:
         return bool(schema.is_mutable)
     return _name_says_so(func)
 
 
-def _name_says_so(func: Any) -> bool:
+def _name_says_so(func: object) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return (name.startswith("__i") and name not in _NOT_IN_PLACE) or name in ("__setitem__", "__set__")
     return name.endswith("_")
+
+
+Argument = tuple[int, str]  # its position and its name
+_ALSO: dict[object, tuple[tuple[Argument, ...], Argument, object]] = {}
+
+
+def also_writes(func: object, *arguments: Argument, when: Argument, default: object) -> None:
+    """Say that `func` writes into arguments that neither its schema nor its name tells, where the argument `when` (by
+    default `default`) is true or a number."""
+    _ALSO[func] = arguments, when, default
+
+
+def may_write(func: object, kwargs: Mapping[str, object]) -> bool:
+    """Whether a call may write into one of its arguments."""
+    return "out" in kwargs or func in _ALSO or writes_first(func)
+
+
+def written(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a call writes into, and what to call each in a message; those of a list one by one."""
+    schema, found = schema_of(func), []
+    if schema is not None:
+        where = enumerate(schema.arguments)
+        places = [(i, a.name) for i, a in where if a.alias_info is not None and a.alias_info.is_write]
+    else:
+        places = [(0, "self" if "self" in kwargs else "input")] if writes_first(func) else []
+    given = lambda i, name, default=None: kwargs[name] if name in kwargs else args[i] if i < len(args) else default  # noqa: E731
+    if func in _ALSO:
+        also, when, default = _ALSO[func]
+        flag = given(*when, default)
+        places += also if flag is not None and flag is not False else ()
+    for i, name in places:
+        value = given(i, name)
+        found += [(f"argument {i} ({name})" if func in _ALSO else f"argument {i}", v) for v in _tensors(value)]
+    if schema is None and "out" in kwargs:
+        found += [("out", v) for v in _tensors(kwargs["out"])]
+    return found
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    return [v for v in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(v, torch.Tensor)]
 
 
 def without_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,7 +14,7 @@ from shardwise.argument_types import MeshArgument, Placements
 from shardwise.autograd import attributes, backward, forward, hooks
 from shardwise.autograd.gradients import grad_layout
 from shardwise.autograd.leaves import first_leaf, leaf_values
-from shardwise.boundary import checked_grad_layout, enter, other_side
+from shardwise.boundary import check_dense, checked_grad_layout, enter, other_side
 from shardwise.comm.bridge import collapse, convert_gradients, own_each
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, of_thread, refuse_in_program, relaxed
@@ -25,6 +25,8 @@ from shardwise.layout import Layout, Partial, Placement, Replicate, as_placement
 from shardwise.layout.placement import REPLICATE, _rebuild_shard
 from shardwise.mesh import DeviceMesh, SimulatedMesh, _submesh, as_mesh
 from shardwise.move import limit, move, run_move, start_move
+from shardwise.move.arrival import Arrival, versions_of
+from shardwise.move.run import is_done
 from shardwise.redistribution import redistribute_across, redistribute_as, target_of
 from shardwise.sizes import layout_of_locals
 from shardwise.spec import Spec
@@ -163,6 +165,7 @@ class DTensor(Wrapper):
         local = local_tensor if local is None else local
         if isinstance(local, DTensor) or not isinstance(local, torch.Tensor):
             raise LayoutError(f"from_local: local must be a plain tensor, got {type(local).__name__}")
+        check_dense(local)
         mesh = as_mesh(device_mesh)
         places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
         local, layout = layout_of_locals(local, mesh, places, shape, stride, run_check, assume_even)
@@ -260,7 +263,7 @@ class DTensor(Wrapper):
             if is_strict() and any(step.kind != "local" for step in steps):
                 refuse_in_program(op, self._layout, f"[{', '.join(map(str, target.placements))}]")
         if async_op:
-            return _arriving(*start_move(self._local, self._layout, target, note), target)
+            return _arriving(self, target, note)
         return wrap(run_move(self._local, target.mesh.comm, steps, note), target)
 
     def wait(self) -> DTensor:
@@ -437,27 +440,32 @@ foreach_types.append(DTensor)
 class _Arriving(DTensor):
     """The result of an asynchronous move: an ordinary DTensor from the first look at its values on."""
 
-    _finish: Callable[[], Any]
-    _coming: Any
-
     @property
     def _local(self) -> Any:  # type: ignore[override]
-        local, finish = self._coming, self._finish
-        del self._coming, self._finish
-        self.__class__ = DTensor  # type: ignore[assignment]
-        self._local = local
-        finish()
-        return local
+        coming = self.__dict__.get("_coming")
+        if coming is not None:
+            self._local = coming.wait()
+        return self.__dict__["_local"]  # another thread has waited
 
     @_local.setter
     def _local(self, value: Any) -> None:
         self.__class__ = DTensor  # type: ignore[assignment]
         self._local = value
+        self.__dict__.pop("_coming", None)
 
 
-def _arriving(local: Any, finish: Callable[[], Any], layout: Layout) -> DTensor:
-    self = make_wrapper(_Arriving, layout.shape, strides=layout.stride, dtype=layout.dtype, device=layout.device)
-    self._coming, self._finish, self._layout = local, finish, layout
+def _arriving(source: Wrapper, target: Layout, note: Note) -> DTensor:
+    """`source` on its way to another layout."""
+    comm, local = source._layout.mesh.comm, source._local
+    if any(value.is_inference() for value in comm.values(local)):
+        local = comm.bind(torch.clone)(local)  # nobody counts the writes to a tensor of inference mode
+    sources = versions_of(comm.values(local))
+    coming, finish = start_move(local, source._layout, target, note)
+    if finish is is_done:
+        return wrap(coming, target)
+    self = make_wrapper(_Arriving, target.shape, strides=target.stride, dtype=target.dtype, device=target.device)
+    what = f"the tensor of shape {source._layout.shape}, laid out {list(source._layout.placements)},"
+    self._coming, self._layout = Arrival(coming, finish, sources, what), target
     return self
 
 

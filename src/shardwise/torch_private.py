@@ -222,6 +222,15 @@ def storage_id(tensor: torch.Tensor) -> int:
     return (held_by_transforms(tensor)[0] if is_transformed(tensor) else tensor).untyped_storage()._cdata
 
 
+_count_users: Callable[[int], int] = take("torch._C._storage_Use_Count", "simulated ranks that begin to differ")
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors use the memory of this one, itself included."""
+    storage = tensor.untyped_storage()
+    return _count_users(storage._cdata) - 1
+
+
 def weights_replaced(recurrent: Any) -> None:
     """Tell an RNN, which keeps a list of its parameters, that they are other tensors now (data_parallel)."""
     recurrent._flat_weights = [getattr(recurrent, name, None) for name in recurrent._flat_weights_names]

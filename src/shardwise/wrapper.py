@@ -31,10 +31,11 @@ class Wrapper(torch.Tensor):
     _hooks: OrderedDict[int, Callable[[LocalValue], LocalValue]] | None = None  # of simulated ranks, seen as one tensor
     _shown_grad: tuple[list[torch.Tensor | None], Any] | None = None  # local gradients, and the tensor that shows them
     _loose_writes: int = 0  # how often `.data` was handed out or replaced
+    _rebinds: int = 0  # how often an op gave the tensor another value and shape
     _spreads: dict[Any, Any] | None = None  # the value as it enters split calls, by axes (`engine/plan.py`)
+    _offset: int = 0  # where its elements begin in the memory that plain torch would have (`storage_offset()`)
     _gathered: Any = None  # the parts this tensor was gathered from (`engine/reduce_to_parts.py`)
-    _coming: LocalValue  # while an asynchronous move to it is under way: the value that will be there
-    _finish: Callable[[], object]  # and what waits for it
+    _coming: Any  # while an asynchronous move to it is under way: what waits for the value (`move/arrival.py`)
     _unreduced: bool  # data parallelism: the gradient is this rank's own so far
     _reports: bool  # data parallelism: a hook tells when the gradient is there
 
@@ -43,13 +44,17 @@ class Wrapper(torch.Tensor):
             Wrapper.concrete = cls
 
 
-def wrapper_of(layout: Layout) -> Callable[[LocalValue], Any]:
+def wrapper_of(layout: Layout) -> Callable[..., Any]:
     """`wrap` for one layout, with everything looked up beforehand: this runs once per call."""
     cls, shape, stride, dtype, device = Wrapper.concrete, layout.shape, layout.stride, layout.dtype, layout.device
     make = make_wrapper
 
-    def wrap_local(local: LocalValue) -> Any:
-        self = make(cls, shape, strides=stride, dtype=dtype, device=device)
+    def wrap_local(local: LocalValue, offset: int = 0) -> Any:
+        if offset:
+            self = make(cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device)
+            self._offset = offset
+        else:
+            self = make(cls, shape, strides=stride, dtype=dtype, device=device)
         self._local = local
         self._layout = layout
         return self
@@ -57,8 +62,10 @@ def wrapper_of(layout: Layout) -> Callable[[LocalValue], Any]:
     return wrap_local
 
 
-def wrap(local: LocalValue, layout: Layout) -> Any:
-    """The tensor that holds `local` as `layout` says."""
+def wrap(local: LocalValue, layout: Layout, offset: int = 0) -> Any:
+    """The tensor that holds `local` as `layout` says; `offset` is its `storage_offset()`."""
+    if offset:
+        return wrapper_of(layout)(local, offset)
     self = make_wrapper(Wrapper.concrete, layout.shape, strides=layout.stride, dtype=layout.dtype, device=layout.device)
     self._local = local
     self._layout = layout
@@ -93,8 +100,19 @@ def shares_memory(one: Wrapper, other: Wrapper) -> bool:
 
 
 def rebind(target: Wrapper, value: Any) -> Any:
-    """`target`, now holding what `value` holds: shape, dtype and layout included."""
+    """`target`, now holding what `value` holds: shape, dtype and layout included. That is a write to it."""
+    _become(target, value)
+    target._rebinds += 1
+    return target
+
+
+def restride(target: Wrapper, stride: tuple[int, ...], offset: int = 0) -> None:
+    """Have `target` report these strides and this storage offset. Its values stay where they are."""
+    if target._layout.stride != stride or target._offset != offset:
+        _become(target, wrap(target._local, target._layout.replace(stride=stride), offset))
+
+
+def _become(target: Wrapper, value: Wrapper) -> None:
     with without_torch_function():
         torch.Tensor.data.__set__(target, value)  # type: ignore[attr-defined]
-    target._local, target._layout, target._spreads = value._local, value._layout, None
-    return target
+    target._local, target._layout, target._offset, target._spreads = value._local, value._layout, value._offset, None

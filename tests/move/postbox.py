@@ -46,9 +46,10 @@ class Arrivals(list):
             arrival.wait()
 
 
-def all_to_all(received, sizes, packed, counts, group):
+def all_to_all(received, sizes, packed, counts, along):
     """What a collective does: everyone gets a cut of what everyone packed."""
     assert sum(counts) == packed.numel() and sum(sizes) == received.numel()
+    group = along.group
     for peer, part in enumerate(packed.split(counts)):
         group.send([part], peer, 0)
     return Arrivals(group.recv([room], peer, 0) for peer, room in enumerate(received.split(sizes)))
@@ -59,7 +60,7 @@ def transfer_all(plan, held, peers):
     posts = defaultdict(SimpleQueue)
     everyone = tuple(peers)
     numbers = tuple(range(len(everyone)))
-    with mock.patch("shardwise.move.transfer.start_all_to_all", all_to_all):
+    with mock.patch("shardwise.move.transfer.start_swap", all_to_all):
         return _run(plan, held, everyone, numbers, posts)
 
 

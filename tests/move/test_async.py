@@ -1,14 +1,17 @@
 """Moves that go on while the program does: the first use waits, and two of them may be under way at once."""
 
 import gc
+import threading
 import time
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, simulate
+from shardwise import CommError, DTensor, MoveError, Partial, Replicate, Shard, distribute_tensor, simulate
+from shardwise.move import transfer
 from tests.workers import device_mesh, run_ranks
 
 PAIRS = (
@@ -50,14 +53,14 @@ def two_at_once(rank, world_size):
     """Both are begun before either is waited for, and the program goes on meanwhile."""
     mesh = device_mesh((4,))
     works = []
-    real = dist.all_to_all_single
+    real = transfer.start_swap
 
     def slow(*args, **kwargs):
         work = real(*args, **kwargs)
         works.append("begun")
         return Slow(work, works)
 
-    dist.all_to_all_single = slow
+    transfer.start_swap = slow
     try:
         x = distribute_tensor(torch.arange(32.0).view(8, 4), mesh, [Shard(0)])
         y = distribute_tensor(torch.arange(32.0).view(8, 4) * 2, mesh, [Shard(1)])
@@ -73,7 +76,7 @@ def two_at_once(rank, world_size):
         later = b + 1, a.wait()
         assert works == ["begun", "begun", "done", "done"]
     finally:
-        dist.all_to_all_single = real
+        transfer.start_swap = real
     return sum(x.full_tensor().sum() for x in later).item()
 
 
@@ -145,3 +148,146 @@ def nothing_kept(rank, world_size):
 
 def test_nothing_kept():
     assert run_ranks(nothing_kept, 2) == [True] * 2
+
+
+class Broken:
+    """A work whose peer is gone."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def wait(self):
+        self.work.wait()
+        raise RuntimeError("Connection reset by peer")
+
+
+def failing_each_time(rank, world_size):
+    x = distribute_tensor(torch.arange(8.0).view(4, 2), device_mesh((2,)), [Shard(0)])
+    real = dist.all_to_all_single
+    dist.all_to_all_single = lambda *args, **kwargs: Broken(real(*args, **kwargs))
+    try:
+        y = x.redistribute(placements=[Shard(1)], async_op=True)
+    finally:
+        dist.all_to_all_single = real
+    said = []
+    for use in (lambda: y + 1, lambda: y.wait(), lambda: y.to_local(), lambda: y.full_tensor()):
+        with pytest.raises(CommError, match="Connection reset by peer") as caught:
+            use()
+        said.append(str(caught.value))
+    assert len(set(said)) == 1 and y.shape == (4, 2)
+    with pytest.raises(CommError):
+        repr(y)
+    return torch.equal((x + 1).redistribute(placements=[Shard(1)]).full_tensor(), torch.arange(8.0).view(4, 2) + 1)
+
+
+def test_a_failed_move_fails_each_time():
+    assert run_ranks(failing_each_time, 2) == [True] * 2
+
+
+WAYS = (
+    ([Shard(0)], [Shard(1)]),
+    ([Shard(0)], [Replicate()]),
+    ([Partial()], [Replicate()]),
+    ([Partial()], [Shard(0)]),
+    ([Replicate()], [Shard(0)]),
+    ([Partial("max")], [Replicate()]),
+)
+
+
+def written_meanwhile(rank, world_size):
+    mesh = device_mesh((2,))
+    for rows in (4, 40_000):
+        for before, after in WAYS:
+            for write in (lambda x: x.add_(1), lambda x: x[:1].zero_(), lambda x: x.to_local().mul_(3)):
+                x = DTensor.from_local(torch.ones(rows, 4), mesh, before)
+                want = x.redistribute(placements=after).full_tensor()
+                y = x.redistribute(placements=after, async_op=True)
+                write(x)
+                try:
+                    right = torch.equal(y.full_tensor(), want)
+                except MoveError as error:
+                    assert "was written to" in str(error) and "test_async.py:" in str(error)
+                    with pytest.raises(MoveError, match="was written to"):
+                        y + 1
+                else:
+                    assert right, (before, after)
+    with torch.inference_mode():
+        x = DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)])
+        y = x.redistribute(placements=[Shard(1)], async_op=True)
+        x.add_(1)
+        assert (y.full_tensor() == 1).all()
+    return True
+
+
+def test_a_write_before_the_wait_is_no_silent_change():
+    assert run_ranks(written_meanwhile, 2) == [True] * 2
+
+
+def waited_for_anyhow(rank, world_size):
+    """Out of order, by several threads at once, and some of them never."""
+    mesh = device_mesh((2,))
+    x = distribute_tensor(torch.arange(8000.0).view(-1, 4), mesh, [Shard(0)])
+    coming = [x.redistribute(placements=[p], async_op=True) for p in (Shard(1), Replicate(), Shard(1), Replicate())]
+    del coming[1]
+    values, threads = [], []
+    for y in reversed(coming):
+        threads += [threading.Thread(target=lambda y=y: values.append(y.to_local().sum().item())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(values) == 9
+    assert all(torch.equal(y.full_tensor(), torch.arange(8000.0).view(-1, 4)) for y in coming)
+    assert all(type(y) is DTensor and "_coming" not in vars(y) for y in coming)
+    return True
+
+
+def test_waits_by_several_threads_and_out_of_order():
+    assert run_ranks(waited_for_anyhow, 2) == [True] * 2
+
+
+class Interrupted(Broken):
+    def wait(self):
+        self.work.wait()
+        raise KeyboardInterrupt
+
+
+def interrupted(rank, world_size):
+    x = distribute_tensor(torch.arange(8.0).view(4, 2), device_mesh((2,)), [Shard(0)])
+    real = dist.all_to_all_single
+    dist.all_to_all_single = lambda *args, **kwargs: Interrupted(real(*args, **kwargs))
+    try:
+        y = x.redistribute(placements=[Shard(1)], async_op=True)
+    finally:
+        dist.all_to_all_single = real
+    with pytest.raises(KeyboardInterrupt):
+        y.wait()
+    for _ in range(2):
+        with pytest.raises(MoveError, match="ended by a KeyboardInterrupt"):
+            y.to_local()
+    return True
+
+
+def test_an_interrupted_wait():
+    assert run_ranks(interrupted, 2) == [True] * 2
+
+
+def after_the_group_is_gone(rank, world_size):
+    group = dist.new_group(range(world_size))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    x = distribute_tensor(torch.arange(8000.0).view(-1, 4), mesh, [Shard(0)])
+    coming = [x.redistribute(placements=[p], async_op=True) for p in (Shard(1), Replicate())]
+    dist.barrier()
+    dist.destroy_process_group(group)
+    for y, want in zip(coming, (torch.arange(8000.0).view(-1, 4)[:, 2 * rank : 2 * rank + 2], None), strict=True):
+        try:
+            local = y.to_local()
+        except CommError as error:
+            assert "failed at coordinates" in str(error)
+        else:
+            assert torch.equal(local, torch.arange(8000.0).view(-1, 4) if want is None else want)
+    return True
+
+
+def test_waits_after_the_group_is_gone():
+    assert run_ranks(after_the_group_is_gone, 2) == [True] * 2

@@ -366,7 +366,7 @@ def failures(rank, world_size):
     x = distribute_tensor(whole, mesh, [Shard(0), Replicate()])
     part = DTensor.from_local(whole, mesh, [Replicate(), Partial()])
     everywhere = DTensor.from_local(whole, device_mesh((4,), ("all",)), [Partial()])
-    swap = "all_to_all_single"  # of gloo's collectives the quickest, so that others are made of it
+    swap = "recv"  # of gloo's functions the quickest, so that others are made of it
     calls = {
         "gather": (swap, lambda: x.full_tensor()),
         "reduce of two": (swap, lambda: part.full_tensor()),
@@ -377,16 +377,20 @@ def failures(rank, world_size):
     }
     said = {}
     for name, (collective, call) in calls.items():
-        with mock.patch.object(dist, collective, side_effect=RuntimeError("connection closed by peer")):
+        owner = dist.ProcessGroup if collective == swap else dist
+        with mock.patch.object(owner, collective, side_effect=RuntimeError("connection closed by peer")):
             with pytest.raises(CommError) as caught:
                 call()
             assert isinstance(caught.value.__cause__, RuntimeError)
             said[name] = str(caught.value)
-    with mock.patch.object(dist, swap, side_effect=RuntimeError("timed out")):
-        leaf = distribute_tensor(whole, mesh, [Replicate(), Replicate()]).requires_grad_()
-        y = leaf.redistribute(placements=[Shard(0), Replicate()])
+    leaf = distribute_tensor(whole, mesh, [Replicate(), Replicate()]).requires_grad_()
+    y, grad = (
+        leaf.redistribute(placements=[Shard(0), Replicate()]),
+        distribute_tensor(whole, mesh, [Shard(0), Replicate()]),
+    )
+    with mock.patch.object(dist.ProcessGroup, swap, side_effect=RuntimeError("timed out")):
         with pytest.raises(CommError) as caught:
-            y.backward(distribute_tensor(whole, mesh, [Shard(0), Replicate()]))
+            y.backward(grad)
         said["backward"] = str(caught.value)
     with mock.patch.object(dist, ALL_GATHER, side_effect=RuntimeError("timed out")):
         with pytest.raises(CommError) as caught:
@@ -405,9 +409,12 @@ def test_a_failed_collective_names_itself_and_its_axis():
         assert said["reduce of four"] == "full_tensor: " + failed("all_reduce", "all", (rank,), peer, ranks=4)
         assert said["swap"] == "redistribute: " + failed("all_to_all", "dp", coords, peer)
         assert said["broadcast"] == failed("broadcast", "dp", coords, peer)
-        assert said["scatter"] == failed("scatter", "tp", coords, peer) or "broadcast" in said["scatter"]
+        assert (
+            said["scatter"] == "distribute_tensor: " + failed("scatter", "tp", coords, peer)
+            or "broadcast" in said["scatter"]
+        )
         assert said["backward"] == "redistribute (backward): " + failed("all_gather", "dp", coords, "timed out")
-        assert said["from_local"] == failed("all_gather", "tp", coords, "timed out")
+        assert said["from_local"] == "from_local: " + failed("all_gather", "tp", coords, "timed out")
 
 
 def failed(kind, axis, coords, why, ranks=2):

@@ -5,8 +5,7 @@ import random
 import torch
 import torch.distributed as dist
 
-from shardwise.move.tile_step import run_tiles
-from shardwise.move.tiles import TilePlan
+from shardwise.move.tiles import TilePlan, run_tiles
 from shardwise.sharded import (
     ChunkShardingSpec,
     EnumerableShardingSpec,

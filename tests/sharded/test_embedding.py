@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import shardwise
 from shardwise import sharded as S
-from shardwise.sharded.ops.bags import Bags
+from shardwise.sharded.ops.lookup import Bags
 from tests.sharded.common import chunks, irregular, on_one, sharded, specs_for, values, whole
 from tests.workers import run_ranks
 

@@ -59,6 +59,29 @@ def hooks_replace_with_another_layout(mesh):
     same(leaf.grad, WEIGHT)
 
 
+def hooks_and_retained_gradients(mesh):
+    """What is kept is what the hooks made of it, whichever came first; what is written later is another value."""
+    for plain, leaf, where in leaves(mesh):
+        for first, written in ((True, False), (False, False), (True, True)):
+            plain.grad = leaf.grad = None
+            for t in (plain, leaf):
+                hidden = t * 2
+                if first:
+                    hidden.retain_grad()
+                hidden.register_hook(lambda g: g * 3)
+                if written:
+                    hidden.mul_(2)
+                if not first:
+                    hidden.retain_grad()
+                out = (hidden * hidden).sum()
+                (t.asked,) = torch.autograd.grad(out, hidden, retain_graph=True)
+                out.backward()
+                t.seen = None if written else hidden.grad
+            same(leaf.asked, plain.asked, f"{first} {written} {where}")
+            same(leaf.seen, plain.seen, f"{first} {where}")
+            same(leaf.grad, plain.grad, f"{first} {written} {where}")
+
+
 def hooks_after_use(mesh):
     """Registered between forward and backward, a hook still sees the gradient."""
     for _, leaf, where in leaves(mesh):
@@ -120,6 +143,7 @@ def post_accumulate_hooks(mesh):
 
 
 CHECKS = [
+    hooks_and_retained_gradients,
     hooks_observe, hooks_replace, hooks_replace_with_another_layout, hooks_after_use, hooks_after_a_move,
     hook_needs_requires_grad, post_accumulate_hooks,
 ]  # fmt: skip

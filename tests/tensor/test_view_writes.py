@@ -149,5 +149,38 @@ def refusals(mesh):
         windows.zero_()
 
 
-CHECKS = [all_tensors_show_all_writes, autograd_sees_all_writes, rows_in_place, padding_row_is_zeroed, refusals]
+def views_whose_elements_overlap(mesh):
+    """A write to the base shows in every window, and each element of the base gets the gradients of all of them."""
+    views = {
+        "unfold": lambda t: t.unfold(0, 3, 1),
+        "unfold columns": lambda t: t.unfold(1, 2, 1),
+        "a view of windows": lambda t: t.unfold(0, 2, 1).transpose(0, 1)[1:],
+        "windows of a diagonal": lambda t: t.diagonal().unfold(0, 2, 1),
+        "as_strided": lambda t: t.as_strided((4, 4), (2, 1)),
+        "torch.as_strided": lambda t: torch.as_strided(t, (3, 2), (1, 3), 2),
+        "expand": lambda t: t[1].expand(3, 4),
+    }
+    for places in layouts(mesh, VALUE, partial=False)[:: 1 if is_simulated(mesh) else 3]:
+        for name, view in views.items():
+            for recorded in (True, False):
+                plain, leaf = VALUE.clone().requires_grad_(), laid_out(VALUE, mesh, places, requires_grad=True)
+                for t in (plain, leaf):
+                    base = t * 1
+                    t.seen = view(base)
+                    with torch.set_grad_enabled(recorded):
+                        base.mul_(t.detach() + 2)
+                        base[2:4] = base[0].detach()
+                    (t.seen * t.seen * 3).sum().backward()
+                same(leaf.seen, plain.seen, f"{name} {places}")
+                same(leaf.grad, plain.grad, f"{name} {places}")
+
+
+CHECKS = [
+    views_whose_elements_overlap,
+    all_tensors_show_all_writes,
+    autograd_sees_all_writes,
+    rows_in_place,
+    padding_row_is_zeroed,
+    refusals,
+]
 test_simulated, test_processes = checked_on(__name__, CHECKS)

@@ -102,7 +102,8 @@ def output_shape(q: Sequence[int], k: Sequence[int], v: Sequence[int], how: How)
 
 def _nothing_seen(q: Any, k: Any, v: Any, how: How) -> tuple[torch.Tensor, torch.Tensor]:
     shape = output_shape(q.shape, k.shape, v.shape, how)
-    like = q.stride() if q.ndim == len(shape) else range(len(shape), 0, -1)
+    in_order = q.ndim == len(shape) and 0 not in q.stride()[:-1]  # of an expanded tensor strides tell no order
+    like = q.stride() if in_order else range(len(shape), 0, -1)
     kept = {"dtype": sum_dtype(q.dtype), "device": q.device}
     out = torch.empty_strided(shape, dense_stride(shape, like), **kept).zero_()
     return out, torch.full(shape[:-1], -torch.inf, **kept)
@@ -211,6 +212,7 @@ def _backward(
 ) -> tuple[Any, Any, Any]:
     kernel = fused_kernel(q, k, v) if mask is None and grad.dtype == out.dtype == q.dtype else None
     if kernel is not None:
+        out = out if out.stride(-1) == 1 else out.contiguous()  # kernels read rows, as of q, k and v
         return kernel.backward(grad.contiguous(), q, k, v, out, lse, causal, scale)
     dtype = sum_dtype(q.dtype)
     wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))

@@ -19,10 +19,10 @@ from shardwise.attention.ring import RingAttention
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program
 from shardwise.errors import RuleError
-from shardwise.layout import Layout, Placement
-from shardwise.layout.layout import dense_stride
+from shardwise.layout import Layout, Placement, contiguous_stride
 from shardwise.move import plan_steps, run_move
 from shardwise.move.limit import current_cap, largest_bytes
+from shardwise.strategy.memory import copied_stride
 from shardwise.strategy.spec import Factors, Operand, fitting
 from shardwise.wrapper import Wrapper, wrap
 
@@ -135,8 +135,7 @@ def _plan(
         if place.is_shard(rows) and k.placements[axis].is_shard(keys) and q.mesh.shape[axis] > 1
     )
     shape = output_shape(q.shape, k.shape, v.shape, how)
-    stride = dense_stride(shape, q.stride) if q.ndim == len(shape) else None
-    output = q.replace(placements=chosen.outputs[0], shape=shape, stride=stride)
+    output = q.replace(placements=chosen.outputs[0], shape=shape, stride=output_stride(shape, q, k, v))
     if way == "auto":
         most = GATHER_UP_TO if cap is None else min(cap, GATHER_UP_TO)
         way = "gather" if sum(map(largest_bytes, whole[1:3])) <= most else "ring"
@@ -145,6 +144,14 @@ def _plan(
     whole[1] = _cut_on(whole[1], k, ring)
     whole[2] = _cut_on(whole[2], whole[1], ring)
     return RingAttention(how, causal, whole, output, ring)
+
+
+def output_stride(shape: tuple[int, ...], q: Layout, k: Layout, v: Layout) -> tuple[int, ...]:
+    """The strides that torch gives the result: those of a tensor like the queries where a fused kernel computes it."""
+    is_fused = len(shape) == q.ndim == k.ndim == v.ndim == 4 and all(t.stride[-1] == 1 for t in (q, k, v))
+    if not is_fused or shape != q.shape or 0 in k.shape:
+        return contiguous_stride(shape)
+    return copied_stride(shape, q.stride)
 
 
 def _cut_on(whole: Layout, like: Layout, axes: Sequence[int]) -> Layout:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.autograd.gradients import as_gradient, distributed_gradient, grad_layout
+from shardwise.autograd.gradients import as_gradient, check_is_told, distributed_gradient, grad_layout
 from shardwise.autograd.leaves import leaf_local, leaf_values
 from shardwise.caches import register_cache
 from shardwise.comm.record import Note
@@ -23,15 +23,25 @@ from shardwise.wrapper import Wrapper, wrap, wrapper_of
 
 
 def set_requires_grad(tensor: Wrapper, flag: bool = True) -> None:
-    """Have autograd record what is done with the tensor, or not."""
-    for value in leaf_values(tensor):
+    """Have autograd record what is done with the tensor, or not.
+
+    Raises:
+        AutogradError: For a pending product: what backward finds are the gradients of its factors.
+    """
+    values = leaf_values(tensor)
+    if flag and not values[0].requires_grad:
+        check_is_told(tensor._layout, "requires_grad_")
+    for value in values:
         value.requires_grad_(flag)
 
 
 def retain_grad(tensor: Wrapper) -> None:
     """Have backward keep the gradient of a tensor that is no leaf."""
     before_watching(tensor, "retain_grad")
-    for value in leaf_values(tensor):
+    values = leaf_values(tensor)
+    if not values[0].is_leaf:
+        check_is_told(tensor._layout, "retain_grad")
+    for value in values:
         value.retain_grad()
 
 
@@ -107,7 +117,7 @@ def get_data(tensor: Wrapper) -> Any:
     """tensor.data: the same memory without a graph."""
     tensor._loose_writes += 1
     comm, local = tensor._layout.mesh.comm, leaf_local(tensor)
-    return wrap(comm.rebuild(local, [value.data for value in comm.values(local)]), tensor._layout)
+    return wrap(comm.rebuild(local, [value.data for value in comm.values(local)]), tensor._layout, tensor._offset)
 
 
 def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
@@ -128,7 +138,7 @@ def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
     else:
         for mine, theirs in zip(comm.values(local), comm.values(value._local), strict=True):
             mine.data = theirs
-    tensor._layout = value._layout
+    tensor._layout, tensor._offset = value._layout, value._offset
     tensor._spreads = None
 
 

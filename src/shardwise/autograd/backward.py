@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 
-from shardwise.autograd.gradients import as_gradient, distributed_gradient, from_gradient
-from shardwise.autograd.leaves import leaf_local, leaf_values
+from shardwise.autograd.gradients import (
+    as_gradient,
+    check_is_told,
+    distributed_gradient,
+    finished_but_sums,
+    from_gradient,
+)
+from shardwise.autograd.leaves import first_leaf, leaf_local, leaf_values
 from shardwise.comm.rank_tensor import RankTensor, unique
-from shardwise.comm.record import Note
 from shardwise.context import relaxed
 from shardwise.engine.reduce_to_parts import before_watching
 from shardwise.engine.transforms import vmap_with_nones, with_batch_dim
-from shardwise.layout.placement import REPLICATE
-from shardwise.move import move
 from shardwise.wrapper import Wrapper, wrap
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -88,6 +91,8 @@ def _watched(inputs: Sequence[torch.Tensor], what: str) -> list[tuple[torch.Tens
     """The plain tensors of each input, whose gradients somebody wants to see."""
     for tensor in inputs:
         before_watching(tensor, what)
+        if isinstance(tensor, Wrapper) and not first_leaf(tensor).is_leaf:
+            check_is_told(tensor._layout, what)
     values = lambda x: tuple(unique(x.ranks)) if isinstance(x, RankTensor) else (x,)  # noqa: E731
     return [leaf_values(tensor) if isinstance(tensor, Wrapper) else values(tensor) for tensor in inputs]
 
@@ -131,10 +136,11 @@ def _roots(tensor: Wrapper, seed: Any, what: str, batch: int | None) -> tuple[li
         return [tensor._local], [torch.empty_like(tensor._local)]
     if seed is None and math.prod(layout.shape) != 1:
         raise RuntimeError(f"{what}: grad can be implicitly created only for scalar outputs")
-    whole, comm = _replicated_partials(tensor), layout.mesh.comm
+    with torch.enable_grad():  # off in the backward of a checkpoint, which starts a pass of its own
+        whole = finished_but_sums(tensor)
     if whole is not tensor and tensor.requires_grad and not whole.requires_grad:
         return _roots_of_parts(tensor, seed, what)
-    tensor, layout = whole, whole._layout
+    tensor, layout, comm = whole, whole._layout, layout.mesh.comm
     outs = comm.values(tensor._local)
     if seed is None:
         return list(outs), [torch.ones_like(v) for v in outs]
@@ -147,17 +153,7 @@ def _roots_of_parts(tensor: Wrapper, seed: Any, what: str) -> tuple[list[torch.T
     their reduction, and what the gradient of the whole is for each of them."""
     layout, comm = tensor._layout, tensor._layout.mesh.comm
     parts = wrap(comm.bind(torch.Tensor.clone)(tensor._local), layout)
-    whole, pull = torch.func.vjp(_replicated_partials, parts)  # type: ignore[misc]
+    whole, pull = torch.func.vjp(finished_but_sums, parts)  # type: ignore[misc]
     given = torch.ones_like(whole) if seed is None else distributed_gradient(whole._layout, seed, what)
     outs = comm.values(tensor._local)
     return list(outs), list(comm.pick(comm.structure(tensor._local), pull(given)[0]._local))
-
-
-def _replicated_partials(tensor: Wrapper) -> Wrapper:
-    """The tensor with every Partial that is not a sum reduced, differentiably."""
-    layout = tensor._layout
-    pending = [a for a, p in enumerate(layout.placements) if p.is_partial() and not p.is_partial("sum")]
-    if not pending:
-        return tensor
-    target = layout.placed(dict.fromkeys(pending, REPLICATE))
-    return wrap(move(tensor._local, layout, target, Note("backward")), target)

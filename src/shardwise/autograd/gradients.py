@@ -9,9 +9,10 @@ from shardwise.comm.bridge import convert_gradients, share
 from shardwise.comm.record import Note
 from shardwise.engine.plain_tensors import plain_wrapped
 from shardwise.engine.transforms import turn_in
-from shardwise.errors import LayoutError, MeshError
+from shardwise.errors import AutogradError, LayoutError, MeshError
 from shardwise.layout import Layout, Partial
-from shardwise.layout.gradient import grad_layout, summed_axes
+from shardwise.layout.gradient import grad_layout, summed_axes, unsummed_axes
+from shardwise.layout.placement import REPLICATE
 from shardwise.move import move
 from shardwise.protocols import LocalValue
 from shardwise.torch_private import is_recorded, is_transformed
@@ -24,15 +25,54 @@ def as_gradient(layout: Layout, local: LocalValue) -> Wrapper:
     Every part of a sum gets its gradient. In a second derivative autograd adds up what the parts have of that one's
     gradient, so one part takes all of it."""
     result, sums, comm = grad_layout(layout), summed_axes(layout), layout.mesh.comm
-    if sums and is_recorded(comm.first(local)):
-        parts = result.replace(placements=[Partial() if a in sums else p for a, p in enumerate(result.placements)])
-        local = share(comm, convert_gradients(comm, local, lambda g: move(g, result, parts, Note("backward"))), sums)
+    if sums:
+        if any(map(is_recorded, comm.values(local))):
+            parts = result.replace(placements=[Partial() if a in sums else p for a, p in enumerate(result.placements)])
+            local = convert_gradients(comm, local, lambda g: move(g, result, parts, Note("backward")))
+        local = share(comm, local, sums)
     dtype = comm.first(local).dtype
     return wrap(local, result if dtype == result.dtype else result.replace(dtype=dtype))
 
 
+def check_is_told(layout: Layout, what: str) -> None:
+    """Raise if somebody asks for the gradient of a pending product: those of its factors do not tell it."""
+    if any(p.is_partial("product") for p in layout.placements):
+        raise AutogradError(
+            f"{what}: the gradient of a tensor laid out [{', '.join(map(str, layout.placements))}] cannot be told from "
+            f"those of its factors; redistribute it first, and call {what} on the result"
+        )
+
+
+def finished_but_sums(tensor: Wrapper) -> Wrapper:
+    """The tensor with every Partial that is not a sum reduced, differentiably: the gradient of such a result does not
+    tell those of its parts."""
+    layout = tensor._layout
+    pending = unsummed_axes(layout)
+    if not pending:
+        return tensor
+    target = layout.placed(dict.fromkeys(pending, REPLICATE))
+    return wrap(move(tensor._local, layout, target, Note("backward")), target)
+
+
+def gradient_of_parts(layout: Layout, parts: LocalValue, grad: torch.Tensor, what: str) -> LocalValue:
+    """`from_gradient` for a tensor whose parts are known: those of an average get equal shares, those of a maximum
+    that are it share the gradient, the factors of a product get what torch gives them."""
+    if not unsummed_axes(layout):
+        return from_gradient(layout, grad, what)
+    comm = layout.mesh.comm
+    leaves = comm.rebuild(parts, [value.detach().requires_grad_() for value in comm.values(parts)])
+    with torch.enable_grad():
+        result = finished_but_sums(wrap(leaves, layout))
+    seeds = comm.pick(comm.structure(result._local), from_gradient(result._layout, grad, what))
+    found = torch.autograd.grad(
+        comm.values(result._local), comm.values(leaves), seeds, create_graph=torch.is_grad_enabled()
+    )
+    return comm.rebuild(leaves, found)
+
+
 def from_gradient(layout: Layout, grad: torch.Tensor, what: str) -> LocalValue:
-    """The other direction: a gradient that the user gave to `what`, as autograd takes it for such a local value."""
+    """The other direction: a gradient that the user gave to `what`, as autograd takes it for such a local value, in
+    which nothing but sums is pending."""
     given = distributed_gradient(layout, grad, what)
     wanted = grad_layout(layout).replace(dtype=given._layout.dtype, stride=given._layout.stride)
     return move(given._local, given._layout, wanted, Note(what, backward=what == "hook"), summed_axes(layout))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.autograd.gradients import as_gradient, from_gradient
+from shardwise.autograd.gradients import as_gradient, check_is_told, from_gradient, gradient_of_parts, unsummed_axes
 from shardwise.autograd.leaves import first_leaf, leaf_local, leaf_values
 from shardwise.comm.bridge import joined
 from shardwise.engine.reduce_to_parts import before_watching
@@ -27,10 +27,16 @@ def register_hook(tensor: Wrapper, hook: Hook) -> RemovableHandle | Handles:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
     before_watching(tensor, "register_hook")
     layout, comm = tensor._layout, tensor._layout.mesh.comm
+    check_is_told(layout, "register_hook")
+    held = _Held(tensor) if unsummed_axes(layout) else None
 
     def on_local(local: LocalValue) -> LocalValue:
         result = hook(as_gradient(layout, local))
-        return local if result is None else from_gradient(layout, result, "hook")
+        if result is None:
+            return local
+        if held is None:
+            return from_gradient(layout, result, "hook")
+        return gradient_of_parts(layout, held.parts(), result, "hook")
 
     parts, structure = leaf_values(tensor), comm.structure(leaf_local(tensor))
     if len(parts) == 1:  # one graph: a rank of a process group, or simulated ranks that share their value
@@ -40,12 +46,29 @@ def register_hook(tensor: Wrapper, hook: Hook) -> RemovableHandle | Handles:
         if tensor._local.used:  # type: ignore[attr-defined]
             return _register_late(parts, lambda grads: hook(as_gradient(layout, comm.assemble(structure, grads))))
         hooks = OrderedDict()
-        if first_leaf(tensor).is_leaf:
-            tensor._leaf = tensor._local
+        tensor._leaf = tensor._local
         tensor._local, tensor._hooks = joined(comm, tensor._local, hooks), hooks
     handle = RemovableHandle(hooks)
     hooks[handle.id] = on_local
     return handle
+
+
+class _Held:
+    """What the ranks held when a hook was registered."""
+
+    def __init__(self, tensor: Wrapper) -> None:
+        comm, local = tensor._layout.mesh.comm, leaf_local(tensor)
+        self._parts = comm.rebuild(local, [value.detach() for value in comm.values(local)])
+        self._first = comm.first(self._parts)
+        self._version = self._first._version
+
+    def parts(self) -> LocalValue:
+        if self._first._version != self._version:
+            raise RuntimeError(
+                "a hook replaces the gradient of a pending reduction that has been modified by an inplace operation "
+                "since: how its parts share the gradient depends on the values that they had"
+            )
+        return self._parts
 
 
 def _register_late(parts: Sequence[torch.Tensor], hook: Callable[[list[torch.Tensor]], Any]) -> Handles:

@@ -10,7 +10,15 @@ from shardwise.wrapper import Wrapper
 
 def leaf_local(tensor: Wrapper) -> LocalValue:
     """The local value that accumulates the gradient; where hooks were registered, ops use another one behind them."""
-    return tensor.__dict__.get("_leaf", tensor._local)
+    leaf = tensor.__dict__.get("_leaf")
+    if leaf is None:
+        return tensor._local
+    first = tensor._layout.mesh.comm.first
+    if not first(leaf).is_leaf and getattr(first(tensor._local).grad_fn, "hooks", None) is not tensor._hooks:
+        del tensor._leaf  # an op has written into the tensor since: it is another value, without those hooks
+        tensor._hooks = None
+        return tensor._local
+    return leaf
 
 
 def leaf_values(tensor: Wrapper) -> tuple[torch.Tensor, ...]:

@@ -151,7 +151,8 @@ def _rows_of_factors(spec: Factors, tensors: Sequence[Blank], mesh: SimulatedMes
     pending: dict[Choice, str] = {}
     for i in range(len(tensors)):
         operands = _operands(tensors, [Partial() if i == j else REPLICATE for j in range(len(tensors))], mesh)
-        pending |= dict.fromkeys(spec.choices(operands, 0, [[] for _ in tensors])[:-1], "leave a sum pending")
+        found = spec.choices(operands, 0, [[] for _ in tensors], {x.dtype for x in tensors})
+        pending |= dict.fromkeys(found[:-1], "leave a sum pending")
     everywhere = Choice((REPLICATE,) * len(tensors), (REPLICATE,) * len(spec.outputs), "")
     named = [*cuts, *((name, choice) for choice, name in pending.items()), ("compute it everywhere", everywhere)]
     whole = [[str(d) for d, name in enumerate(names) if name is None] for names in spec.inputs]

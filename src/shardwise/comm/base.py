@@ -31,6 +31,10 @@ class Comm(ABC):
     def bind(self, func: Callable[..., Any], axes: Sequence[int] = ()) -> Callable[..., Any]:
         """`func` as a function of local values. On `axes` each coordinate gets a value of its own."""
 
+    def bind_program(self, func: Callable[..., Any], axes: Sequence[int] = ()) -> Callable[..., Any]:
+        """`bind` for a function of the program, which may write into tensors that it was not given."""
+        return self.bind(func, axes)
+
     @abstractmethod
     def each(self, func: Callable[[torch.Tensor, Coords], torch.Tensor], local: Any, axes: Sequence[int]) -> Any:
         """`func(value, coords)` for the ranks of this process; every coordinate of `axes` gets a value of its own."""

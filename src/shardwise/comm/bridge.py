@@ -21,6 +21,7 @@ class _Held:
         self, comm: Comm, before: Structure, after: Structure, gradient: Callable[..., Any] | None = None
     ) -> None:
         self.comm, self.before, self.after, self.gradient = comm, before, after, gradient
+        self.hooks: object = None
 
 
 class _ConvertGradients(torch.autograd.Function):
@@ -135,6 +136,29 @@ def replaced(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return _Replaced.apply(old, new) if old.requires_grad or is_transforming() else new
 
 
+class _Constant(torch.autograd.Function):
+    """A value that does not change with the tensors it comes from: their gradients are zeros, or there are none."""
+
+    @staticmethod
+    def forward(ctx: Any, missing: str, value: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        ctx.missing = missing
+        ctx.kinds = [(s.shape, s.dtype, s.device) if s.requires_grad else None for s in sources]
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.missing:
+            raise NotImplementedError(f"the derivative for '{ctx.missing}' is not implemented.")
+        zeros = [kind and torch.zeros(kind[0], dtype=kind[1], device=kind[2]) for kind in ctx.kinds]
+        return None, None, *zeros
+
+
+def constant_of(value: torch.Tensor, sources: Sequence[torch.Tensor], missing: str) -> torch.Tensor:
+    """`value`, which requires grad as the sources do, though a derivative would be zero. Where torch has no derivative
+    for the op, `missing` is its name: a backward pass raises."""
+    return _Constant.apply(missing, value, *sources)
+
+
 class _Joined(torch.autograd.Function):
     """Values pass; the gradients of all ranks come by together, so that a hook can see them as one tensor."""
 
@@ -147,6 +171,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
         ctx.held = inputs[0]
+        ctx.hooks = ctx.held.hooks  # by which `autograd/leaves.py` knows the node
 
     @staticmethod
     def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -168,4 +193,5 @@ def joined(comm: Comm, local: LocalValue, hooks: dict[int, Callable[[Any], Any]]
         return gradient
 
     held = _Held(comm, structure, structure, run_hooks)
+    held.hooks = hooks
     return comm.assemble(structure, _Joined.apply(held, *comm.values(local)))

@@ -1,24 +1,31 @@
 """An exchange of flat buffers among some ranks, begun and waited for later.
 
 Where the ranks have a process group it is one all-to-all. Ranks along several axes of a mesh that is not the whole
-world have none, and making one takes all ranks of the world, so they send to each other directly.
+world have none, and making one takes all ranks of the world, so they send to each other directly. On gloo ranks always
+do: its own all-to-all of ranks whose programs differ mixes their values, or ends the process.
 """
 
 from __future__ import annotations
 
+import atexit
 import math
+import weakref
 from collections import deque
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.calls import Clock, Group, entered
+
 # torch 2.13 has new names for these two
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-_TAG = 0x5DA7  # of our messages: a program's own, on the same group, are not mistaken for them
-Group = Any  # a process group of torch.distributed
+_TAG = 0x5DA7  # of our messages outside of a collective: a program's own, on the same group, are not mistaken for them
+_TAGS = 0x3FFFFFFF
 Ends = Sequence[tuple[int, torch.Tensor]]  # numbers of peers, and what goes to or comes from each
 
 
@@ -36,6 +43,7 @@ class Along(NamedTuple):
     group: Group | None
     backend: str
     in_order: bool = True  # whether ranks ascend with coordinates
+    clock: Clock | None = None  # counts their exchanges
 
 
 def world_of(ranks: Sequence[int], like: Group | None = None) -> Group | None:
@@ -53,34 +61,48 @@ def backend_for(group: Group, device: torch.device) -> str:
     return f"{found} on {device.type}" if found == "gloo" else found
 
 
+clocks: dict[tuple[str, tuple[int, ...]], Clock] = {}
+_world: list[Any] = [lambda: None]  # a weak reference to the default group that the clocks belong to
+
+
+def clock_of(group: Group, ranks: tuple[int, ...]) -> Clock:
+    """The clock of these ranks in a group (None: the world's). New groups of a new world start at zero."""
+    world = dist.group.WORLD
+    if _world[0]() is not world:
+        _world[0] = weakref.ref(world)
+        clocks.clear()
+    key = (getattr(world if group is None else group, "group_name", ""), ranks)
+    found = clocks.get(key)
+    if found is None:
+        found = clocks[key] = Clock(f"{key[0]} {crc32(repr(ranks).encode())}")  # the same on all its ranks
+    return found
+
+
 def along_group(group: Group, device: torch.device) -> Along:
     """All ranks of a group, for tensors of a device."""
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Along(ranks, ranks, group, backend_for(group, device))
+    return Along(ranks, ranks, group, backend_for(group, device), clock=clock_of(group, ranks))
 
 
 def along_ranks(ranks: Sequence[int], device: torch.device) -> Along:
     """Some ranks of the world, for tensors of a device."""
-    return Along(tuple(ranks), tuple(ranks), world_of(ranks), backend_for(dist.group.WORLD, device))
+    ranks, group = tuple(ranks), world_of(ranks)
+    return Along(ranks, ranks, group, backend_for(dist.group.WORLD, device), clock=clock_of(group, ranks))
 
 
 def start_swap(
     received: torch.Tensor, sizes: Sequence[int], packed: torch.Tensor, counts: Sequence[int], along: Along
 ) -> Work:
     """Begin to send `packed`, cut into `counts`, to the peers, and to fill `received`, cut into `sizes`, from them."""
-    if along.group is not None:
-        return start_all_to_all(received, list(sizes), packed, list(counts), along.group)
+    if along.group is not None and along.backend != "gloo":
+        return dist.all_to_all_single(received, packed, list(sizes), list(counts), group=along.group, async_op=True)
     into, out = list(enumerate(received.split(list(sizes)))), list(enumerate(packed.split(list(counts))))
     if dist.get_rank() in along.ranks:
         me = along.ranks.index(dist.get_rank())
-        into.pop(me)[1].copy_(out.pop(me)[1])
+        mine, own = into.pop(me)[1], out.pop(me)[1]
+        if mine.numel():
+            mine.copy_(own)
     return start_sends(out, into, along)
-
-
-def start_all_to_all(
-    received: torch.Tensor, sizes: list[int], packed: torch.Tensor, counts: list[int], group: Group
-) -> Work:
-    return dist.all_to_all_single(received, packed, sizes, counts, group=group, async_op=True)
 
 
 def start_sends(out: Ends, into: Ends, along: Along) -> Work:
@@ -90,8 +112,11 @@ def start_sends(out: Ends, into: Ends, along: Along) -> Work:
     out, into = ([(peer, x) for peer, x in ends if x.numel()] for ends in (out, into))
     if along.backend == "gloo":  # straight to the group: torch's wrapper takes longer than a small message
         number = along.ranks if along.group is None else range(len(along.ranks))
-        works = [group.recv([x], number[peer], _TAG) for peer, x in into]
-        works += [group.send([x], number[peer], _TAG) for peer, x in out]
+        guard = entered.get(get_ident())
+        tag = _TAG if guard is None else guard.tag
+        # a message of another exchange, or of another size, has another tag: it is never taken for this one
+        works = [group.recv([x], number[peer], tag + x.nbytes & _TAGS) for peer, x in into]
+        works += [group.send([x], number[peer], tag + x.nbytes & _TAGS) for peer, x in out]
         return _All(works, group)
     requests = [dist.P2POp(dist.isend, x, along.ranks[peer], along.group, _TAG) for peer, x in out]
     requests += [dist.P2POp(dist.irecv, x, along.ranks[peer], along.group, _TAG) for peer, x in into]
@@ -116,6 +141,7 @@ class _All:
 
 
 _abandoned: deque[tuple[Group, list[Work]]] = deque()  # whose operations are atomic: finalizers run in any thread
+atexit.register(_abandoned.clear)  # groups must go before the interpreter does, whose threads they stop
 
 
 def _wait_for_abandoned(group: Group) -> None:

@@ -1,91 +1,216 @@
-"""Who is lost, once a collective has failed. Every rank signs in with its host and process; one that fails says so.
+"""What ranks tell each other outside of collectives: words that each leaves in the store of the process group.
 
-A peer whose process is gone and that did not say so is the one that died; without such a one, those of the collective
-that say nothing are the ones that do not answer.
+| word    | says                                                                                        |
+|---------|---------------------------------------------------------------------------------------------|
+| `is`    | the host and the process of the rank                                                        |
+| `waits` | the collective it has been blocked in for a while, renewed as long as it is (`watch.py`)      |
+| `end`   | why it will come to no collective any more: its error, the error of another that it noticed, |
+|         | the end of its program, or that it left the group                                           |
+| `error` | an error that its program may have caught: gone with the next collective it comes to         |
+| `says`  | what it has, where the ranks found that they have different things                          |
+
+So whoever finds a collective broken, or is blocked in one, can say who is the cause.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
 import time
-from collections.abc import Iterable
-from typing import Any
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
+from shardwise.comm.calls import forks
 from shardwise.torch_private import default_store
 
 PATIENCE_SECONDS = 2.0  # for the others to notice as well: a process is gone a little after its connections are
-_OF_PEERS = re.compile(r"connection|timed? ?out|peer|network|socket|remote process", re.IGNORECASE)
+_OF_PEERS = re.compile(r"connection|timed? ?out|peer|network|socket|remote process|pair closure", re.IGNORECASE)
 
 
-def sign_in() -> None:
-    """Let the others know which process this rank is."""
-    store = _store()
-    if store is not None:
-        store.set(_key(dist.get_rank(), "is"), f"{socket.gethostname()} {os.getpid()}")
+class Board:
+    """The words of all ranks of one world."""
+
+    def __init__(self, number: int) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.ended = ""  # how, if it did
+        self.asked = 0  # how often the ranks asked each other who differs
+        self._number, self._forks = number, forks.count
+        self._world = weakref.ref(dist.group.WORLD)  # a group that is kept would not be left
+        self.set("is", f"{socket.gethostname()} {os.getpid()}")
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this process is a rank of that world still; a forked one is not."""
+        return dist.is_initialized() and self._world() is dist.group.WORLD and self._forks == forks.count
+
+    def set(self, what: str, text: str) -> None:
+        """Leave a word of this rank; an empty one takes it back."""
+        default_store().set(self._key(self.rank, what), text)
+
+    def get(self, rank: int, what: str) -> str:
+        """The word of a rank; empty if there is none."""
+        store, key = default_store(), self._key(rank, what)
+        return store.get(key).decode() if store.check([key]) else ""
+
+    def end(self, how: str, text: str) -> None:
+        """Say, once, that and why this rank comes to no collective any more."""
+        if not self.ended:
+            self.ended = how
+            self.set("end", json.dumps([how, text]))
+
+    def correct(self, text: str) -> None:
+        """Say better what this rank noticed."""
+        if self.ended == "noticed":
+            self.set("end", json.dumps([self.ended, text]))
+
+    def go_on(self) -> None:
+        """Take back that this rank ended, where it was because of what others did."""
+        if self.ended in ("noticed", "verdict"):
+            self.ended = ""
+            self.set("end", "")
+
+    def end_of(self, rank: int) -> tuple[str, str] | None:
+        """How and why a rank ended, if it said so."""
+        said = self.get(rank, "end")
+        return tuple(json.loads(said)) if said else None
+
+    def process_of(self, rank: int) -> str:
+        """What the process of a rank on this host does: "runs", "stopped", "gone"; "" where nothing is known."""
+        host, _, pid = self.get(rank, "is").partition(" ")
+        return _state(int(pid)) if host == socket.gethostname() else ""
+
+    def is_dead(self, rank: int) -> bool:
+        """Whether the process of a rank is gone without a word."""
+        return self.process_of(rank) == "gone"
+
+    def _key(self, rank: int, what: str) -> str:
+        return f"shardwise/{self._number}/{rank}/{what}"
 
 
-def who_is_lost(error: Exception, ranks: Iterable[int]) -> str:
+_boards: list[Board] = []  # the last one
+
+
+def board() -> Board | None:
+    """The board of the present world; None where there is none, as in a group that plays ranks that there are not."""
+    if _boards and _boards[0].is_current:
+        return _boards[0]
+    if not dist.is_initialized() or dist.get_backend() in ("fake", "threaded"):
+        return None
+    if _boards and _boards[0]._forks != forks.count and _boards[0]._world() is dist.group.WORLD:
+        return None  # a forked process is not a rank
+    _boards[:] = [Board(_boards[0]._number + 1 if _boards else 0)]
+    return _boards[0]
+
+
+def is_of_peers(error: BaseException) -> bool:
+    """Whether an error of torch.distributed is about other ranks."""
+    return isinstance(error, dist.DistError) or _OF_PEERS.search(str(error)) is not None
+
+
+def who_is_lost(error: BaseException, ranks: Iterable[int]) -> str:
     """What to add to the text of a failed collective of these ranks: nothing if it does not look like a lost peer."""
-    store = _store()
-    if store is None or not (isinstance(error, dist.DistError) or _OF_PEERS.search(str(error))):
+    here = board()
+    if here is None or not is_of_peers(error):
         return ""
-    me, everyone = dist.get_rank(), range(dist.get_world_size())
+    others = [rank for rank in ranks if rank != here.rank]
     try:
-        store.set(_key(me, "failed"), "")
+        here.end("noticed", "")
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
-            dead = [rank for rank in everyone if rank != me and _is_dead(store, rank)]
-            first = [rank for rank in dead if not store.check([_key(rank, "failed")])]
-            if first or time.monotonic() > deadline:
+            causes = causes_of_failure(here)
+            if causes or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
-        silent = [rank for rank in ranks if rank != me and not store.check([_key(rank, "failed")])]
+        if causes:
+            found = "; " + ", ".join(causes)
+        else:
+            silent = [rank for rank in others if here.end_of(rank) is None]
+            found = f"; {_ranks(silent)} did not answer{_more(here, silent, error)}" if silent else ""
+            places = places_of(here, [rank for rank in range(here.size) if rank != here.rank])
+            found += f" ({places})" if places else ""
+        here.correct(found.removeprefix("; "))
     except RuntimeError:
         return "; the store of the process group is lost as well: the process that holds it, often rank 0, has died"
-    if first or dead:
-        return f"; {_ranks(first or dead)} died"
-    return f"; {_ranks(silent)} did not answer" if silent else ""
+    return found
 
 
-def _is_dead(store: Any, rank: int) -> bool:
-    """Whether the process of a rank on this host is gone; of other hosts nothing is known."""
-    if not store.check([_key(rank, "is")]):
-        return False
-    host, pid = store.get(_key(rank, "is")).decode().split()
-    return host == socket.gethostname() and not _runs(int(pid))
+def places_of(here: Board, ranks: Iterable[int]) -> str:
+    """Where these ranks are blocked, as far as they say so."""
+    words = {rank: json.loads(said)[2] for rank in sorted(ranks) if (said := here.get(rank, "waits"))}
+    return "; ".join(f"rank {rank} is in {call[4]}" for rank, calls in words.items() for call in calls)
 
 
-def _runs(pid: int) -> bool:
+def ranks_that_differ(mine: str, ranks: Sequence[int]) -> str:
+    """Which of the ranks say something else than most do; each of them asks, and says `mine`."""
+    here = board()
+    if here is None:
+        return ""
+    try:
+        here.asked += 1  # as on all ranks
+        word = f"says {here.asked}"
+        here.set(word, mine)
+        deadline, said_by = time.monotonic() + PATIENCE_SECONDS, {here.rank: mine}
+        while len(said_by) < len(ranks) and time.monotonic() < deadline:
+            said_by |= {rank: said for rank in ranks if rank not in said_by and (said := here.get(rank, word))}
+    except RuntimeError:
+        return ""
+    most, count = Counter(said_by.values()).most_common(1)[0]
+    if 2 * count <= len(said_by):
+        return f" ({_ranks(sorted(said_by))})"
+    return f" ({_ranks(rank for rank in sorted(said_by) if said_by[rank] != most)} others than the rest)"
+
+
+def causes_of_failure(here: Board) -> list[str]:
+    """What other ranks say that broke the collectives, or those who are gone without a word; the first that there is
+    of: their own errors, what they found out, their deaths, that they ended in peace."""
+    everyone = [rank for rank in range(here.size) if rank != here.rank]
+    ends = {rank: end for rank in everyone if (end := here.end_of(rank)) is not None}
+    own = [f"rank {rank} {text}" for rank, (how, text) in ends.items() if how == "failed"]
+    if own:
+        return own
+    agreed = [text for how, text in ends.values() if how == "verdict"]
+    if agreed:
+        return agreed[:1]
+    dead = [rank for rank in everyone if rank not in ends and here.is_dead(rank)]
+    if dead:
+        return [f"{_ranks(dead)} died"]
+    noticed = [text for how, text in ends.values() if how == "noticed" and text]
+    left = [f"rank {rank} {text}" for rank, (how, text) in ends.items() if how == "left"]
+    errors = [f"rank {rank} {json.loads(said)[1]}" for rank in everyone if (said := here.get(rank, "error"))]
+    return left or noticed[:1] or errors
+
+
+def _more(here: Board, ranks: Iterable[int], error: BaseException) -> str:
+    """What is known of ranks that do not answer."""
+    stopped = [rank for rank in ranks if here.process_of(rank) == "stopped"]
+    if stopped:
+        return f" ({_ranks(stopped)}: stopped by a signal)"
+    closed = re.search(r"closed|reset", str(error))
+    return " (the process runs but closed its connections: did it destroy its process group?)" if closed else ""
+
+
+def _state(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"  # a zombie waits for its parent only
-    except FileNotFoundError:
+            state = file.read().rpartition(")")[2].split()[0]
+        return "gone" if state in "ZX" else "stopped" if state in "Tt" else "runs"  # a zombie waits for its parent only
+    except (FileNotFoundError, ProcessLookupError):
         if os.path.exists("/proc/self/stat"):
-            return False
+            return "gone"
     try:  # no /proc on this system
         os.kill(pid, 0)
     except ProcessLookupError:
-        return False
+        return "gone"
     except PermissionError:
         pass
-    return True
+    return "runs"
 
 
 def _ranks(ranks: Iterable[int]) -> str:
     names = [str(rank) for rank in ranks]
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
-
-
-def _key(rank: int, what: str) -> str:
-    return f"shardwise/peers/{rank}/{what}"
-
-
-def _store() -> Any:
-    """Where ranks leave word for each other; a fake group, which plays ranks that there are not, has none."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":
-        return None
-    return default_store()

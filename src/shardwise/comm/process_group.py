@@ -12,23 +12,24 @@ import torch.distributed as dist
 
 from shardwise.comm.base import Comm, Coords
 from shardwise.comm.bridge import replaced
+from shardwise.comm.guard import Guard
 from shardwise.comm.messages import (
     ALL_GATHER,
     WIRE,
     Along,
     as_wire,
+    clock_of,
     from_wire,
     numel,
-    start_all_to_all,
+    start_sends,
     start_swap,
     width,
     world_of,
 )
-from shardwise.comm.peers import sign_in, who_is_lost
 from shardwise.comm.record import Note, record
 from shardwise.comm.reduction import REDUCTIONS, reduce_parts
-from shardwise.errors import CommError
-from shardwise.torch_private import tracing_mode, without_fake_mode
+from shardwise.comm.watch import sign_in
+from shardwise.torch_private import without_fake_mode
 
 _REDUCE = {
     "sum": dist.ReduceOp.SUM,
@@ -78,6 +79,7 @@ class ProcessGroupComm(PlainComm):
         self._groups: dict[tuple[int, ...], Any] = {}
         self._alongs: dict[tuple[int, ...], Along] = {}
         self._ranks: dict[Coords, int] = {}
+        self._places: dict[tuple[int, ...], tuple[Along, str, str]] = {}  # for guards
         sign_in()
 
     def coords_here(self) -> Sequence[Coords]:
@@ -109,8 +111,10 @@ class ProcessGroupComm(PlainComm):
         table = torch.tensor(row, device=self._device_mesh.device_type if device.type == "meta" else device)
         for axis in reversed(range(len(self.shape))):
             if self.shape[axis] > 1:
-                record(self, "all_gather", axis, (self.shape[axis] - 1) * table.nbytes, Note("from_local", "sizes"))
-                with self.naming("all_gather", axis):
+                note = Note("from_local", "sizes")
+                record(self, "all_gather", axis, (self.shape[axis] - 1) * table.nbytes, note)
+                with self.guard("all_gather", (axis,), note) as guard:
+                    guard.meet()
                     table = torch.stack(self._gather((axis,), table))
             else:
                 table = table.unsqueeze(0)
@@ -125,8 +129,10 @@ class ProcessGroupComm(PlainComm):
     def broadcast(self, local: torch.Tensor, axis: int, source: int) -> torch.Tensor:
         """What the coordinate `source` holds."""
         wire = as_wire(local.detach()).clone()
-        record(self, "broadcast", axis, 0 if self.coords[axis] == source else wire.nbytes, Note("broadcast"))
-        with self.naming("broadcast", axis):
+        note = Note("broadcast")
+        record(self, "broadcast", axis, 0 if self.coords[axis] == source else wire.nbytes, note)
+        with self.guard("broadcast", (axis,), note) as guard:
+            guard.meet()
             dist.broadcast(wire, group=self.group(axis), group_src=self._place(axis, source))
         return from_wire(wire, local.dtype, local.shape)
 
@@ -150,8 +156,10 @@ class ProcessGroupComm(PlainComm):
             flat = (as_wire(cut(c[axis])) for c in self._peers((axis,)))
             parts = [x if len(x) == len(wire) else torch.nn.functional.pad(x, (0, len(wire) - len(x))) for x in flat]
         mine = math.prod(shapes[me])
-        record(self, "scatter", axis, 0 if me == source else mine * like.itemsize, Note("distribute_tensor"))
-        with self.naming("scatter", axis):
+        note = Note("distribute_tensor")
+        record(self, "scatter", axis, 0 if me == source else mine * like.itemsize, note)
+        with self.guard("scatter", (axis,), note) as guard:
+            guard.meet()
             dist.scatter(wire, parts, group=self.group(axis), group_src=self._place(axis, source))
         return from_wire(wire[: mine * itemwidth], like.dtype, shapes[me])
 
@@ -173,7 +181,9 @@ class ProcessGroupComm(PlainComm):
             ranks = tuple(dist.get_process_group_ranks(group) if group else sorted(spots))
             peers = tuple(spots[r] for r in ranks)
             backend = dist.get_backend(group or self.group(key[0]))
-            found = self._alongs[key] = Along(peers, ranks, group, backend, list(peers) == sorted(peers))
+            found = self._alongs[key] = Along(
+                peers, ranks, group, backend, list(peers) == sorted(peers), clock_of(group, ranks)
+            )
         return found
 
     def _peers(self, axes: Sequence[int]) -> tuple[Coords, ...]:
@@ -194,9 +204,16 @@ class ProcessGroupComm(PlainComm):
         ranges = [range(k) if a in axes else (self.coords[a],) for a, k in enumerate(self.shape)]
         return list(itertools.product(*ranges))
 
-    def naming(self, kind: str, axes: int | Sequence[int]) -> _Naming:
-        """A failure inside says which collective on which axes it was."""
-        return _Naming(self, kind, (axes,) if isinstance(axes, int) else tuple(axes))
+    def guard(self, kind: str, axes: Sequence[int], note: Note | None = None) -> Guard:
+        """What a collective on these axes runs inside of; without a note, on behalf of the step that runs now."""
+        key = tuple(axes)
+        found = self._places.get(key)
+        if found is None:
+            along, names = self.along(axes), "+".join(self.axis_names[a] for a in axes)
+            where = f"mesh axis {names!r} ({len(along.ranks)} ranks)"
+            found = self._places[key] = along, where, f" at coordinates {self.coords}"
+        along, where, at = found
+        return Guard(along, kind, where, at, note)
 
     # -- collectives ----------------------------------------------------------------------------------------
     def each(
@@ -205,7 +222,8 @@ class ProcessGroupComm(PlainComm):
         return func(local, self.coords)
 
     def stack(self, local: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-        with self.naming("all_gather", axes):
+        with self.guard("all_gather", axes) as guard:
+            guard.meet()
             return torch.stack(self._gather(axes, local.contiguous()))
 
     def _gather(self, axes: Sequence[int], mine: torch.Tensor) -> list[torch.Tensor]:
@@ -221,7 +239,7 @@ class ProcessGroupComm(PlainComm):
         return [from_wire(came[i], mine.dtype, shape) for i in range(everyone)]
 
     def all_reduce(self, local: torch.Tensor, axes: Sequence[int], reduce_op: str) -> torch.Tensor:
-        with self.naming("all_reduce", axes):
+        with self.guard("all_reduce", axes) as guard:
             mine = local.contiguous()
             if self._is_pair(axes):
                 out, wait = self._start_pair(mine, axes, reduce_op)
@@ -232,6 +250,7 @@ class ProcessGroupComm(PlainComm):
                 return self._reduced_here(mine, axes, reduce_op)
             ordered = _is_ordered(mine, reduce_op)
             wire = _ordered(wire, reduce_op) if ordered else wire.clone(memory_format=torch.contiguous_format)
+            guard.meet()
             dist.all_reduce(wire, op=_REDUCE[reduce_op], group=self.group(axes))
             if ordered:
                 return _unordered(wire, reduce_op).to(mine.dtype)
@@ -244,17 +263,18 @@ class ProcessGroupComm(PlainComm):
         native = not _is_ordered(local, reduce_op) and _reducible(local, reduce_op) is not None
         if not pair and (not native or self.group(axes) is None):
             return None
-        naming, mine = self.naming("all_reduce", axes), local.contiguous()
-        with naming:
+        guard, mine = self.guard("all_reduce", axes), local.contiguous()
+        with guard:
             if pair:
                 out, wait = self._start_pair(mine, axes, reduce_op)
             else:
+                guard.meet()
                 out = mine if owned else mine.clone(memory_format=torch.contiguous_format)
                 wire = torch.view_as_real(out) if out.is_complex() else out
                 wait = dist.all_reduce(wire, _REDUCE[reduce_op], group=self.group(axes), async_op=True).wait
 
         def finish() -> torch.Tensor:
-            with naming, torch.no_grad():
+            with guard, torch.no_grad():
                 wait()
             return out
 
@@ -270,16 +290,15 @@ class ProcessGroupComm(PlainComm):
         self, mine: torch.Tensor, axes: Sequence[int], reduce_op: str
     ) -> tuple[torch.Tensor, Callable[[], Any]]:
         """In pieces, so that one is reduced while the next travels."""
-        group, reduce = self.group(axes), REDUCTIONS[reduce_op]
+        along, reduce = self.along(axes), REDUCTIONS[reduce_op]
+        other = 1 - dist.get_rank(along.group)
         mine = mine.resolve_conj().resolve_neg().contiguous()
         out = torch.empty_like(mine)
         length = max(_PAIR_PIECE // out.element_size(), 1)
         pairs = list(zip(mine.view(-1).split(length), out.view(-1).split(length), strict=True))
         works = []
         for sent, came in pairs:
-            n = came.numel() * width(came.dtype)
-            counts = [0, n] if dist.get_rank(group) == 0 else [n, 0]
-            works.append(start_all_to_all(as_wire(came), counts, as_wire(sent), counts, group))
+            works.append(start_sends([(other, as_wire(sent))], [(other, as_wire(came))], along))
 
         def wait() -> None:
             for work, (sent, came) in zip(works, pairs, strict=True):
@@ -316,32 +335,6 @@ class ProcessGroupComm(PlainComm):
         """For each rank of the group, in its order, its number in the order of coordinates."""
         number = {c: i for i, c in enumerate(self._everyone(axes))}
         return [number[c] for c in self._peers(axes)]
-
-
-class _Naming:
-    """Around a collective: a failure inside says which one on which axes it was."""
-
-    __slots__ = ("axes", "comm", "kind")
-
-    def __init__(self, comm: ProcessGroupComm, kind: str, axes: tuple[int, ...]) -> None:
-        self.comm, self.kind, self.axes = comm, kind, axes
-
-    def __enter__(self) -> None:
-        if tracing_mode() is not None:  # what comes in would be a constant of the graph
-            names = "+".join(self.comm.axis_names[a] for a in self.axes)
-            raise CommError(
-                f"{self.kind} on mesh axis {names!r} while torch.fx traces (make_fx): what other ranks send would be "
-                f"lost from the graph; trace what runs between the moves"
-            )
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, (RuntimeError, ValueError)):
-            return
-        comm, names = self.comm, "+".join(self.comm.axis_names[a] for a in self.axes)
-        ranks = [comm._rank(c) for c in comm._everyone(self.axes)]
-        lost = who_is_lost(error, ranks)
-        where = f"mesh axis {names!r} ({len(ranks)} ranks) failed at coordinates {comm.coords}"
-        raise CommError(f"{self.kind} on {where}{lost}: {error}") from error
 
 
 def _is_ordered(x: torch.Tensor, op: str) -> bool:

@@ -6,16 +6,18 @@ Each value has its own native autograd graph, so uneven shapes are no special ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shardwise.comm.plain_writes import DifferentWritesError, Done, Targets, Watch, place, run_unknown, run_writes
 from shardwise.errors import LayoutError
-from shardwise.functions import writes_first
+from shardwise.functions import may_write, writes_first, written
 from shardwise.protocols import Ctx
-from shardwise.torch_private import make_wrapper, reentrant
+from shardwise.torch_private import make_wrapper, reentrant, storage_users
 
 
 class PerRank(tuple):
@@ -52,6 +54,8 @@ class RankTensor(torch.Tensor):
             return surface(*args, **(kwargs or {}))
         if len(types) > 1 and not all(issubclass(cls, kind) for kind in types):
             return NotImplemented  # a distributed tensor says what it thinks of meeting a local one
+        if is_list_op(func) and writes_first(func):
+            return _write_positions(func, args, kwargs or {})
         return map_ranks(func, args, kwargs or {})
 
     @classmethod
@@ -114,39 +118,106 @@ def map_ranks(
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    keys: Sequence[Any] | None = None,
+    keys: Sequence[tuple[Hashable, ...]] | None = None,
+    watched: bool = False,
 ) -> Any:
-    """`func` on each rank's values. Ranks whose inputs are the same objects (and keys equal) share one call."""
+    """`func` on each rank's values. Ranks whose inputs are the same objects (and keys equal) share one call. Without
+    keys it is the program that calls. A `watched` function may write into tensors that it was not given."""
     many = [*_many_in(args), *_many_in(kwargs)]
     tensors = [x for x in many if isinstance(x, RankTensor)]
     copies = any(x.copies for x in tensors)
-    target: Any = args or tuple(kwargs.values())
-    while isinstance(target, (list, tuple)) and target and not isinstance(target, PerRank):
-        target = target[0]
-    written = isinstance(target, RankTensor) and (func in _IN_PLACE or writes_first(func))
-    done: dict[Any, Any] = {}
-    results = []
-    lent: dict[int, Any] = {}
-    for rank in range(len(tensors[0].ranks) if tensors else len(many[0])):
-        if written:
-            key: Any = id(target.ranks[rank])  # one write per value: ranks that share it agree on what is written
-        else:
-            key = (
-                keys[rank] if keys else None,
-                *(id(x.ranks[rank]) if isinstance(x, RankTensor) else x[rank] for x in many),
-            )
-        if key not in done:
-            mine = _at((args, kwargs), rank)
-            if copies:
-                taken = (id(x.ranks[rank]) for x in tensors if x.copies)
-                mine = _as_copies(mine, {v for v in taken if lent.setdefault(v, key) != key})
-            done[key] = func(*mine[0], **mine[1])
-        results.append(done[key])
+    targets: Targets = written(func, args, kwargs) if may_write(func, kwargs) else []
+    ranks = range(len(tensors[0].ranks) if tensors else len(many[0]))
+    which = [_call_key(rank, func, many, targets, keys) for rank in ranks]
+    lent: dict[int, Hashable] = {}
+
+    def run(rank: int) -> object:
+        mine = _at((args, kwargs), rank)
+        if copies:
+            key = which[rank]
+            taken = (id(x.ranks[rank]) for x in tensors if x.copies)
+            mine = _as_copies(mine, {v for v in taken if lent.setdefault(v, key) != key})
+        return func(*mine[0], **mine[1])
+
+    first: dict[Hashable, int] = {}
+    for rank, key in enumerate(which):
+        first.setdefault(key, rank)
+    if targets and len(first) > 1 and (keys is None or _several_groups(keys)):
+        done = _run_writes(func, run, first, targets, tensors, keys is None)
+    elif watched and len(first) > 1:
+        watch = Watch(func)
+        own = lambda rank: [x.ranks[rank] for x in tensors]  # noqa: E731
+        done = {key: watch.run(functools.partial(run, rank), own(rank)) for key, rank in first.items()}
+        watch.settle()
+    elif keys is None and len(first) > 1:
+        plain = [t for t in tree_flatten((args, kwargs))[0] if type(t) is torch.Tensor and not t.is_inference()]
+        done = run_unknown(func, {key: functools.partial(run, rank) for key, rank in first.items()}, plain)
+    else:
+        done = {key: run(rank) for key, rank in first.items()}
+    results = [done[key] for key in which]
     _note_use(results, tensors)
+    for _, target in targets:  # a call that returns what it wrote into returns the object itself
+        held = target.ranks if isinstance(target, RankTensor) else (target,) * len(results)
+        if all(result is value for result, value in zip(results, held, strict=True)):
+            return target
     made = joined(results)
     if copies:
         tree_map_only(RankTensor, _note_copies, made)
     return made
+
+
+def _several_groups(keys: Sequence[tuple[Hashable, ...]]) -> bool:
+    """Whether ranks of several groups call, as on a sub-mesh: what they hold may be the same memory."""
+    return keys[0][0] != keys[-1][0]
+
+
+def _call_key(
+    rank: int, func: object, many: Sequence[Any], targets: Targets, keys: Sequence[Hashable] | None
+) -> Hashable:
+    """What tells calls apart: ranks with equal keys share one."""
+    if func in _IN_PLACE:
+        return id(many[0].ranks[rank])  # once a value, like a write
+    if keys is None:
+        if not targets:
+            return tuple(id(x.ranks[rank]) if isinstance(x, RankTensor) else x[rank] for x in many)
+        return tuple(place(x.ranks[rank]) if isinstance(x, RankTensor) else x[rank] for x in many)
+    if targets and isinstance(targets[0][1], RankTensor) and writes_first(func):
+        return id(targets[0][1].ranks[rank])  # one write per value: ranks that share it agree on what is written
+    return keys[rank], *(id(x.ranks[rank]) if isinstance(x, RankTensor) else x[rank] for x in many)
+
+
+def _run_writes(
+    func: object,
+    run: Callable[[int], object],
+    first: dict[Hashable, int],
+    targets: Targets,
+    tensors: Sequence[RankTensor],
+    may_part: bool,
+) -> Done:
+    """The calls of an op that writes. Where ranks share what they write into, they must write the same, or they part:
+    each gets its own, if nobody else has the memory."""
+    calls = {
+        key: (functools.partial(run, rank), [(what, _at(t, rank)) for what, t in targets])
+        for key, rank in first.items()
+    }
+    needs_grad = (torch.is_grad_enabled() and writes_first(func)) and any(
+        t.requires_grad for x in (*tensors, *(t for _, t in targets)) for t in (getattr(x, "ranks", None) or (x,))
+    )
+    try:
+        return run_writes(func, calls, needs_grad)
+    except DifferentWritesError:
+        shared = [t for _, t in targets if isinstance(t, RankTensor)]
+        if not may_part or len(shared) < len(targets) or needs_grad or not all(map(_is_alone, shared)):
+            raise
+    for target in shared:
+        target.ranks = tuple(v.clone() for v in target.ranks)
+    return {key: run(rank) for key, rank in first.items()}
+
+
+def _is_alone(target: RankTensor) -> bool:
+    """Whether nobody but these ranks has the memory of what they hold."""
+    values = unique(target.ranks)
+    return all(storage_users(v) == 1 for v in values)
 
 
 def _as_copies(call: Any, taken: set[int]) -> Any:
@@ -176,6 +247,22 @@ class _Copy(torch.autograd.Function):
         return tangent.view_as(tangent)
 
 
+class _Recorded(torch.autograd.Function):
+    """A tensor without gradient, so that what is done with it is recorded, as if it came from the other one."""
+
+    @staticmethod
+    def forward(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
 def _note_copies(made: RankTensor) -> RankTensor:
     made.copies = True
     return made
@@ -189,15 +276,38 @@ def _note_use(results: Any, tensors: Sequence[RankTensor]) -> None:
             tensor.used = True
 
 
-def is_list_op(func: Callable[..., Any]) -> bool:
+def is_list_op(func: object) -> bool:
     """Whether it is one of torch's ops on lists of tensors."""
     return getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
 
 
-def map_positions(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _write_positions(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    keys: Sequence[tuple[Hashable, ...]] | None = None,
+) -> None:
+    """A list op that writes, one position after the other: ranks may share what is in one and not in another."""
+    count = _count_positions(args, kwargs)
+    for j in range(count):
+        at = lambda a, j=j: a[j : j + 1] if isinstance(a, (list, tuple)) and len(a) == count else a  # noqa: E731
+        map_ranks(func, [at(a) for a in args], {k: at(v) for k, v in kwargs.items()}, keys)
+
+
+def _count_positions(args: Sequence[object], kwargs: Mapping[str, object]) -> int:
+    return max(len(a) for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)))
+
+
+def map_positions(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], keys: Sequence[tuple[Hashable, ...]]
+) -> Any:
     """A list op. Its positions are calls of their own, each shared by the ranks that hold the same tensors there.
     Positions that are shared alike go in one call."""
-    count = max(len(a) for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)))
+    if writes_first(func) and _several_groups(keys):
+        targets = [unique(target.ranks) for target in args[0]]
+        if any(len(set(map(place, values))) < len(values) for values in targets):
+            return _write_positions(func, args, kwargs, keys)
+    count = _count_positions(args, kwargs)
     tensors = [*_many_in(args), *_many_in(kwargs)]
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and len(a) == count]
     deciding = [a for a in lists if isinstance(a[0], RankTensor)][: 1 if writes_first(func) else None]
@@ -212,15 +322,20 @@ def map_positions(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
         long = isinstance(value, (list, tuple)) and len(value) == count
         return _at([value[j] for j in positions] if long else value, rank)
 
+    # torch records a list op for all positions if it does for one: so do several calls in place of one
+    anchors = [v for t in tensors if isinstance(t, RankTensor) for v in t.ranks if v.requires_grad][:1]
+    recorded = bool(anchors) and len(alike) > 1 and torch.is_grad_enabled() and not writes_first(func)
+
+    def call(positions: list[int], rank: int) -> Any:
+        mine = [at(a, positions, rank) for a in args], {k: at(v, positions, rank) for k, v in kwargs.items()}
+        if recorded:
+            mine = tree_map_only(torch.Tensor, lambda v: v if v.requires_grad else _Recorded.apply(v, *anchors), mine)
+        return func(*mine[0], **mine[1])
+
     results: list[Any] = [None] * count
     nothing = False
     for who, positions in alike.items():
-        done = {
-            rank: func(
-                *(at(a, positions, rank) for a in args), **{k: at(v, positions, rank) for k, v in kwargs.items()}
-            )
-            for rank in set(who)
-        }
+        done = {rank: call(positions, rank) for rank in set(who)}
         nothing = done[who[0]] is None
         for n, j in enumerate(positions if not nothing else ()):
             results[j] = RankTensor([done[rank][n] for rank in who])

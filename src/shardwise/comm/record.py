@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Protocol
 
 from shardwise.torch_private import current_node
@@ -76,8 +77,17 @@ class Recorder:
             self._take(entry)
 
 
+class Described(Protocol):
+    """What a step of a move says of itself."""
+
+    def describe(self) -> str: ...
+
+
 class _OfThread(threading.local):
     recorders: list[Recorder] | None = None
+    note: Note | None = None  # on whose behalf a step of a move runs now
+    step: Described | None = None  # that step
+    digest = 0  # its number
 
 
 of_thread = _OfThread()
@@ -138,13 +148,17 @@ def tell(axis: str, kind: str, received: int, note: Note, to: Sequence[Recorder]
 _NOT_THE_USERS = frozenset({"shardwise", "torch", "contextlib", "functools"})
 
 
-def user_line() -> str:
-    """file:line of the innermost frame that is neither ours nor torch's, by the module its code is of: a path says
-    nothing, since users may call their folders as they like and run code that has no file."""
-    frame = sys._getframe(1)
+def is_of_user(frame: FrameType) -> bool:
+    """Whether a frame is neither ours nor torch's, by the module its code is of: a path says nothing, since users may
+    call their folders as they like and run code that has no file."""
+    return (frame.f_globals.get("__name__") or "").partition(".")[0] not in _NOT_THE_USERS
+
+
+def user_line(frame: FrameType | None = None) -> str:
+    """file:line of the innermost frame of the user's program, from a frame on (default: the caller's)."""
+    frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
-        module = frame.f_globals.get("__name__") or ""
-        if module.partition(".")[0] not in _NOT_THE_USERS:
+        if is_of_user(frame):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "?"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -46,19 +46,24 @@ class SimulatedComm(Comm):
     def per_rank(self, of: Callable[[Coords], Any]) -> PerRank:
         return PerRank(of(coords) for coords in self.grid)
 
-    def bind(self, func: Callable[..., Any], axes: Sequence[int] = ()) -> Callable[..., Any]:
-        keys = [
-            (spectator, *(coords[a] for a in axes))
-            for spectator, coords in zip(self.spectators, self.grid, strict=True)
-        ]
+    def _keys(self, axes: Sequence[int]) -> list[tuple[Hashable, ...]]:
+        """What tells the calls of ranks apart, beside what they hold: the group, and the coordinates on `axes`."""
+        ranks = zip(self.spectators, self.grid, strict=True)
+        return [(spectator, *(coords[a] for a in axes)) for spectator, coords in ranks]
 
+    def bind(self, func: Callable[..., Any], axes: Sequence[int] = ()) -> Callable[..., Any]:
+        keys = self._keys(axes)
         if is_list_op(func):
-            return lambda *args, **kwargs: map_positions(func, args, kwargs)
+            return lambda *args, **kwargs: map_positions(func, args, kwargs, keys)
 
         def on_all_ranks(*args: Any, **kwargs: Any) -> Any:
             return map_ranks(func, args, kwargs, keys)
 
         return on_all_ranks
+
+    def bind_program(self, func: Callable[..., Any], axes: Sequence[int] = ()) -> Callable[..., Any]:
+        keys = self._keys(axes)
+        return lambda *args, **kwargs: map_ranks(func, args, kwargs, keys, watched=True)
 
     def values(self, local: Any) -> tuple[torch.Tensor, ...]:
         return tuple(unique(local.ranks))

@@ -129,7 +129,33 @@ def after_write(target: Wrapper) -> None:
             _make_stale(storage, tensor)
         else:
             with _under_way(tensor):
-                tensor.copy_(copy.again(copy.source))
+                _take_again(tensor, copy.again(copy.source))
+
+
+def _take_again(copy: Wrapper, value: Wrapper) -> None:
+    """Give a copy of a view the values that the view has now."""
+    comm = copy._layout.mesh.comm
+    pairs = list(zip(comm.values(copy._local), comm.values(value._local), strict=True))
+    if not any(_overlaps(mine) for mine, _ in pairs):
+        copy.copy_(value)
+        return
+    for mine, now in pairs:  # windows that overlap: what they are views of is written, each element once
+        base, fresh = mine._base, now._base
+        if base is None or fresh is None:
+            mine.copy_(now)
+        else:
+            base.copy_(fresh)
+    copy._spreads = None
+
+
+def _overlaps(value: torch.Tensor) -> bool:
+    """Whether elements of a tensor may share memory with each other."""
+    reach = 0
+    for step, size in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n > 1):
+        if step <= reach:
+            return bool(value.numel())
+        reach += step * (size - 1)
+    return False
 
 
 @contextlib.contextmanager

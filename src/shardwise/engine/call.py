@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 import shardwise.rules  # noqa: F401  (importing them registers them)
 from shardwise.caches import PlanCache, register_cache
+from shardwise.comm.watch import errors
 from shardwise.context import of_thread
 from shardwise.engine import autocast
 from shardwise.engine.call_shape import op_name, tensors_in
@@ -52,7 +53,11 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
     """`__torch_function__`: a torch function on distributed tensors runs its cached plan, or makes one."""
     special = SPECIAL.get(func)
     if special is not None:
-        return special(*args, **kwargs) if kwargs else special(*args)
+        try:
+            return special(*args, **kwargs) if kwargs else special(*args)
+        except Exception as error:
+            errors.add(op_name(func), error)
+            raise
     key: list[Any] = [func]
     local_args: list[Any] = []
     local_kwargs = _NO_KWARGS
@@ -92,12 +97,16 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
         plan = PLANS.get(whole_key)
     except TypeError:  # an argument without a hash: there is nothing to remember this plan by
         return planned(func, args, kwargs)(args, kwargs, local_args, local_kwargs)
-    if plan is None:
-        plan = planned(func, args, kwargs)
-        PLANS.add(whole_key, plan)
-    else:
-        PLANS.hits += 1
-    return plan(args, kwargs, local_args, local_kwargs)
+    try:
+        if plan is None:
+            plan = planned(func, args, kwargs)
+            PLANS.add(whole_key, plan)
+        else:
+            PLANS.hits += 1
+        return plan(args, kwargs, local_args, local_kwargs)
+    except Exception as error:
+        errors.add(op_name(func), error)
+        raise
 
 
 def _check_gradient_is_kept(func: Callable[..., Any], args: Sequence[Any]) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import MeshError
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
+from shardwise.strategy.memory import correct_memory, restrided
 from shardwise.strategy.spec import Operand
-from shardwise.torch_private import schema_of
+from shardwise.torch_private import schema_of, storage_id
 from shardwise.wrapper import Wrapper
 
 Path = tuple[Any, ...]  # where a tensor stands: the number or name of an argument, then positions in lists
@@ -101,19 +103,35 @@ class CallShape:
         spare = iter(values)
         return tree_map_only(Wrapper, lambda _: next(spare), (tuple(self.args), dict(self.kwargs)))
 
-    def check(self) -> None:
-        """Raise torch's own error if torch refuses the call for its shapes or dtypes."""
+    def check(self) -> object:
+        """Raise torch's own error if torch refuses the call for its shapes or dtypes. The result on meta tensors; None
+        where torch cannot tell it."""
         if not {"device", "generator"}.isdisjoint(self.kwargs):
-            return  # a meta tensor cannot stand in: a real tensor would be made, or random numbers drawn
+            return self.told()
         try:
-            self.run_meta()
+            return self.run_meta()
         except NotImplementedError:
-            return
+            return None
         except Exception as error:
             if asks_for_a_value(error) and numbers_in(self):
                 raise
             if "meta" not in str(error):
                 self.refuse(error)
+            return None
+
+    def told(self) -> object:
+        """The result on meta tensors; None where torch cannot tell it: the call itself says then what is wrong."""
+        if "out" in self.kwargs:
+            return None
+        given, self.kwargs = self.kwargs, {k: v for k, v in self.kwargs.items() if k != "generator"}
+        if self.kwargs.get("device") is not None:  # else a real tensor would be made
+            self.kwargs["device"] = "meta"
+        try:
+            return self.run_meta()
+        except Exception:
+            return None
+        finally:
+            self.kwargs = given
 
     def refuse(self, error: Exception) -> None:
         """Raise the error that the call raises on zeros, if it raises one: meta kernels, which raised `error`, refuse
@@ -130,7 +148,28 @@ class CallShape:
         self._index_of = {id(meta): i for i, meta in enumerate(self.metas)}
         args, kwargs = self.with_tensors(self.metas)
         with torch.no_grad():
-            return self.func(*args, **kwargs)
+            result = self.func(*args, **kwargs)
+            if not numbers:
+                self._correct_empty(result)
+            correct_memory(self.func, self.layouts[0].device.type, result, args, kwargs)
+        return result
+
+    def _correct_empty(self, result: object) -> None:
+        """Give results without elements the strides of torch's other kernels, which cost next to nothing there."""
+        empty = [out for out in tree_leaves(result) if isinstance(out, torch.Tensor) and not out.numel()]
+        if not empty or sum(math.prod(layout.shape) for layout in self.layouts) > 2**12:
+            return
+        schema = schema_of(self.func)
+        if not {"device", "generator", "out"}.isdisjoint(self.kwargs) or (schema and schema.name[:6] != "aten::"):
+            return
+        zeros = [torch.empty_strided(t.shape, t.stride, dtype=t.dtype).zero_() for t in self.layouts]
+        args, kwargs = self.with_tensors(zeros)
+        with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            real = tree_leaves(self.func(*args, **kwargs))
+        for out, like in zip(tree_leaves(result), real, strict=True):
+            if isinstance(out, torch.Tensor) and out.shape == like.shape and self.base_of(out) is None:
+                restrided(out, like.stride())
 
     def described(self) -> Any:
         """The result of `run_meta`, with errors as torch raises them for real tensors (see `refuse`); and
@@ -147,8 +186,17 @@ class CallShape:
 
     def base_of(self, out: object) -> int | None:
         """The number of the operand that `out`, a result of `run_meta`, is or is a view of; None for a new tensor."""
-        base = self._index_of.get(id(getattr(out, "_base", None)))
-        return base if base is not None else self._index_of.get(id(out))
+        if not isinstance(out, torch.Tensor):
+            return None
+        same = self._index_of.get(id(out))
+        if same is not None:
+            return same
+        memory = storage_id(out)  # detach() has no `_base`
+        return next((i for i, meta in enumerate(self.metas) if _is_in(meta, memory)), None)
+
+
+def _is_in(meta: object, memory: int) -> bool:
+    return isinstance(meta, torch.Tensor) and storage_id(meta) == memory
 
 
 def asks_for_a_value(error: Exception) -> bool:

@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_map_only
 from shardwise.comm.record import Note
 from shardwise.context import is_strict
 from shardwise.engine.aliasing import after_write, before_write, note_copies
-from shardwise.engine.call_shape import CallShape, Path, fetch, put
+from shardwise.engine.call_shape import CallShape, Path, fetch, put, tensors_in
 from shardwise.engine.plain_tensors import replicated_like
 from shardwise.engine.plan import Plan, refuse
+from shardwise.engine.results import Memory
 from shardwise.functions import writes_first
 from shardwise.layout import contiguous_stride
 from shardwise.layout.layout import dense_stride
@@ -50,6 +51,7 @@ class replicated:
         self.written = _written_paths(func, call)
         self.viewed = _viewed_path(func, call) if self.moves else None
         self.invoke = self.comm.bind(func)
+        self.memory = Memory(call, call.told())
         strides = {i: dense_stride(self.whole[i].shape, self.whole[i].stride) for i in self.moved}
         self.in_order = {
             i: self.comm.bind(functools.partial(_stored, stride=stride))
@@ -72,6 +74,8 @@ class replicated:
         result = self.invoke(*local_args, **local_kwargs)
         written = [self._write_back(i, (args, kwargs), (local_args, local_kwargs)) for i in self.written]
         wrapped = tree_map_only(torch.Tensor, lambda x: self._wrapped(x, written), result)
+        if not self.written:
+            self.memory.report(wrapped, args)
         if self.viewed is not None:
             note_copies(self.func, args, kwargs, self.viewed, wrapped, self.name)
         return wrapped
@@ -134,9 +138,12 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         target = args[0]
+        # what backward needs is the value from before the write
+        recorded = any(is_recorded(t) for _, t in tensors_in(args, kwargs))
+        to_outlive = torch.clone if recorded else lambda target: target
         if not isinstance(target, (list, tuple)):
-            return write(target, functional(_to_outlive(target), *args[1:], **kwargs))
-        values = functional([_to_outlive(one) for one in target], *args[1:], **kwargs)
+            return write(target, functional(to_outlive(target), *args[1:], **kwargs))
+        values = functional([to_outlive(one) for one in target], *args[1:], **kwargs)
         for one, value in zip(target, values, strict=True):
             write(one, value)
         return target
@@ -149,15 +156,19 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
     return run
 
 
-def _to_outlive(target: Any) -> Any:
-    """The target, or a copy where backward will need its value from before the write."""
-    return target.clone() if is_recorded(target) else target
-
-
 def rebound(func: Callable[..., Any]) -> Plan:
     """The plan of an in-place op that changes its target's shape (unsqueeze_, t_): the target becomes the view."""
     functional = functional_form(func)
-    return lambda args, kwargs, local_args, local_kwargs: rebind(args[0], functional(*args, **kwargs))
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        target = args[0]
+        base = target._layout.mesh.comm.first(target._local)._base
+        if torch.is_grad_enabled() and target.requires_grad and (target.is_leaf or (base is not None and base.is_leaf)):
+            view_of = "" if target.is_leaf else "view of a "
+            raise RuntimeError(f"a {view_of}leaf Variable that requires grad is being used in an in-place operation.")
+        return rebind(target, functional(*args, **kwargs))
+
+    return run
 
 
 def not_in_place(func: Callable[..., Any]) -> Callable[..., Any]:

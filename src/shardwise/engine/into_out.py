@@ -116,7 +116,7 @@ def _resized(name: str, out: Any, value: Any) -> Any:
         )
     if not isinstance(value, Wrapper):
         return out.resize_(value.shape).copy_(value)
-    return rebind(out, value.to(out.dtype, copy=True))
+    return rebind(out, value.to(out.dtype, copy=True).requires_grad_(out.requires_grad))
 
 
 def _overloads(name: str, with_out: bool) -> list[Any]:

@@ -39,7 +39,7 @@ def freeze(arg: Any, func: Callable[..., Any] | None = None) -> Frozen:
     kind = type(arg)
     if kind in _THEMSELVES:
         return arg, arg
-    if kind is float or kind is complex:
+    if kind is float:
         return (kind if func in ANY_FLOAT and arg not in ODD_FLOATS else (kind, arg)), arg
     if kind is slice:
         arg = with_numbers(arg)

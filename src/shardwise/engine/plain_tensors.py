@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.boundary import odd_kind
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.context import refuses_plain
 from shardwise.engine.call_shape import tensors_in
@@ -60,8 +61,10 @@ def replicated_plain(value: torch.Tensor, mesh: Mesh) -> Wrapper:
     """A plain tensor as a Replicate one on `mesh`, sharing its memory and its autograd history."""
     if isinstance(value, RankTensor):
         raise MeshError("a RankTensor meets a DTensor; say how it is laid out: DTensor.from_local(x, mesh, placements)")
-    if value.layout is not torch.strided:
-        raise LayoutError(f"a {value.layout} tensor meets a DTensor, which only dense ones can; use x.to_dense()")
+    kind = odd_kind(value)
+    if kind:
+        dense = {"nested": "x.unbind()", "quantized": "x.dequantize()"}.get(kind, "x.to_dense()")
+        raise LayoutError(f"a {kind} tensor meets a DTensor, which only dense ones can; use {dense}")
     return wrap(mesh.comm.shared(value), replicated_like(value, mesh))
 
 

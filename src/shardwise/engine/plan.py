@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm.base import Comm
 from shardwise.comm.record import Note
@@ -18,12 +18,14 @@ from shardwise.context import is_strict, running
 from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copies, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
 from shardwise.engine.reduce_to_parts import spread_from_parts
-from shardwise.engine.results import Finish, Results, one_wrapper
+from shardwise.engine.results import Finish, Memory, Results, one_wrapper
+from shardwise.engine.saved import watched
 from shardwise.errors import StrictError
 from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
 from shardwise.move.steps import MeshStep, Spread
 from shardwise.protocols import LocalValue
+from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.spec import Algorithm, LocalCall, PerCoords, Spec
 from shardwise.torch_private import is_recorded, is_transforming, schema_of, storage_id
 from shardwise.wrapper import Wrapper, shares_memory
@@ -35,8 +37,10 @@ Moves = list[tuple[int, tuple[MeshStep, ...], bool]]  # of operands that change:
 def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape, in_place: bool) -> Plan | None:
     """The plan that a rule's answer leads to; None where the result cannot be written into the first operand."""
     if isinstance(spec, Algorithm):
-        call.check()
-        return None if in_place and not spec.writes else _run_program(spec.run, func, call.name)
+        told = call.check()
+        memory = Memory(call, None if spec.knows_memory else told)
+        run = _run_program(spec, func, call.name, memory)
+        return None if in_place and not spec.writes else watched(run, call)
     results = Results(spec, call, in_place)
     if results.refused:
         return lambda args, kwargs, local_args, local_kwargs: NotImplemented
@@ -48,36 +52,48 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     outputs = [] if in_place else results.layouts(call, assignment.outputs)
     split = split_axes(inputs, outputs)
     moves = operand_moves(call, inputs, assignment.splits or [split] * len(inputs))
-    change = in_new_memory if results.base is None and spec.may_alias else lambda func: func
+    base = None if results.base is None else call.paths[results.base]
+    moved = any(i == results.base and not spread_only for i, _, spread_only in moves)
+    if results.same and results.single and moved and not in_place and base is not None:
+        return lambda args, kwargs, local_args, local_kwargs: fetch(args, kwargs, base)  # torch returns its argument
+    change = as_it_is
+    if results.base is None and spec.may_alias:
+        change = in_new_memory
+    elif results.base is None and not in_place and assignment.splits is None and any(map(leaves_empty, inputs)):
+        change = in_new_memory_if_empty
     if assignment.local is None:
         invoke, takes_all = call.mesh.comm.bind(change(func), split), True
     else:
         local = assignment.local(inputs, outputs)
         local = PerCoords(change(local.func), local.value_at) if isinstance(local, PerCoords) else change(local)
         invoke, takes_all = bind_local(call.mesh.comm, local, split, len(inputs)), False
+    copies = any(not spread_only for _, _, spread_only in moves)
     if in_place:
         run = _run(call, inputs, moves, invoke, takes_all, lambda args, kwargs, out: args[0], assignment.reasons)
-        return _with_writes_noted(run, call.name)
-    base = None if results.base is None else call.paths[results.base]
-    moved = any(i == results.base and not spread_only for i, _, spread_only in moves)
+        noted = _with_writes_noted(run, call.name)
+        return watched(noted, call) if copies else noted
     copied = base is not None and (moved or not assignment.aliases(inputs))
     if not moves and results.single and not copied and not results.same and base in (None, (0,)):
-        direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all, base is not None)
+        direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all, results.begins[0])
         if direct is not None:
             return direct
     finish = results.finisher(outputs, base, copied, func, call.name)
-    return _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons)
+    run = _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons)
+    return watched(run, call) if copies else run
 
 
-def _run_program(program: Callable[..., Any], func: Callable[..., Any], name: str) -> Plan:
+def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memory: Memory) -> Plan:
     """The plan that runs the program of an op, under whose name the ledger notes its moves. Where a view op's result
     is a copy then, that is noted too."""
-    schema = schema_of(func)
+    schema, program = schema_of(func), algorithm.run
     views = schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+    views = views or algorithm.is_view
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         with running(name):
             result = program(*args, **kwargs)
+        if not isinstance(result, Wrapper) or not any(result is arg for arg in args):
+            memory.report(result, args)
         if views and not all(shares_memory(args[0], view) for view in tree_flatten(result)[0]):
             note_copies(func, args, kwargs, (0,), result, name)
         return result
@@ -86,20 +102,28 @@ def _run_program(program: Callable[..., Any], func: Callable[..., Any], name: st
 
 
 def _run_direct(
-    paths: list[Path], wrap_one: Callable[[LocalValue], Any], invoke: Callable[..., Any], takes_all: bool, is_view: bool
+    paths: list[Path], wrap_one: Callable[..., Any], invoke: Callable[..., Any], takes_all: bool, begin: int | None
 ) -> Plan | None:
-    """The shortest plans, where nothing moves and one tensor comes out: a new one, or a view of the first argument,
-    which is noted if that is a copy of a view. None for arguments in other places."""
+    """The shortest plans, where nothing moves and one tensor comes out: a new one, or a view of the first argument. A
+    view begins in memory by `begin` behind the argument, and is noted if the argument is a copy of a view. None for
+    arguments in other places."""
+    is_view, behind = begin is not None, begin or 0
 
     def view(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        result = wrap_one(invoke(local_args[0]))
+        result = wrap_one(invoke(local_args[0]), args[0]._offset + behind)
+        if COPIES:
+            note_view(args[0], result)
+        return result
+
+    def view_of_call(args: Sequence[Wrapper], _: object, local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        result = wrap_one(invoke(*local_args, **local_kwargs), args[0]._offset + behind)
         if COPIES:
             note_view(args[0], result)
         return result
 
     if takes_all:
         whole: Plan = lambda args, kwargs, local_args, local_kwargs: wrap_one(invoke(*local_args, **local_kwargs))
-        return None if is_view else whole
+        return view_of_call if is_view else whole
     if paths == [(0,)]:
         return view if is_view else lambda args, kwargs, local_args, local_kwargs: wrap_one(invoke(local_args[0]))
     if paths == [(0,), (1,)] and not is_view:
@@ -149,16 +173,31 @@ def _with_writes_noted(plan: Plan, name: str) -> Plan:
     return run
 
 
-def in_new_memory(func: Callable[..., Any]) -> Callable[..., Any]:
+def in_new_memory(func: Callable[..., object]) -> Callable[..., object]:
     """`func` with a copy of each result that shares memory with its first argument: where reshape of the whole tensor
     copies, that of a rank's shard may return a view."""
 
-    def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(x: torch.Tensor, *args: object, **kwargs: object) -> object:
         own = lambda out: out.clone() if storage_id(out) == storage_id(x) else out  # noqa: E731
-        result = func(x, *args, **kwargs)
-        return own(result) if isinstance(result, torch.Tensor) else type(result)(map(own, result))
+        return tree_map_only(torch.Tensor, own, func(x, *args, **kwargs))
 
     return call
+
+
+def in_new_memory_if_empty(func: Callable[..., object]) -> Callable[..., object]:
+    """`func` with a copy of each result without elements that shares memory with an argument: some functions return an
+    empty argument as it is, and a rank that holds nothing must be able to write where the others are."""
+
+    def call(*args: object, **kwargs: object) -> object:
+        held = {storage_id(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)}
+        own = lambda out: out.clone() if not out.numel() and storage_id(out) in held else out  # noqa: E731
+        return tree_map_only(torch.Tensor, own, func(*args, **kwargs))
+
+    return call
+
+
+def as_it_is(func: Callable[..., object]) -> Callable[..., object]:
+    return func
 
 
 def bind_local(comm: Comm, local: LocalCall, split: Sequence[int], count: int) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from shardwise.engine.into_out import into_outs, takes_outs
 from shardwise.engine.keys import ANY_FLOAT
 from shardwise.engine.plain_tensors import mesh_in, replicated_plain
 from shardwise.engine.plan import Plan, build_plan
+from shardwise.engine.saved import watched
 from shardwise.errors import ShardwiseError
 from shardwise.strategy import registry
 from shardwise.strategy.relayout import Relayout
@@ -59,7 +60,7 @@ def make_plan(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     if takes_outs(func, kwargs):
         return into_outs(func, call)
     if isinstance(func, OpOverload):
-        return replicated(func, call)
+        return watched(replicated(func, call), call)
     casts = autocast.casts_of(call) if autocast.is_on() else None
     if casts is not None and casts is not autocast.INSIDE:
         return autocast.cast_first(func, call, casts)
@@ -117,14 +118,14 @@ def _ruled(func: Callable[..., Any], call: CallShape, found: registry.Found) -> 
         if casts is not None and not autocast.done_by_ranks(spec, call, casts):
             return autocast.cast_first(func, call, casts)
     if isinstance(spec, Gathered):
-        return replicated(func, call, spec.reason, spec.check)
+        return watched(replicated(func, call, spec.reason, spec.check), call)
     in_place = found.in_place or registry.in_place_flag(func, call.args, call.kwargs)
     try:
         plan = build_plan(func, spec, call, in_place) or written_back(func, call)
     except ShardwiseError:
         raise
     except NotImplementedError:  # torch cannot tell the result's shape; if it cannot compute it either, it says so then
-        return replicated(func, call)
+        return watched(replicated(func, call), call)
     schema = schema_of(func)
     return plan if schema is None or schema.returns or not in_place else _returning_nothing(plan)
 

@@ -14,7 +14,7 @@ from shardwise.layout import Layout
 from shardwise.protocols import LocalValue
 from shardwise.strategy.spec import Result, Spec
 from shardwise.torch_private import is_any_autocast_enabled
-from shardwise.wrapper import shares_memory, wrap, wrapper_of
+from shardwise.wrapper import Wrapper, restride, shares_memory, wrap, wrapper_of
 
 Finish = Callable[[Sequence[Any], dict[str, Any], Any], Any]  # (args, kwargs, local result) -> the call's result
 
@@ -27,7 +27,7 @@ class Results:
 
     def __init__(self, spec: Spec, call: CallShape, in_place: bool) -> None:
         flat: list[Any]
-        if spec.result is not None:
+        if spec.result is not None and 0 not in spec.result.shape:  # strides of nothing follow no rule
             flat, self.tree = [spec.result], _ONE
         elif in_place and spec.in_place_without_meta:
             flat, self.tree = [], _NONE
@@ -39,8 +39,11 @@ class Results:
         self.refused = any(out is NotImplemented for out in flat)  # x == None: the other operand may know
         self.is_tensor = [isinstance(out, (torch.Tensor, Result)) for out in flat]
         self.metas = [out for out, yes in zip(flat, self.is_tensor, strict=True) if yes]
-        bases = [i for i in map(call.base_of, self.metas) if i is not None]
+        found = [call.base_of(meta) for meta in self.metas]
+        bases = [i for i in found if i is not None]
         self.base = bases[0] if bases else None  # the operand torch's results are views of
+        # of each result, None for a new tensor; for a view, how far behind its base it begins in memory
+        self.begins = [None if i is None else meta.storage_offset() for i, meta in zip(found, self.metas, strict=True)]
         self.same = self.base is not None and self.metas[0] is call.metas[self.base]  # or the operand itself
 
     @property
@@ -72,7 +75,7 @@ class Results:
             source = fetch(args, kwargs, base)
             if may_be_same and source._layout.mesh.comm.same(out, source._local):
                 return source  # contiguous() of a contiguous tensor, to() of the dtype that it has
-            result = wrap_all(out)
+            result = wrap_all(out, source._offset)
             if may_be_same and shares_memory(source, result):
                 return source  # flatten() of a flat tensor
             if copied or may_be_same:
@@ -84,32 +87,66 @@ class Results:
 
         return finish
 
-    def _wrapper(self, outputs: Sequence[Layout]) -> Callable[[Any], Any]:
-        """A function that wraps all local results in the container they come in."""
+    def _wrapper(self, outputs: Sequence[Layout]) -> Callable[..., Any]:
+        """A function that wraps all local results in the container they come in; those that are views begin in memory
+        where their base does, its second argument, and further on."""
         if self.single:
-            return one_wrapper(outputs[0])
+            wrap_one, begin = one_wrapper(outputs[0]), self.begins[0]
+            return wrap_one if not begin else lambda result, at=0: wrap_one(result, at + begin)
         if self.tree.type in (list, tuple) and len(outputs) == self.tree.num_children == self.tree.num_leaves:
             kind, by_layout = self.tree.type, {layout: wrapper_of(layout) for layout in outputs}
             wrappers = [by_layout[layout] for layout in outputs]
-            return lambda result: kind([wrapped(x) for wrapped, x in zip(wrappers, result, strict=True)])
+            begins = [begin for begin in self.begins if begin is not None]
+            if not begins:
+                return lambda result, at=0: kind([wrapped(x) for wrapped, x in zip(wrappers, result, strict=True)])
+            if len(begins) == len(outputs):
+                each = lambda result: zip(wrappers, result, begins, strict=True)
+                return lambda result, at=0: kind([wrapped(x, at + begin) for wrapped, x, begin in each(result)])
 
-        def wrap_all(result: Any) -> Any:
-            layouts = iter(outputs)
+        def wrap_all(result: object, at: int = 0) -> Any:
+            made = zip(outputs, self.begins, strict=True)
             flat, _ = tree_flatten(result, is_leaf=lambda x: isinstance(x, torch.Tensor))
-            wrapped = [wrap(x, next(layouts)) if t else x for x, t in zip(flat, self.is_tensor, strict=True)]
+            wrapped = [_at(x, *next(made), at) if t else x for x, t in zip(flat, self.is_tensor, strict=True)]
             return tree_unflatten(wrapped, self.tree)
 
         return wrap_all
 
 
-def one_wrapper(layout: Layout) -> Callable[[LocalValue], Any]:
+class Memory:
+    """How the results of a call lie in memory if plain torch computes them, as far as shapes tell it."""
+
+    def __init__(self, call: CallShape, described: object) -> None:
+        """`described` is the call's result on meta tensors; None where there is none."""
+        flat = [out for out in tree_flatten(described)[0] if isinstance(out, torch.Tensor)]
+        bases = [call.base_of(out) for out in flat]
+        paths = [None if base is None else call.paths[base] for base in bases]
+        self.of_results = [
+            (tuple(out.shape), out.stride(), int(out.storage_offset()), path)
+            for out, path in zip(flat, paths, strict=True)
+        ]
+
+    def report(self, result: object, args: Sequence[Wrapper]) -> None:
+        """Have the tensors in `result` say so. What has another shape depends on values, and knows itself."""
+        tensors = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
+        if len(tensors) != len(self.of_results):
+            return
+        for tensor, (shape, stride, begin, base) in zip(tensors, self.of_results, strict=True):
+            if tensor._layout.shape == shape:
+                restride(tensor, stride, begin + (args[0]._offset if base == (0,) else 0))
+
+
+def _at(local: LocalValue, layout: Layout, begin: int | None, at: int) -> Wrapper:
+    return wrap(local, layout, 0 if begin is None else at + begin)
+
+
+def one_wrapper(layout: Layout) -> Callable[..., Any]:
     """A function that wraps a single local result. Under autocast its dtype is known only when it is there."""
     if not is_any_autocast_enabled():
         return wrapper_of(layout)
 
-    def wrap_cast(local: LocalValue) -> Any:
+    def wrap_cast(local: LocalValue, offset: int = 0) -> Any:
         dtype = layout.mesh.comm.first(local).dtype
-        return wrap(local, layout if dtype == layout.dtype else layout.replace(dtype=dtype))
+        return wrap(local, layout if dtype == layout.dtype else layout.replace(dtype=dtype), offset)
 
     return wrap_cast
 

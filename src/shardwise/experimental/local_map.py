@@ -34,7 +34,7 @@ def local_map(
     Args:
         func: takes and gives local tensors. Without it, `local_map` gives a decorator.
         out_placements: those of a single output, or a tuple with one entry for each flattened output (None for what is
-            not a tensor; a tensor with None is replicated).
+            not a tensor; a tensor with None is replicated, which takes arguments that are).
         in_placements: what `func` needs, one entry for each flattened positional argument; None takes any layout.
         in_grad_placements: those of the gradients that `func` gives its inputs, where not as the inputs: a replicated
             input of which each rank uses a part has the gradient [Partial()].
@@ -78,6 +78,7 @@ def local_map(
         ]
         out_tree: list[Any] = []
 
+        @functools.wraps(func, updated=())
         def on_one_rank(*leaves: Any) -> tuple[Any, ...]:
             call_args, call_kwargs = tree_unflatten(leaves, tree)
             outs, spec = tree_flatten(func(*call_args, **call_kwargs))
@@ -88,13 +89,13 @@ def local_map(
 
         # Ranks share a call where all they get and give is the same: not along an axis that any of it is split on.
         split = _split_axes(tensors, mesh, [as_placements(p) for p in by_output if p is not None])
-        outs = mesh.comm.bind(on_one_rank, split)(*local_args)
+        outs = mesh.comm.bind_program(on_one_rank, split)(*local_args)
         if len(by_output) != len(outs):
             raise LayoutError(
                 f"{name}: out_placements has {len(by_output)} entries for {len(outs)} flattened outputs; give a tuple "
                 f"with one for each, None for what is not a tensor"
             )
-        wrapped = [_distributed(out, by_output[i], mesh, f"{name}: output {i}") for i, out in enumerate(outs)]
+        wrapped = [_distributed(out, by_output[i], mesh, split, f"{name}: output {i}") for i, out in enumerate(outs)]
         return tree_unflatten(wrapped, out_tree[0])
 
     return on_distributed
@@ -143,8 +144,13 @@ def _split_axes(inputs: Sequence[DTensor], mesh: Mesh, outputs: Sequence[tuple[P
     return tuple(axis for axis in range(len(mesh.shape)) if any(not p[axis].is_replicate() for p in layouts))
 
 
-def _distributed(out: Any, placements: Any, mesh: Mesh, what: str) -> Any:
+def _distributed(out: Any, placements: Any, mesh: Mesh, split: tuple[int, ...], what: str) -> Any:
     if isinstance(out, torch.Tensor):
+        if placements is None and split:
+            raise LayoutError(
+                f"{what} is a tensor that each rank made of its own part of the arguments, but out_placements does not "
+                f"say how it is laid out; give its placements: [Shard(0)], say, or [Partial()]"
+            )
         return DTensor.from_local(out, mesh, placements)
     if placements is not None:
         raise LayoutError(

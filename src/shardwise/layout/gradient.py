@@ -29,5 +29,13 @@ def summed_axes(layout: Layout) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(layout.placements) if p.is_partial("sum"))
 
 
-for _name, _cached in (("grad layouts", grad_layout), ("summed axes", summed_axes)):
+@functools.lru_cache(maxsize=4096)
+def unsummed_axes(layout: Layout) -> tuple[int, ...]:
+    """The axes along which ranks hold the parts of another reduction than a sum."""
+    return tuple(axis for axis, p in enumerate(layout.placements) if p.is_partial() and not p.is_partial("sum"))
+
+
+for _name, _cached in (
+    ("grad layouts", grad_layout), ("summed axes", summed_axes), ("unsummed axes", unsummed_axes),
+):  # fmt: skip
     register_cache(_name, _cached.cache_info, _cached.cache_clear)

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -42,7 +43,10 @@ def dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
 class Layout:
     """Where every element of a tensor lives. Make one with `Layout.make`."""
 
-    __slots__ = ("mesh", "placements", "shape", "stride", "dtype", "device", "is_plain", "_sets", "__weakref__")
+    __slots__ = (
+        *("mesh", "placements", "shape", "stride", "dtype", "device", "is_plain"),
+        *("_sets", "_digest", "__weakref__"),
+    )
     mesh: Any  # has .shape (ints), .axis_names, .coords(rank) and .ranks
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
@@ -50,6 +54,7 @@ class Layout:
     dtype: Any
     device: Any
     _sets: dict[Any, Intervals]  # what `held` has found
+    _digest: int | None
     is_plain: bool  # every axis of more than one coordinate is Replicate
 
     @staticmethod
@@ -75,7 +80,7 @@ class Layout:
                 found.mesh, found.placements, found.shape = mesh, placements, shape
                 found.stride, found.dtype, found.device = stride, dtype, device
                 found.is_plain = all(p.is_replicate() or k == 1 for p, k in zip(placements, mesh.shape, strict=True))
-                found._sets = {}
+                found._sets, found._digest = {}, None
                 _interned[key] = found
         return found
 
@@ -178,6 +183,15 @@ class Layout:
     def __repr__(self) -> str:
         places = ", ".join(map(str, self.placements))
         return f"Layout({self.shape} {str(self.dtype).removeprefix('torch.')} [{places}] on {self.mesh!r})"
+
+    @property
+    def digest(self) -> int:
+        """A number that is the same in all processes; layouts that cut differently, or something else, have others."""
+        if self._digest is None:
+            cuts = [p.pieces if isinstance(p, Shard) else None for p in self.placements]
+            facts = self.shape, str(self.dtype), self.placements, cuts, self.mesh.shape, self.mesh.axis_names
+            self._digest = crc32(repr(facts).encode())
+        return self._digest
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_layout, (self.mesh, self.placements, self.shape, self.dtype, self.stride, self.device)

@@ -98,15 +98,27 @@ class View(NamedTuple):
     start: int
 
 
-def view_of(region: Region, shape: Sequence[int], sizes: tuple[int, ...] | None = None) -> View | None:
-    """How to see this region, of these sizes, of a contiguous tensor of this shape; None where a side is not one
-    interval."""
+def view_of(region: Region, shape: Sequence[int]) -> View | None:
+    """How to see this region of a contiguous tensor of this shape; None where a side is not one interval."""
     stride, start = contiguous_stride(shape), 0
     for side, step in zip(region, stride, strict=True):
         if len(side) > 1:
             return None
         start += side[0][0] * step if side else 0
-    return View(region_shape(region) if sizes is None else sizes, stride, start)
+    return View(region_shape(region), stride, start)
+
+
+def box_at(start: int, sizes: Sequence[int], shape: Sequence[int]) -> Region:
+    """The region of these sizes whose first element is number `start` of a contiguous tensor of this shape.
+
+    >>> box_at(5, (1, 2), (3, 4))
+    (((1, 2),), ((1, 3),))
+    """
+    sides = []
+    for step, n in zip(contiguous_stride(shape), sizes, strict=True):
+        low, start = divmod(start, step)
+        sides.append(((low, low + n),))
+    return tuple(sides)
 
 
 def run_start(region: Region, shape: Sequence[int]) -> int | None:

@@ -50,6 +50,11 @@ class Tiles(NamedTuple):
         return len(self.starts)
 
 
+def as_tuples(rows: np.ndarray) -> list[tuple[int, ...]]:
+    """The rows of an array, without a list for each on the way."""
+    return list(zip(*rows.T.tolist())) if rows.shape[1] else [()] * len(rows)
+
+
 def expand(counts: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For each row i the numbers first[i], first[i] + 1, ... (counts[i] of them): the rows, and the numbers."""
     rows = np.repeat(np.arange(len(counts)), counts)
@@ -66,12 +71,18 @@ def meetings(one: Tiles, other: Tiles) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.concatenate([nothing, *(pair[i] for pair in found)]) for i in (0, 1))  # type: ignore[return-value]
 
 
+_FEW = 4_000  # pairs: to look at all of them is quicker than to lay a grid
 _MOST_AT_ONCE = 4_000_000  # candidate pairs, so that tiles that all overlap do not fill the memory
 
 
 def _meetings(one: Tiles, other: Tiles) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """A coarse grid is laid over the tiles, about one tile per cell; tiles that reach into the same cell are compared.
     A pair counts in the cell of the first element both have, so it is found once."""
+    if len(one) * len(other) <= _FEW:
+        low, high = np.maximum(one.starts[:, None], other.starts), np.minimum(one.ends[:, None], other.ends)
+        i, j = np.nonzero((low < high).all(axis=2))
+        yield i, j
+        return
     lines = _grid(one, other)
     row, cell, low = _in_cells(one, lines)
     other_row, other_cell, other_low = _in_cells(other, lines)
@@ -194,9 +205,5 @@ def cells_of(tiles: Tiles) -> Tiles:
         for side in sides:
             grid = [(*cell, interval) for cell in grid for interval in side]
         out.update(grid)
-    return _without_coarser(Tiles.of([(tuple(a for a, _ in c), tuple(b - a for a, b in c)) for c in sorted(out)]))
-
-
-def _without_coarser(cells: Tiles) -> Tiles:
-    """Neighbours cut the same place differently fine: go on until no two cells overlap."""
-    return cells if first_overlap(cells) is None else cells_of(cells)
+    cells = Tiles.of([(tuple(a for a, _ in c), tuple(b - a for a, b in c)) for c in sorted(out)])
+    return cells if first_overlap(cells) is None else cells_of(cells)  # neighbours may cut a place differently fine

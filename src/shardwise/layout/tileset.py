@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwise.layout.layout import Layout
-from shardwise.layout.tiles import TileLike, Tiles
+from shardwise.layout.tiles import TileLike, Tiles, as_tuples
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class TileSet:
         if self.wholes is not None:
             return [self.wholes[rank]] if rank in self.wholes else []
         held = self.of_rank(rank)
-        return list(map(tuple, (held.ends - held.starts).tolist()))
+        return as_tuples(held.ends - held.starts)
 
     @functools.cached_property
     def key(self) -> tuple[bytes, ...]:

@@ -1,13 +1,12 @@
 """Moves: changes of layout, as steps with known bytes and known gradients."""
 
-from shardwise.move.across import CrossPlan, move_across
+from shardwise.move.across import move_across
 from shardwise.move.limit import memory_cap
 from shardwise.move.plan import MovePlan, plan_move
 from shardwise.move.planner import plan_steps
 from shardwise.move.run import move, run_move, start_move
 
 __all__ = [
-    "CrossPlan",
     "MovePlan",
     "memory_cap",
     "move",

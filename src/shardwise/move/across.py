@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from shardwise.caches import register_cache
 from shardwise.comm.base import Coords
 from shardwise.comm.bridge import regroup, share
+from shardwise.comm.guard import Guard
 from shardwise.comm.messages import along_ranks
 from shardwise.comm.record import Note
 from shardwise.errors import MoveError
@@ -24,24 +25,11 @@ from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.tileset import TileSet
 from shardwise.move.exchange import Whole
-from shardwise.move.planner import peak, plan_steps, without_sums
+from shardwise.move.planner import plan_steps, without_sums
 from shardwise.move.run import run_move, run_steps
 from shardwise.move.steps import Step, Steps
 from shardwise.move.tiles import TilePlan
 from shardwise.move.transfer import Transfer
-
-
-@lru_cache(maxsize=1024)
-def plan_across(src: Layout, dst: Layout) -> CrossPlan:
-    """What a move between two meshes does."""
-    if src.shape != dst.shape or src.dtype != dst.dtype:
-        raise MoveError(f"a move keeps shape and dtype, but {src} and {dst} differ")
-    if src.mesh.comm.simulated != dst.mesh.comm.simulated:
-        raise MoveError(f"cannot move between simulated and real ranks: from {src.mesh!r} to {dst.mesh!r}")
-    return CrossPlan(src, dst)
-
-
-register_cache("moves between meshes", plan_across.cache_info, plan_across.cache_clear)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +53,27 @@ class CrossStep(Step):
         return self.dst.mesh.comm
 
     def bytes_received(self, comm: Any) -> int:
-        return sum(map(self.plan.bytes_in, self.dst.mesh.ranks if comm.simulated else (dist.get_rank(),)))
+        return sum(map(self.bytes_in, self.dst.mesh.ranks if comm.simulated else (dist.get_rank(),)))
+
+    def bytes_in(self, rank: int) -> int:
+        return self.plan.bytes_in(rank)
+
+    def bytes_out(self, rank: int) -> int:
+        return self.plan.bytes_out(rank)
+
+    def buffer_bytes(self, rank: int) -> int:
+        return self.bytes_in(rank) + self.bytes_out(rank)
+
+    def result_bytes(self, rank: int) -> int:
+        inside = rank in self.dst.mesh.ranks
+        return math.prod(self.dst.local_shape(rank)) * self.dst.dtype.itemsize if inside else 0
 
     def run(self, comm: Any, local: Any) -> Any:
         if comm.simulated:
             return self._at_hand(comm, local)
-        out = Transfer(self.plan, (local,), dist.get_rank(), along_ranks(self.ranks, local.device)).finish()
+        me, along = dist.get_rank(), along_ranks(self.ranks, local.device)
+        with Guard(along, self.kind, f"meshes of {len(self.ranks)} ranks", f" on rank {me}"):
+            out = Transfer(self.plan, (local,), me, along).finish()
         return out[0] if out else local.new_empty(0)
 
     def _at_hand(self, comm: Any, local: Any) -> Any:
@@ -83,81 +86,34 @@ class CrossStep(Step):
         grid = self.dst.mesh.comm.grid
         return self.dst.mesh.comm.assemble(range(len(grid)), [made[coords] for coords in grid])
 
-
-class CrossPlan:
-    """What a redistribute to another mesh does: `.steps`, and what they cost each rank."""
-
-    def __init__(self, src: Layout, dst: Layout) -> None:
-        self.src, self.dst = src, dst
-        self.leaving = without_sums(src)
-        self.arriving = dst.placed({a: REPLICATE for a, p in enumerate(dst.placements) if p.is_partial()})
-        self.before: Steps = plan_steps(src, self.leaving)
-        self.after: Steps = plan_steps(self.arriving, dst)
-
-    @cached_property
-    def exchange(self) -> CrossStep:
-        """From the ranks of the one mesh to those of the other."""
-        sides = TileSet.of_layout(self.leaving), TileSet.of_layout(self.arriving)
-        plan = TilePlan(*sides, itemsize=self.dst.dtype.itemsize)
-        return CrossStep(self.leaving, self.arriving, plan, self.ranks)
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        return (*self.before, self.exchange, *self.after)
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """Everyone who takes part."""
-        return tuple(sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks}))
-
-    def _coords(self, layout: Layout, rank: int) -> Coords | None:
-        return layout.mesh.coords(rank) if rank in layout.mesh.ranks else None
-
-    def _sides(self, rank: int) -> list[tuple[Steps, Coords]]:
-        """The steps on each of the meshes that a rank is in."""
-        pairs = ((self.before, self.src), (self.after, self.dst))
-        return [(steps, at) for steps, layout in pairs if (at := self._coords(layout, rank)) is not None]
-
-    def bytes_in(self, rank: int) -> int:
-        """Bytes `rank` receives."""
-        on_meshes = sum(step.bytes_in(at) for steps, at in self._sides(rank) for step in steps)
-        return on_meshes + self.exchange.plan.bytes_in(rank)
-
-    def bytes_out(self, rank: int) -> int:
-        """Bytes `rank` sends."""
-        on_meshes = sum(step.bytes_out(at) for steps, at in self._sides(rank) for step in steps)
-        return on_meshes + self.exchange.plan.bytes_out(rank)
-
-    def lower_bound(self, rank: int) -> int:
-        """Bytes of the target that `rank` does not hold (where nothing is pending)."""
-        return self.exchange.plan.lower_bound(rank)
-
-    def peak_bytes(self, rank: int) -> int:
-        """The most bytes `rank` holds beyond the source: what is on the way, buffers and the result."""
-        here, there = self._coords(self.src, rank), self._coords(self.dst, rank)
-        held = _bytes(self.leaving, here) if here is not None and self.before else 0
-        got = _bytes(self.arriving, there) if there is not None else 0
-        during = held + got + self.exchange.plan.bytes_in(rank) + self.exchange.plan.bytes_out(rank)
-        first = peak(self.before, [here]) if here is not None else 0
-        last = got + peak(self.after, [there]) if there is not None else 0
-        return max(first, during, last)
-
-    def explain(self) -> str:
-        """The plan as text, for the busiest rank."""
-        lines = [f"{self.src} -> {self.dst}"]
-        lines += [f"  {step}" for step in self.before]
-        most = [max(map(of, self.ranks)) for of in (self.bytes_in, self.bytes_out, self.lower_bound, self.peak_bytes)]
-        lines.append(f"  tiles to tiles among {len(self.ranks)} ranks, in one all_to_all")
-        lines += [f"  {step}" for step in self.after]
-        lines.append("  busiest rank: {:,} bytes in, {:,} out; lower bound {:,}; {:,} beyond the source".format(*most))
-        return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        return self.explain()
+    def __str__(self) -> str:
+        return f"one all_to_all among the {len(self.ranks)} ranks of two meshes"
 
 
-def _bytes(layout: Layout, coords: Coords) -> int:
-    return math.prod(layout.local_shape_at(coords)) * layout.dtype.itemsize
+class Crossing(NamedTuple):
+    """The steps of a move between two meshes: on the one, from it to the other, and there."""
+
+    before: Steps
+    exchange: CrossStep
+    after: Steps
+
+
+@lru_cache(maxsize=1024)
+def plan_across(src: Layout, dst: Layout) -> Crossing:
+    """What a move between two meshes does."""
+    if src.shape != dst.shape or src.dtype != dst.dtype:
+        raise MoveError(f"a move keeps shape and dtype, but {src} and {dst} differ")
+    if src.mesh.comm.simulated != dst.mesh.comm.simulated:
+        raise MoveError(f"cannot move between simulated and real ranks: from {src.mesh!r} to {dst.mesh!r}")
+    leaving = without_sums(src)
+    arriving = dst.placed({a: REPLICATE for a, p in enumerate(dst.placements) if p.is_partial()})
+    tiles = TilePlan(TileSet.of_layout(leaving), TileSet.of_layout(arriving), itemsize=dst.dtype.itemsize)
+    ranks = tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
+    exchange = CrossStep(leaving, arriving, tiles, ranks)
+    return Crossing(plan_steps(src, leaving), exchange, plan_steps(arriving, dst))
+
+
+register_cache("moves between meshes", plan_across.cache_info, plan_across.cache_clear)
 
 
 # -- running it --------------------------------------------------------------------------------------------
@@ -176,7 +132,7 @@ def move_across(local: Any, src: Layout, dst: Layout, note: Note) -> Any:
     crossed = run_steps(src.mesh.comm, (plan.exchange,), local, note)
     if dst.mesh.comm.outside:
         return crossed
-    replicas = [a for a, p in enumerate(plan.arriving.placements) if p.is_replicate()]
+    replicas = [a for a, p in enumerate(plan.exchange.dst.placements) if p.is_replicate()]
     return run_move(share(dst.mesh.comm, crossed, replicas), dst.mesh.comm, plan.after, note)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.guard import Guard
 from shardwise.comm.messages import Along, along_ranks, as_bytes
 from shardwise.comm.record import Note, recorders, tell
 from shardwise.layout import Region
 from shardwise.move.across import CrossStep
-from shardwise.move.schedule import Member, Piece, Route, Routes, Shape
+from shardwise.move.schedule import Member, Pieces, Place, Route, Routes, Shape
 from shardwise.move.transfer import Exchanged, Transfer
 
 Parcel = tuple[CrossStep, torch.Tensor]  # a move between meshes, and what this rank holds of the tensor
@@ -26,27 +27,43 @@ class _Together(Exchanged):
         self.kept: dict[Any, Any] = {}
 
     def routes(self, member: int) -> Routes:
-        return _joined([_in_bytes(step.plan.routes(member), local.itemsize) for step, local in self.parcels])
+        """The tensors of all plans one after the other, their messages too."""
+        held: list[Shape] = []
+        needed: list[Shape] = []
+        sends: dict[Member, list[Place]] = {}
+        takes: list[tuple[tuple[Member, ...], list[Place]]] = []
+        for step, local in self.parcels:
+            routes, width = step.plan.routes(member), local.itemsize
+            for peer, pieces in routes.sends.items():
+                sends.setdefault(peer, []).extend(_in_bytes(pieces, routes.held, width, len(held)))
+            takes += [(to, _in_bytes(pieces, routes.needed, width, len(needed))) for to, pieces in routes.takes]
+            held += (_longer(shape, width) for shape in routes.held)
+            needed += (_longer(shape, width) for shape in routes.needed)
+        return Routes(
+            {peer: Pieces.of(places, held) for peer, places in sends.items()},
+            [Route(sources, Pieces.of(places, needed)) for sources, places in takes],
+            held,
+            needed,
+        )
 
     def sends_separately(self, along: Along) -> bool:
         return self.parcels[0][0].plan.sends_separately(along)
 
 
-def _in_bytes(routes: Routes, width: int) -> Routes:
-    """The same routes of tensors whose elements are seen as bytes: the last dim is that much longer."""
+def _in_bytes(pieces: Pieces, tensors: Sequence[Shape], width: int, first: int) -> list[Place]:
+    """Pieces of tensors that are seen as bytes: the last dim is that much longer. Slots count from `first`."""
 
     def stretched(region: Region) -> Region:
         last = region[-1] if region else ((0, 1),)
         return (*region[:-1], tuple((a * width, b * width) for a, b in last))
 
-    def longer(shape: Shape) -> Shape:
-        return (*shape[:-1], (shape[-1] if shape else 1) * width)
+    regions = pieces.regions_in(tensors)
+    return [(first + slot, stretched(region)) for slot, region in zip(pieces.slots, regions, strict=True)]
 
-    sends = {
-        peer: [Piece.of(slot, stretched(region)) for slot, region, _ in pieces] for peer, pieces in routes.sends.items()
-    }
-    takes = [Route(sources, Piece.of(slot, stretched(region))) for sources, (slot, region, _) in routes.takes]
-    return Routes(sends, takes, [longer(shape) for shape in routes.held], [longer(shape) for shape in routes.needed])
+
+def _longer(shape: Sequence[int], width: int) -> Shape:
+    """A shape in bytes; one dim where there is none."""
+    return (*shape[:-1], (shape[-1] if shape else 1) * width)
 
 
 def exchange_parcels(parcels: Sequence[Parcel], bucket_bytes: int, note: Note) -> list[torch.Tensor]:
@@ -71,7 +88,9 @@ def _exchange(bucket: Sequence[Parcel], note: Note) -> list[torch.Tensor]:
         tell(first.where, first.kind, sum(step.plan.bytes_in(me) for step, _ in bucket), note, to)
     held = [_bytes_of(local) for step, local in bucket if me in step.src.mesh.ranks]
     sources = held or [torch.empty(0, dtype=torch.uint8, device=like.device)]
-    moved = iter(Transfer(_Together(bucket), sources, me, along_ranks(first.ranks, like.device)).finish())
+    along = along_ranks(first.ranks, like.device)
+    with Guard(along, first.kind, f"meshes of {len(first.ranks)} ranks", f" on rank {me}", note):
+        moved = iter(Transfer(_Together(bucket), sources, me, along).finish())
     return [
         _from_bytes(next(moved), step, me, x) if me in step.dst.mesh.ranks else x.new_empty(0) for step, x in bucket
     ]
@@ -79,8 +98,7 @@ def _exchange(bucket: Sequence[Parcel], note: Note) -> list[torch.Tensor]:
 
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor as bytes, with its dims; one dim where it has none."""
-    stretched = (*x.shape[:-1], (x.shape[-1] if x.ndim else 1) * x.itemsize)
-    return as_bytes(x.resolve_conj().resolve_neg().contiguous().view(-1)).view(stretched)
+    return as_bytes(x.resolve_conj().resolve_neg().contiguous().view(-1)).view(_longer(x.shape, x.itemsize))
 
 
 def _from_bytes(flat: torch.Tensor | None, step: CrossStep, rank: int, like: torch.Tensor) -> torch.Tensor:
@@ -88,18 +106,3 @@ def _from_bytes(flat: torch.Tensor | None, step: CrossStep, rank: int, like: tor
     if flat is None:
         return like.new_empty(0)
     return flat.view(-1).view(like.dtype).view(step.dst.local_shape(rank))
-
-
-def _joined(parts: Sequence[Routes]) -> Routes:
-    """Several exchanges of one rank as one: their tensors one after the other, their messages too."""
-    sends: dict[Member, list[Piece]] = {}
-    takes: list[Route] = []
-    held: list[Shape] = []
-    needed: list[Shape] = []
-    for part in parts:
-        for peer, pieces in part.sends.items():
-            sends.setdefault(peer, []).extend(Piece(len(held) + p.slot, p.region, p.shape) for p in pieces)
-        takes += (Route(sources, Piece(len(needed) + p.slot, p.region, p.shape)) for sources, p in part.takes)
-        held += part.held
-        needed += part.needed
-    return Routes(sends, takes, held, needed)

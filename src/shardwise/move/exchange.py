@@ -28,7 +28,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.layout.region import region_shape, region_size, smallest_around, within
 from shardwise.layout.split import count, intersect
 from shardwise.move.pack import pick, place
-from shardwise.move.schedule import Piece, Route, Routes, Shape, round_of
+from shardwise.move.schedule import Pieces, Route, Routes, Shape, round_of
 from shardwise.move.steps import Begun, MeshStep
 from shardwise.move.transfer import Exchanged, Native, Transfer, gather_in_order, reduce_and_scatter
 
@@ -92,16 +92,16 @@ class RoutedStep(Exchanged, MeshStep):
             return comm.per_group(self._among, local, self.axes)
         if self.kind == "local":
             return self._made(pick(local, self._own(comm.coords)), comm.coords)  # type: ignore[arg-type]
-        with comm.naming(self.kind, self.axes):
+        with comm.guard(self.kind, self.crossed):
             return Transfer(self, (local,), comm.coords, comm.along(self.crossed)).finish()[0]
 
     def start(self, comm: ProcessGroupComm, local: Any, owned: bool) -> Begun | None:
-        naming = comm.naming(self.kind, self.axes)
-        with naming:
+        guard = comm.guard(self.kind, self.crossed)
+        with guard:
             transfer = Transfer(self, (local,), comm.coords, comm.along(self.crossed))
 
         def finish() -> torch.Tensor:
-            with naming, torch.no_grad():
+            with guard, torch.no_grad():
                 return transfer.finish()[0]
 
         return transfer.out[0], finish
@@ -254,11 +254,10 @@ class Exchange(RoutedStep):
                 yield peer, region
 
     def routes(self, member: Coords) -> Routes:
-        sends: dict[Any, Sequence[Piece]] = {
-            peer: (Piece.of(0, region),) for peer, region in self.outgoing(member).items()
-        }
-        takes = [Route(sources, Piece.of(0, region)) for sources, region in self.incoming(member)]
-        return Routes(sends, takes, (self.src.local_shape_at(member),), (self.result.local_shape_at(member),))
+        held, needed = (self.src.local_shape_at(member),), (self.result.local_shape_at(member),)
+        sends = {peer: Pieces.of(((0, region),), held) for peer, region in self.outgoing(member).items()}
+        takes = [Route(sources, Pieces.of(((0, region),), needed)) for sources, region in self.incoming(member)]
+        return Routes(sends, takes, held, needed)
 
     # -- what ranks hold before and after, where all of them are at hand ------------------------------------
     def held(self, coords: Coords) -> Region:
@@ -293,6 +292,16 @@ class Exchange(RoutedStep):
             c if a not in self.axes or a in self.spread or self._way(self.dst, a) != "R" else 0
             for a, c in enumerate(coords)
         )
+
+    @property
+    def digest(self) -> int:
+        found = self.kept.get("digest")
+        if found is None:
+            found = self.kept["digest"] = hash((self.src.digest, self.dst.digest, self.axes, self.rounds))
+        return found
+
+    def describe(self) -> str:
+        return f"{self.src!r} -> [{', '.join(map(str, self.dst.placements))}]"
 
     # -- how it travels -------------------------------------------------------------------------------------
     @property

@@ -3,48 +3,70 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from shardwise.comm.base import Coords
 from shardwise.errors import MoveError, check_type
 from shardwise.layout import Layout
 from shardwise.layout.layout import holders_of
 from shardwise.layout.split import count, normalize
-from shardwise.move.across import CrossPlan, plan_across
-from shardwise.move.planner import peak, plan_steps, result_bytes, sample_coords
-from shardwise.move.steps import Steps
+from shardwise.move.across import CrossStep, plan_across
+from shardwise.move.planner import plan_steps, sample_coords
+from shardwise.move.steps import MeshStep
 
 _MOST_RANKS = 1024  # of larger meshes, explain() looks at a few ranks
 
 
 class MovePlan:
-    """What a redistribute does: `.steps`, and what they cost each rank."""
+    """What a redistribute does, on one mesh or between two: `.steps`, and what they cost each rank."""
 
-    def __init__(self, src: Layout, dst: Layout, steps: Steps) -> None:
+    def __init__(self, src: Layout, dst: Layout, steps: Sequence[MeshStep | CrossStep]) -> None:
         self.src, self.dst, self.steps = src, dst, steps
+
+    @property
+    def ranks(self) -> list[int]:
+        """Everyone who takes part."""
+        return sorted({*self.src.mesh.ranks, *self.dst.mesh.ranks})
 
     def bytes_in(self, rank: int) -> int:
         """Bytes `rank` receives."""
-        coords = self.src.mesh.coords(rank)
-        return sum(step.bytes_in(coords) for step in self.steps)
+        return sum(step.bytes_in(at) for step, at in self._taking_part(rank))
 
     def bytes_out(self, rank: int) -> int:
         """Bytes `rank` sends."""
-        coords = self.src.mesh.coords(rank)
-        return sum(step.bytes_out(coords) for step in self.steps)
+        return sum(step.bytes_out(at) for step, at in self._taking_part(rank))
 
     def peak_bytes(self, rank: int) -> int:
         """The most bytes `rank` holds beyond the source while the move runs: results, buffers, what is on the way."""
-        return peak(self.steps, [self.src.mesh.coords(rank)])
+        most = before = 0  # the source is the caller's
+        for step, at in self._taking_part(rank):
+            if not step.reuses_memory:
+                after = step.result_bytes(at)
+                most = max(most, before + after + step.buffer_bytes(at))
+                before = after
+        return most
+
+    def _taking_part(self, rank: int) -> Iterator[tuple[Any, Any]]:
+        """The steps that a rank takes part in, each with who it is there: its coordinates on a mesh, or itself."""
+        for step in self.steps:
+            if isinstance(step, CrossStep):
+                yield step, rank
+            elif self.src.mesh is self.dst.mesh or rank in step.layout.mesh.ranks:
+                yield step, step.layout.mesh.coords(rank)
 
     def lower_bound(self, rank: int) -> int:
         """Bytes that no plan can do without, as this rank's share.
 
         An element must come to every rank that needs it and does not hold it. A pending sum of K parts needs K - 1
         transfers of each element to come together, and one more for every further rank that needs it."""
+        for step in self.steps:
+            if isinstance(step, CrossStep):  # pending sums are not counted between meshes
+                return step.plan.lower_bound(rank)
         src, dst, coords = self.src, self.dst, self.src.mesh.coords(rank)
         shape, places = src.mesh.shape, dst.placements
-        changed = [a for a in _changed(src, dst) if not _may_stay_parts(src, dst, a)]
+        pairs = zip(src.placements, places, shape, strict=True)
+        becomes_sum = lambda p, q: p.is_partial("avg") and q.is_partial("sum")  # by a division
+        changed = [a for a, (p, q, k) in enumerate(pairs) if p != q and k > 1 and not becomes_sum(p, q)]
         summed = [a for a in changed if src.placements[a].is_partial()]
         anyone = [a for a in changed if places[a].is_partial()]
         free = {*anyone, *(a for a, p in enumerate(places) if summed and p.is_replicate())}
@@ -53,9 +75,7 @@ class MovePlan:
         for dim in range(dst.ndim):
             target = dst.held(dim, coords)
             needed *= count(target)
-            found = holders_of(
-                src, dim, target, pinned
-            )  # what is held by those who need it, or who may hold it for all
+            found = holders_of(src, dim, target, pinned)  # by those who need it, or who may hold it for all
             have *= count(normalize(piece for _, held in found for piece in held))
         parts = math.prod(shape[a] for a in summed)
         needers = math.prod(shape[a] for a in free - set(anyone)) if summed else 1
@@ -64,19 +84,20 @@ class MovePlan:
 
     def explain(self) -> str:
         """The plan as a table: steps with their bytes and memory, for the busiest rank, and the lower bound."""
-        mesh = self.src.mesh
-        few = [mesh.ranks[_number(c, mesh.shape)] for c in sample_coords(mesh.shape)]
-        ranks = mesh.ranks if len(mesh.ranks) <= _MOST_RANKS else few
-        spots = [mesh.coords(rank) for rank in ranks]
+        mesh, other = self.src.mesh, self.dst.mesh
+        ranks = list(dict.fromkeys((*_shown(self.src), *_shown(self.dst))))
+        costs: dict[Any, list[list[int]]] = {step: [] for step in self.steps}
+        for rank in ranks:
+            for step, at in self._taking_part(rank):
+                costs[step].append([step.bytes_in(at), step.bytes_out(at), step.result_bytes(at)])
         rows: list[tuple[str, ...]] = [("step", "bytes in", "bytes out", "result")]
-        for i, step in enumerate(self.steps):
-            most = max(step.bytes_in(c) for c in spots), max(step.bytes_out(c) for c in spots)
-            held = max(result_bytes(step, c) for c in spots)
-            rows.append((f"{i + 1}. {step}", f"{most[0]:,}", f"{most[1]:,}", f"{held:,}"))
+        for i, (step, found) in enumerate(costs.items()):
+            rows.append((f"{i + 1}. {step}", *(f"{max(column):,}" for column in zip(*found, strict=True))))
         total = max(map(self.bytes_in, ranks)), max(map(self.bytes_out, ranks))
         rows.append(("busiest rank" if self.steps else "nothing to do", f"{total[0]:,}", f"{total[1]:,}", ""))
         bound, most_held = max(map(self.lower_bound, ranks)), max(map(self.peak_bytes, ranks))
-        title = f"{_places(self.src)} -> {_places(self.dst)}, shape {self.src.shape}, {mesh!r}"
+        meshes = repr(mesh) if mesh is other else f"{mesh!r} -> {other!r}"
+        title = f"{_places(self.src)} -> {_places(self.dst)}, shape {self.src.shape}, {meshes}"
         foot = f"  lower bound {bound:,} bytes in; at most {most_held:,} bytes of memory beyond the source"
         return "\n".join([title, *_aligned(rows), foot])
 
@@ -84,7 +105,7 @@ class MovePlan:
         return self.explain()
 
 
-def plan_move(src_layout: Layout, dst_layout: Layout, *, memory: int | None = None) -> MovePlan | CrossPlan:
+def plan_move(src_layout: Layout, dst_layout: Layout, *, memory: int | None = None) -> MovePlan:
     """What a redistribute from one layout to the other would do; `memory` caps its bytes beyond the source."""
     for name, layout in (("src_layout", src_layout), ("dst_layout", dst_layout)):
         if not isinstance(layout, Layout):
@@ -92,25 +113,18 @@ def plan_move(src_layout: Layout, dst_layout: Layout, *, memory: int | None = No
     if memory is not None:
         check_type(memory, int, "plan_move: memory", "give a number of bytes")
     if src_layout.mesh is not dst_layout.mesh:
-        return plan_across(src_layout, dst_layout)
+        before, exchange, after = plan_across(src_layout, dst_layout)
+        return MovePlan(src_layout, dst_layout, (*before, exchange, *after))
     return MovePlan(src_layout, dst_layout, plan_steps(src_layout, dst_layout, memory=memory))
 
 
-def _changed(src: Layout, dst: Layout) -> list[int]:
-    pairs = zip(src.placements, dst.placements, src.mesh.shape, strict=True)
-    return [a for a, (p, q, k) in enumerate(pairs) if p != q and k > 1]
-
-
-def _may_stay_parts(src: Layout, dst: Layout, axis: int) -> bool:
-    """An average becomes a sum by dividing."""
-    return src.placements[axis].is_partial("avg") and dst.placements[axis].is_partial("sum")
-
-
-def _number(coords: Coords, shape: tuple[int, ...]) -> int:
-    n = 0
-    for c, k in zip(coords, shape, strict=True):
-        n = n * k + c
-    return n
+def _shown(layout: Layout) -> Sequence[int]:
+    """The ranks of a mesh that explain() looks at."""
+    mesh = layout.mesh
+    if len(mesh.ranks) <= _MOST_RANKS:
+        return mesh.ranks
+    few = set(sample_coords(mesh.shape))
+    return [rank for rank in mesh.ranks if mesh.coords(rank) in few]
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterable[str]:

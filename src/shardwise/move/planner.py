@@ -344,27 +344,5 @@ def sample_coords(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys([first, last, *mixed]))
 
 
-def peak(steps: Iterable[MeshStep], ranks: Iterable[tuple[int, ...]]) -> int:
-    """The most bytes one of these ranks holds beyond the source while the steps run, the result included."""
-    steps = list(steps)
-    most = 0
-    for coords in ranks:
-        before = 0  # the source is the caller's
-        for step in steps:
-            if step.reuses_memory:
-                continue
-            after = result_bytes(step, coords)
-            most = max(most, before + after + step.buffer_bytes(coords))
-            before = after
-    return most
-
-
-def result_bytes(step: MeshStep, coords: tuple[int, ...]) -> int:
-    """Bytes of the new local tensor a step makes."""
-    if step.reuses_memory:
-        return 0
-    return math.prod(step.result.local_shape_at(coords)) * step.result.dtype.itemsize
-
-
 def _largest_result(step: MeshStep) -> int:
     return 0 if step.reuses_memory else largest_bytes(step.result)

@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 
 import torch
 
+from shardwise.comm.guard import compare
 from shardwise.comm.record import Note, Recorder, for_backward, of_thread, recorders, recording_to, tell, user_line
-from shardwise.errors import CommError
 from shardwise.layout import Layout
 from shardwise.move.limit import current_cap
 from shardwise.move.planner import plan_steps
-from shardwise.move.steps import AllReduce, GatherParts, MeshStep, Spread, Step
+from shardwise.move.steps import AllReduce, Begun, GatherParts, MeshStep, Spread, Step
 from shardwise.protocols import Ctx, Structure, Tensors, VmapInfo
 from shardwise.torch_private import is_transforming, storage_id
 
@@ -36,7 +36,7 @@ class _Move(torch.autograd.Function):
         if any(out is value for out in outs for value in values):  # autograd wants outputs of its own
             outs = tuple(out.view_as(out) for out in outs)
         ctx.before, ctx.after = comm.structure(local), after.structure(result)
-        ctx.recorders, ctx.source = to, user_line() if to else None
+        ctx.recorders, ctx.source = to, user_line() if to or compare else None
         call.append(ctx.after)
         return outs
 
@@ -140,19 +140,36 @@ def run_steps(comm: Any, steps: Sequence[Step], local: Value, note: Note, run: R
 
 def run_now(comm: Any, steps: Sequence[Step], local: Value, note: Note, to: list[Recorder]) -> Value:
     """The local value after the steps, outside of autograd."""
-    for step in steps:
-        if to:
-            _record(comm, step, note, to)
-        try:
+    if comm.simulated:
+        for step in steps:
+            if to:
+                _record(comm, step, note, to)
             local = step.run(comm, local)
-        except CommError as error:
-            raise CommError(f"{note.op}{' (backward)' if note.backward else ''}: {error}") from error.__cause__
+        return local
+    try:
+        for step in steps:
+            if to:
+                _record(comm, step, note, to)
+            if step.kind != "local":
+                _on_behalf(note, step)
+            local = step.run(comm, local)
+    finally:
+        of_thread.note = of_thread.step = None
     return local
+
+
+def _on_behalf(note: Note, step: Step) -> None:
+    """What communicates from now on does it for this step."""
+    of_thread.note, of_thread.step, of_thread.digest = note, step, step.digest
 
 
 def _record(comm: Any, step: Step, note: Note, to: list[Recorder]) -> None:
     if to and step.kind != "local":
         tell(step.where, step.kind, step.bytes_received(comm), note, to)
+
+
+def is_done() -> None:
+    """What waits for a move that is done already."""
 
 
 class Started:
@@ -163,11 +180,11 @@ class Started:
 
     def __init__(self, owned: bool = False) -> None:
         self.owned = owned
-        self.finish: Callable[[], Any] = lambda: None
+        self.finish: Callable[[], Any] = is_done
 
     def __call__(self, comm: Any, steps: Sequence[Step], local: Value, note: Note, to: list[Recorder]) -> Any:
         for i, step in enumerate(steps):
-            begun = step.start(comm, local, self.owned and i == 0) if step.kind != "local" else None
+            begun = self._begin(comm, step, local, note, self.owned and i == 0) if step.kind != "local" else None
             if begun is None:
                 local = run_now(comm, [step], local, note, to)
                 continue
@@ -176,6 +193,14 @@ class Started:
             rest = steps[i + 1 :]
             return self._filled_later(comm, rest, out, note, to) if rest else out
         return local
+
+    @staticmethod
+    def _begin(comm: Any, step: Step, local: Any, note: Note, owned: bool) -> Begun | None:
+        _on_behalf(note, step)
+        try:
+            return step.start(comm, local, owned)
+        finally:
+            of_thread.note = of_thread.step = None
 
     def _filled_later(
         self, comm: Any, rest: Sequence[Step], first: torch.Tensor, note: Note, to: list[Recorder]
@@ -208,7 +233,7 @@ def start_move(
     comm, steps = src.mesh.comm, plan_steps(src, dst, memory=current_cap())
     is_other = any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps)
     if comm.simulated or is_other or is_transforming():
-        return run_move(local, comm, steps, note), lambda: None
+        return run_move(local, comm, steps, note), is_done
     started = Started(owned)
     return run_steps(comm, steps, local, note, run=started), started.finish
 

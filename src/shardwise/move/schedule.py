@@ -10,56 +10,108 @@ buffer.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardwise.layout.region import (
     Region,
     View,
+    box_at,
     contiguous_stride,
     cut_region,
     region_shape,
     run_start,
     view_of,
+    whole_region,
 )
 
 Member = Any  # who takes part: coordinates on a mesh, or a global rank
 Shape = tuple[int, ...]
+Place = tuple[int, Region]  # which of a rank's tensors, and where in it
 
 
-class Piece(NamedTuple):
-    """A region of one of the tensors that a rank holds, and its shape."""
+class Pieces(NamedTuple):
+    """Regions of a rank's tensors that go the same way, one after the other, as columns: of tiles there are thousands.
 
-    slot: int
-    region: Region
-    shape: Shape
+    Where every piece is a box, `strides` and `starts` say how torch.as_strided sees it in its tensor. There are none
+    where all are `whole`, and none where a piece has a side of several intervals: that one has to be picked.
+    """
+
+    slots: tuple[int, ...]  # which tensor
+    shapes: tuple[Shape, ...]
+    strides: tuple[Shape, ...] | None
+    starts: tuple[int, ...] | None
+    regions: tuple[Region, ...] | None  # None where they are not known: see `regions_in`
+    whole: bool  # every piece is all of its tensor
 
     @staticmethod
-    def of(slot: int, region: Region) -> Piece:
-        return Piece(slot, region, region_shape(region))
+    def of(places: Iterable[Place], tensors: Sequence[Shape]) -> Pieces:
+        """These regions of tensors of these shapes; empty ones are left out."""
+        full = [(slot, region) for slot, region in places if all(region)]
+        shapes = tuple(region_shape(region) for _, region in full)
+        slots, regions = tuple(slot for slot, _ in full), tuple(region for _, region in full)
+        whole = all(shape == tuple(tensors[slot]) for slot, shape in zip(slots, shapes, strict=True))
+        views = [] if whole else [view_of(region, tensors[slot]) for slot, region in full]
+        if whole or None in views:
+            return Pieces(slots, shapes, None, None, regions, whole)
+        strides, starts = (tuple(column) for column in list(zip(*views, strict=True))[1:])
+        return Pieces(slots, shapes, strides, starts, regions, whole)
+
+    def some(self, first: int, stop: int) -> Pieces:
+        """Those from one number to another."""
+        if stop - first == len(self.slots):
+            return self
+        return Pieces(
+            self.slots[first:stop],
+            self.shapes[first:stop],
+            self.strides and self.strides[first:stop],
+            self.starts and self.starts[first:stop],
+            self.regions and self.regions[first:stop],
+            self.whole,
+        )
+
+    @property
+    def size(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    @property
+    def are_seen(self) -> bool:
+        """Whether every piece is a view of its tensor."""
+        return self.whole or self.starts is not None
+
+    def regions_in(self, tensors: Sequence[Shape]) -> Sequence[Region]:
+        """The regions, in tensors of these shapes."""
+        if self.regions is not None:
+            return self.regions
+        if self.whole or self.starts is None:
+            return [whole_region(shape) for shape in self.shapes]
+        columns = zip(self.slots, self.starts, self.shapes, strict=True)
+        return [box_at(start, shape, tensors[slot]) for slot, start, shape in columns]
 
 
 class Route(NamedTuple):
-    """A piece of what a rank will hold, and who has it: one, or everyone who has a part of the sum, in order."""
+    """Pieces of what a rank will hold, and who has them: one, or everyone who has a part of the sum, in order."""
 
     sources: tuple[Member, ...]
-    piece: Piece
+    pieces: Pieces
 
 
 class Routes(NamedTuple):
     """One rank's part of an exchange.
 
-    What one rank sends another is one message: the pieces in `sends`, one after the other. The receiver finds as many
-    routes with that sender among its sources, in the same order. What a rank keeps is what it sends itself.
+    What one rank sends another is one message: the pieces in `sends`, one after the other. The receiver finds the same
+    pieces, in the same order, in the routes that have the sender among their sources. What a rank keeps is what it
+    sends itself, except for whole tensors that stay.
     """
 
-    sends: Mapping[Member, Sequence[Piece]]
+    sends: Mapping[Member, Pieces]
     takes: Sequence[Route]
     held: Sequence[Shape]  # the shapes of the tensors the rank has
     needed: Sequence[Shape]  # and of those it will have
-    stays: Mapping[int, int] = {}  # tensors that stay what they are: their slots after and before
+    stays: Mapping[int, int] = {}  # tensors that stay what they are, in no route: their slots after and before
 
 
 BUFFER = -1  # the slot of the buffer
@@ -74,31 +126,29 @@ class Span(NamedTuple):
     stop: int
 
 
-class Part(NamedTuple):
-    """A region of one of a rank's tensors, and how to see it there where it can be seen."""
+class Laid(NamedTuple):
+    """Pieces one after the other in a buffer. Those that follow each other and have one shape are one view, which is
+    then taken apart along its first dim."""
 
-    slot: int
-    region: Region
-    view: View | None
+    views: tuple[tuple[View, bool], ...]  # and whether a view is to be taken apart
+
+    @staticmethod
+    def at(start: int, shapes: Iterable[Shape]) -> Laid:
+        views = []
+        for shape, group in itertools.groupby(shapes):
+            n, size, stride = len(list(group)), math.prod(shape), contiguous_stride(shape)
+            views.append((View(shape, stride, start) if n == 1 else View((n, *shape), (size, *stride), start), n > 1))
+            start += n * size
+        return Laid(tuple(views))
 
 
 class Put(NamedTuple):
-    """Parts that end up, added up if they are several, at a region of the result."""
+    """Parts that end up, added up if they are several, at pieces of the result."""
 
-    into: Part
+    into: Pieces
     in_place: bool  # the first part is there already
-    parts: tuple[View | Part, ...]  # of what was received, or of this rank's own tensors
-
-
-class Puts(NamedTuple):
-    """Several puts, and whether each of them is one copy to a place that can be seen."""
-
-    each: tuple[Put, ...]
-    copies: bool
-
-    @staticmethod
-    def of(puts: Sequence[Put]) -> Puts:
-        return Puts(tuple(puts), all(len(p.parts) == 1 and not p.in_place and p.into.view for p in puts))
+    parts: tuple[Laid | Pieces, ...]  # of what was received, or of this rank's own tensors
+    is_copy: bool  # it is one part, to places that can be seen
 
 
 @dataclass(frozen=True)
@@ -107,13 +157,13 @@ class Round:
 
     counts: list[int]  # to each peer
     sizes: list[int]  # from each peer
-    packs: tuple[tuple[View, Part], ...]  # where in the buffer that is sent what is copied
+    packs: tuple[tuple[Laid, Pieces], ...]  # where in the buffer that is sent what is copied
     packed: int
     received: int
     sends: tuple[Span, ...]
     takes: tuple[Span, ...]
-    meanwhile: Puts  # what needs nothing from others
-    puts: Puts
+    meanwhile: tuple[Put, ...]  # what needs nothing from others
+    puts: tuple[Put, ...]
 
     @property
     def buffers(self) -> int:
@@ -135,7 +185,8 @@ def round_of(routes: Routes, me: Member, peers: Sequence[Member], number: int, r
     return min(ways, key=lambda way: way.buffers)
 
 
-Message = tuple[int, list[Piece]]  # a peer's number in the group, and what goes to or comes from it
+Message = tuple[int, list[Pieces]]  # a peer's number in the group, and what goes to or comes from it
+Packs = list[tuple[Laid, Pieces]]
 
 
 class _Sides:
@@ -147,10 +198,16 @@ class _Sides:
         self.me, self.own, self.first = me, own, number == 0  # `own`: whether the own part travels with the others'
         self.held, self.needed = routes.held, routes.needed
         self.number = {peer: i for i, peer in enumerate(peers)}
-        cut = lambda p: Piece.of(p.slot, cut_region(p.region, rounds, number)) if rounds > 1 else p  # noqa: E731
-        self.sent = {peer: [cut(piece) for piece in pieces] for peer, pieces in routes.sends.items()}
-        self.kept = routes.sends.get(me, ())  # uncut: what stays is copied once, in the first round
-        self.takes = [(sources, cut(piece), piece) for sources, piece in routes.takes]
+
+        def cut(pieces: Pieces, tensors: Sequence[Shape]) -> Pieces:
+            if rounds == 1:
+                return pieces
+            regions = (cut_region(region, rounds, number) for region in pieces.regions_in(tensors))
+            return Pieces.of(zip(pieces.slots, regions, strict=True), tensors)
+
+        self.sent = {peer: cut(pieces, self.held) for peer, pieces in routes.sends.items()}
+        self.kept = routes.sends.get(me)  # uncut: what stays is copied once, in the first round
+        self.takes = [(sources, cut(pieces, self.needed), pieces) for sources, pieces in routes.takes]
 
     # -- the two ways ---------------------------------------------------------------------------------------
     def at_once(self) -> Round:
@@ -158,36 +215,38 @@ class _Sides:
         sends = _as_one_run(leaving, self.held)
         direct = all(sum(self._travels(p) for p in sources) <= 1 for sources, _, _ in self.takes)
         takes = _as_one_run(coming, self.needed) if direct and self._may_start_in_place() else None
-        packs: list[tuple[View, Part]] = []
+        packs: Packs = []
         if sends is None:
             sends = _lined_up(leaving)
-            for span, (_, pieces) in zip(sends, leaving, strict=True):
-                packs += self._packed(pieces, span.start)
+            for span, (_, blocks) in zip(sends, leaving, strict=True):
+                packs += _packed(blocks, span.start)
         return self._round(sends, packs, _lined_up(coming) if takes is None else takes)
 
     def one_by_one(self) -> Round:
         sends: list[Span] = []
-        packs: list[tuple[View, Part]] = []
-        places: dict[tuple[Piece, ...], int] = {}  # what goes to several is packed once
+        packs: Packs = []
+        places: dict[tuple[Pieces, ...], int] = {}  # what goes to several is packed once
         at = 0
-        for peer, pieces in self._leaving():
-            direct = _direct(peer, pieces, self.held)
+        for peer, blocks in self._leaving():
+            direct = _direct(peer, blocks, self.held)
             if direct is None:
-                key = tuple(pieces)
+                key, size = tuple(blocks), _size(blocks)
                 if key not in places:
                     places[key] = at
-                    packs += self._packed(pieces, at)
-                    at += _size(pieces)
-                direct = Span(peer, BUFFER, places[key], places[key] + _size(pieces))
+                    packs += _packed(blocks, at)
+                    at += size
+                direct = Span(peer, BUFFER, places[key], places[key] + size)
             sends.append(direct)
         takes: list[Span] = []
         alone = [sources for sources, _, _ in self.takes if sum(map(self._travels, sources)) == 1]
         in_place = {self.number[peer] for sources in alone for peer in sources} if self._may_start_in_place() else set()
         at = 0
-        for peer, pieces in self._coming():
-            direct = _direct(peer, pieces, self.needed) if peer in in_place else None
-            takes.append(direct or Span(peer, BUFFER, at, at + _size(pieces)))
-            at += 0 if direct else _size(pieces)
+        for peer, blocks in self._coming():
+            direct = _direct(peer, blocks, self.needed) if peer in in_place else None
+            if direct is None:
+                direct = Span(peer, BUFFER, at, at + _size(blocks))
+                at = direct.stop
+            takes.append(direct)
         return self._round(sends, packs, takes)
 
     # -- messages -------------------------------------------------------------------------------------------
@@ -200,29 +259,21 @@ class _Sides:
         return all(len(sources) <= 2 for sources, _, _ in self.takes)
 
     def _leaving(self) -> list[Message]:
-        return self._in_order((peer, piece) for peer, pieces in self.sent.items() for piece in pieces)
+        return self._in_order(self.sent.items())
 
     def _coming(self) -> list[Message]:
-        return self._in_order((peer, piece) for sources, piece, _ in self.takes for peer in sources)
+        return self._in_order((peer, pieces) for sources, pieces, _ in self.takes for peer in sources)
 
-    def _in_order(self, pieces: Iterable[tuple[Member, Piece]]) -> list[Message]:
+    def _in_order(self, blocks: Iterable[tuple[Member, Pieces]]) -> list[Message]:
         """The messages of those that travel, in the order of the group; nothing makes no message."""
-        found: dict[int, list[Piece]] = {}
-        for peer, piece in pieces:
-            if self._travels(peer) and all(piece.region):
-                found.setdefault(self.number[peer], []).append(piece)
+        found: dict[int, list[Pieces]] = {}
+        for peer, pieces in blocks:
+            if self._travels(peer) and pieces.slots:
+                found.setdefault(self.number[peer], []).append(pieces)
         return sorted(found.items())
 
-    def _packed(self, pieces: Sequence[Piece], at: int) -> list[tuple[View, Part]]:
-        """Where in a buffer, from `at` on, each piece is copied."""
-        out = []
-        for piece in pieces:
-            out.append((_in_buffer(at, piece.shape), _part(piece, self.held)))
-            at += math.prod(piece.shape)
-        return out
-
     # -- put together ---------------------------------------------------------------------------------------
-    def _round(self, sends: Sequence[Span], packs: Sequence[tuple[View, Part]], takes: Sequence[Span]) -> Round:
+    def _round(self, sends: Sequence[Span], packs: Packs, takes: Sequence[Span]) -> Round:
         counts, sizes = [0] * len(self.number), [0] * len(self.number)
         for spans, numbers in ((sends, counts), (takes, sizes)):
             for peer, _, start, stop in spans:
@@ -236,8 +287,8 @@ class _Sides:
             received=max((span.stop for span in takes if span.slot == BUFFER), default=0),
             sends=tuple(sends),
             takes=tuple(takes),
-            meanwhile=Puts.of(meanwhile),
-            puts=Puts.of([put for put in puts if put.parts]),
+            meanwhile=tuple(meanwhile),
+            puts=tuple(put for put in puts if put.parts),
         )
 
     def _all_puts(self, came: dict[int, Span]) -> tuple[list[Put], list[Put]]:
@@ -245,59 +296,78 @@ class _Sides:
         meanwhile: list[Put] = []
         puts: list[Put] = []
         read = {peer: span.start for peer, span in came.items()}  # how far each message has been taken
-        kept, own_parts = iter(self.kept), iter(self.sent.get(self.me, ()))
-        for sources, piece, uncut in self.takes:
-            mine = (next(kept), next(own_parts)) if self.me in sources else (None, None)
+        kept, own_parts = _in_turn(self.kept), _in_turn(self.sent.get(self.me))
+        for sources, pieces, uncut in self.takes:
+            mine = (kept(uncut), own_parts(pieces)) if self.me in sources else (None, None)
             if sources == (self.me,) and not self.own:  # nothing comes: all at once, while the others' travels
-                if self.first and all(uncut.region):
+                if self.first and uncut.slots:
                     meanwhile.append(self._put(sources, uncut, came, read, mine[0]))
-            elif all(piece.region):
-                puts.append(self._put(sources, piece, came, read, mine[1]))
+            elif pieces.slots:
+                puts.append(self._put(sources, pieces, came, read, mine[1]))
         return meanwhile, puts
 
     def _put(
-        self, sources: tuple[Member, ...], piece: Piece, came: dict[int, Span], read: dict[int, int], own: Piece | None
+        self,
+        sources: tuple[Member, ...],
+        pieces: Pieces,
+        came: dict[int, Span],
+        read: dict[int, int],
+        own: Pieces | None,
     ) -> Put:
-        parts: list[View | Part] = []
+        parts: list[Laid | Pieces] = []
         in_place = False
         for peer in sources:
             if not self._travels(peer):
                 assert own is not None
-                parts.append(_part(own, self.held))
+                parts.append(own)
             elif came[number := self.number[peer]].slot == BUFFER:
-                parts.append(_in_buffer(read[number], piece.shape))
-                read[number] += math.prod(piece.shape)
+                parts.append(Laid.at(read[number], pieces.shapes))
+                read[number] += pieces.size
             else:
                 in_place = True
-        return Put(_part(piece, self.needed), in_place, tuple(parts))
+        return Put(pieces, in_place, tuple(parts), len(parts) == 1 and not in_place and pieces.are_seen)
 
 
-def _part(piece: Piece, shapes: Sequence[Shape]) -> Part:
-    return Part(piece.slot, piece.region, view_of(piece.region, shapes[piece.slot], piece.shape))
+def _in_turn(pieces: Pieces | None) -> Callable[[Pieces], Pieces | None]:
+    """Each call gives as many of the pieces as it is shown, from where the last one stopped."""
+    at = 0
+
+    def following(shown: Pieces) -> Pieces | None:
+        nonlocal at
+        first, at = at, at + len(shown.slots)
+        return None if pieces is None else pieces.some(first, at)
+
+    return following
 
 
-def _in_buffer(start: int, shape: Shape) -> View:
-    return View(shape, contiguous_stride(shape), start)
+def _packed(blocks: Sequence[Pieces], at: int) -> Packs:
+    """Where in a buffer, from `at` on, all pieces are copied."""
+    out = []
+    for pieces in blocks:
+        out.append((Laid.at(at, pieces.shapes), pieces))
+        at += pieces.size
+    return out
 
 
-def _size(pieces: Sequence[Piece]) -> int:
-    return sum(math.prod(piece.shape) for piece in pieces)
+def _size(blocks: Sequence[Pieces]) -> int:
+    return sum(pieces.size for pieces in blocks)
 
 
-def _direct(peer: int, pieces: Sequence[Piece], shapes: Sequence[Shape]) -> Span | None:
+def _direct(peer: int, blocks: Sequence[Pieces], tensors: Sequence[Shape]) -> Span | None:
     """A message that is one piece and one run of memory: where it is."""
-    if len(pieces) > 1:
+    (pieces, *more) = blocks
+    if more or len(pieces.slots) > 1:
         return None
-    slot, region, shape = pieces[0]
-    start = run_start(region, shapes[slot])
-    return None if start is None else Span(peer, slot, start, start + math.prod(shape))
+    slot, (region,) = pieces.slots[0], pieces.regions_in(tensors)
+    start = run_start(region, tensors[slot])
+    return None if start is None else Span(peer, slot, start, start + pieces.size)
 
 
-def _as_one_run(messages: Sequence[Message], shapes: Sequence[Shape]) -> list[Span] | None:
+def _as_one_run(messages: Sequence[Message], tensors: Sequence[Shape]) -> list[Span] | None:
     """The messages where they are, if they follow each other in the memory of one tensor in the order of the peers."""
     spans: list[Span] = []
-    for peer, pieces in messages:
-        span = _direct(peer, pieces, shapes)
+    for peer, blocks in messages:
+        span = _direct(peer, blocks, tensors)
         if span is None or (spans and (spans[-1].slot, spans[-1].stop) != (span.slot, span.start)):
             return None
         spans.append(span)
@@ -307,7 +377,7 @@ def _as_one_run(messages: Sequence[Message], shapes: Sequence[Shape]) -> list[Sp
 def _lined_up(messages: Sequence[Message]) -> list[Span]:
     """The messages one after the other in a buffer."""
     spans, at = [], 0
-    for peer, pieces in messages:
-        spans.append(Span(peer, BUFFER, at, at + _size(pieces)))
-        at += _size(pieces)
+    for peer, blocks in messages:
+        spans.append(Span(peer, BUFFER, at, at + _size(blocks)))
+        at = spans[-1].stop
     return spans

@@ -36,6 +36,7 @@ class Step(ABC):
 
     kind = "local"  # the collective it is: what the ledger shows
     where: str  # along which axes, as the ledger shows it
+    reuses_memory = False  # whether its result is what it was given, or in the same memory
 
     @abstractmethod
     def run(self, comm: Any, local: Any) -> Any:
@@ -57,6 +58,12 @@ class Step(ABC):
     @abstractmethod
     def bytes_received(self, comm: Any) -> int:
         """Bytes that the ranks of this process receive."""
+
+    digest: int = 0  # the same number on all ranks; mostly another one for what moves something else
+
+    def describe(self) -> str:
+        """What moves."""
+        return ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,12 +102,16 @@ class MeshStep(Step):
         """The most bytes of packed parts, out and in, that are alive at once."""
         return 0
 
+    def result_bytes(self, coords: Coords) -> int:
+        """Bytes of the new local tensor that it makes."""
+        if self.reuses_memory:
+            return 0
+        return math.prod(self.result.local_shape_at(coords)) * self.result.dtype.itemsize
+
     @property
     def result(self) -> Layout:
         """The layout whose local tensors it makes."""
         return self.layout
-
-    reuses_memory = False  # whether its result is what it was given, or in the same memory
 
     @property
     def ranks(self) -> int:
@@ -119,6 +130,13 @@ class MeshStep(Step):
 
     def is_first(self, coords: Coords) -> bool:
         return all(coords[a] == 0 for a in self.axes)
+
+    @property
+    def digest(self) -> int:  # type: ignore[override]
+        return hash((self.layout.digest, self.axes))
+
+    def describe(self) -> str:
+        return repr(self.layout)
 
     @property
     def where(self) -> str:  # type: ignore[override]

@@ -1,11 +1,11 @@
 """Moves between any two sets of tiles: who sends which box to whom, found by a sweep.
 
 `TilePlan` intersects the tiles every rank has with those every rank needs. It is pure integers: thousands of tiles cost
-milliseconds.
+milliseconds. A `TileStep` runs it on a process group, where each rank has a list of tensors.
 
     plan = TilePlan({0: [((0,), (4,))], 1: [((4,), (4,))]}, {2: [((0,), (8,))]}, itemsize=4)
     plan.bytes_in(2), plan.lower_bound(2)            # 32, 32
-    run_tiles(plan, parts, group)                    # on every rank of the group, differentiable (tile_step.py)
+    run_tiles(plan, parts, group)                    # on every rank of the group, differentiable
 
 An element that a rank holds itself never travels; replicas share the sending.
 """
@@ -13,21 +13,29 @@ An element that a rank holds itself never travels; replicas share the sending.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from shardwise.comm.messages import Along
+from shardwise.comm.guard import Guard
+from shardwise.comm.messages import Along, Group, along_group
+from shardwise.comm.record import Note, recorders
 from shardwise.errors import MoveError
-from shardwise.layout.region import whole_region
-from shardwise.layout.tiles import TileLike, Tiles, cells_of, expand, first_overlap, meetings
+from shardwise.layout.region import contiguous_stride
+from shardwise.layout.tiles import TileLike, Tiles, as_tuples, cells_of, expand, first_overlap, meetings
 from shardwise.layout.tileset import TileSet
-from shardwise.move.schedule import Member, Piece, Route, Routes, Shape
-from shardwise.move.transfer import Exchanged
+from shardwise.move.run import run_now, run_steps
+from shardwise.move.schedule import Pieces, Route, Routes, Shape
+from shardwise.move.steps import Step
+from shardwise.move.transfer import Exchanged, Transfer, begins_its_memory
 
 
-class Pieces(NamedTuple):
+class HeldBoxes(NamedTuple):
     """Disjoint tiles that together are the sources, each with its holders: rows holders[first[i]:first[i + 1]]."""
 
     tiles: Tiles
@@ -35,7 +43,7 @@ class Pieces(NamedTuple):
     holders: np.ndarray  # rows of the source TileSet
 
 
-def _disjoint(sources: TileSet) -> Pieces:
+def _disjoint(sources: TileSet) -> HeldBoxes:
     """Equal tiles become one piece with several holders; tiles that overlap otherwise are cut up."""
     full = np.nonzero(sources.tiles.volumes)[0]
     boxes = sources.tiles.take(full)
@@ -47,11 +55,11 @@ def _disjoint(sources: TileSet) -> Pieces:
     first = np.append(np.nonzero(new)[0], len(order))
     distinct = boxes.take(order[new])
     if first_overlap(distinct) is None:
-        return Pieces(distinct, first, full[order])
+        return HeldBoxes(distinct, first, full[order])
     cells = cells_of(distinct)
     cell, within = meetings(cells, boxes)
     by_cell = np.lexsort((sources.ranks[full[within]], cell))
-    return Pieces(cells, np.searchsorted(cell[by_cell], np.arange(len(cells) + 1)), full[within[by_cell]])
+    return HeldBoxes(cells, np.searchsorted(cell[by_cell], np.arange(len(cells) + 1)), full[within[by_cell]])
 
 
 class Rows(NamedTuple):
@@ -110,7 +118,7 @@ class TilePlan(Exchanged):
                 f"of which no rank holds {int(self.targets.tiles.volumes[i] - found[i])} elements"
             )
 
-    def _choose(self, pieces: Pieces, piece: np.ndarray, needing: np.ndarray, volumes: np.ndarray) -> np.ndarray:
+    def _choose(self, pieces: HeldBoxes, piece: np.ndarray, needing: np.ndarray, volumes: np.ndarray) -> np.ndarray:
         """The holder that serves each request: the rank itself where it can, else the holders in turn, the largest
         requests first."""
         first, counts = pieces.first[piece], np.diff(pieces.first)[piece]
@@ -124,7 +132,7 @@ class TilePlan(Exchanged):
             chosen[many[rows[own]]] = pieces.holders[place[own]]
         return chosen
 
-    def _turns(self, pieces: Pieces, piece: np.ndarray, volumes: np.ndarray) -> np.ndarray:
+    def _turns(self, pieces: HeldBoxes, piece: np.ndarray, volumes: np.ndarray) -> np.ndarray:
         """Which request this is of those that the same holders can serve."""
         team: dict[bytes, int] = {}  # pieces with the same holders
         number = np.empty(len(piece), dtype=np.int64)
@@ -172,48 +180,143 @@ class TilePlan(Exchanged):
     # -- one rank's part ------------------------------------------------------------------------------------
     def routes(self, member: int) -> Routes:
         """What a rank sends and takes."""
-        rows = self.rows
+        rows, held, needed = self.rows, self.sources.shapes(member), self.targets.shapes(member)
         sent, got = np.nonzero(rows.sender == member)[0], np.nonzero(rows.receiver == member)[0]
-        out, into = self._pieces(sent, self.sources, rows.source), self._pieces(got, self.targets, rows.target)
-        sends: dict[Member, list[Piece]] = {}
-        for peer, piece in zip(rows.receiver[sent].tolist(), out, strict=True):
-            sends.setdefault(peer, []).append(piece)
-        takes = [Route((peer,), piece) for peer, piece in zip(rows.sender[got].tolist(), into, strict=True)]
-        held, needed = self.sources.shapes(member), self.targets.shapes(member)
-        return Routes(sends, takes, held, needed, self._stays(member, sends, takes, held, needed))
+        stay = sent[rows.receiver[sent] == member]
+        if len(stay):
+            stay = self._staying(stay)
+            sent, got = np.setdiff1d(sent, stay), np.setdiff1d(got, stay)
+        out = self._pieces(sent, self.sources, rows.source[sent], held)
+        into = self._pieces(got, self.targets, rows.target[got], needed)
+        sends = {peer: out.some(first, stop) for peer, first, stop in _runs(rows.receiver[sent])}
+        takes = [Route((peer,), into.some(first, stop)) for peer, first, stop in _runs(rows.sender[got])]
+        after, before = self.targets.slots[rows.target[stay]], self.sources.slots[rows.source[stay]]
+        return Routes(sends, takes, held, needed, dict(zip(after.tolist(), before.tolist(), strict=True)))
 
-    def _stays(
-        self,
-        member: int,
-        sends: Mapping[Member, Sequence[Piece]],
-        takes: Sequence[Route],
-        held: Sequence[Shape],
-        needed: Sequence[Shape],
-    ) -> dict[int, int]:
-        """Tiles that a rank holds as tensors of their own, before and after."""
-        if self.sources.places is not None or self.targets.places is not None:
-            return {}
-        kept = [piece for (peer,), piece in takes if peer == member]
-        return {
-            to.slot: at.slot
-            for at, to in zip(sends.get(member, ()), kept, strict=True)
-            if at.region == whole_region(held[at.slot]) and to.region == whole_region(needed[to.slot])
-        }
+    def _staying(self, kept: np.ndarray) -> np.ndarray:
+        """Of the rows of what a rank keeps those that are a tensor of their own, before and after."""
+        before = self._are_whole(kept, self.sources, self.rows.source[kept])
+        after = self._are_whole(kept, self.targets, self.rows.target[kept])
+        return kept[before & after]
 
-    def _pieces(self, rows: np.ndarray, side: TileSet, tile: np.ndarray) -> list[Piece]:
-        """The boxes of these rows, as places in the tensors of their holder."""
-        which = tile[rows]
-        starts = self.rows.tiles.starts[rows] - side.tiles.starts[which]
+    def _are_whole(self, rows: np.ndarray, side: TileSet, tiles: np.ndarray) -> np.ndarray:
+        """Whether the boxes of these rows are all of a tensor that is one of these tiles."""
+        return (side.places is None) & (self.rows.volumes[rows] == side.tiles.take(tiles).volumes)
+
+    def _pieces(self, rows: np.ndarray, side: TileSet, tiles: np.ndarray, tensors: Sequence[Shape]) -> Pieces:
+        """The boxes of these rows, as places in the tensors of the rank that holds these tiles."""
+        slots = tuple(side.slots[tiles].tolist())
+        if self._are_whole(rows, side, tiles).all():
+            return Pieces(slots, tuple(tensors[slot] for slot in slots), None, None, None, whole=True)
+        boxes = self.rows.tiles.take(rows)
+        offsets = boxes.starts - side.tiles.starts[tiles]
         if side.places is not None:
-            starts = starts + side.places[which]
-        ends = starts + self.rows.tiles.ends[rows] - self.rows.tiles.starts[rows]
-        bounds, shapes = np.stack([starts, ends], axis=2).tolist(), (ends - starts).tolist()
-        return [
-            Piece(slot, tuple(((low, high),) for low, high in sides), tuple(shape))
-            for slot, sides, shape in zip(side.slots[which].tolist(), bounds, shapes, strict=True)
-        ]
+            offsets = offsets + side.places[tiles]
+        by_slot = list(map(contiguous_stride, tensors))
+        strides = tuple(by_slot[slot] for slot in slots)
+        starts = (offsets * np.array(strides, dtype=np.int64).reshape(offsets.shape)).sum(axis=1)
+        shapes = tuple(as_tuples(boxes.ends - boxes.starts))
+        return Pieces(slots, shapes, strides, tuple(starts.tolist()), None, whole=False)
 
     def sends_separately(self, along: Along) -> bool:
         """Messages beat a collective on gloo: its collectives go through a thread of their own, its messages do not,
         and a message may be a tile itself."""
         return along.backend == "gloo"
+
+
+def _runs(peers: np.ndarray) -> list[tuple[int, int, int]]:
+    """Each of the peers, which come in order, with the first row of its own and the first after them."""
+    if not len(peers):
+        return []
+    bounds = [0, *(np.nonzero(peers[1:] != peers[:-1])[0] + 1).tolist(), len(peers)]
+    return [(int(peers[first]), first, stop) for first, stop in itertools.pairwise(bounds)]
+
+
+Tensors = Sequence[torch.Tensor]
+
+
+class TensorLists:
+    """A backend whose local value is a list of tensors: the tiles of one rank."""
+
+    simulated = False
+
+    def values(self, local: Tensors) -> tuple[torch.Tensor, ...]:
+        return tuple(local)
+
+    def structure(self, local: Tensors) -> list[torch.Size]:
+        return [x.shape for x in local]
+
+    def assemble(self, structure: Any, values: Tensors) -> list[torch.Tensor]:
+        return list(values)
+
+    def pick_gradients(self, structure: Sequence[torch.Size], local: Tensors) -> tuple[torch.Tensor, ...]:
+        """A rank without tiles passes an empty tensor, of whatever shape."""
+        return tuple(x.view(shape) if not x.numel() else x for x, shape in zip(local, structure, strict=True))
+
+
+_LISTS = TensorLists()
+
+
+@dataclass(frozen=True, eq=False)
+class TileStep(Step):
+    """The tiles of one rank of a group after a plan, from those before; written `into` tensors, if there are any."""
+
+    plan: TilePlan
+    group: Group
+    into: list[torch.Tensor] | None = None
+
+    where = "tiles"
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return "local" if self.plan.is_local else "all_to_all"
+
+    @property
+    def partner(self) -> TileStep:
+        return TileStep(self.plan.reverse, self.group)
+
+    def bytes_received(self, comm: Any) -> int:
+        return self.plan.bytes_in(dist.get_rank())
+
+    def run(self, comm: Any, local: Tensors) -> list[torch.Tensor]:
+        me, along = dist.get_rank(), along_group(self.group, local[0].device)
+        self._check(me, along.ranks, local)
+        if self.plan.is_local:
+            out = Transfer(self.plan, local, me, along, self.into).finish()
+        else:
+            with Guard(along, self.kind, f"tiles of {len(along.ranks)} ranks", f" on rank {me}"):
+                out = Transfer(self.plan, local, me, along, self.into).finish()
+        return out or [local[0].new_empty(0)]
+
+    def _check(self, me: int, ranks: Sequence[int], parts: Tensors) -> None:
+        if not self.plan.all_ranks.issubset(ranks):
+            missing = sorted(self.plan.all_ranks - set(ranks))
+            raise MoveError(f"ranks {missing} hold or need tiles, but the group has the ranks {list(ranks)}")
+        tiles = len(self.plan.sources.rows_of(me))
+        if len(parts) != max(1, tiles):
+            raise MoveError(f"rank {me} passes {len(parts)} tensors for its {tiles} source tiles")
+
+
+def run_tiles(
+    plan: TilePlan,
+    parts: Tensors,
+    group: Group | None = None,
+    note: Note | None = None,
+    into: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """This rank's target tiles, given its source tiles; every rank of the group calls it. Differentiable.
+
+    A rank that holds no source passes one empty tensor: it says dtype and device, and carries the graph, so that the
+    rank takes part in the backward pass. A rank without targets gets one empty tensor back. A tile that stays where it
+    is stays the same tensor. With `into`, the targets are written into these tensors (of the same dtype, on the same
+    device) and no graph is recorded.
+    """
+    note, group = note or Note("reshard"), dist.group.WORLD if group is None else group
+    if into is None:
+        return run_steps(_LISTS, (TileStep(plan, group),), tuple(parts), note)
+    if all(map(begins_its_memory, into)):
+        return run_now(_LISTS, (TileStep(plan, group, list(into)),), tuple(parts), note, recorders())
+    with torch.no_grad():
+        for room, value in zip(into, run_tiles(plan, parts, group, note), strict=True):
+            room.copy_(value)
+    return list(into)

@@ -16,14 +16,13 @@ from shardwise.comm.messages import (
     Along,
     Work,
     as_wire,
-    start_all_to_all,
     start_sends,
+    start_swap,
     width,
 )
 from shardwise.comm.reduction import REDUCTIONS, reduce_parts
-from shardwise.layout.region import View
 from shardwise.move.pack import pick, place
-from shardwise.move.schedule import BUFFER, Member, Part, Put, Puts, Round, Routes, Shape, Span, round_of
+from shardwise.move.schedule import BUFFER, Laid, Member, Pieces, Put, Round, Routes, Shape, Span, round_of
 from shardwise.torch_private import foreach_copy_
 
 Tensors = Sequence[torch.Tensor]
@@ -67,7 +66,7 @@ class Transfer:
     """One run of an exchange. The first round is under way once this is made; `finish` waits, runs the others and
     returns the new tensors, which are in `out` from the start."""
 
-    __slots__ = ("along", "buffers", "course", "keeping", "out", "plain", "plan", "sources", "stays", "work")
+    __slots__ = ("along", "buffers", "course", "keeping", "out", "plain", "plan", "sources", "work")
 
     def __init__(
         self, plan: Exchanged, sources: Tensors, me: Member, along: Along, into: list[torch.Tensor] | None = None
@@ -76,20 +75,23 @@ class Transfer:
         self.sources = list(map(_resolved, sources))
         self.plain = list(map(begins_its_memory, self.sources))  # so that a view of it is known beforehand
         self.course = course = course_of(plan, me, along)
-        self.stays = course.stays if into is None else {}
         like = self.sources[0]
-        self.out = self._room(like, course.shapes) if into is None else into
+        self.out = self._room(like, course) if into is None else into
         # one pair of buffers for all rounds: a backend may let go of what it was given a little late
         out, into_ = course.most
         self.buffers = [like.new_empty(out) if out else None, like.new_empty(into_) if into_ else None]
         self.keeping: Any = None  # what must live until the collective is done
         self.work = self._begin(course.rounds[0])
+        if into is not None:
+            for after, before in course.stays.items():
+                into[after].copy_(self.sources[before])
 
-    def _room(self, like: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-        make, stays = like.new_zeros if self.plan.zeros else like.new_empty, self.stays
+    def _room(self, like: torch.Tensor, course: Course) -> list[torch.Tensor]:
+        """Room for the results; a tensor that stays is the same tensor."""
+        make, stays = like.new_zeros if self.plan.zeros else like.new_empty, course.stays
         if not stays:
-            return [make(shape) for shape in shapes]
-        return [self.sources[stays[i]] if i in stays else make(shape) for i, shape in enumerate(shapes)]
+            return [make(shape) for shape in course.shapes]
+        return [self.sources[stays[i]] if i in stays else make(shape) for i, shape in enumerate(course.shapes)]
 
     def finish(self) -> list[torch.Tensor]:
         for i, one in enumerate(self.course.rounds):
@@ -97,7 +99,7 @@ class Transfer:
                 self.work = self._begin(one)
             if self.work is not None:
                 self.work.wait()
-            if one.puts.each:
+            if one.puts:
                 self._put_all(one.puts)
         self.keeping = self.work = None
         self.buffers = [None, None]
@@ -108,10 +110,12 @@ class Transfer:
             return self.course.native(self)
         packed, received = self.buffers if self.course.one_round else self._buffers_of(one)
         if packed is not None:
-            cut = packed.as_strided
-            _copy_all([cut(*room) for room, _ in one.packs], [self._own(part) for _, part in one.packs])
+            _copy_all(
+                [view for room, _ in one.packs for view in _laid(packed, room)],
+                [view for _, pieces in one.packs for view in self._own(pieces)],
+            )
         work = (self._send_separately if self.course.separate else self._send_at_once)(one, packed, received)
-        if one.meanwhile.each:
+        if one.meanwhile:
             self._put_all(one.meanwhile)
         return work
 
@@ -123,12 +127,12 @@ class Transfer:
         wide, sizes, counts = width(self.sources[0].dtype), one.sizes, one.counts
         if wide > 1:
             sizes, counts = [n * wide for n in sizes], [n * wide for n in counts]
-        return start_all_to_all(
+        return start_swap(
             self._run(one.takes, self.out, received, wide),
             sizes,
             self._run(one.sends, self.sources, packed, wide),
             counts,
-            self.along.group,
+            self.along,
         )
 
     def _run(self, spans: Sequence[Span], tensors: Any, buffer: torch.Tensor | None, wide: int) -> torch.Tensor:
@@ -163,38 +167,66 @@ class Transfer:
             tensors[slot], self.plain[slot] = tensors[slot].contiguous(), True
         return tensors[slot]
 
-    def _own(self, part: Part) -> torch.Tensor:
-        x = self.sources[part.slot]
-        return x.as_strided(*part.view) if part.view is not None and self.plain[part.slot] else pick(x, part.region)
+    def _own(self, pieces: Pieces) -> Sequence[torch.Tensor]:
+        """These pieces of what this rank held before."""
+        if pieces.whole or (pieces.starts is not None and all(self.plain)):
+            return _seen(self.sources, pieces)
+        places = zip(pieces.slots, pieces.regions_in([x.shape for x in self.sources]), strict=True)
+        return [pick(self.sources[slot], region) for slot, region in places]
 
     # -- what came ------------------------------------------------------------------------------------------
-    def _put_all(self, puts: Puts) -> None:
-        each = [put for put in puts.each if put.into.slot not in self.stays] if self.stays else puts.each
-        if puts.copies:
-            rooms = [self.out[put.into.slot].as_strided(*put.into.view) for put in each]  # type: ignore[misc]
-            _copy_all(rooms, [self._value(put.parts[0]) for put in each])
-            return
-        for put in each:
-            self._put(put)
+    def _put_all(self, puts: Sequence[Put]) -> None:
+        rooms: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for put in puts:
+            if put.is_copy:
+                rooms += _seen(self.out, put.into)
+                values += self._values(put.parts[0])
+            else:
+                self._put(put)
+        _copy_all(rooms, values)
 
-    def _value(self, part: View | Part) -> torch.Tensor:
-        return self._own(part) if isinstance(part, Part) else self.buffers[1].as_strided(*part)  # type: ignore[union-attr]
+    def _values(self, part: Laid | Pieces) -> Sequence[torch.Tensor]:
+        return _laid(self.buffers[1], part) if isinstance(part, Laid) else self._own(part)  # type: ignore[arg-type]
 
     def _put(self, put: Put) -> None:
         """Parts to where they belong; sums are added up in the order of coordinates, so that all who need one get
         the same."""
-        slot, region, view = put.into
-        parts, out, reduce_op = list(map(self._value, put.parts)), self.out[slot], self.plan.reduce_op
-        if view is None:
-            parts = [pick(out, region), *parts] if put.in_place else parts
-            place(out, region, parts[0] if len(parts) == 1 else reduce_parts(parts, reduce_op))
+        by_piece = list(zip(*map(self._values, put.parts), strict=True))
+        reduce_op = self.plan.reduce_op
+        if put.into.are_seen:
+            for room, values in zip(_seen(self.out, put.into), by_piece, strict=True):
+                if not put.in_place:
+                    room.copy_(values[0])
+                for value in values if put.in_place else values[1:]:
+                    REDUCTIONS[reduce_op](room, value, out=room)  # type: ignore[call-arg]
             return
-        into = out.as_strided(*view)
-        if not put.in_place:
-            into.copy_(parts[0])
-            del parts[0]
-        for part in parts:
-            REDUCTIONS[reduce_op](into, part, out=into)  # type: ignore[call-arg]
+        for slot, region, values in zip(put.into.slots, put.into.regions or (), by_piece, strict=True):
+            out = self.out[slot]
+            parts = [pick(out, region), *values] if put.in_place else list(values)
+            place(out, region, parts[0] if len(parts) == 1 else reduce_parts(parts, reduce_op))
+
+
+def _seen(tensors: Sequence[torch.Tensor], pieces: Pieces) -> list[torch.Tensor]:
+    """Pieces of contiguous tensors, as views."""
+    slots, shapes, strides, starts, *_ = pieces
+    if strides is None or starts is None:
+        return [tensors[slot] for slot in slots]
+    if len(slots) == 1:
+        return [tensors[slots[0]].as_strided(shapes[0], strides[0], starts[0])]
+    return list(map(torch.as_strided, [tensors[slot] for slot in slots], shapes, strides, starts))
+
+
+def _laid(buffer: torch.Tensor, laid: Laid) -> list[torch.Tensor]:
+    """What was laid out in a buffer, as views."""
+    out: list[torch.Tensor] = []
+    for view, is_many in laid.views:
+        found = buffer.as_strided(*view)
+        if is_many:
+            out += found.unbind()
+        else:
+            out.append(found)
+    return out
 
 
 Native = Callable[[Transfer], "Work | None"]
@@ -216,7 +248,7 @@ def course_of(plan: Exchanged, me: Member, along: Along) -> Course:
     return found
 
 
-_NO_ROUND = Round([], [], (), 0, 0, (), (), Puts((), True), Puts((), True))
+_NO_ROUND = Round([], [], (), 0, 0, (), (), (), ())
 
 
 def _resolved(x: torch.Tensor) -> torch.Tensor:
@@ -251,7 +283,9 @@ def reduce_and_scatter(transfer: Transfer) -> Work | None:
     """Parts of a sum that the backend adds up."""
     along, source = transfer.along, transfer.sources[0]
     sent = transfer.plan.routes(along.peers[dist.get_rank(along.group)]).sends
-    pieces = [pick(source, sent[peer][0].region).reshape(-1) for peer in along.peers]
-    transfer.keeping = torch.cat(pieces)
     out = transfer.out[0].view(-1)
+    if not out.numel():
+        return None
+    regions = [region for peer in along.peers for region in sent[peer].regions_in([source.shape])]
+    transfer.keeping = torch.cat([pick(source, region).reshape(-1) for region in regions])
     return getattr(dist, REDUCE_SCATTER)(out, transfer.keeping, group=along.group, async_op=True)

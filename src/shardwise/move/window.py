@@ -10,10 +10,10 @@ from functools import cached_property, lru_cache
 from shardwise.caches import register_cache
 from shardwise.comm.base import Coords
 from shardwise.layout import Layout, Region
-from shardwise.layout.region import within
+from shardwise.layout.region import region_shape, within
 from shardwise.layout.split import Intervals, count, intersect, normalize
 from shardwise.move.exchange import RoutedStep
-from shardwise.move.schedule import Member, Piece, Route, Routes, Shape
+from shardwise.move.schedule import Pieces, Route, Routes, Shape
 from shardwise.move.steps import MeshStep
 
 Needs = Callable[[Coords], Intervals]
@@ -46,16 +46,23 @@ class Window(RoutedStep):
         taken = {other: intersect(self.has(other), needs) for other in others}
         return self._routes(
             member,
-            {other: [self._piece(member, has, part)] for other, part in sent.items() if part},
-            [Route((other,), self._piece(member, needs, part)) for other, part in taken.items() if part],
+            {other: [part] for other, part in sent.items() if part},
+            [((other,), part) for other, part in taken.items() if part],
         )
 
-    def _piece(self, coords: Coords, of: Intervals, part: Intervals) -> Piece:
-        return Piece.of(0, within(self._region(coords, of), self._region(coords, part)))
-
-    def _routes(self, member: Coords, sends: dict[Member, list[Piece]], takes: list[Route]) -> Routes:
-        before, after = (tuple(count(side) for side in region) for region in (self.held(member), self.needed(member)))
-        return Routes(sends, takes, (before,), (after,))
+    def _routes(
+        self, member: Coords, sends: dict[Coords, list[Intervals]], takes: list[tuple[tuple[Coords, ...], Intervals]]
+    ) -> Routes:
+        """Routes that have these indices of the dim."""
+        before, after = self.held(member), self.needed(member)
+        held, needed = (region_shape(before),), (region_shape(after),)
+        inside = lambda whole, part: (0, within(whole, self._region(member, part)))  # noqa: E731
+        return Routes(
+            {other: Pieces.of([inside(before, part) for part in parts], held) for other, parts in sends.items()},
+            [Route(sources, Pieces.of([inside(after, part)], needed)) for sources, part in takes],
+            held,
+            needed,
+        )
 
     def bytes_in(self, coords: Coords) -> int:
         needed = self.needs(coords)
@@ -92,14 +99,10 @@ class WindowBack(Window):
         return self.axes
 
     def routes(self, member: Coords) -> Routes:
-        needs, has = self.needs(member), self.has(member)
-        sends: dict[Member, list[Piece]] = {}
-        for other in self.others(member):
-            cells = [cell for cell, takers in self._cells(other) if member in takers]
-            if cells:
-                sends[other] = [self._piece(member, needs, cell) for cell in cells]
-        takes = [Route(takers, self._piece(member, has, cell)) for cell, takers in self._cells(member)]
-        return self._routes(member, sends, takes)
+        sends = {
+            other: [cell for cell, takers in self._cells(other) if member in takers] for other in self.others(member)
+        }
+        return self._routes(member, sends, [(takers, cell) for cell, takers in self._cells(member)])
 
     def _cells(self, coords: Coords) -> list[tuple[Intervals, tuple[Coords, ...]]]:
         """What a rank has, cut so that the same ranks got all of a cell; cells that nobody got are left out."""

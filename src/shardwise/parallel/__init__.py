@@ -2,8 +2,13 @@
 losses, data, context and expert parallelism."""
 
 from shardwise.attention.sequence import sequence_exchange
-from shardwise.parallel.context.buffers import context_parallel_shard, context_parallel_unshard, zigzag
-from shardwise.parallel.context.manager import context_parallel, set_rotate_method
+from shardwise.parallel.context import (
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+    set_rotate_method,
+    zigzag,
+)
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.expert.dispatch import Routed, combine, dispatch
 from shardwise.parallel.expert.layer import MixtureOfExperts, balance_loss, grouped_linear, top_k

@@ -14,6 +14,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.calls import draws
+from shardwise.comm.guard import Guard
+from shardwise.comm.peers import ranks_that_differ
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.record import Note, record
 from shardwise.errors import CommError
@@ -32,7 +35,10 @@ class Agreement:
     def __init__(self, mesh: Mesh) -> None:
         assert isinstance(mesh.comm, ProcessGroupComm)
         self._name, self._device, self.axis_names = repr(mesh), mesh.device, mesh.axis_names
-        self._groups = {axis: mesh.comm.group(axis) for axis, k in enumerate(mesh.shape) if k > 1}
+        self._ranks = tuple(mesh.ranks)
+        crossed = [axis for axis, k in enumerate(mesh.shape) if k > 1]
+        self._groups = {axis: mesh.comm.group(axis) for axis in crossed}
+        self._alongs = {axis: mesh.comm.along((axis,)) for axis in crossed}
         if all("cpu:" in dist.get_backend_config(group) for group in self._groups.values()):
             self._device = torch.device("cpu")  # nobody has to wait for a GPU
         self._forget()
@@ -41,12 +47,13 @@ class Agreement:
         self._count = self._digest = 0
         self._begun = 0  # the number of draws that were compared, or are being compared
         self._due = 1  # the number of draws after which the ranks compare next
-        self._under_way: tuple[dist.Work, torch.Tensor] | None = None
+        self._under_way: tuple[tuple[Guard, dist.Work], torch.Tensor] | None = None
 
     def add(self, drawn: int) -> None:
         """Take note of a draw: of its key, or of anything that tells it from others."""
         self._count += 1
         self._digest = hash((self._digest, drawn))
+        draws[self._ranks] = self._count, self._digest
         if self._count >= self._due:
             self._due = self._count + min(self._count, _EVERY)
             self._compare(later=self._count > _AT_ONCE)
@@ -76,28 +83,37 @@ class Agreement:
         """Wait for the answer, pass it along the other axes, and raise on every rank if two of them differ."""
         if self._under_way is None:
             return
-        (work, both), self._under_way = self._under_way, None
-        work.wait()
+        (begun, both), self._under_way = self._under_way, None
+        self._wait(*begun)
         for axis in [*self._groups][1:]:
-            self._reduce(both, axis).wait()
+            self._wait(*self._reduce(both, axis))
         most, least = both.tolist()
         if most != ~least:
-            count = self._begun
+            count, others = self._begun, ranks_that_differ(f"{self._begun} {self._digest}", self._ranks)
             self._forget()
             raise CommError(
-                f"the ranks of {self._name} draw different random numbers: their generators are in different states, "
-                f"seen after {count} draws (seed of torch's generator here: {torch.initial_seed()}). Seed all ranks "
-                f"alike with shardwise.manual_seed(seed), and draw what differs between ranks with a generator of its "
-                f"own or inside shardwise.random.fork()"
+                f"the ranks of {self._name} draw different random numbers{others}: their generators are in different "
+                f"states, seen after {count} draws (seed of torch's generator here: {torch.initial_seed()}). Seed all "
+                f"ranks alike with shardwise.manual_seed(seed), and draw what differs between ranks with a generator "
+                f"of its own or inside shardwise.random.fork()"
             )
 
-    def _reduce(self, both: torch.Tensor, axis: int) -> dist.Work:
+    def _reduce(self, both: torch.Tensor, axis: int) -> tuple[Guard, dist.Work]:
         group = self._groups[axis]
         k = dist.get_world_size(group)
         record(self, "all_reduce", axis, 2 * (k - 1) * both.nbytes // k, _NOTE)
-        work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True)
+        where = f"mesh axis {self.axis_names[axis]!r} ({k} ranks)"
+        guard = Guard(self._alongs[axis], "all_reduce", where, "", _NOTE)
+        with guard:
+            guard.meet()
+            work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True)
         assert work is not None
-        return work
+        return guard, work
+
+    @staticmethod
+    def _wait(guard: Guard, work: dist.Work) -> None:
+        with guard:
+            work.wait()
 
 
 _agreements: weakref.WeakKeyDictionary[Mesh, Agreement] = weakref.WeakKeyDictionary()

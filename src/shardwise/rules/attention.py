@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.attention.blocks import How
-from shardwise.attention.sequence import CutAttention, along_cuts, keys_alone_are_cut
-from shardwise.layout.layout import dense_stride
+from shardwise.attention.sequence import CutAttention, along_cuts, keys_alone_are_cut, output_stride
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Result, Tensor, factors, operands_in, reduced
 from shardwise.strategy.registry import rule
 from shardwise.torch_private import attention_math
@@ -52,11 +51,11 @@ def _over_cuts(
 
 
 def _result(q: Operand, k: Operand, v: Operand) -> Result | None:
-    """As torch's fused kernels have it: stored in the order of the queries."""
+    """Stored in the order of the queries where a fused kernel of torch computes it."""
     if not q.ndim == k.ndim == v.ndim or q.shape[:-3] != v.shape[:-3] or not q.dtype == k.dtype == v.dtype:
         return None
     shape = (*q.shape[:-1], v.shape[-1])
-    return Result(shape, q.dtype, dense_stride(shape, q.layout.stride))
+    return Result(shape, q.dtype, output_stride(shape, q.layout, k.layout, v.layout))
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu")

@@ -16,6 +16,7 @@ from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Interval, Intervals, count
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, run_local, whole
+from shardwise.strategy.memory import restrided, suggested
 from shardwise.strategy.program import Halo, Halos, Reach, cut_like, each, leaves_empty, windowed
 from shardwise.strategy.registry import rule
 
@@ -50,6 +51,25 @@ class Conv:
         if self.transposed:
             return func(x, weight, bias, self.stride, padding, extra, groups, self.dilation)
         return func(x, weight, bias, self.stride, padding, self.dilation, groups)
+
+    def set_strides(self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, device: str) -> None:
+        """Give the result on meta tensors the strides it has on this device: with channels innermost where one of the
+        operands has them there, and the kernel keeps that."""
+        x = x if x.dim() == weight.dim() else x[None]
+        last = [f for f in map(suggested, (x, weight)) if f != torch.contiguous_format]
+        if not last or (last[0] == torch.channels_last_3d and device == "cpu" and not self._by_onednn(x, weight)):
+            return
+        whole = out if out.dim() == x.dim() else out[None]
+        stride = torch.empty(whole.shape, device="meta", memory_format=last[0]).stride()
+        restrided(out, stride[-out.dim() :])
+
+    def _by_onednn(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether torch calls oneDNN on a CPU (its own condition, `use_mkldnn` in C++): for small work it does not."""
+        if x.dtype in (torch.bfloat16, torch.float16):
+            return True
+        spread = {*self.stride, *self.dilation} != {1} or x.shape[0] >= 16 or torch.get_num_threads() > 1
+        large = self.groups > 1 or min(weight.shape[-2:]) > 3 or x.shape[0] > 1 or math.prod(x.shape[:4]) > 20480
+        return x.dtype == torch.float32 and large and (spread or tuple(weight.shape[-2:]) != (1, 1))
 
     def halos(self, layout: Layout, kernel: Sequence[int], out: Sequence[int]) -> Halos:
         """The cut spatial dims of which outputs read more than the input at the same place."""
@@ -121,6 +141,7 @@ def convolution(
     operands = [x, weight] if bias is None else [x, weight, bias]
     metas = [torch.empty_strided(op.shape, op.layout.stride, dtype=op.dtype, device="meta") for op in operands]
     out = conv.call(metas, groups)
+    conv.set_strides(out, metas[0], metas[1], x.layout.device.type)
     # with groups, channels in and out are cut together, between groups; the dim before the channels is the batch
     n, (ins, outs) = "n " * c, ("(g c)", "(g o)") if groups > 1 else ("c", "o")
     text = f"{n}{ins} *s, {f'{ins} o' if transposed else f'{outs} c'} *k!, +{outs}? -> {n}{outs} *s"
@@ -140,7 +161,7 @@ def convolution(
         x, *others = (t.redistribute(placements=p) for t, p in zip((x, weight, bias), plan.inputs))
         return run_local(local.func, [windowed(x, halos), *others], output, local.value_at)
 
-    return Algorithm(run)
+    return Algorithm(run, knows_memory=True)
 
 
 def _register(name: str, order: str, **form: int) -> None:

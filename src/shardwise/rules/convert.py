@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from shardwise.errors import RuleError
 from shardwise.functions import without_size
 from shardwise.layout import Layout, Replicate
 from shardwise.rules.pointwise import broadcast
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, operands_in, run_local
+from shardwise.strategy.memory import copied_stride
 from shardwise.strategy.registry import program, rule
 from shardwise.wrapper import wrap
 
@@ -27,7 +29,7 @@ def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
     wanted = [a for a in arguments if isinstance(a, torch.dtype)]
     same = all(d == x.dtype for d in wanted)
     holds = lambda d: d.itemsize > 1 and (x.dtype.itemsize == 1 or torch.promote_types(d, x.dtype) == d)  # not float8
-    keeps = same or all(d.to_real().is_floating_point and holds(d) for d in wanted)
+    keeps = same or (x.dtype.to_real().is_floating_point and all(map(holds, wanted)))
     return broadcast([x], linear="joint" if keeps else "none", any_partial=same, may_alias="memory_format" in kwargs)
 
 
@@ -53,7 +55,10 @@ def to_device(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x = x.to(dtype)
     comm = x._layout.mesh.comm
     local = comm.bind(torch.Tensor.to)(x._local, *args, **kwargs)
-    return x if comm.same(local, x._local) else wrap(local, x._layout.replace(device=comm.first(local).device))
+    if comm.same(local, x._local):
+        return x
+    stride = copied_stride(x.shape, x._layout.stride, kwargs.get("memory_format"))
+    return wrap(local, x._layout.replace(device=comm.first(local).device, stride=stride))
 
 
 @program("_to_copy")
@@ -88,3 +93,15 @@ for _name in "new_zeros new_ones new_empty new_empty_strided new_full new_tensor
     _new = partial(new, getattr(torch.Tensor, _name), _name not in ("new_tensor", "new_empty_strided"))
     _new.__doc__ = "Every rank makes its part."
     program(_name)(_new)
+
+
+# -- to tensors that are not dense --------------------------------------------------------------------------
+@rule(
+    "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc _to_sparse to_mkldnn "
+    "_nested_tensor_from_tensor_list"
+)
+def not_dense(*args: object, **kwargs: object) -> NoReturn:
+    raise RuleError(
+        "a DTensor is dense, and what is asked for here would be sparse, nested or of mkldnn; use the plain "
+        "tensor, x.full_tensor()"
+    )

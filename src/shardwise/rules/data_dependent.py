@@ -17,8 +17,10 @@ from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import sizes_to_pieces
 from shardwise.strategy import Algorithm, Answer, Named, Operand, Tensor, reduced, run_local, whole
+from shardwise.strategy.memory import contiguous, stored
+from shardwise.strategy.program import constant
 from shardwise.strategy.registry import program, rule
-from shardwise.wrapper import wrap
+from shardwise.wrapper import restride, wrap
 
 
 def in_order(x: Tensor, dims: Sequence[int], by: Tensor = None) -> tuple[Any, int]:
@@ -94,7 +96,11 @@ def nonzero(x: Tensor, *, as_tuple: bool = False) -> Tensor:
     places = [Shard(0) if axis in axes else REPLICATE for axis in range(len(layout.placements))]
     target = layout.replace(shape=(0, x.dim()), dtype=torch.int64, placements=places)
     out = with_counted_size(run_local(find, [x], target, starts), 0, axes)
+    restride(out, (1, out.shape[0]))  # torch finds the indices of one dim after those of another
     return out.unbind(1) if as_tuple else out
+
+
+stored("nonzero_static", device="cpu")(contiguous)
 
 
 @program("nonzero_static")
@@ -136,19 +142,45 @@ def bincount(x: Tensor, weights: Any = None, minlength: int = 0) -> Tensor:
     return run_local(lambda *held: count(*held, minlength=size).to(dtype), operands, target)
 
 
+@program("one_hot")
+def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
+    """All ranks look at the least and the greatest class of all, and raise as torch does on one device."""
+    if x.dtype != torch.int64:
+        raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, got {x.dtype}")
+    x = reduced(x)
+    if x.numel():
+        with relaxed():  # as in with_counted_size
+            lowest, highest = (int(edge) for edge in x.aminmax())
+        if lowest < 0:
+            raise RuntimeError("Class values must be non-negative.")
+        num_classes = highest + 1 if num_classes == -1 else num_classes
+        if highest >= num_classes:
+            raise RuntimeError("Class values must be smaller than num_classes.")
+    elif num_classes <= 0:
+        raise RuntimeError("Can not infer total number of classes from empty tensor.")
+    return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long()
+
+
 # -- distinct values ---------------------------------------------------------------------------------------
 @program("unique")
 def unique(
     x: Tensor, sorted: Any = True, return_inverse: Any = False, return_counts: Any = False, dim: Any = None
 ) -> Any:
     find = functools.partial(torch.unique, sorted=sorted)
-    return distinct(find, reduced(x.detach()), dim, return_inverse, return_counts)
+    found = distinct(find, reduced(x.detach()), dim, return_inverse, return_counts)
+    return _without_derivative(found, x, "_unique2" if dim is None else "unique_dim")
 
 
 @program("unique_consecutive")
 def unique_consecutive(x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: Any = None) -> Tensor:
-    x = in_order(reduced(x.detach()), range(x.dim()) if dim is None else [dim % x.dim()])[0]
-    return distinct(torch.unique_consecutive, x, dim, return_inverse, return_counts)
+    ordered = in_order(reduced(x.detach()), range(x.dim()) if dim is None else [dim % x.dim()])[0]
+    found = distinct(torch.unique_consecutive, ordered, dim, return_inverse, return_counts)
+    return _without_derivative(found, x, "unique_consecutive")
+
+
+def _without_derivative(found: Tensor, x: Tensor, name: str) -> Tensor:
+    """The values found (alone, or before others) of an op that torch has no derivative for."""
+    return (constant(found[0], [x], name), *found[1:]) if isinstance(found, tuple) else constant(found, [x], name)
 
 
 def distinct(func: Callable[..., Any], x: Tensor, dim: int | None, where: bool = True, how_many: bool = True) -> Tensor:
@@ -158,7 +190,7 @@ def distinct(func: Callable[..., Any], x: Tensor, dim: int | None, where: bool =
     layout, axes = x._layout, [a for a, p in enumerate(x._layout.placements) if p.is_shard()]
     chunks = [Shard(0) if a in axes else REPLICATE for a in range(len(layout.placements))]
     values = layout.replace(shape=(0, *(x.shape[1:] if dim is not None else ())), placements=chunks)
-    places = (layout if dim is None else layout.replace(shape=x.shape[:1])).replace(dtype=torch.int64)
+    places = layout.replace(shape=x.shape[: None if dim is None else 1], dtype=torch.int64)
     counts = layout.replace(shape=(0,), placements=chunks, dtype=torch.int64)
     found = run_local(find, [x], [values, places, counts])
     merged, inverse, many = with_counted_size(found[0], 0, axes), found[1], with_counted_size(found[2], 0, axes)

@@ -11,15 +11,27 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.functions import also_writes
 from shardwise.layout.split import Intervals, positions
 from shardwise.rules.index import by_holders, located, pointable
-from shardwise.strategy import Answer, Factors, Gathered, Operand, Tensor, factors, reduced
+from shardwise.strategy import Answer, Factors, Operand, Tensor, factors, reduced
 from shardwise.strategy.registry import program, rule
+
+
+def rows_of(table: torch.Tensor, ids: torch.Tensor, pad: int, by_freq: bool = False) -> torch.Tensor:
+    """torch.embedding; its gradient of no ids has no derivative, but all ranks must build the same graph."""
+    if ids.numel():
+        return torch.embedding(table, ids, pad, by_freq, False)
+    return table.index_select(0, ids.flatten()).view(*ids.shape, table.shape[1])
 
 
 def with_a_column(look_up: Callable[[Any], Any], table: torch.Tensor) -> torch.Tensor:
     """look_up(table), also for a rank that holds no column: there CUDA's kernels read out of bounds."""
     return look_up(table) if table.shape[1] else look_up(F.pad(table, (0, 1)))[..., :0]
+
+
+also_writes(F.embedding, (1, "weight"), when=(3, "max_norm"), default=None)
+also_writes(F.embedding_bag, (1, "weight"), when=(3, "max_norm"), default=None)
 
 
 @rule("embedding")
@@ -38,10 +50,10 @@ def embedding(first: Operand, second: Operand, *args: Any, **kwargs: Any) -> Fac
     def look_up(first: torch.Tensor, second: torch.Tensor, held: tuple[Intervals] | None = None) -> torch.Tensor:
         rows, ids = (first, second) if aten else (second, first)
         if held is None:
-            return with_a_column(lambda rows: torch.embedding(rows, ids, pad, by_freq, False), rows)
+            return with_a_column(lambda rows: rows_of(rows, ids, pad, by_freq), rows)
         at, mine = located(ids, held[0], size)
         here = next((start for start, _ in positions(held[0], ((pad, pad + 1),))), -1)
-        found = with_a_column(lambda rows: torch.embedding(rows, at, here), pointable(rows, 0))
+        found = with_a_column(lambda rows: rows_of(rows, at, here), pointable(rows, 0))
         return found.masked_fill(~mine.unsqueeze(-1), 0)
 
     text = f"{rows}, {where} -> *i d" if aten else f"{where}, {rows} -> *i d"
@@ -69,7 +81,7 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Answer:
     by_freq = arguments["scale_grad_by_freq"]
     operands = {name: x for name, x in arguments.items() if isinstance(x, Operand)}
     if arguments["max_norm"] is not None:
-        return Gathered("gather, since max_norm rewrites the rows it looks up, and compute it on every rank")
+        return None  # torch takes it apart: first embedding_renorm_, then a plain look-up
     bags = "b" if ids.ndim == 2 and not by_freq else None
     rows = None if mode == "max" or by_freq else "v"
     names = {x.index: (bags, None) if x.ndim == 2 else (None,) for x in operands.values()} | {table.index: (rows, "d")}

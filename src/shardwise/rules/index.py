@@ -31,10 +31,13 @@ def is_mask(index: Any) -> bool:
 
 
 def as_index(entry: Any) -> Any:
-    """A sequence or an array as the tensor it stands for."""
+    """A sequence or an array as the tensor it stands for: a mask, or integers that torch makes of all other numbers."""
     if isinstance(entry, (list, tuple, range)):
         entry = numpy.array(entry, dtype=None if len(entry) else int)
-    return torch.as_tensor(entry) if isinstance(entry, numpy.ndarray) else entry
+    if not isinstance(entry, numpy.ndarray):
+        return entry
+    found = torch.as_tensor(entry)
+    return found if is_mask(found) else found.long()
 
 
 def spelled_out(index: Any, ndim: int) -> list[Any]:

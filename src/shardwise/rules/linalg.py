@@ -3,13 +3,15 @@ Of Fourier transforms, linear too, the transformed dims are whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from shardwise.layout.layout import dense_stride
 from shardwise.strategy import Answer, Factors, Gathered, Operand, Tensor, factors, line, operands_in, run_local, whole
+from shardwise.strategy.memory import restrided, stored
 from shardwise.strategy.registry import program, rule
 
 # results that have no cut factor are the same on all ranks (the factorization behind a solve) and carry no gradient
@@ -46,6 +48,16 @@ def with_forms(names: str, text: str, right: str = "", vector: str = "") -> None
         return factors(text if left else right, operands, same=True)
 
 
+def by_columns(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of matrices as LAPACK stores them."""
+    return dense_stride(shape, (*range(len(shape), 2, -1), 1, 2))
+
+
+@stored("linalg_eig", device="cpu")
+def of_eig(result: Sequence[torch.Tensor], x: object) -> None:
+    restrided(result[1], by_columns(result[1].shape))
+
+
 with_forms("linalg_cholesky_ex linalg_inv_ex", "*b n! n! -> *b n n, *b")
 with_forms("linalg_lu_factor_ex linalg_ldl_factor_ex", "*b m! n! -> *b m n, *b k, *b")
 with_forms("linalg_solve_triangular", "*b n! n!, *b n! r -> *b n r", "*b n! n!, *b r n! -> *b r n")
@@ -71,7 +83,8 @@ def geqrf(x: Tensor) -> Tensor:
     """A program, since torch has no meta kernel for it."""
     x = whole(x, (x.ndim - 2, x.ndim - 1))
     tau = x._layout.replace(shape=(*x.shape[:-2], min(x.shape[-2:])))
-    return torch.return_types.geqrf(run_local(torch.geqrf, [x], [x._layout, tau]))
+    found = run_local(torch.geqrf, [x], [x._layout.replace(stride=by_columns(x.shape)), tau])
+    return torch.return_types.geqrf(found)
 
 
 # -- kernels that refuse empty batches, or lose their gradients --------------------------------------------
@@ -118,6 +131,26 @@ def transform(func: Any, x: Operand, dim: Any, *args: Any, **kwargs: Any) -> Fac
 
 for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
     rule(_name)(partial(transform, getattr(torch, _name)))
+
+
+def transformed(result: torch.Tensor, x: torch.Tensor, dims: Sequence[int]) -> None:
+    """What was transformed last lies innermost; around it the other dims, in the order in which they lie in `x`."""
+    rest = sorted((d for d in range(x.dim()) if d not in dims), key=lambda d: -x.stride()[d])
+    restrided(result, dense_stride(result.shape, [-[*rest, *dims].index(d) for d in range(x.dim())]))
+
+
+@stored("_fft_r2c", device="cpu")
+def of_r2c(result: torch.Tensor, x: torch.Tensor, dim: Sequence[int], *_: object, **__: object) -> None:
+    dims = [range(x.dim())[d] for d in dim]
+    transformed(result, x, [*sorted(dims[:-1], key=lambda d: -x.stride()[d]), dims[-1]])
+
+
+@stored("_fft_c2r", device="cpu")
+def of_c2r(result: torch.Tensor, x: torch.Tensor, dim: Sequence[int], *_: object, **__: object) -> None:
+    """The last dim after all others."""
+    if len(dim) > 1:
+        x = torch.fft.fftn(x, dim=dim[:-1])
+    transformed(result, x, [range(x.dim())[dim[-1]]])
 
 
 @rule("stft")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.layout.placement import REPLICATE, Partial
-from shardwise.rules.pointwise import broadcast
+from shardwise.rules.pointwise import broadcast, is_endless
 from shardwise.strategy import Algorithm, Factors, Operand, factors, operands_in
 from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced
 from shardwise.strategy.registry import named, rule
@@ -36,7 +36,7 @@ class Columns(Spec):
         for j in range(max(map(len, filter(_is_list, (*args, *kwargs.values()))))):
             here, options = [_at(a, j) for a in args], {name: _at(value, j) for name, value in kwargs.items()}
             values = (*here, *options.values())
-            kind = tuple(value.layout if isinstance(value, Operand) else type(value) for value in values)
+            kind = tuple(value.layout if isinstance(value, Operand) else _kind_of(value) for value in values)
             self.members.append(tuple(operands_in(values)))
             self.kinds.append(kind)
             if kind not in self.specs:
@@ -75,6 +75,11 @@ class Columns(Spec):
             if isinstance(value, Operand):
                 places[value.index], splits[value.index] = everywhere, ()
         return Assignment(places, [found[kind].outputs[0] for kind in self.kinds], splits=splits)
+
+
+def _kind_of(value: object) -> tuple[object, ...]:
+    """What rules see in an argument of one position that is no tensor: of numbers, whether it is infinite or zero."""
+    return type(value), is_endless(value), isinstance(value, (int, float, complex)) and value == 0
 
 
 def _is_list(value: Any) -> bool:

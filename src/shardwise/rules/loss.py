@@ -14,10 +14,12 @@ from shardwise.layout import Layout
 from shardwise.layout.split import Intervals
 from shardwise.rules.pointwise import broadcast
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, operands_in
+from shardwise.strategy.memory import contiguous, stored
 from shardwise.strategy.registry import program, rule
 from shardwise.torch_private import assert_async, schema_of
 
 REDUCTIONS = ("none", "mean", "sum")  # aten gives the number
+_TYPED_BY_INPUT = {"huber_loss", "soft_margin_loss"}  # the others have the dtype that input and target promote to
 
 
 def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | None = None) -> None:
@@ -30,6 +32,8 @@ def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | N
         operands = list(operands_in((*args, *kwargs.values())))
         if not isinstance(reduction, str):
             return Algorithm(by_number)
+        if name in _TYPED_BY_INPUT and operands[0].dtype != operands[1].dtype:
+            return Algorithm(in_dtype_of_input)
         old = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
         if old or reduction not in ((*REDUCTIONS, "batchmean") if name == "kl_div" else REDUCTIONS):
             return None  # below, torch gives the number the old arguments stand for, or says what is wrong
@@ -46,6 +50,9 @@ def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | N
         arguments = dict(zip(names, args)) | kwargs
         reduction = REDUCTIONS[arguments.pop("reduction", 1)]
         return func(arguments.pop(names[0]), arguments.pop(names[1]), reduction=reduction, **arguments)
+
+    def in_dtype_of_input(x: Tensor, target: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return func(x, target.to(x.dtype), *args, **kwargs)
 
     def by_parts(*args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
         losses = func(*args, reduction="none", **kwargs)
@@ -160,6 +167,7 @@ def per_class(operands: list[Operand], statics: Any, reduction: str) -> Factors 
     return factors(f"{whole}, {each if indices else whole}, c!? -> {each if reduction == 'none' else ''}", operands)
 
 
+stored("nll_loss nll_loss_nd nll_loss2d nll_loss2d_forward", "cpu")(contiguous)
 loss_rule("nll_loss nll_loss_nd nll_loss2d", per_target, over_count)
 loss_rule("cross_entropy", per_class, over_count)
 

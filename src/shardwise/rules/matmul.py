@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.strategy import Factors, Operand, Tensor, factors, line
+from shardwise.rules.pointwise import is_endless
+from shardwise.strategy import Algorithm, Factors, Gathered, Operand, Tensor, factors, line
 from shardwise.strategy.registry import program, rule
 
 line("mm", "m k, k n -> m n", linear="each")
@@ -30,14 +31,22 @@ def matmul(x: Operand, other: Operand, **kwargs: object) -> Factors:
 program("rmatmul")(lambda y, x: x @ y)
 
 
+# where infinity times zero comes in, kernels differ in when they multiply
+_ENDLESS = Gathered("gather, since what is infinity times a sum depends on the kernel, and compute it on every rank")
+
+
 def plus_product(name: str, text: str) -> None:
     """An addend that is broadcast to the product of two others."""
     out = text.partition("->")[2].split()
 
     @rule(name)
-    def sum_of(addend: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Factors:
+    def sum_of(addend: Operand, x: Operand, y: Operand, *, beta: Any = 1, alpha: Any = 1) -> Factors | Gathered:
+        if is_endless(beta, alpha):
+            return _ENDLESS
         spec = factors(f"+{' '.join(out[-addend.ndim :] if addend.ndim else ())}, {text}", [addend, x, y], "each")
-        if not addend.dtype.to_real().is_floating_point:  # torch's kernels for empty parts do not cast
+        if not any(
+            op.dtype.to_real().is_floating_point for op in (addend, x, y)
+        ):  # torch's kernels for empty parts do not cast
             spec.local = lambda *_: lambda *xs: getattr(torch, name)(*xs, beta=int(beta), alpha=int(alpha))
         return spec
 
@@ -48,10 +57,14 @@ plus_product("addbmm", "b m k, b k n -> m n")
 plus_product("addr", "m, n -> m n")
 
 
-@program("addmv")
-def addmv(addend: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+@rule("addmv")
+def addmv(addend: Operand, x: Operand, y: Operand, *, beta: complex = 1, alpha: complex = 1) -> Algorithm | Gathered:
+    return _ENDLESS if is_endless(beta, alpha) else Algorithm(_addmv)
+
+
+def _addmv(addend: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """By its parts: torch's kernel does not broadcast the addend of an empty product."""
-    if not addend.dtype.to_real().is_floating_point:
+    if not any(t.dtype.to_real().is_floating_point for t in (addend, x, y)):
         alpha, beta = int(alpha), int(beta)
     product = alpha * (x @ y)
     return product if beta == 0 else beta * addend.expand(x.shape[:1]) + product

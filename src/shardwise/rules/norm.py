@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from shardwise.functions import also_writes
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
-from shardwise.strategy.program import Tensor, leaves_empty, reduced, run_local, sum_dtype, whole
+from shardwise.strategy.memory import as_first_suggests, stored
+from shardwise.strategy.program import Tensor, constant, leaves_empty, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
 
 
@@ -55,7 +58,7 @@ def trailing(name: str, normed: Callable[..., Any]) -> None:
 def _native_layer_norm(x: Any, average: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
     out, mean, _, inverse = scaled(x, average, eps, weight, bias)
     dtype = x.dtype if weight is None else weight.dtype
-    return out, mean.to(dtype), inverse.to(dtype)
+    return out, *(t.detach().to(dtype) for t in (mean, inverse))
 
 
 trailing("native_layer_norm", _native_layer_norm)
@@ -69,7 +72,8 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, N: int, C: int, HxW: int
     """The averages of channels are small: they are regrouped, however the channels are cut, and not `x`."""
     x = reduced(x)
     dtype = x.dtype if weight is None else weight.dtype
-    if fits_kernel(x, range(1, x.ndim)):
+    x = x if x.numel() else whole(x)  # there is nothing to be moved
+    if fits_kernel(x, range(1, x.ndim)) or not x.numel():
         places = [p if p.is_shard(0) else REPLICATE for p in x.placements]
         saved = x._layout.replace(shape=(N, group), dtype=dtype, placements=places)
         kernel = lambda v, w, b: torch.native_group_norm(v, w, b, len(v), C, HxW, group, eps)
@@ -84,7 +88,8 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, N: int, C: int, HxW: int
 
     weight, bias = (t if t is None else t.reshape(C, *ones) for t in (weight, bias))
     out, mean, _, inverse = scaled(x, average, eps, weight, bias)
-    return out, *(t.reshape(N, group, C // group)[:, :, 0].to(dtype) for t in (mean, inverse))
+    means = (t.detach().reshape(N, group, C // group)[:, :, 0].to(dtype) for t in (mean, inverse))
+    return out, *(constant(t, [x]) for t in means)
 
 
 # -- over the batch ----------------------------------------------------------------------------------------
@@ -104,12 +109,28 @@ def batch_norm(names: str, fixed: bool | None = None, reserves: int = 0, copies:
     program(names, writes=True)(run)
 
 
+for _names in (
+    "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional",
+    "_batch_norm_with_update _batch_norm_with_update_functional _batch_norm_no_update",
+):
+    stored(_names, device="cpu")(as_first_suggests)
 batch_norm("native_batch_norm miopen_batch_norm _native_batch_norm_legit")
 batch_norm("cudnn_batch_norm", reserves=1)
 batch_norm("_native_batch_norm_legit_functional", copies=True)
 batch_norm("_batch_norm_with_update", True, 1)
 batch_norm("_batch_norm_with_update_functional", True, 1, copies=True)
 batch_norm("_batch_norm_no_update", False, 1)
+
+
+def _keeps_statistics(func: object, first: int, when: str, default: bool) -> None:
+    also_writes(func, (first, "running_mean"), (first + 1, "running_var"), when=(5, when), default=default)
+
+
+_keeps_statistics(F.batch_norm, 1, "training", False)
+_keeps_statistics(torch.batch_norm, 3, "training", False)
+_keeps_statistics(torch.native_batch_norm, 3, "training", False)
+_keeps_statistics(F.instance_norm, 1, "use_input_stats", True)
+_keeps_statistics(torch.instance_norm, 3, "use_input_stats", True)
 
 
 def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: Any, eps: Any) -> Any:
@@ -132,12 +153,18 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training
             with torch.no_grad():
                 for kept, new in zip(moved[2:], (now, unbiased), strict=True):
                     if kept is not None:
-                        kept.copy_((1 - momentum) * kept + momentum * new.flatten())
-        out = y, *(t.flatten().to(dtype) if training else x.new_empty(0, dtype=dtype) for t in (now, inverse))
+                        _renew(kept, (1 - momentum) * kept + momentum * new.flatten())
+        out = y, *(t.detach().flatten().to(dtype) if training else x.new_empty(0, dtype=dtype) for t in (now, inverse))
     for kept, used in zip((mean, var), moved[2:], strict=True):
         if training and used is not kept:
-            kept.copy_(used)
+            _renew(kept, used)
     return out
+
+
+def _renew(kept: Tensor, value: Tensor) -> None:
+    """Write new running statistics. As torch's kernels do, unseen by autograd: a pass in which the module was used
+    before, in evaluation, has saved the old ones."""
+    kept.data.copy_(value)
 
 
 # -- by neighbours, or by a vector's length ----------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Intervals, count, intersect, normalize
 from shardwise.strategy import Algorithm, Answer, Operand, factors, reduced
+from shardwise.strategy.memory import as_first_suggests, stored
 from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, unchanged
@@ -97,4 +98,13 @@ def pad_(x: Operand, pad: Sequence[int], mode: str = "constant", value: Any = No
 rule("constant_pad_nd")(lambda x, pad, value=0: pad_(x, pad, "constant", value))
 rule("reflection_pad1d reflection_pad2d reflection_pad3d")(lambda x, padding: pad_(x, padding, "reflect"))
 rule("replication_pad1d replication_pad2d replication_pad3d")(lambda x, padding: pad_(x, padding, "replicate"))
+stored("reflection_pad2d reflection_pad3d replication_pad2d replication_pad3d", device="cpu")(as_first_suggests)
+
+
+@stored("pad", device="cpu")
+def of_pad(result: object, x: torch.Tensor, pad: object, mode: str = "constant", value: object = None) -> None:
+    if mode in ("reflect", "replicate"):
+        as_first_suggests(result, x)
+
+
 rule("_pad_circular")(lambda x, pad: pad_(x, pad, "circular"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import cmath
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -12,7 +12,9 @@ import torch
 from shardwise.layout.layout import dense_stride
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Factors, Operand, Result, factors, operands_in, unfinished
-from shardwise.strategy.registry import rule
+from shardwise.strategy.memory import contiguous, like_a_sum, restrided, stored
+from shardwise.strategy.program import Tensor
+from shardwise.strategy.registry import program, rule
 
 
 def broadcast(values: Iterable[object], outputs: int = 1, **more: Any) -> Factors:
@@ -52,6 +54,16 @@ pointwise(
     "shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u masked_fill fill shifted_chebyshev_polynomial_v "
     "shifted_chebyshev_polynomial_w native_dropout_backward"
 )
+stored("copysign floor_divide logaddexp logaddexp2 logical_and logical_or logical_xor heaviside")(like_a_sum)
+stored("div true_divide divide native_dropout_backward")(like_a_sum)
+
+
+@stored("angle", device="cpu")
+def of_angle(result: object, x: torch.Tensor) -> None:
+    if x.dtype.is_complex:
+        contiguous(result)
+
+
 pointwise("addcmul addcdiv", numbers=("value",))
 pointwise("frexp log_sigmoid_forward", outputs=2)
 
@@ -64,7 +76,21 @@ def linear(names: str, **more: Any) -> None:
         return broadcast([x], linear="joint", **more)
 
 
-linear("neg real imag conj conj_physical resolve_conj resolve_neg deg2rad rad2deg")
+linear("neg imag deg2rad rad2deg")
+
+
+@rule("real conj conj_physical resolve_conj")
+def conjugate(x: Operand) -> Factors | Algorithm:
+    """Of real numbers they return the tensor they are given, whatever is pending."""
+    return broadcast([x], linear="joint") if x.dtype.is_complex else Algorithm(lambda x: x)
+
+
+@program("resolve_neg")
+def resolve_neg(x: Tensor) -> Tensor:
+    """The tensor itself, unless torch has yet to change its sign, as in the imaginary part of a conjugate."""
+    return x * 1 if x._layout.mesh.comm.first(x._local).is_neg() else x
+
+
 linear("_conj _conj_copy _conj_physical _neg_view _neg_view_copy")
 linear("contiguous", any_partial=True, may_alias=True)
 # parts of any reduction are copied as they are; and any reduction of zeros is zero
@@ -78,6 +104,14 @@ def filled_like(func: Any, x: Operand, *args: Any, **kwargs: Any) -> Factors | A
     return broadcast([x])
 
 
+@stored("zeros_like ones_like full_like empty_like rand_like randn_like randint_like")
+def of_like(
+    result: torch.Tensor, x: torch.Tensor, *args: object, memory_format: object = None, **kwargs: object
+) -> None:
+    if memory_format in (None, torch.preserve_format):
+        restrided(result, x.clone().stride())
+
+
 for _func in (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like):
     rule(_func.__name__, any_float=True)(partial(filled_like, _func))
 
@@ -85,15 +119,20 @@ for _func in (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_li
 @rule("add sub subtract lerp complex", any_float=True, numbers=("alpha",))
 def add(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
     """Linear in both together; a number counts as a constant, so it is not. A weight that is a tensor is a factor."""
-    operands = list(operands_in((x, other, *args, *kwargs.values())))
-    return broadcast(operands, linear="joint" if len(operands) == 2 else "none")
+    values = (x, other, *args, *kwargs.values())
+    operands = list(operands_in(values))
+    return broadcast(operands, linear="joint" if len(operands) == 2 and not is_endless(*values) else "none")
 
 
 @rule("mul multiply", any_float=True)
 def mul(x: Any, other: Any, *args: object, **kwargs: object) -> Factors:
-    """Linear in each, also by a number; but parts of both signs times infinity have no sum."""
-    endless = any(isinstance(v, float) and math.isinf(v) for v in (x, other))
-    return broadcast([x, other], linear="none" if endless else "each")
+    """Linear in each, also by a number."""
+    return broadcast([x, other], linear="none" if is_endless(x, other) else "each")
+
+
+def is_endless(*values: object) -> bool:
+    """Whether a number among the arguments is infinite: parts of both signs times infinity have no sum."""
+    return any(isinstance(v, (float, complex)) and cmath.isinf(v) for v in values)
 
 
 @rule("div divide true_divide", any_float=True)

@@ -19,6 +19,7 @@ from shardwise.layout import Layout
 from shardwise.layout.split import Interval
 from shardwise.rules.pad import copied
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, factors, line, operands_in, rearrangement
+from shardwise.strategy.memory import as_first_suggests, stored
 from shardwise.strategy.program import Halo, Reach, cut_like, each, reduced, run_local, windowed
 from shardwise.strategy.registry import rule
 
@@ -116,9 +117,10 @@ def leading(call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1,
 
 
 def nothing(shape: Sequence[int], values: Sequence[torch.Tensor], outs: Sequence[Layout]) -> Any:
-    """Results without elements that come from these values, so that gradients go their way on all ranks."""
+    """Results without elements that come from these values, so that gradients go their way on all ranks; in memory of
+    their own, so that all ranks may write into them."""
     empty = reduce(torch.add, (v.flatten()[:0] for v in values if v.dtype == values[0].dtype))
-    return one_or_all([empty.to(out.dtype).reshape(shape) for out in outs])
+    return one_or_all([empty.to(out.dtype, copy=True).reshape(shape) for out in outs])
 
 
 # -- which pools there are ---------------------------------------------------------------------------------
@@ -218,6 +220,7 @@ def affine_grid(theta: Operand, size: Sequence[int], align_corners: bool) -> Fac
 
 
 # -- pixels and channels -----------------------------------------------------------------------------------
+stored("max_unpool2d pixel_shuffle channel_shuffle native_channel_shuffle", device="cpu")(as_first_suggests)
 rearrangement("pixel_shuffle", "*b (c r r) h w -> *b c (h r) (w r)", takes="x r")
 rearrangement("pixel_unshuffle", "*b c (h r) (w r) -> *b (c r r) h w", takes="x r")
 rearrangement("channel_shuffle native_channel_shuffle", "n (g c) *s -> n (c g) *s", takes="x g")

@@ -13,6 +13,8 @@ from shardwise.random import values
 from shardwise.random.draw import drawn, fill
 from shardwise.random.generator import TORCH, stream
 from shardwise.strategy import Algorithm, Operand, Tensor
+from shardwise.strategy.memory import contiguous, copied_stride, stored
+from shardwise.strategy.program import constant
 from shardwise.strategy.registry import gathered, program, rule
 
 
@@ -52,7 +54,7 @@ def bernoulli_(x: Operand, p: Any = 0.5, generator: torch.Generator | None = Non
     def run(x: Tensor, p: Any, generator: torch.Generator | None = None) -> Tensor:
         if stream() == TORCH:
             return x.copy_(values.drawn_whole(torch.Tensor.bernoulli_, x.detach().clone(), p, generator=generator))
-        return x.copy_(values.bernoulli_of(p, generator, x))
+        return x.copy_(constant(values.bernoulli_of(p, generator, x), [p]))
 
     return Algorithm(run, writes=True)
 
@@ -74,8 +76,9 @@ def draw_like(
     x: Tensor, what: draws.Distribution, dtype: Any = None, device: Any = None, requires_grad: bool = False,
     memory_format: Any = None, generator: torch.Generator | None = None, **rest: object,
 ) -> Tensor:  # fmt: skip
-    layout = x._layout.replace(dtype=dtype or x.dtype, device=x.device if device is None else torch.device(device))
-    result = drawn(layout if memory_format != torch.contiguous_format else layout.replace(stride=None), what, generator)
+    stride = copied_stride(x.shape, x._layout.stride, memory_format)
+    device = x.device if device is None else torch.device(device)
+    result = drawn(x._layout.replace(dtype=dtype or x.dtype, device=device, stride=stride), what, generator)
     return result.requires_grad_() if requires_grad else result
 
 
@@ -91,7 +94,11 @@ def value_rule(name: str, run: Callable[..., Any] | None = None) -> None:
 
     @program(name)
     def draw(*args: Any, **kwargs: Any) -> Tensor:
-        return values.drawn_whole(func, *args, **kwargs) if run is None or stream() == TORCH else run(*args, **kwargs)
+        if run is None or stream() == TORCH:
+            return values.drawn_whole(func, *args, **kwargs)
+        found = run(*args, **kwargs)
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        return constant(found, tensors) if found.dtype.is_floating_point else found
 
 
 def draw_bernoulli(x: Tensor, p: Any = None, *, generator: torch.Generator | None = None) -> Tensor:
@@ -100,6 +107,7 @@ def draw_bernoulli(x: Tensor, p: Any = None, *, generator: torch.Generator | Non
 
 value_rule("bernoulli", draw_bernoulli)
 value_rule("normal", values.normal_of)
+stored("normal")(contiguous)
 value_rule("multinomial", values.multinomial_of)
 for _name in ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"):
     value_rule(_name)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardwise.layout import Partial, Placement, Shard
 from shardwise.layout.layout import Layout, parent_sets, shards_from_table
 from shardwise.layout.split import Intervals, count, normalize
 from shardwise.protocols import Ctx
@@ -31,9 +32,37 @@ def dims_of(dim: Any, ndim: int) -> tuple[int, ...]:
 _REDUCED = "x dim=None keepdim=False"
 line("sum", "*d -> *d-dim", "joint", takes=_REDUCED)
 line("nansum count_nonzero", "*d -> *d-dim", takes=_REDUCED)
-line("prod", "*d -> *d-dim", takes=_REDUCED, reduce="product")
 line("any", "*d -> *d-dim", takes=_REDUCED, reduce="bor")
 line("all", "*d -> *d-dim", takes=_REDUCED, reduce="band")
+
+
+@rule("prod")
+def prod(x: Operand, dim: Named = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Answer:
+    """The products of parts are factors. Where a gradient is needed they are multiplied at once: what comes back to the
+    factors would not tell a hook the gradient of the product."""
+    dims = dims_of(dim, x.ndim)
+    if not any(map(x.layout.is_cut, dims)):
+        return factors("*d -> *d-dim", [x], dim=dims, keepdim=keepdim, reduce="product")
+    kind = dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
+    left = [d for d in range(x.ndim) if keepdim or d not in dims]
+    shape = tuple(1 if d in dims else x.shape[d] for d in left)
+
+    def of_part(v: torch.Tensor) -> torch.Tensor:
+        return v.prod(dtype=dtype) if dim is None else v.prod(dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
+
+    def placed(p: Placement) -> Placement:
+        if not isinstance(p, Shard):
+            return p
+        return Partial("product") if p.dim in dims else p.at(left.index(p.dim))
+
+    def run(x: Tensor, *args: object, **named: object) -> Tensor:
+        x = reduced(x)
+        places = tuple(map(placed, x._layout.placements))
+        layout = x._layout.replace(shape=shape, stride=None, dtype=kind, placements=places)
+        found = run_local(of_part, [x], layout)
+        return reduced(found) if needs_grad(x) else found
+
+    return Algorithm(run)
 
 
 @rule("mean")

@@ -14,10 +14,34 @@ from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import count
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy import Algorithm, Answer, Operand, Tensor, line, needs_grad, reduced, run_local, sum_dtype
+from shardwise.strategy import (
+    Algorithm,
+    Answer,
+    Factors,
+    Operand,
+    Tensor,
+    factors,
+    needs_grad,
+    reduced,
+    run_local,
+    sum_dtype,
+)
 from shardwise.strategy.registry import rule
 
-line("cummax cummin", "*d!dim -> *d, *d", takes="x dim")
+
+def _extremes_so_far(name: str) -> None:
+    """cummax or cummin: the dim is whole. torch's gradient of an empty tensor is that tensor itself."""
+    func = getattr(torch, name)
+
+    @rule(name)
+    def scanned(x: Operand, dim: int) -> Factors:
+        along = dim_of(dim, x.ndim)
+        scan = lambda v: func(v, along) if v.numel() else (v.clone(), v.long())  # noqa: E731
+        return factors("*d!dim -> *d, *d", [x], dim=along, call=scan)
+
+
+_extremes_so_far("cummax")
+_extremes_so_far("cummin")
 
 
 def linked(scan: Callable[..., Any], x: torch.Tensor, dim: int, neutral: float) -> torch.Tensor:

@@ -156,6 +156,10 @@ def _put_by_masks(x: Any, indices: Sequence[Any], values: Any, accumulate: bool 
 
 @program("put")
 def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    if source.numel() != index.numel():
+        raise IndexError(
+            f"put: source has {source.numel()} elements and index {index.numel()}; give one element for each index"
+        )
     line, source = x if x.dim() else x.reshape(1), source.reshape(index.shape)
     return torch.ops.aten.index_put(line, unravelled(index, line.shape), source, accumulate).reshape(x.shape)
 

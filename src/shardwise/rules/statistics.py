@@ -12,8 +12,9 @@ from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.reduce import Dims, dims_of, gather_parts, shared_extreme, staged, whole_along
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
-from shardwise.strategy.program import Tensor, reduced, run_local, sum_dtype, whole
+from shardwise.strategy.program import Tensor, needs_grad, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
+from shardwise.torch_private import are_transforms_active
 
 
 # -- variances ---------------------------------------------------------------------------------------------
@@ -69,16 +70,45 @@ def vector_norm(x: Operand, ord: Any = 2, dim: Named = None, keepdim: bool = Fal
     if math.isinf(ord):
         return staged(x, dims, keepdim, lambda x: shared_extreme(norm_of, x, dims, keepdim, magnitude=True))
 
-    def norm_of_norms(x: Any) -> Any:
-        """Where a part is infinite, its gradient is that of the part: finite elements have none."""
+    def run(x: Tensor) -> Tensor:
+        x = x if dtype is None else x.to(dtype)
+        if needs_grad(x) and not are_transforms_active():
+            return _Norm.apply(x, ord, dims, keepdim)
         (parts,) = gather_parts(lambda *args: (norm_of(*args),), x, dims)
-        if ord <= 1:
-            return parts.sum(dims, keepdim) if ord == 1 else norm_of(parts, dims, keepdim)
-        most = parts.isinf()
-        finite = norm_of(parts.masked_fill(most, 0), dims, keepdim)
-        return torch.where(most.any(dims, keepdim), parts.masked_fill(~most, 0).sum(dims, keepdim), finite)
+        return norm_of(parts, dims, keepdim)
 
-    return staged(x, dims, keepdim, norm_of_norms)
+    return staged(x, dims, keepdim, run)
+
+
+class _Norm(torch.autograd.Function):
+    """A norm of the parts' norms. Its gradient is torch's, with the norm of all: that of a norm of norms has no
+    derivative where one rank holds zeros only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ord: float, dims: Dims, keepdim: bool) -> Tensor:
+        out = torch.linalg.vector_norm(x, ord, dims, keepdim)
+        ctx.save_for_backward(x, out)
+        ctx.ord, ctx.dims = ord, () if keepdim else sorted(dims)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, norm = ctx.saved_tensors
+        for dim in ctx.dims:
+            grad, norm = grad.unsqueeze(dim), norm.unsqueeze(dim)
+        return _norm_gradient(x, norm, grad, ctx.ord), None, None, None
+
+
+def _norm_gradient(x: Tensor, norm: Tensor, grad: Tensor, ord: float) -> Tensor:
+    """The gradient of a norm, in the form that torch gives it: its own derivative has NaNs where torch's has."""
+    if ord == 1:
+        return grad * x.sgn()
+    if ord == 2:
+        return grad * (x / norm).masked_fill(norm == 0, 0)
+    if ord < 1:
+        return x.sgn() * x.abs().pow(ord - 1).masked_fill(x == 0, 0) * grad * norm.pow(1 - ord)
+    direction = x.sgn() * x.abs().pow(ord - 1) if ord < 2 else x * x.abs().pow(ord - 2)
+    return direction * (grad / norm.pow(ord - 1)).masked_fill(norm == 0, 0)
 
 
 @rule("norm")

@@ -97,8 +97,14 @@ def permute(x: Operand, *dims: Any, **named: Any) -> Relayout:
     return permutation(dims_of(ints(dims, named), x.ndim))
 
 
-@rule("transpose transpose_copy swapaxes swapdims mT")
-def transpose(x: Operand, dim0: int = -2, dim1: int = -1) -> Relayout:
+@rule("mT mH")
+def swapped(x: Operand) -> Relayout | None:
+    """The last two dims change places. Of a number, both are the number itself (which torch still takes)."""
+    return transpose(x, -2, -1) if x.ndim and not x.dtype.is_complex else permutation([]) if not x.ndim else None
+
+
+@rule("transpose transpose_copy swapaxes swapdims")
+def transpose(x: Operand, dim0: int, dim1: int) -> Relayout:
     a, b = dims_of((dim0, dim1), x.ndim)
     return permutation([{a: b, b: a}.get(d, d) for d in range(x.ndim)])
 

@@ -28,7 +28,7 @@ gathered("_pad_packed_sequence", _PACKED := "gather, since its steps differ in s
 rule("lstm gru rnn_tanh rnn_relu")(lambda x, sizes, *_: Gathered(_PACKED) if getattr(sizes, "ndim", 3) == 1 else None)
 
 
-@rule("as_strided as_strided_copy as_strided_scatter")
+@rule("aten::as_strided aten::as_strided_copy aten::as_strided_scatter")
 def as_strided(x: Operand, *args: object, **kwargs: object) -> Gathered:
     """Reads memory, which a gathered tensor has as on one device if that has no holes."""
     stride, dense = x.layout.stride, dense_stride(x.shape, x.layout.stride)
@@ -59,14 +59,16 @@ program("as_strided_", writes=True)(lambda x, *args, **kwargs: rebind(x, x.as_st
 @program("resize resize_as", writes=True)
 def resize(x: Tensor, *size: Any, **kwargs: object) -> Tensor:
     """The elements in the order of memory, as far as there is room; after them zeros, where torch leaves anything."""
+    if x.requires_grad:
+        raise RuntimeError("cannot resize variables that require grad")
     wanted = tuple(getattr(size[0], "shape", size[0]) if len(size) == 1 and not isinstance(size[0], int) else size)
     if wanted == tuple(x.shape):
         return x
     stride, room = x._layout.stride, math.prod(wanted)
-    if x.requires_grad or stride != dense_stride(x.shape, stride):
+    if stride != dense_stride(x.shape, stride):
         raise RuleError(
-            f"resize_ of a distributed tensor from {tuple(x.shape)} to {wanted}: it "
-            f"{'requires grad' if x.requires_grad else 'is part of another'}; use reshape, F.pad or a new tensor"
+            f"resize_ of a distributed tensor from {tuple(x.shape)} to {wanted}: it is part of another; use reshape, "
+            f"F.pad or a new tensor"
         )
     flat = x.permute(sorted(range(x.dim()), key=lambda d: -stride[d])).reshape(-1)
     return rebind(x, F.pad(flat, (0, room - flat.numel())).reshape(wanted))

@@ -11,8 +11,11 @@ from shardwise.sharded.module import (
     _collect_local_shard,
     _reshard_output,
     _shard_tensor,
+    named_params_with_sharded_tensor,
+    pre_load_state_dict_hook,
     shard_module,
     shard_parameter,
+    state_dict_hook,
 )
 from shardwise.sharded.ops import elementwise, embedding, fills, methods, over_mesh  # noqa: F401
 from shardwise.sharded.ops.registry import custom_sharded_op_impl, custom_sharding_spec_op
@@ -26,7 +29,6 @@ from shardwise.sharded.spec import (
     PlacementSpec,
     ShardingSpec,
 )
-from shardwise.sharded.state_dict import named_params_with_sharded_tensor, pre_load_state_dict_hook, state_dict_hook
 from shardwise.sharded.tensor import ShardedTensor
 
 __all__ = [

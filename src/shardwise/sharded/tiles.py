@@ -18,8 +18,7 @@ from shardwise.comm.record import Note
 from shardwise.layout import Layout
 from shardwise.layout.tiles import Tiles, first_hole, first_overlap
 from shardwise.layout.tileset import TileSet
-from shardwise.move.tile_step import run_tiles
-from shardwise.move.tiles import TilePlan
+from shardwise.move.tiles import TilePlan, run_tiles
 from shardwise.sharded.groups import Group, owners, ranks_of
 from shardwise.sharded.metadata import ShardMetadata
 

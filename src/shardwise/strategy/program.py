@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from shardwise.comm.base import Coords
-from shardwise.comm.bridge import share
+from shardwise.comm.bridge import constant_of, share
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, running_op
 from shardwise.layout import Layout
@@ -111,6 +111,14 @@ def unfinished(x: Tensor) -> Tensor:
 def needs_grad(*tensors: Tensor) -> bool:
     """Whether the program must be differentiable."""
     return any(map(is_recorded, tensors))
+
+
+def constant(value: Tensor, sources: Sequence[Tensor], missing: str = "") -> Tensor:
+    """A result that requires grad as in torch, though it does not change with the op's operands; their gradients are
+    zeros. Where torch has no derivative for the op, `missing` is its name: a backward pass raises torch's error."""
+    if not needs_grad(*sources):
+        return value
+    return run_local(lambda v, *held: constant_of(v, held, missing), [value, *sources], value._layout)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -32,7 +32,7 @@ _OPERATORS = {  # what x.__add__, x.__radd__ and x.__iadd__ are
     "mod": "remainder", "pow": "pow", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
     "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
 }  # fmt: skip
-_SPELLINGS = {f"__{how}{name}__": op for name, op in _OPERATORS.items() for how in ("", "r", "i")} | {
+SPELLINGS = {f"__{how}{name}__": op for name, op in _OPERATORS.items() for how in ("", "r", "i")} | {
     "__rtruediv__": "rdiv", "__rdiv__": "rdiv", "__matmul__": "matmul", "__rmatmul__": "rmatmul",
     "__neg__": "neg", "__abs__": "abs", "__invert__": "bitwise_not", "__eq__": "eq", "__ne__": "ne", "__lt__": "lt",
     "__le__": "le", "__gt__": "gt", "__ge__": "ge", "negative": "neg", "absolute": "abs", "not_equal": "ne",
@@ -131,7 +131,7 @@ def _find(func: Function) -> Found | None:
     if name == "__get__":  # a property such as Tensor.T
         return _rules.get(getattr(getattr(func, "__self__", None), "__name__", ""))
     torchs_own = any(getattr(space, name, None) == func for space in _NAMESPACES)
-    if not torchs_own or _SPELLINGS.get(name, name) in _hidden:
+    if not torchs_own or SPELLINGS.get(name, name) in _hidden:
         return None
     return _named(name, writes_first(func))
 
@@ -155,8 +155,8 @@ def in_place_flag(func: Function, args: Sequence[object], kwargs: dict[str, Any]
 
 def _named(name: str, writes: bool) -> Found | None:
     plain = name.removeprefix("special_")  # aten's names for torch.special
-    for candidate in (name, plain, _SPELLINGS.get(name), plain[:-1] if writes else None):
-        found = None if candidate is None else _rules.get(_SPELLINGS.get(candidate, candidate))
+    for candidate in (name, plain, SPELLINGS.get(name), plain[:-1] if writes else None):
+        found = None if candidate is None else _rules.get(SPELLINGS.get(candidate, candidate))
         if found is not None:
             return found._replace(in_place=writes)
     return None

@@ -106,6 +106,8 @@ class Algorithm:
 
     run: Program
     writes: bool = False  # into its first argument itself, where the op does; else its result is copied there
+    knows_memory: bool = False  # its results have torch's strides, also where torch's meta kernel says others
+    is_view: bool = False  # torch's result is a view of the first argument, which no op of the program says
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,11 @@ class Factors(Spec):
         if self.same:
             named = zip(self.outputs, [len(out.shape) for out in outputs], strict=True)
             self.outputs = [names if len(names) == n else (None,) * n for names, n in named]
+        kinds = {operands[0].dtype} if pinned else {out.dtype for out in outputs}
         chosen: list[Choice] = []
         for axis in range(len(operands[0].layout.placements)):
             before = [[choice.inputs[i] for choice in chosen] for i in range(len(operands))]
-            best = self.choose(operands, axis, before, pinned)
+            best = self.choose(operands, axis, before, pinned, kinds)
             if best is None:
                 return None
             chosen.append(best)
@@ -168,13 +171,18 @@ class Factors(Spec):
         return Assignment(inputs, results, self.local, self.aliases, [c.name for c in chosen])
 
     def choose(
-        self, operands: Sequence[Operand], axis: int, before: list[list[Placement]], pinned: bool = False
+        self,
+        operands: Sequence[Operand],
+        axis: int,
+        before: list[list[Placement]],
+        pinned: bool,
+        kinds: set[torch.dtype],
     ) -> Choice | None:
         """The cheapest choice for one axis; among equals one without a pending sum, and then the first."""
         best, best_cost = None, (0.0, 0)
         layouts = [op.layout for op in operands]
         some = {op.layout: op for op in operands}  # one operand of each layout: of many, most are alike
-        for choice in self.choices(operands, axis, before):
+        for choice in self.choices(operands, axis, before, kinds):
             if pinned and not choice.inputs[0] == choice.outputs[0] == layouts[0].placements[axis]:
                 continue
             moves = Counter(zip(layouts, choice.inputs, strict=True)).items()
@@ -184,7 +192,9 @@ class Factors(Spec):
                 best, best_cost = choice, ranked
         return best
 
-    def choices(self, operands: Sequence[Operand], axis: int, before: list[list[Placement]]) -> list[Choice]:
+    def choices(
+        self, operands: Sequence[Operand], axis: int, before: list[list[Placement]], kinds: set[torch.dtype]
+    ) -> list[Choice]:
         found: dict[object, Choice] = {}
         cuts = 0
         for i, op in enumerate(operands):
@@ -195,7 +205,7 @@ class Factors(Spec):
                     found[factor, cut.pieces] = self.cut(factor, cut)
                     cuts += 1
             elif isinstance(placement, Partial):
-                parts = self._pending_with(i, placement, operands)
+                parts = self._pending_with(i, placement, operands, kinds)
                 if parts and (placement, parts) not in found:
                     ins = tuple(placement if j in parts else REPLICATE for j in range(len(operands)))
                     outs = (placement,) * len(self.outputs)
@@ -203,16 +213,22 @@ class Factors(Spec):
         everywhere = (REPLICATE,) * len(operands), (REPLICATE,) * len(self.outputs)
         return [*found.values(), Choice(*everywhere, "compute it all on each rank")]
 
-    def _pending_with(self, i: int, placement: Partial, operands: Sequence[Operand]) -> frozenset[int]:
-        """The operands that stay pending where operand `i` does; none if it may not."""
+    def _pending_with(
+        self, i: int, placement: Partial, operands: Sequence[Operand], kinds: set[torch.dtype]
+    ) -> frozenset[int]:
+        """The operands that stay pending where operand `i` does; none if it may not. `kinds`: dtypes of the results."""
         among = frozenset(range(len(operands))) if self.joint is None else self.joint
         sums = self.any_partial or placement.reduce_op in ("sum", "avg")
         alone = self.linear == "each"
         if self.linear == "none" or not sums or i not in among or (alone and i in self.addends):
             return frozenset()  # a product is not a part of anything, so its addend must be whole too
         parts = (frozenset({i}) if alone else among) | self.addends
-        floats = all(op.dtype.to_real().is_floating_point for j, op in enumerate(operands) if j in parts)
-        return parts if floats or placement.reduce_op != "avg" else frozenset()  # integers have no average
+        others = {op.dtype for j, op in enumerate(operands) if j in parts and not op.dtype.to_real().is_floating_point}
+        if placement.reduce_op == "avg" and others:  # integers have no average
+            return frozenset()
+        # A sum of integers wraps, and one of bools is "or": neither survives in another dtype.
+        survive = self.any_partial or (torch.bool not in others and all(kinds == {d} for d in others))
+        return parts if survive else frozenset()
 
     def cut(self, factor: str, shard: Shard) -> Choice:
         """The choice that cuts `factor` the way `shard` does."""

@@ -48,6 +48,9 @@ def spread_out(
     replicate = [p.is_replicate() for p in layout.placements]
     spots = map(inner.coords, inner.ranks) if inner.comm.simulated else [inner.comm.coords_here()[0]]
     held = [at(tuple(0 if r else c for r, c in zip(replicate, coords, strict=True))) for coords in spots]
+    if requires_grad and Partial("product") in layout.placements:  # its factors have gradients, the product has none
+        for factor in held:
+            factor.requires_grad_()
     local = RankTensor(held) if inner.comm.simulated else held[0]
     result = DTensor.from_local(local, mesh, placements, shape=x.shape, stride=x.stride())
     return result.requires_grad_() if requires_grad else result
@@ -164,6 +167,29 @@ def with_holes(t: torch.Tensor) -> torch.Tensor:
     return torch.stack([t.detach(), torch.zeros_like(t)], -1)[..., 0]
 
 
+def stored_alike(t: torch.Tensor) -> torch.Tensor:
+    """The same values in new memory of the same strides, holes and repeated elements included."""
+    memory = t.detach().untyped_storage().clone()
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, t.storage_offset(), t.shape, t.stride())
+
+
+def reversed_in_memory(t: torch.Tensor) -> torch.Tensor:
+    """The same values with the first dim as the innermost in memory."""
+    order = range(t.dim())[::-1]
+    return t.detach().permute(*order).contiguous().permute(*order) if t.dim() > 1 else t
+
+
+def channels_last(t: torch.Tensor) -> torch.Tensor:
+    """The same values with channels as the innermost dim in memory, of tensors that may be images or volumes."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return t.detach().contiguous(memory_format=formats[t.dim()]) if t.dim() in formats else t
+
+
+def repeated_in_memory(t: torch.Tensor) -> torch.Tensor:
+    """The first slice along the first dim in place of all: one in memory, of stride 0."""
+    return t.detach()[:1].expand_as(t) if t.dim() and t.shape[0] > 1 else t
+
+
 # -- which layouts -----------------------------------------------------------------------------------------------
 def random_sizes(n: int, parts: int, generator: random.Random) -> tuple[int, ...]:
     """`parts` sizes >= 0 that add up to n; some are likely to be 0."""
@@ -187,7 +213,7 @@ def can_add(dtype: torch.dtype) -> bool:
     return not eight_bits and dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 
 
-def _reductions_for(x: torch.Tensor) -> list[str]:
+def reductions_for(x: torch.Tensor) -> list[str]:
     """The same for one tensor: infinite values cannot be shared in a sum, and a NaN maximum has no gradient."""
     found = reductions_of(x.dtype)
     if not can_add(x.dtype) and x.dtype is not torch.bool:
@@ -242,7 +268,7 @@ def combinations(
     replicated or cut in the same way, then a sample of the rest that `seed` chooses. No combination comes twice."""
     generator = random.Random(f"{seed} {mesh_shape}")
     wanted = _SHARES.keys() if reductions is True else reductions or ()
-    allowed = [[op for op in _reductions_for(t) if op in wanted] for t in tensors]
+    allowed = [[op for op in reductions_for(t) if op in wanted] for t in tensors]
     systematic = _systematic(tensors, mesh_shape[0], generator, allowed) if len(mesh_shape) == 1 else []
     if len(systematic) > limit:  # what is left out differs from sample to sample
         generator.shuffle(systematic)

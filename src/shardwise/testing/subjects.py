@@ -13,15 +13,22 @@ from torch.func import functional_call
 from shardwise.layout import Replicate, Shard
 from shardwise.tensor import DTensor
 from shardwise.testing.check import as_sample
-from shardwise.testing.spread import is_float, with_holes
+from shardwise.testing.spread import channels_last, is_float, repeated_in_memory, reversed_in_memory, with_holes
 from shardwise.testing.trial import Sample
 
 FORMS: dict[str, torch.dtype] = {
-    **dict.fromkeys(("function", "in-place", "out=", "ties", "nan", "holes in memory"), torch.float64),
+    **dict.fromkeys(("function", "in-place", "out=", "ties", "nan"), torch.float64),
+    **dict.fromkeys(("holes in memory", "transposed", "channels last", "expanded"), torch.float64),
     "complex128": torch.complex128,
     "int64": torch.int64,
     "bool": torch.bool,
     "bfloat16": torch.bfloat16,
+}
+_STORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "holes in memory": with_holes,
+    "transposed": reversed_in_memory,
+    "channels last": channels_last,
+    "expanded": repeated_in_memory,
 }
 
 
@@ -72,10 +79,14 @@ _FIRST_TWO = {"torch.ops.aten._efficient_attention_forward", "torch.ops.aten._fl
 _OUT_IS_ANOTHER_RESULT = {"fft.ihfft2", "fft.ihfftn"}
 # with ties, matrices are not of full rank: which solution a driver gives depends on rounding
 _MANY_SOLUTIONS = {"linalg.lstsq"}
+# where all elements along a dim are equal: the order of thousands of them, and factors of matrices of rank one
+_OPEN_IF_EXPANDED = {"topk", "sort", "argsort", "linalg.lstsq", "svd_lowrank", "pca_lowrank"}
 # given a tolerance of one, it asks whether a number is greater than itself
 _ON_THE_EDGE = {"linalg.matrix_rank"}
 # it reads memory by the sizes it is told, whatever the tensor has
 _TRUSTS_SIZES = {"native_group_norm"}
+# plain torch reads past the end of a tensor whose elements are one in memory
+_TRUSTS_STRIDES = {"native_group_norm", "masked.median"}
 
 
 class Operator:
@@ -93,6 +104,7 @@ class Operator:
             "ties": name not in _MANY_SOLUTIONS,
             "bool": name != "_foreach_pow",  # of which torch's own kernels give different dtypes
             "holes in memory": name not in _BY_MEMORY,
+            "expanded": name not in _BY_MEMORY | _OPEN_IF_EXPANDED | _TRUSTS_STRIDES,
         }.get(form, True)
 
     def samples(self, form: str, limit: int, device: str = "cpu") -> list[Sample]:
@@ -113,7 +125,7 @@ class Operator:
             call = lambda *args, **kwargs: op.op(*args, **kwargs)[0].detach()
         if form == "in-place" and op.name.startswith("_foreach"):  # torch's gradients of empty tensors in lists raise
             call = torch.no_grad()(call)
-        grad = op.supports_autograd and form not in ("out=", "bfloat16", "nan") and is_float(dtype)
+        grad = op.supports_autograd and form not in ("out=", "bfloat16", "nan", "expanded") and is_float(dtype)
         torch.manual_seed(0)  # the database draws from torch's own stream
         found = []
         more = {"grad": grad, "values": op.name not in _UNINITIALIZED, "holes": form == "holes in memory"}
@@ -154,7 +166,8 @@ def _into(call: Callable[..., Any]) -> Callable[..., Any]:
             return torch.zeros_like(x)
         cut = any(p.is_shard() for p in x.placements)
         places = [Replicate() if cut or not x.dim() else Shard(x.dim() - 1) for _ in x.placements]
-        return DTensor.redistribute(torch.zeros_like(x), placements=places)  # type: ignore[arg-type]
+        moved = DTensor.redistribute(torch.zeros_like(x), placements=places)  # type: ignore[arg-type]
+        return DTensor.from_local(moved.to_local(), moved.device_mesh, places, shape=x.shape, stride=x.stride())
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
@@ -173,7 +186,7 @@ def _of_form(t: torch.Tensor, form: str) -> torch.Tensor:
     if form == "nan" and t.is_floating_point() and t.numel():
         t = t.clone()
         t.view(-1)[t.numel() // 2] = float("nan")
-    return with_holes(t) if form == "holes in memory" else t
+    return _STORED.get(form, lambda t: t)(t)
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from shardwise.mesh import as_mesh
 from shardwise.move import plan_move
 from shardwise.random import use
 from shardwise.tensor import DTensor
-from shardwise.testing.spread import Combination, is_float, spread_out, with_holes
+from shardwise.testing.spread import Combination, is_float, spread_out, stored_alike
 
 RIGHT, REFUSED, WRONG, RAISED = "right", "refused", "wrong", "raised"
 
@@ -31,6 +31,7 @@ TOLERANCE = {
     torch.bfloat16: 5e-2,
     torch.float16: 1e-2,
 }
+MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Sample:
     grad: bool = True
     values: bool = True  # False where torch promises shapes and dtypes only (empty_like)
     holes: bool = False  # local tensors with gaps in their memory
+    strides: bool = True  # False where torch leaves open how the results lie in memory
     takes_any_sizes: bool = True  # False where torch would crash on tensors whose sizes do not fit each other
     tolerance: float | None = None  # the largest difference that is none; by default what the dtypes allow
 
@@ -91,7 +93,7 @@ def reference(sample: Sample, seed: int = 0) -> Reference | None:
     """What plain torch gives for a sample, without gradients where torch has none; None where torch itself raises."""
     for grad in (True, False) if any(sample.differentiable) else (False,):
         leaves = [
-            (with_holes(t) if sample.holes else t.detach().clone()).requires_grad_(grad and d)
+            stored_alike(t).requires_grad_(grad and d)
             for t, d in zip(sample.tensors, sample.differentiable, strict=True)
         ]
         try:
@@ -131,10 +133,14 @@ def attempt(expected: Reference, mesh: MeshArgument, layouts: Combination, seed:
             message = _difference(got, expected.outputs, sample)
             if not message and expected.roots:
                 starts = [spread_out(s, mesh, whole) for s in expected.seeds]
-                wanted = [m for m, d in zip(mine, sample.differentiable, strict=True) if d]
+                asked = [
+                    d and Partial("product") not in places  # whose factors have gradients, and not the product
+                    for d, places in zip(sample.differentiable, layouts, strict=True)
+                ]
+                wanted = [m for m, yes in zip(mine, asked, strict=True) if yes]
                 roots = [got[i] for i in expected.roots]
-                found = iter(torch.autograd.grad(roots, wanted, starts, allow_unused=True))
-                grads = [next(found) if d else None for d in sample.differentiable]
+                found = iter(torch.autograd.grad(roots, wanted, starts, allow_unused=True) if wanted else ())
+                grads = [next(found) if yes else None for yes in asked]
                 message = _gradient_difference(grads, expected.grads, layouts, sample)
     except ShardwiseError as error:
         return Outcome(REFUSED, f"{type(error).__name__}: {error}")
@@ -161,9 +167,42 @@ def _difference(got: Sequence[Any], want: Sequence[Any], sample: Sample) -> str:
     if len(got) != len(want):
         return f"{len(got)} results instead of {len(want)}"
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        found = different(g, w, sample.values, sample.least_exact, sample.tolerance)
+        found = different(g, w, sample.values, sample.least_exact, sample.tolerance) or _another_history(g, w)
+        found = found or (_memory_difference(g, w) if sample.strides else "")
         if found:
             return f"result {i}: {found}"
+    return ""
+
+
+def _another_history(got: object, want: object) -> str:
+    """How what autograd knows of a result differs from what it knows of plain torch's."""
+    if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor):
+        for name in ("requires_grad", "is_leaf"):
+            if getattr(got, name) != getattr(want, name):
+                return f"{name} is {getattr(got, name)} instead of {getattr(want, name)}"
+    return ""
+
+
+def _held_otherwise(tensor: DTensor) -> str:
+    """How what the ranks hold differs from what the tensor says of it."""
+    layout, comm = tensor._layout, tensor._layout.mesh.comm
+    for coords in comm.coords_here():
+        part = comm.at(tensor._local, coords)
+        says = layout.local_shape_at(coords), layout.dtype, tensor.requires_grad
+        if (tuple(part.shape), part.dtype, part.requires_grad) != says:
+            return f"the rank at {coords} holds {part.dtype} {tuple(part.shape)} (requires_grad {part.requires_grad})"
+    return ""
+
+
+def _memory_difference(got: torch.Tensor, want: object) -> str:
+    """How the reported memory of `got` differs from that of what plain torch gives; empty if it does not."""
+    if not isinstance(want, torch.Tensor) or want.layout is not torch.strided:
+        return ""
+    if got.stride() != want.stride():
+        return f"strides {got.stride()} instead of {want.stride()}"
+    for name in (torch.contiguous_format, MEMORY_FORMATS.get(want.dim(), torch.contiguous_format)):
+        if got.is_contiguous(memory_format=name) != want.is_contiguous(memory_format=name):
+            return f"is_contiguous({name}) is {got.is_contiguous(memory_format=name)}"
     return ""
 
 
@@ -195,8 +234,9 @@ def different(
         return f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
     if got.dtype != want.dtype:
         return f"dtype {got.dtype} instead of {want.dtype}"
-    if not values:
-        return ""
+    held = _held_otherwise(got) if isinstance(got, DTensor) else ""
+    if held or not values:
+        return held
     if want.is_sparse:  # a gradient torch made sparse
         want = want.to_dense()
     full = DTensor.full_tensor(got.detach()) if isinstance(got, DTensor) else got.detach()  # type: ignore[arg-type]

@@ -12,8 +12,7 @@ from torch import nn
 from shardwise.errors import LayoutError, check_type
 from shardwise.layout import Partial, Placement, Shard
 from shardwise.layout.placement import REPLICATE
-from shardwise.parallel.expert.dispatch import Routed, combine, dispatch
-from shardwise.parallel.expert.routes import Routes
+from shardwise.parallel.expert.dispatch import Routed, Routes, combine, dispatch
 from shardwise.strategy.program import run_local
 from shardwise.tensor import DTensor
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from shardwise.sharded.groups import is_member
-from shardwise.sharded.ops.bags import Bags, lengths_of
-from shardwise.sharded.ops.lookup import Lookup
+from shardwise.sharded.ops.lookup import Bags, Lookup, lengths_of
 from shardwise.sharded.ops.over_mesh import over_mesh
 from shardwise.sharded.ops.registry import own
 from shardwise.sharded.tensor import ShardedTensor

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.messages import as_bytes
+from shardwise.comm.guard import Guard
+from shardwise.comm.messages import Along, along_group, as_bytes, start_swap
 from shardwise.comm.record import Note
 from shardwise.move.run import run_steps
 from shardwise.move.steps import Step
-from shardwise.move.tile_step import TensorLists, Tensors
+from shardwise.move.tiles import TensorLists, Tensors
 from shardwise.sharded.groups import Group
 
 Counts = Sequence[int]  # of elements, by rank of the group
@@ -30,6 +31,10 @@ class GroupStep(Step):
     size: int
 
     where = "tiles"
+
+    def guard(self, along: Along) -> Guard:
+        """What the collective runs inside of."""
+        return Guard(along, self.kind, f"tiles of {len(along.ranks)} ranks", f" on rank {dist.get_rank()}")
 
     def bytes_received(self, comm: Any) -> int:
         return 0
@@ -47,7 +52,9 @@ class FlatExchange(GroupStep):
     def run(self, comm: Any, local: Tensors) -> list[torch.Tensor]:
         out = local[0].new_empty(sum(self.take))
         take, give = ([n * self.size for n in counts] for counts in (self.take, self.give))
-        dist.all_to_all_single(as_bytes(out), as_bytes(local[0].contiguous()), take, give, group=self.group)
+        along = along_group(self.group, out.device)
+        with self.guard(along):
+            start_swap(as_bytes(out), take, as_bytes(local[0].contiguous()), give, along).wait()
         return [out]
 
     @property
@@ -76,7 +83,9 @@ class Sum(GroupStep):
 
     def run(self, comm: Any, local: Tensors) -> list[torch.Tensor]:
         out = local[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(torch.view_as_real(out) if out.is_complex() else out, group=self.group)
+        with self.guard(along_group(self.group, out.device)) as guard:
+            guard.meet()
+            dist.all_reduce(torch.view_as_real(out) if out.is_complex() else out, group=self.group)
         return [out]
 
     @property

@@ -1,0 +1,39 @@
+"""What every thread of this process communicates right now, and the numbers that ranks tell exchanges apart by."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.comm.guard import Guard
+
+Group = Any  # a process group of torch.distributed
+entered: dict[int, Guard] = {}  # by thread: the collective that it is in
+threads: set[int] = set()  # that have been in one
+turns = itertools.count(1)  # of entering one, in this process
+draws: dict[tuple[int, ...], tuple[int, int]] = {}  # by the ranks of a mesh: how many random ops, and what they drew
+
+
+class Clock:
+    """Counts the exchanges of some ranks in one group. Ranks that run the same program count alike."""
+
+    __slots__ = ("count", "forks", "name")
+
+    def __init__(self, name: str = "") -> None:
+        self.name, self.count, self.forks = name, 0, forks.count
+
+
+class _Forks:
+    """How often this process was forked off from another since it loaded the library."""
+
+    count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+
+forks = _Forks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forks.add)

@@ -1,0 +1,171 @@
+"""Ranks compare what they are about to communicate, before they do.
+
+Each tells the others of the collective a number made of all that must be alike: the op, its layouts, the step of its
+move, how many collectives these ranks have had, the line of the user's program, what was drawn at random. Where the
+numbers differ, the ranks tell each other what they are made of, and all raise the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.calls import draws
+from shardwise.comm.guard import Guard, crc
+from shardwise.comm.messages import Along
+from shardwise.comm.peers import board
+from shardwise.comm.record import Described, Note
+from shardwise.comm.watch import errors
+from shardwise.errors import RanksDifferError
+
+_NUMBERS, _TEXTS = 0x60000001, 0x60000002  # tags, which nothing else has
+_ROOM = 2000  # bytes of a text
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedMove:
+    """One collective that a rank came to.
+
+    Attributes:
+        number: How many collectives these ranks have had in their group, with this one.
+        op: The operation that communicates.
+        backward: Whether it is part of a backward pass.
+        kind: The collective: all_gather, all_reduce, all_to_all, ...
+        where: The mesh axis, or what else joins the ranks.
+        ranks: The global ranks that take part.
+        source: file:line of the user's program.
+        drawn: How many random ops the ranks had run.
+        waits: Whether it was begun before, and is waited for here.
+        step: The step of the move, which knows the layouts; None where it is no part of a move.
+    """
+
+    number: int
+    op: str
+    backward: bool
+    kind: str
+    where: str
+    ranks: tuple[int, ...]
+    source: str
+    drawn: int
+    waits: bool
+    step: Described | None
+
+    @property
+    def layouts(self) -> str:
+        """What moves, and how; empty where it is no part of a move."""
+        return "" if self.step is None else self.step.describe()
+
+    def __str__(self) -> str:
+        op = f"{self.op}{' (backward)' if self.backward else ''}: " if self.op not in ("", self.kind) else ""
+        waits = "the wait for " if self.waits else ""
+        moved = f", {self.layouts}" if self.layouts else ""
+        drawn = f", after {self.drawn} random ops" if self.drawn else ""
+        return f"{waits}{op}{self.kind} on {self.where}{moved} (number {self.number}{drawn}) at {self.source}"
+
+
+class Checker:
+    """Compares before each collective, and keeps what this rank came to.
+
+    Attributes:
+        record: The last collectives, oldest first.
+    """
+
+    def __init__(self, keep: int, lines: bool) -> None:
+        self.record: deque[CheckedMove] = deque(maxlen=keep)
+        self._lines = lines
+        self._alongs: dict[tuple[int, ...], Along] = {}  # everyone it has compared with
+        self._within: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = {}
+
+    def __call__(self, guard: Guard) -> None:
+        """Compare what this rank is about to do with what the others are."""
+        along, source = guard.along, guard.line()
+        drawn, stream = self._drawn(along.ranks)
+        entry = CheckedMove(
+            guard.number, guard.note.op, guard.note.backward, guard.kind, guard.where, along.ranks, source, drawn,
+            guard.begun, guard.step,
+        )  # fmt: skip
+        self.record.append(entry)
+        line = crc(os.path.basename(source)) if self._lines else 0
+        self._compare(along, hash((guard.tag, line, drawn, stream, guard.begun)), entry)
+
+    def leave(self, source: str) -> None:
+        """Tell the others that this rank compares no more: those who still come to a collective hear of it there."""
+        for along in list(self._alongs.values()):
+            with Guard(along, "end", "check_ranks()", "", Note("", source=source)):
+                pass
+
+    def _drawn(self, ranks: tuple[int, ...]) -> tuple[int, int]:
+        """How many random ops ran on meshes that all these ranks are in, and a number made of what they drew."""
+        count = stream = 0
+        for mesh, (n, digest) in draws.items():
+            inside = self._within.get((ranks, mesh))
+            if inside is None:
+                inside = self._within[ranks, mesh] = set(ranks) <= set(mesh)
+            if inside:
+                count, stream = count + n, hash((stream, digest))
+        return count, stream
+
+    def _compare(self, along: Along, number: int, entry: CheckedMove) -> None:
+        if len(along.ranks) == 1 or along.backend == "fake":
+            return
+        self._alongs.setdefault(along.ranks, along)
+        mine = torch.tensor([number], dtype=torch.int64)
+        numbers = [int(x) for x in _exchange(mine, along, _NUMBERS)]
+        if len(set(numbers)) > 1:
+            text = json.dumps(str(entry)).encode()[:_ROOM]
+            texts = _exchange(torch.tensor([*text, *bytes(_ROOM - len(text))], dtype=torch.uint8), along, _TEXTS)
+            said = [bytes(x.tolist()).rstrip(b"\0").decode(errors="replace").strip('"') for x in texts]
+            difference = _difference(along.ranks, numbers, said)
+            here = board()
+            if here is not None:  # others may wait for these ranks
+                here.end("verdict", difference)
+                errors.stand()
+            raise RanksDifferError(difference)
+
+
+def _exchange(mine: torch.Tensor, along: Along, tag: int) -> list[torch.Tensor]:
+    """Everyone's tensor, in the order of the ranks."""
+    group, places, me = _channel(along)
+    out = [mine if place == me else torch.empty_like(mine) for place in places]
+    works = [group.recv([x], place, tag) for x, place in zip(out, places, strict=True) if place != me]
+    works += [group.send([mine], place, tag) for place in places if place != me]
+    for work in works:
+        work.wait()
+    return out
+
+
+_side: list[Any] = []  # a group for what is compared, where the world's cannot carry it
+
+
+def _channel(along: Along) -> tuple[Any, Sequence[int], int]:
+    """A group of gloo that joins these ranks, their numbers in it, and this rank's."""
+    if along.backend == "gloo" and along.group is not None:
+        return along.group, range(len(along.ranks)), along.group.rank()
+    if along.backend == "gloo":
+        return dist.group.WORLD, along.ranks, dist.get_rank()
+    if not _side:
+        _side.append(dist.new_group(backend="gloo"))
+    return _side[0], along.ranks, dist.get_rank()
+
+
+def _difference(ranks: Sequence[int], numbers: Sequence[int], said: Sequence[str]) -> str:
+    """Who differs from whom, and in what. The same text on all ranks."""
+    (most, count), *rest = Counter(numbers).most_common()
+    groups = {n: [r for r, number in zip(ranks, numbers, strict=True) if number == n] for n in dict.fromkeys(numbers)}
+    texts = dict(zip(numbers, said, strict=True))
+    head = "the ranks run different programs: "
+    if rest and rest[0][1] == count:
+        return head + "; ".join(f"{_names(who)} came to {texts[n]}" for n, who in groups.items())
+    others = "; ".join(f"{_names(who)} came to {texts[n]}" for n, who in groups.items() if n != most)
+    return f"{head}{others}; the others, {_names(groups[most])}, to {texts[most]}"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,136 @@
+"""Around a collective: its number and tag, who takes part, and an error that says what failed and whose fault it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from types import FrameType, TracebackType
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.calls import Group, entered, forks, threads, turns
+from shardwise.comm.messages import Along, clock_of
+from shardwise.comm.peers import is_of_peers, who_is_lost
+from shardwise.comm.record import Note, of_thread, user_line
+from shardwise.comm.watch import errors
+from shardwise.errors import CommError
+from shardwise.torch_private import tracing_mode
+
+_UNKNOWN = Note("")
+_TAGS = 0x3FFFFFFF
+_TICKET, _TICKETS = 0x40000000, 0x1FFFFFFF  # for the messages by which the ranks of a collective meet
+_crcs: dict[str, int] = {}
+compare: list[Callable[[Guard], None]] = []  # what ranks do before each collective; `check_ranks` puts something here
+
+
+def crc(text: str) -> int:
+    """A number for a text, the same in every process."""
+    found = _crcs.get(text)
+    if found is None:
+        found = _crcs[text] = crc32(text.encode())
+    return found
+
+
+class Guard:
+    """One collective. It is entered when it begins, and again to wait for it where it was only begun."""
+
+    __slots__ = (
+        ("along", "at", "begun", "clock", "digest", "kind", "note", "number", "outer", "step", "tag")
+        + ("trouble", "turn", "where")
+    )  # fmt: skip
+
+    def __init__(self, along: Along, kind: str, where: str, at: str, note: Note | None = None) -> None:
+        self.along, self.kind, self.where, self.at = along, kind, where, at
+        self.number = 0
+        self.begun = False
+        self.trouble = ""  # what keeps it from ending, once that was found out
+        self.note: Note = note or of_thread.note or _UNKNOWN
+        self.step = of_thread.step if note is None else None
+        self.digest: int = of_thread.digest if note is None else 0
+
+    def __enter__(self) -> Guard:
+        if tracing_mode() is not None:  # what comes in would be a constant of the graph
+            raise CommError(
+                f"{self.kind} on {self.where} while torch.fx traces (make_fx): what other ranks send would be "
+                f"lost from the graph; trace what runs between the moves"
+            )
+        if self.number == 0:
+            self._take_number()
+        if errors.standing:
+            errors.forget()
+        thread = get_ident()
+        self.outer = entered.get(thread)
+        self.turn = next(turns)
+        entered[thread] = self
+        threads.add(thread)
+        if compare:
+            try:
+                compare[0](self)
+            except BaseException as error:
+                self.__exit__(type(error), error, None)
+                raise
+        return self
+
+    def _take_number(self) -> None:
+        self.clock = clock = self.along.clock or clock_of(self.along.group, self.along.ranks)
+        if clock.forks != forks.count:
+            raise CommError(
+                f"{self.name}: this process was forked from a rank after the mesh was made; it is no rank itself and "
+                f"shares the rank's connections. Communicate in the rank only, or start the process with 'spawn'"
+            )
+        clock.count += 1
+        self.number = clock.count
+        op, kind = crc(self.note.op), crc(self.kind)
+        self.tag = hash((op, self.note.backward, kind, self.digest, self.number, len(compare))) & _TAGS
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        thread = get_ident()
+        if self.outer is None:
+            entered.pop(thread, None)
+        else:
+            entered[thread] = self.outer
+        self.begun = True
+        if error is None or isinstance(error, CommError):
+            return
+        if not self.trouble and not is_of_peers(error):
+            errors.add(self.name, error, inside=True)
+        if not isinstance(error, (RuntimeError, ValueError)):
+            return
+        lost = f"; {self.trouble}" if self.trouble else f"{who_is_lost(error, self.along.ranks)}: {error}"
+        errors.stand()
+        raise CommError(f"{self.name} failed{self.at}{lost}") from error
+
+    def meet(self) -> None:
+        """Wait until the rank before this one is at the same collective too. Backends do not look what a collective
+        is: they would mix it with another, or end the process where the sizes differ."""
+        along = self.along
+        if along.backend != "gloo":
+            return
+        group: Group = dist.group.WORLD if along.group is None else along.group
+        me, n = group.rank(), group.size()
+        if n > 1:
+            came = group.recv([torch.empty(0)], (me - 1) % n, self.tag & _TICKETS | _TICKET)
+            sent = group.send([torch.empty(0)], (me + 1) % n, self.tag & _TICKETS | _TICKET)
+            came.wait()
+            sent.wait()
+
+    # -- for people -----------------------------------------------------------------------------------------
+    @property
+    def name(self) -> str:
+        """The op, the collective and where it is."""
+        if self.note.op in ("", self.kind):
+            return f"{self.kind} on {self.where}"
+        return f"{self.note.op}{' (backward)' if self.note.backward else ''}: {self.kind} on {self.where}"
+
+    def describe(self) -> str:
+        """The same with what moves."""
+        step = "" if self.step is None else self.step.describe()
+        return self.name + (f", {step}" if step else "") + f" (number {self.number})"
+
+    def line(self, frame: FrameType | None = None) -> str:
+        """The line of the user's program that it is for; `frame` is where its thread is, if that is not this one."""
+        return self.note.source or user_line(frame)

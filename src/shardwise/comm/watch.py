@@ -1,0 +1,319 @@
+"""Who is blocked, and why. A thread of this process looks at the collectives that its other threads are in.
+
+One that takes longer than usual is told to the other ranks (`peers.py`), whose words are read in turn. Where they show
+that it cannot end, its group is broken up, so that it raises at once and with the reason:
+
+- a rank it waits for has failed, has come to the end of its program, or is gone;
+- all ranks that it waits for, and that those wait for, are blocked too, and no collective has all its ranks: the ranks
+  run different programs.
+
+While nothing is blocked, no rank asks the others anything.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import multiprocessing.util
+import sys
+import threading
+import time
+import traceback
+from atexit import register as at_exit
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.calls import Group, entered, forks, threads
+from shardwise.comm.messages import clocks
+from shardwise.comm.peers import (
+    PATIENCE_SECONDS,
+    Board,
+    board,
+    causes_of_failure,
+    is_of_peers,
+    places_of,
+    who_is_lost,
+)
+from shardwise.comm.record import is_of_user, user_line
+from shardwise.errors import CommError
+
+if TYPE_CHECKING:
+    from shardwise.comm.guard import Guard
+
+TICK_SECONDS = 0.25
+BLOCKED_SECONDS = 0.75  # a collective that takes longer is told to the others
+SURE_SECONDS = 1.0  # for which the ranks must stand still
+GRACE_SECONDS = 5.0  # for a rank with an error, which its program may have caught, to go on
+_NOBODY = 0x60000003  # a tag that no message has
+_LONGEST = 600  # characters of an error that others are told
+
+
+class Errors:
+    """The errors of this rank that others may have to hear of, unless it goes on to communicate."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.standing = False  # whether there is one since the last collective
+        self.told = False
+        self.text, self.at = "", 0.0
+        self.last = 0  # the id of the error
+
+    def add(self, op: str, error: BaseException, inside: bool = False) -> None:
+        """Take note of an error of an op, and let the others know. They act on it if they wait for this rank in vain
+        for a while; on one `inside` of a collective, at once."""
+        if watch.thread is None or isinstance(error, CommError) or id(error) == self.last:
+            return
+        self.count, self.last = self.count + 1, id(error)
+        self.text, self.at, self.standing = text_of(error, op), time.monotonic(), True
+        here = board()
+        if here is not None:
+            self.told = True
+            with suppress(RuntimeError):  # the store is lost: the others will find that out too
+                here.set("error", json.dumps([self.count, self.text, 0.0 if inside else GRACE_SECONDS]))
+
+    def stand(self) -> None:
+        """Take note that this rank found a collective broken."""
+        self.at, self.standing, self.told = time.monotonic(), True, True
+
+    def forget(self) -> None:
+        """This rank goes on after its error. What it told stands until the others have had time to read it."""
+        here = board() if self.told else None
+        if here is not None:
+            if time.monotonic() - self.at < 2 * PATIENCE_SECONDS:
+                return
+            here.set("error", "")
+            here.go_on()
+        self.standing, self.told, self.last = False, False, 0
+
+
+errors = Errors()
+
+
+def text_of(error: BaseException, op: str = "") -> str:
+    """What others are told of an error."""
+    walk = list(traceback.walk_tb(error.__traceback__))
+    line = next((f"{f.f_code.co_filename}:{n}" for f, n in reversed(walk) if is_of_user(f)), None)
+    said = f"{type(error).__name__}: {error}"[:_LONGEST]
+    return f"failed{f' in {op}' if op else ''} at {line or user_line()}: {said}"
+
+
+class Watch:
+    """What the watching thread knows."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._since: dict[int, tuple[int, float]] = {}  # by thread: the turn of its collective, and since when
+        self._told = False
+        self._beat = 0
+        self._seen: dict[tuple[int, str], tuple[Any, int, float]] = {}  # by rank and word: what, beat, since when
+
+    def start(self) -> None:
+        """Watch, from now on."""
+        if self.thread is None or not self.thread.is_alive():
+            self._stop.clear()
+            self.thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
+            self.thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self.thread is not None:
+            self.thread.join(TICK_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK_SECONDS):
+            try:
+                self._look()
+            except RuntimeError:  # the store is lost, or the group is being left: nobody can be told anything
+                self._told = False
+
+    def _look(self) -> None:
+        now, inside = time.monotonic(), dict(entered)
+        self._since = {
+            thread: (guard.turn, self._since[thread][1] if self._since.get(thread, (0,))[0] == guard.turn else now)
+            for thread, guard in inside.items()
+        }
+        blocked = {thread: guard for thread, guard in inside.items() if now - self._since[thread][1] > BLOCKED_SECONDS}
+        if not blocked and not self._told:
+            return
+        here = board()
+        if here is None:
+            return
+        if not blocked:
+            self._told, self._seen = False, {}
+            here.set("waits", "")
+            return
+        frames = sys._current_frames()
+        self._beat += 1
+        calls = [
+            (guard.clock.name, guard.number, guard.tag, guard.along.ranks, _place(guard, frames.get(thread)))
+            for thread, guard in blocked.items()
+        ]
+        alive = {thread.ident for thread in threading.enumerate()}
+        alone = len(threads & alive) <= 1  # another thread might yet do what others wait for
+        counts = {clock.name: clock.count for clock in clocks.values()}
+        here.set("waits", json.dumps([self._beat, alone, calls, counts]))
+        self._told = True
+        for guard in blocked.values():
+            trouble = self._why(here, guard.along.ranks)
+            if trouble is not None and not guard.trouble:
+                how, guard.trouble = trouble
+                here.end(how, guard.trouble)
+                break_up(guard.along.group)
+
+    def _why(self, here: Board, ranks: tuple[int, ...]) -> tuple[str, str] | None:
+        """Why a collective of these ranks cannot end, if it is known."""
+        causes = self._ended(here, ranks)
+        if causes:
+            return "noticed", causes
+        blocked = self._all_blocked(here, ranks)
+        if blocked is None:
+            return None
+        for calls, _ in blocked.values():
+            if any(all(_has_come(call, *blocked[peer]) for peer in call[3]) for call in calls):
+                return None  # this one has all it needs of its ranks: it is only slow
+        return "verdict", (
+            f"the ranks wait for each other, because they run different programs: {places_of(here, blocked)}. "
+            f"shardwise.debug.check_ranks() finds the first place where they differ"
+        )
+
+    def _ended(self, here: Board, ranks: tuple[int, ...]) -> str:
+        """Those of the ranks that come no more, and why."""
+        for rank in ranks:
+            if rank == here.rank:
+                continue
+            said = here.get(rank, "error")
+            if said:
+                count, text, grace = json.loads(said)
+                if count != errors.count and self._stands((rank, "error"), count, grace):
+                    return f"rank {rank} {text}"
+            if here.end_of(rank) is not None or here.is_dead(rank):
+                return ", ".join(causes_of_failure(here))
+        return ""
+
+    def _all_blocked(self, here: Board, ranks: tuple[int, ...]) -> dict[int, Any] | None:
+        """What all these ranks, and those that they wait for, are blocked in, and how many collectives each has come
+        to; None if one of them still runs."""
+        found: dict[int, Any] = {}
+        queue = list(ranks)
+        while queue:
+            rank = queue.pop()
+            if rank in found:
+                continue
+            said = here.get(rank, "waits")
+            if not said:
+                self._seen.pop((rank, "waits"), None)
+                return None
+            beat, alone, *word = json.loads(said)
+            if not alone or not self._stands((rank, "waits"), word, SURE_SECONDS, beat):
+                return None
+            found[rank] = word
+            queue += [peer for call in word[0] for peer in call[3]]
+        return found
+
+    def _stands(self, key: tuple[int, str], word: object, seconds: float, beat: int = -1) -> bool:
+        """Whether a rank has been saying the same for so long, and not only because it was stopped."""
+        now = time.monotonic()
+        known = self._seen.get(key)
+        if known is None or known[0] != word:
+            self._seen[key] = known = (word, beat, now)
+        return now - known[2] >= seconds and (beat < 0 or beat > known[1])
+
+
+def _place(guard: Guard, frame: FrameType | None) -> str:
+    return f"{guard.describe()} at {guard.line(frame)}"
+
+
+def _has_come(call: Sequence[Any], calls: Sequence[Sequence[Any]], counts: Mapping[str, int]) -> bool:
+    """Whether a rank with these calls and counts has done, or is doing, its part of a call."""
+    clock, number, tag = call[:3]
+    if counts.get(clock, 0) != number:
+        return counts.get(clock, 0) > number
+    same = [other for other in calls if other[0] == clock and other[1] == number]
+    return not same or any(other[2] == tag for other in same)
+
+
+watch = Watch()
+
+
+def break_up(group: Group) -> None:
+    """Make all that is under way in a group of gloo fail: to wait in vain for a message closes its connections."""
+    group = dist.group.WORLD if group is None else group
+    try:
+        me = group.rank()
+        work = group.recv([torch.empty(1, dtype=torch.uint8)], 1 if me == 0 else 0, _NOBODY)
+        work.wait(datetime.timedelta(milliseconds=1))
+    except RuntimeError:  # which is what it is for
+        pass
+
+
+# -- the end of a process ----------------------------------------------------------------------------------
+def sign_in() -> None:
+    """Let the others know which process this rank is, and have its end told to them."""
+    here = board()
+    if here is None or here.size == 1:
+        return
+    if _registered[0] != forks.count:
+        _registered[0] = forks.count
+        at_exit(_at_exit)
+        multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)  # of a process that multiprocessing started
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
+    if "gloo" in dist.get_backend_config(dist.group.WORLD):
+        watch.start()
+
+
+_registered = [-1]  # the number of forks at which the end of this process was seen to
+
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+class _Hook:
+    """Tells the others of an error that nobody caught, then does what was done before."""
+
+    def __init__(self, before: Hook) -> None:
+        self.before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _tell_end(error)
+        self.before(kind, error, trace)
+
+
+def _tell_end(error: BaseException | None) -> None:
+    """Say that this rank comes no more."""
+    here = board()
+    if here is None or here.size == 1:
+        return
+    if isinstance(error, RuntimeError) and not isinstance(error, CommError) and is_of_peers(error):
+        error.add_note("shardwise: " + who_is_lost(error, range(here.size)).removeprefix("; "))
+    if here.ended:
+        return
+    try:
+        if error is None or isinstance(error, SystemExit):
+            here.end("left", "has come to the end of its program")
+            return
+        known = errors.standing and id(error) == errors.last
+        here.end("failed", errors.text if known else text_of(error))
+        if here.rank == 0:  # whose process often holds the store
+            _wait_for_readers(here)
+    except RuntimeError:  # the store is gone: nobody is there to be told
+        pass
+
+
+def _wait_for_readers(here: Board) -> None:
+    deadline = time.monotonic() + 2 * BLOCKED_SECONDS
+    others = set(range(1, here.size))
+    while others and time.monotonic() < deadline:
+        others = {rank for rank in others if here.end_of(rank) is None and not here.is_dead(rank)}
+        time.sleep(0.05)
+
+
+def _at_exit() -> None:
+    watch.stop()
+    _tell_end(sys.exc_info()[1])

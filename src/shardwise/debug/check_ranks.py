@@ -1,0 +1,77 @@
+"""The checked mode: ranks whose programs differ find out before they communicate, and all say who differs, and how."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from shardwise.comm.checked import CheckedMove, Checker
+from shardwise.comm.guard import compare
+from shardwise.comm.record import user_line
+
+SWITCH = "SHARDWISE_CHECK_RANKS"
+
+
+class CheckRanks:
+    """A stretch of the program in which ranks compare, made by `check_ranks`."""
+
+    def __init__(self, keep: int = 1000, lines: bool = True) -> None:
+        self._checker = Checker(keep, lines)
+        self._outer: list[Checker] = []
+
+    def __enter__(self) -> CheckRanks:
+        self._outer = compare[:]  # type: ignore[assignment]
+        compare[:] = [self._checker]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            if kind is None:
+                self._checker.leave(user_line())
+        finally:
+            compare[:] = self._outer
+
+    @property
+    def record(self) -> Sequence[CheckedMove]:
+        """The last collectives of this rank, oldest first: see `CheckedMove` for what is known of each."""
+        return tuple(self._checker.record)
+
+    def __repr__(self) -> str:
+        return "\n".join([f"{len(self.record)} collectives", *map(str, self.record)])
+
+
+def check_ranks(keep: int = 1000, lines: bool = True) -> CheckRanks:
+    """Compare, before each collective of its ``with`` block, what all its ranks are about to do.
+
+    Ranks of one program must communicate the same, in the same order. Where one does not (a branch on a value that only
+    it has, a random draw it skips, another shape, another order), the others wait for ever, or get wrong values. Inside
+    of this block every rank raises `RanksDifferError` instead, before anything is sent. The error is the same on all of
+    them: which rank differs, its op, layouts and line, and those of the others. A rank that fails, or leaves the block
+    early, is named too.
+
+    Enter and leave it on all ranks. It costs one small message to each rank of a collective, so it can stay on while a
+    program is being written. For a whole program set the environment variable ``SHARDWISE_CHECK_RANKS=1``. On a
+    simulated mesh there is one program only, and nothing to compare.
+
+    Args:
+        keep: How many collectives are kept in `record`.
+        lines: Whether ranks must be at the same line of the same file too. Two moves of equal layouts in another order
+            are told apart by nothing else. Say False where ranks take different branches on purpose.
+
+    Returns:
+        A context manager. Its `record` has the last collectives of this rank, and its repr lists them.
+
+    Example:
+        >>> with check_ranks() as checked:
+        ...     pass
+        >>> len(checked.record)
+        0
+    """
+    return CheckRanks(keep, lines)
+
+
+WHOLE_PROGRAM: CheckRanks | None = None
+"""The block around the whole program, if the environment variable asks for one."""
+
+if os.environ.get(SWITCH, "") not in ("", "0"):
+    WHOLE_PROGRAM = check_ranks().__enter__()

@@ -1,0 +1,135 @@
+"""Writes that plain torch would notice: it keeps operands and results of an op for the op's gradient, and raises in the
+backward pass if one was written since. Local autograd does the same, but where an op first moves its operands or is a
+program of several ops, it keeps other tensors. For those, what plain torch would keep is looked up and watched here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from shardwise.engine.call_shape import CallShape, fetch, meta_like
+from shardwise.layout import Layout
+from shardwise.torch_private import are_transforms_active, storage_id
+from shardwise.wrapper import Wrapper
+
+Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
+
+
+class Kept(NamedTuple):
+    """The numbers of the operands and results that plain torch keeps for the gradient of a call."""
+
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+class watched:
+    """A plan whose backward pass raises if what plain torch would have kept was written. It keeps the call's layouts
+    and other arguments, but not its tensors."""
+
+    def __init__(self, plan: Plan, call: CallShape) -> None:
+        self.plan, self.func, self.name, self.paths = plan, call.func, call.name, call.paths
+        self.layouts, self.arguments = call.layouts, call.with_tensors([_Operand(i) for i in range(len(call.layouts))])
+        self.kept: dict[tuple[bool, ...], Kept] = {}  # by which operands require grad
+
+    def __call__(
+        self, args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]
+    ) -> Any:
+        result = self.plan(args, kwargs, local_args, local_kwargs)
+        if torch.is_grad_enabled() and not are_transforms_active():
+            self._watch([fetch(args, kwargs, path) for path in self.paths], result)
+        return result
+
+    def _watch(self, operands: Sequence[Wrapper], result: object) -> None:
+        flags = tuple(_local(tensor).requires_grad for tensor in operands)
+        if not any(flags):
+            return
+        kept = self.kept.get(flags)
+        if kept is None:
+            kept = self.kept[flags] = kept_by_torch(self.func, self.arguments, self.layouts, flags)
+        if not kept.operands and not kept.results:
+            return
+        results = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
+        seen = [operands[i] for i in kept.operands] + [results[i] for i in kept.results if i < len(results)]
+        check = Check(self.name, seen)
+        for node in {_local(out).grad_fn for out in results}:
+            if node is not None:
+                node.register_prehook(check)
+
+
+class Check:
+    """Called before the gradient of a call is computed: raises if one of the tensors was written since."""
+
+    def __init__(self, name: str, tensors: Sequence[Wrapper]) -> None:
+        self.name = name
+        # weakly: what nobody holds nobody writes, and its memory is not for us to keep
+        found = [(tensor, _local(tensor)) for tensor in tensors]
+        self.seen = [(weakref.ref(t), t._rebinds, weakref.ref(local), local._version) for t, local in found]
+
+    def __call__(self, _: object) -> None:
+        for wrapper, rebinds, local, version in self.seen:
+            tensor, value = wrapper(), local()
+            writes = 0 if value is None else value._version - version
+            writes += 0 if tensor is None else tensor._rebinds - rebinds
+            if writes:
+                of = "" if tensor is None else f" of shape {list(tensor.shape)}"
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a distributed tensor{of}, which {self.name} took or gave, was written {writes} times since. "
+                    f"Write to its clone() instead, or before {self.name}"
+                )
+
+
+def _local(tensor: Wrapper) -> torch.Tensor:
+    return tensor._layout.mesh.comm.first(tensor._local)
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """Stands for a tensor among the arguments."""
+
+    index: int
+
+
+def kept_by_torch(
+    func: Callable[..., Any],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    layouts: Sequence[Layout],
+    flags: Sequence[bool],
+) -> Kept:
+    """What plain torch keeps for the gradient of a call, found by recording it on meta tensors. Nothing where torch
+    cannot run the call on those."""
+    as_it_is = lambda tensor: tensor  # noqa: E731  (hooks of the program, a checkpoint's for instance, see nothing)
+    with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):
+        leaves = [meta_like(layout).requires_grad_(flag) for layout, flag in zip(layouts, flags, strict=True)]
+        operands = [leaf.view_as(leaf) if leaf.requires_grad else leaf for leaf in leaves]
+        args, kwargs = tree_map_only(_Operand, lambda operand: operands[operand.index], arguments)
+        try:
+            outs = [out for out in tree_flatten(func(*args, **kwargs))[0] if isinstance(out, torch.Tensor)]
+        except Exception:  # sizes that depend on values, or an op without a meta kernel
+            return Kept((), ())
+    saved = set(map(storage_id, _saved_by(outs, {x.grad_fn for x in operands})))
+    of = lambda tensors: tuple(i for i, x in enumerate(tensors) if storage_id(x) in saved)  # noqa: E731
+    given = {storage_id(x) for x in operands}
+    return Kept(of(operands), tuple(i for i in of(outs) if storage_id(outs[i]) not in given))
+
+
+def _saved_by(outs: Sequence[torch.Tensor], inputs: set[Node | None]) -> Iterator[torch.Tensor]:
+    """The tensors that the nodes between `outs` and the nodes `inputs` keep."""
+    waiting = [out.grad_fn for out in outs]
+    done: set[Node | None] = {None, *inputs}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in done:
+            continue
+        done.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                yield from (x for x in tree_flatten(getattr(node, name))[0] if isinstance(x, torch.Tensor))

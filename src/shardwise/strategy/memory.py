@@ -1,0 +1,105 @@
+"""How results lie in memory, where torch's meta kernels say it otherwise than its other kernels do.
+
+The strides that a distributed tensor reports are those that plain torch has for the whole tensor. A meta call tells
+them; where it is known to be wrong, a correction that stands beside the op's rule mends what it said. The proof
+compares the strides of every result with plain torch's, and so finds what is missing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from shardwise.strategy.registry import SPELLINGS
+from shardwise.torch_private import schema_of
+
+Correction = Callable[..., None]  # (the result on meta tensors, the call's arguments): changes the result's strides
+C = TypeVar("C", bound=Correction)
+
+
+class _Kept(NamedTuple):
+    correct: Correction
+    device: str | None
+
+
+_corrections: dict[str, _Kept] = {}  # by the name of an op
+
+
+def stored(names: str, device: str | None = None) -> Callable[[C], C]:
+    """Register the function below as the correction for these ops (names separated by spaces), if need be only for the
+    kernels of one kind of device."""
+
+    def register(function: C) -> C:
+        _corrections.update(dict.fromkeys(names.split(), _Kept(function, device)))
+        return function
+
+    return register
+
+
+def correct_memory(func: object, device: str, result: object, args: Sequence[object], kwargs: dict[str, Any]) -> None:
+    """Give the results of a call on meta tensors the strides that they have on this kind of device."""
+    schema = schema_of(func)
+    name = schema.name.removeprefix("aten::") if schema is not None else getattr(func, "__name__", "")
+    name = SPELLINGS.get(name, name).removeprefix("special_")
+    kept = _corrections.get(name)
+    if kept is not None and kept.device in (None, device):
+        kept.correct(result, *args, **kwargs)
+
+
+def restrided(meta: torch.Tensor, stride: Sequence[int]) -> None:
+    """Give a new meta tensor other strides."""
+    if meta.stride() != tuple(stride):
+        meta.as_strided_(meta.shape, tuple(stride))
+
+
+def formatted(meta: torch.Tensor, memory_format: torch.memory_format) -> None:
+    """Give a new meta tensor the strides of a memory format."""
+    restrided(meta, torch.empty(meta.shape, device="meta", memory_format=memory_format).stride())
+
+
+def copied_stride(
+    shape: Sequence[int], stride: Sequence[int], memory_format: torch.memory_format | None = None
+) -> tuple[int, ...]:
+    """The strides of a clone of a tensor."""
+    like = torch.empty_strided(shape, stride, device="meta")
+    return like.clone(memory_format=memory_format or torch.preserve_format).stride()
+
+
+def suggested(x: torch.Tensor) -> torch.memory_format:
+    """The memory format that torch's kernels see in strides (`suggest_memory_format` in C++)."""
+    order = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(len(x.shape))
+    stride = x.stride()
+    if order is None or not stride[1]:
+        return torch.contiguous_format
+    least = 0
+    for d in order:
+        if not x.shape[d] or stride[d] < least or (d == 0 and least == stride[1]):
+            return torch.contiguous_format
+        least = stride[d] * max(x.shape[d], 1)
+    return torch.channels_last if len(order) == 4 else torch.channels_last_3d
+
+
+def tensors_among(*values: object) -> list[torch.Tensor]:
+    return [value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor)]
+
+
+def like_a_sum(result: object, *args: object, **kwargs: object) -> None:
+    """As that of every elementwise kernel of two operands."""
+    some = [torch.empty_strided(t.shape, t.stride(), device="meta") for t in tensors_among(args, kwargs)]
+    for out in tensors_among(result):
+        restrided(out, (torch.add(*some) if len(some) == 2 else torch.neg(some[0])).stride())
+
+
+def contiguous(result: object, *args: object, **kwargs: object) -> None:
+    """Without holes, row by row."""
+    for out in tensors_among(result):
+        formatted(out, torch.contiguous_format)
+
+
+def as_first_suggests(result: object, x: torch.Tensor, *args: object, **kwargs: object) -> None:
+    """In the memory format of the first operand, if the first result has as many dims."""
+    out = tensors_among(result)[0]
+    formatted(out, suggested(x) if out.dim() == x.dim() else torch.contiguous_format)

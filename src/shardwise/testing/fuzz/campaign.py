@@ -1,0 +1,179 @@
+"""Many programs: spread over workers that simulate meshes, or run in step by the processes of a group."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.testing.fuzz.compose import compose
+from shardwise.testing.fuzz.judge import INEXACT, RIGHT, Verdict, judge
+from shardwise.testing.fuzz.program import Program
+from shardwise.testing.fuzz.shrink import shrink
+
+HANG = "hang"
+_PATIENCE = 60  # seconds for one program on processes
+
+
+@dataclass(frozen=True)
+class Found:
+    """How one program ended; the text of one that failed, made short."""
+
+    seed: int
+    kind: str
+    message: str = ""
+    text: str = ""
+
+    @property
+    def right(self) -> bool:
+        return self.kind in (RIGHT, INEXACT)
+
+
+# -- simulated meshes ------------------------------------------------------------------------------------------------
+def simulated(
+    seed: int, programs: int | None, deadline: float | None, jobs: int, strides: bool = True
+) -> Iterator[Found]:
+    """Run programs on simulated meshes.
+
+    Args:
+        seed: The first program's; the next ones count up.
+        programs: How many, None for no limit.
+        deadline: When to stop, by `time.monotonic`; None for never.
+        jobs: How many worker processes.
+        strides: Whether to compare strides.
+
+    Yields:
+        How each ended, in the order they end.
+    """
+    seeds = itertools.count(seed) if programs is None else iter(range(seed, seed + programs))
+    spawn, one_thread = multiprocessing.get_context("spawn"), (torch.set_num_threads, (1,))
+    with ProcessPoolExecutor(jobs, spawn, *one_thread) as pool:
+        running = {pool.submit(try_seed, s, strides) for s in itertools.islice(seeds, 2 * jobs)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for task in done:
+                yield task.result()
+                if deadline is None or time.monotonic() < deadline:
+                    running |= {pool.submit(try_seed, s, strides) for s in itertools.islice(seeds, 1)}
+
+
+def try_seed(seed: int, strides: bool = True) -> Found:
+    """Run the program of a seed, and make it short if it fails."""
+    program = compose(seed)
+    once = lambda p: judge(p, strides=strides)
+    verdict = once(program)
+    if verdict.right:
+        return Found(seed, verdict.kind)
+    return found_in(seed, *shrink(program, verdict, once))
+
+
+def found_in(seed: int, program: Program, verdict: Verdict) -> Found:
+    return Found(seed, verdict.kind, verdict.message, str(program))
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+def gloo(
+    seed: int, programs: int | None, deadline: float | None, ranks: int, device: str = "cpu", strides: bool = True
+) -> Iterator[Found]:
+    """The same on processes, all of which run each program. When they do not come to its end, they are ended and others
+    go on with the next program."""
+    left = None if programs is None else programs
+    while left is None or left > 0:
+        with Group(ranks, device, seed, left, strides) as group:
+            for found in group.results(deadline):
+                seed, left = found.seed + 1, None if left is None else left - 1
+                yield found
+                if found.kind == HANG:
+                    break
+            else:
+                return
+
+
+class Group:
+    """Processes that run programs in step."""
+
+    def __init__(self, ranks: int, device: str, seed: int, programs: int | None, strides: bool) -> None:
+        self.ranks, self.first, self.programs = ranks, seed, programs
+        self.folder = tempfile.TemporaryDirectory(prefix="fuzz-")
+        spawn = multiprocessing.get_context("spawn")
+        self.answers: Queue[Found] = spawn.Queue()
+        shared = (ranks, self.folder.name, device, seed, programs, strides, self.answers)
+        self.processes: list[BaseProcess] = [
+            spawn.Process(target=_serve, args=(rank, *shared), daemon=True) for rank in range(ranks)
+        ]
+
+    def __enter__(self) -> Group:
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+    def results(self, deadline: float | None) -> Iterator[Found]:
+        """What the first rank tells, program after program."""
+        last = None if self.programs is None else self.first + self.programs - 1
+        for seed in itertools.count(self.first) if last is None else range(self.first, last + 1):
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            try:
+                yield self.answers.get(timeout=_PATIENCE)
+            except queue.Empty:
+                codes = {rank: p.exitcode for rank, p in enumerate(self.processes) if p.exitcode is not None}
+                said = f"exit codes {codes}" if codes else f"no answer within {_PATIENCE} s"
+                yield Found(seed, HANG, said, str(compose(seed, shapes_of(self.ranks))))
+
+
+def shapes_of(ranks: int) -> list[tuple[int, ...]]:
+    """The shapes of meshes of this many ranks."""
+    pairs = [(a, ranks // a) for a in range(2, ranks) if ranks % a == 0]
+    return [(ranks,), *pairs]
+
+
+def _serve(
+    rank: int,
+    ranks: int,
+    folder: str,
+    device: str,
+    seed: int,
+    programs: int | None,
+    strides: bool,
+    answers: Queue[Found],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    backend = "nccl" if device == "cuda" else "gloo"
+    store, patience = Path(folder, "store").as_uri(), datetime.timedelta(seconds=_PATIENCE / 2)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=patience)
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    for shape in shapes_of(ranks):
+        meshes[shape] = init_device_mesh(device, shape)
+    for s in itertools.count(seed) if programs is None else range(seed, seed + programs):
+        program = compose(s, shapes_of(ranks))
+        verdict = judge(program, meshes[program.mesh], strides)
+        verdicts = [verdict] * ranks
+        dist.all_gather_object(verdicts, verdict)
+        if rank == 0:
+            worst = next((v for v in verdicts if not v.right), verdict)
+            answers.put(found_in(s, program, worst) if not worst.right else Found(s, worst.kind))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,232 @@
+"""Does a program give on a mesh what it gives on one device? Values, gradients, dtypes, strides, which error."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwise.argument_types import MeshArgument
+from shardwise.simulated_mesh import simulate
+from shardwise.tensor import DTensor
+from shardwise.testing.fuzz.program import Program, names_made
+from shardwise.testing.fuzz.setting import Words, on_mesh, plain_torch
+from shardwise.testing.trial import TOLERANCE
+
+RIGHT = "right"
+WRONG = "wrong"  # another value, gradient, shape, dtype, stride or requires_grad, in silence
+NO_ERROR = "no error"  # plain torch raises and we do not
+OTHER_ERROR = "other error"  # both raise, not the same kind or not on the same line
+RAISED = "raised"  # plain torch does not raise and we do
+INEXACT = "inexact"  # results that plain torch itself does not repeat when the inputs change in their last bits
+
+# Names of gradients start so. Plain torch promises nothing about their strides: whichever node came last decides.
+GRADIENTS = "g"
+
+# a change of the inputs in the last bits; results that change by more than their tolerance say nothing
+_LAST_BITS = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a program ended: one of the words above, where and why."""
+
+    kind: str
+    message: str = ""
+    name: str = ""  # the variable that differs
+
+    @property
+    def right(self) -> bool:
+        return self.kind in (RIGHT, INEXACT)
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}" if self.message else self.kind
+
+
+@dataclass
+class Played:
+    """What a run of a program left: its variables, and the error that ended it."""
+
+    variables: dict[str, object] = field(default_factory=dict)
+    line: int = -1
+    error: Exception | None = None
+
+
+def play(program: Program, setting: AbstractContextManager[Words]) -> Played:
+    """Run the statements one after another, until one raises."""
+    played = Played()
+    with setting as words, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        space = dict(words)
+        for n, line in enumerate(program.lines):
+            try:
+                exec(compile(line, f"<line {n}>", "exec"), space)
+            except Exception as error:
+                played.line, played.error = n, error
+                break
+    made = [name for line in program.lines for name in names_made(line)]
+    played.variables = {name: space[name] for name in dict.fromkeys(made) if name in space}
+    return played
+
+
+def judge(program: Program, mesh: MeshArgument | None = None, strides: bool = True) -> Verdict:
+    """Run a program on one device and on a mesh, and compare everything that it made.
+
+    Args:
+        program: The program.
+        mesh: A mesh of the program's shape; by default a simulated one. On a mesh of processes, every rank makes this
+            call with the same program.
+        strides: Whether to compare strides too.
+
+    Returns:
+        What was found, RIGHT if nothing.
+    """
+    plain = play(program, plain_torch())
+    ours = play(program, on_mesh(simulate(program.mesh) if mesh is None else mesh))
+    if plain.error is not None and "MKL" in str(plain.error):  # a size that one library on this machine does not take
+        return Verdict(RIGHT)
+    found = _errors(program, ours, plain) or _first_difference(ours, plain, program, strides)
+    if found is not None and found.kind == WRONG and _inexact(program, plain, found.name):
+        return Verdict(INEXACT, found.message, found.name)
+    return found or Verdict(RIGHT)
+
+
+def _errors(program: Program, ours: Played, plain: Played) -> Verdict | None:
+    if ours.error is None and plain.error is None:
+        return None
+    said = lambda p: f"{type(p.error).__name__} on line {p.line + 1} ({program.lines[p.line]}): {p.error}"
+    if ours.error is None:
+        return Verdict(NO_ERROR, f"plain torch raises {said(plain)}")
+    if plain.error is None:
+        return Verdict(RAISED, said(ours))
+    if ours.line < plain.line:
+        return Verdict(RAISED, said(ours))
+    if ours.line > plain.line:
+        return Verdict(NO_ERROR, f"plain torch raises {said(plain)}")
+    if not isinstance(ours.error, _kind_of(plain.error)):
+        return Verdict(OTHER_ERROR, f"{said(ours)}; plain torch raises {type(plain.error).__name__}: {plain.error}")
+    return None
+
+
+def _kind_of(error: Exception) -> type[BaseException]:
+    """What a caller would catch: the first class of the error that is built into Python."""
+    return next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+
+
+def _first_difference(ours: Played, plain: Played, program: Program, strides: bool) -> Verdict | None:
+    least_exact = max((TOLERANCE.get(x.dtype, 0.0) for x in _tensors(plain.variables.values())), default=0.0)
+    for name, want in plain.variables.items():
+        if name not in ours.variables:
+            return Verdict(WRONG, f"{name} is missing", name)
+        try:
+            with_strides, with_grads = strides and name[0] != GRADIENTS, plain.error is None
+            found = different(ours.variables[name], want, least_exact, with_strides, with_grads)
+        except Exception as error:
+            if _raises(want):
+                continue
+            return Verdict(RAISED, f"{type(error).__name__} when {name} is read: {error}")
+        if found:
+            return Verdict(WRONG, f"{name}: {found}", name)
+    return None
+
+
+def _raises(plain: object) -> bool:
+    """Whether plain torch's own variable cannot be read."""
+    try:
+        different(plain, plain, 0.0, True)
+    except Exception:
+        return True
+    return False
+
+
+def _tensors(found: Iterable[object]) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    for value in found:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (tuple, list)):
+            tensors += _tensors(value)
+    return tensors
+
+
+def different(got: object, want: object, least_exact: float, strides: bool, grads: bool = True) -> str:
+    """How a variable differs from plain torch's; empty if it does not. `grads`: whether ``.grad`` counts."""
+    if isinstance(want, torch.nn.Module) and isinstance(got, torch.nn.Module):
+        mine, theirs = got.state_dict(keep_vars=True), want.state_dict(keep_vars=True)
+        pairs = ((name, different(mine[name], theirs[name], least_exact, strides, grads)) for name in theirs)
+        return next((f"{name}: {found}" for name, found in pairs if found), "")
+    if isinstance(want, (tuple, list)) and not isinstance(want, torch.Size):
+        if not isinstance(got, (tuple, list)) or len(got) != len(want):
+            return f"{got!r} instead of {len(want)} results"
+        each = enumerate(different(g, w, least_exact, strides, grads) for g, w in zip(got, want, strict=True))
+        return next((f"[{i}]: {found}" for i, found in each if found), "")
+    if not isinstance(want, torch.Tensor):
+        return _different_value(got, want, least_exact)
+    if not isinstance(got, torch.Tensor):
+        return "" if got is None and not want.any() else f"{got!r} instead of a tensor"
+    return _different_tensor(got, want, least_exact, strides, grads)
+
+
+def _different_value(got: object, want: object, least_exact: float) -> str:
+    if want is None and isinstance(got, torch.Tensor):  # no gradient and a gradient of zeros say the same
+        return "a tensor instead of None" if bool(got.any()) else ""
+    if isinstance(want, float) and isinstance(got, float):
+        near = abs(got - want) <= least_exact * max(1.0, abs(want))
+        return "" if near or got == want or (got != got and want != want) else f"{got!r} instead of {want!r}"
+    if isinstance(want, (int, str, tuple, type(None))) and not isinstance(got, torch.Tensor):
+        return "" if got == want else f"{got!r} instead of {want!r}"
+    return ""
+
+
+def _different_tensor(got: torch.Tensor, want: torch.Tensor, least_exact: float, strides: bool, grads: bool) -> str:
+    facts = {
+        "shape": (tuple(got.shape), tuple(want.shape)),
+        "dtype": (got.dtype, want.dtype),
+        "requires_grad": (got.requires_grad, want.requires_grad),
+        "is_leaf": (got.is_leaf, want.is_leaf),
+    }
+    if strides:
+        facts["stride"] = (got.stride(), want.stride())
+    for fact, (mine, theirs) in facts.items():
+        if mine != theirs:
+            return f"{fact} {mine} instead of {theirs}"
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        full = DTensor.full_tensor(got.detach()) if isinstance(got, DTensor) else got.detach()  # type: ignore[arg-type]
+        found = _different_numbers(full, want.detach(), least_exact)
+        if found:
+            return found
+        # how far a backward pass came that raised is nobody's business
+        if grads and (want.is_leaf or want.retains_grad) and want.grad is not None:
+            if got.grad is None:
+                return "" if not want.grad.any() else "grad: None instead of a tensor"
+            found = _different_tensor(got.grad, want.grad, least_exact, False, False)
+            return f"grad: {found}" if found else ""
+    return ""
+
+
+def _different_numbers(got: torch.Tensor, want: torch.Tensor, least_exact: float) -> str:
+    if tuple(got.shape) != tuple(want.shape) or got.dtype != want.dtype:
+        return f"the whole tensor is of {tuple(got.shape)}, {got.dtype}, instead of {tuple(want.shape)}, {want.dtype}"
+    tolerance = max(TOLERANCE[want.dtype], least_exact) if want.dtype in TOLERANCE else 0.0
+    scale = 1.0
+    if want.dtype in TOLERANCE and want.numel():  # errors of sums grow with the largest value
+        scale = max(1.0, want.abs().to(torch.float64).nan_to_num(0, 0, 0).max().item())
+    try:
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    except AssertionError as error:
+        first = lambda x: x.flatten().tolist()[:12]
+        return f"{' '.join(str(error).split())}\n  got  {first(got)}\n  want {first(want)}"
+    return ""
+
+
+def _inexact(program: Program, plain: Played, name: str) -> bool:
+    """Whether plain torch's own result changes with the last bits of the inputs, or of what is computed from them."""
+    dtypes = {x.dtype for x in _tensors(plain.variables.values())}
+    jitter = max((bits for dtype, bits in _LAST_BITS.items() if dtype in dtypes), default=1e-13)
+    shaken = play(program, plain_torch(jitter))
+    least_exact = max((TOLERANCE.get(x.dtype, 0.0) for x in _tensors(plain.variables.values())), default=0.0)
+    return bool(different(shaken.variables.get(name), plain.variables[name], least_exact / 10, True))
