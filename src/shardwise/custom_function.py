@@ -94,6 +94,8 @@ def _finished(value: object) -> object:
 def _written(arg: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """An argument that a Function has written into, or into what was made of it (`_finished`)."""
     return arg if arg is value else arg.copy_(value)
+
+
 def _apply_transformed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A Function inside of torch.func: torch applies it to whole tensors, and asks it for the derivatives it needs."""
     mesh = next(arg._layout.mesh for arg in args if isinstance(arg, Wrapper))

@@ -194,6 +194,24 @@ def made(a):
     return shardwise.ones(4, 3, device_mesh=a.device_mesh, placements=on_one_axis(a.device_mesh, Shard(1)))
 
 
+def doubled_locally(t):
+    return DTensor.from_local(t.to_local() * 2, t.device_mesh, t.placements) if isinstance(t, DTensor) else t * 2
+
+
+def hooked(t):
+    y = t * 2
+    y.register_hook(lambda grad: grad * 10)
+    return (y**3).sum()
+
+
+def written_view(t):
+    """Where the view is a copy, the write reaches its base all the same."""
+    y = t * 2
+    y[0].mul_(3)
+    y.reshape(6, 2)[1].add_(y.detach()[0, 0])
+    return (y**2).sum()
+
+
 def leaf(t):
     return t.detach().requires_grad_()
 
@@ -214,6 +232,11 @@ PROGRAMS = {
     "distribute_tensor, jvp": lambda a, w: func.jvp(lambda t: laid_out_inside(a, t) @ w, (VALUE,), (VALUE,)),
     "distribute_tensor of a constant": lambda a, w: func.grad(lambda t: (laid_out_inside(a, VALUE) * t).sin().sum())(a),
     "from_local": lambda a, w: func.grad(lambda t: (entered(a, t) @ w).sin().sum())(VALUE),
+    "to_local": lambda a, w: func.grad(lambda t: (doubled_locally(to(t, Shard(0))) ** 3).sum())(a),
+    "to_local, jvp": lambda a, w: func.jvp(lambda t: doubled_locally(to(t, Shard(0))) ** 3, (a,), (a,)),
+    "a hook": lambda a, w: func.grad(hooked)(a),
+    "a written view": lambda a, w: func.grad(written_view)(a),
+    "a written view, jvp": lambda a, w: func.jvp(written_view, (a,), (a,)),
     "ones": lambda a, w: func.grad(lambda t: (t * made(a)).sin().sum())(a),
     "plain argument": lambda a, w: func.grad(lambda t: (t @ w).sin().sum())(VALUE),
     "plain argument, jvp": lambda a, w: func.jvp(lambda t: (t @ w).sin(), (VALUE,), (VALUE,)),

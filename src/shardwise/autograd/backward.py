@@ -16,6 +16,7 @@ from shardwise.autograd.gradients import (
     from_gradient,
 )
 from shardwise.autograd.leaves import first_leaf, leaf_local, leaf_values
+from shardwise.comm.rank_tensor import RankTensor, unique
 from shardwise.context import relaxed
 from shardwise.engine.reduce_to_parts import before_watching
 from shardwise.engine.transforms import vmap_with_nones, with_batch_dim
@@ -92,11 +93,15 @@ def _watched(inputs: Sequence[torch.Tensor], what: str) -> list[tuple[torch.Tens
         before_watching(tensor, what)
         if isinstance(tensor, Wrapper) and not first_leaf(tensor).is_leaf:
             check_is_told(tensor._layout, what)
-    return [leaf_values(tensor) if isinstance(tensor, Wrapper) else (tensor,) for tensor in inputs]
+    values = lambda x: tuple(unique(x.ranks)) if isinstance(x, RankTensor) else (x,)  # noqa: E731
+    return [leaf_values(tensor) if isinstance(tensor, Wrapper) else values(tensor) for tensor in inputs]
 
 
 def _gathered_up(tensor: torch.Tensor, grads: list[torch.Tensor], batch: int | None) -> torch.Tensor | None:
     """The gradient of an input, from those of its plain tensors."""
+    if isinstance(tensor, RankTensor) and grads[0] is not None:
+        found = dict(zip(map(id, unique(tensor.ranks)), grads, strict=True))
+        return RankTensor([found[id(value)] for value in tensor.ranks])
     if not isinstance(tensor, Wrapper) or grads[0] is None:
         return grads[0]
     layout = tensor._layout if batch is None else with_batch_dim(tensor._layout, batch)
@@ -109,8 +114,20 @@ def _starts(
     """The plain tensors that a backward pass starts from, and their gradients: `batch` of them, stacked, if it is
     given."""
     pairs = zip(tensors, grads, strict=True)
-    found = [_roots(t, seed, what, batch) if isinstance(t, Wrapper) else ([t], [seed]) for t, seed in pairs]
+    found = [_roots(t, seed, what, batch) if isinstance(t, Wrapper) else _plain_roots(t, seed) for t, seed in pairs]
     return [root for roots, _ in found for root in roots], [seed for _, seeds in found for seed in seeds]
+
+
+def _plain_roots(
+    tensor: torch.Tensor, seed: torch.Tensor | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """A tensor that is not distributed; of what simulated ranks hold, the tensor of each of them."""
+    if not isinstance(tensor, RankTensor):
+        return [tensor], [seed]
+    first = {id(value): rank for rank, value in reversed(list(enumerate(tensor.ranks)))}
+    at = lambda rank: seed.ranks[rank] if isinstance(seed, RankTensor) else seed  # noqa: E731
+    roots = unique(tensor.ranks)
+    return roots, [at(first[id(value)]) for value in roots]
 
 
 def _roots(tensor: Wrapper, seed: Any, what: str, batch: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

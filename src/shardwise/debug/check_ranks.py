@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from shardwise.comm.checked import CheckedMove, Checker
 from shardwise.comm.guard import compare
 from shardwise.comm.record import user_line
+from shardwise.errors import check_type
 
 SWITCH = "SHARDWISE_CHECK_RANKS"
 
@@ -16,6 +17,9 @@ class CheckRanks:
     """A stretch of the program in which ranks compare, made by `check_ranks`."""
 
     def __init__(self, keep: int = 1000, lines: bool = True) -> None:
+        check_type(keep, int, "check_ranks: keep", "give how many collectives are kept")
+        if keep < 0:
+            raise ValueError(f"check_ranks: keep must be an int >= 0, got {keep}")
         self._checker = Checker(keep, lines)
         self._outer: list[Checker] = []
 
