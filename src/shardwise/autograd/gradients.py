@@ -14,6 +14,7 @@ from shardwise.comm.record import Note
 from shardwise.engine.plain_tensors import plain_wrapped
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, Partial, Placement
+from shardwise.layout.layout import is_dense
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import move
 from shardwise.protocols import LocalValue
@@ -29,8 +30,10 @@ def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def grad_layout(layout: Layout) -> Layout:
-    """The layout of the gradient of a tensor with this layout."""
-    return layout.replace(placements=grad_placements(layout.placements))
+    """The layout of the gradient of a tensor with this layout. In memory it lies as the tensor does if that has no
+    holes, else row by row: so torch accumulates it."""
+    stride = layout.stride if is_dense(layout.shape, layout.stride) else None
+    return layout.replace(placements=grad_placements(layout.placements), stride=stride)
 
 
 @functools.lru_cache(maxsize=4096)

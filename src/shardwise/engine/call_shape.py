@@ -72,6 +72,11 @@ def meta_like(layout: Layout) -> torch.Tensor:
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
+def _zeros_like(layout: Layout) -> torch.Tensor:
+    """A tensor of the global shape and strides on the host."""
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype).zero_()
+
+
 def common_mesh(name: str, layouts: Sequence[Layout]) -> Mesh:
     """The mesh of all operands of the op `name`; raises MeshError if there are several."""
     mesh = layouts[0].mesh
@@ -138,7 +143,7 @@ class CallShape:
         some calls that others compute. Where zeros would take much memory, `error` itself is raised."""
         if sum(math.prod(layout.shape) for layout in self.layouts) > 2**20:
             raise error
-        args, kwargs = self.with_tensors([torch.zeros(layout.shape, dtype=layout.dtype) for layout in self.layouts])
+        args, kwargs = self.with_tensors([_zeros_like(layout) for layout in self.layouts])
         with torch.no_grad(), torch.random.fork_rng(devices=()):
             self.func(*args, **kwargs)
 
@@ -162,8 +167,7 @@ class CallShape:
         schema = schema_of(self.func)
         if not {"device", "generator", "out"}.isdisjoint(self.kwargs) or (schema and schema.name[:6] != "aten::"):
             return
-        zeros = [torch.empty_strided(t.shape, t.stride, dtype=t.dtype).zero_() for t in self.layouts]
-        args, kwargs = self.with_tensors(zeros)
+        args, kwargs = self.with_tensors([_zeros_like(layout) for layout in self.layouts])
         with torch.random.fork_rng(devices=()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             real = tree_leaves(self.func(*args, **kwargs))

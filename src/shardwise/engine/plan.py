@@ -6,6 +6,7 @@ the local value in place of each distributed tensor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardwise.comm.record import Note
 from shardwise.context import is_strict, running
 from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copies, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
+from shardwise.engine.local_copies import view_or_copy
 from shardwise.engine.reduce_to_parts import spread_from_parts
 from shardwise.engine.results import Finish, Memory, Results, one_wrapper
 from shardwise.errors import StrictError
@@ -35,7 +37,7 @@ Moves = list[tuple[int, tuple[MeshStep, ...], bool]]  # of operands that change:
 def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape, in_place: bool) -> Plan | None:
     """The plan that a rule's answer leads to; None where the result cannot be written into the first operand."""
     if isinstance(spec, Algorithm):
-        told = call.check()
+        told = call.check() if spec.is_checked else None
         memory = Memory(call, None if spec.knows_memory else told)
         return None if in_place and not spec.writes else _run_program(spec, func, call.name, memory)
     results = Results(spec, call, in_place)
@@ -49,7 +51,11 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     outputs = [] if in_place else results.layouts(call, assignment.outputs)
     split = split_axes(inputs, outputs)
     moves = operand_moves(call, inputs, assignment.splits or [split] * len(inputs))
-    change = in_new_memory if results.base is None and spec.may_alias else lambda func: func
+    change = lambda func: func  # noqa: E731
+    if results.base is None and spec.may_alias:
+        change = in_new_memory
+    elif results.base is not None and spec.view is not None:
+        change = functools.partial(view_or_copy, spec.view)
     if assignment.local is None:
         invoke, takes_all = call.mesh.comm.bind(change(func), split), True
     else:
@@ -62,7 +68,8 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     base = None if results.base is None else call.paths[results.base]
     moved = any(i == results.base and not spread_only for i, _, spread_only in moves)
     copied = base is not None and (moved or not assignment.aliases(inputs))
-    if not moves and results.single and not copied and not results.same and base in (None, (0,)):
+    plain = results.dtype in (None, outputs[0].dtype if outputs else None)  # a view of another dtype counts otherwise
+    if not moves and results.single and not copied and not results.same and base in (None, (0,)) and plain:
         direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all, results.begins[0])
         if direct is not None:
             return direct
