@@ -93,7 +93,8 @@ def run(t, made, viewed, written):
 def test_views_of_whatever_is_in_memory(layout, made):
     """Strides, offsets, refusals, and who sees whose writes."""
     mesh_shape, placements = LAYOUTS[layout]
-    whole = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    # few bits, so that the parts of a sum add up exactly
+    whole = torch.randint(-9, 10, (6, 4), generator=torch.Generator().manual_seed(0)).double() / 4
     for viewed in VIEWED:
         for written in ("view", "base"):
             said, wanted = run(whole.clone(), made, viewed, written)
