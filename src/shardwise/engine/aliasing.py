@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise.context import is_strict
 from shardwise.engine.call_shape import Path, fetch, put
+from shardwise.engine.local_copies import LOCAL_COPIES, after_local_write
 from shardwise.errors import RuleError
 from shardwise.torch_private import are_transforms_active
-from shardwise.wrapper import Wrapper, storage_id_of, storage_of
+from shardwise.wrapper import Wrapper, restride, storage_id_of, storage_of
 
 
 class _Copy(NamedTuple):
@@ -113,6 +114,8 @@ def before_write(target: Wrapper, op: str) -> None:
 
 def after_write(target: Wrapper) -> None:
     """Repeat a write to a copy on its base; make the copies of a base again, or under strict() have their use raise."""
+    if LOCAL_COPIES:
+        after_local_write(target._layout.mesh.comm.values(target._local))
     if not COPIES:
         return
     storage = storage_id_of(target)
@@ -183,13 +186,17 @@ def _make_stale(storage: int, tensor: Wrapper) -> None:
 
 def _with_view(source: Wrapper, again: Callable[[Any], Any], value: Wrapper) -> torch.Tensor:
     """`source` with `value` in place of its view: the gradient of the view op puts each element where it belongs."""
+    if value.dtype != source.dtype and value.dtype.is_complex == source.dtype.is_complex:
+        return value.view(source.dtype)  # the same bytes, of which there is no gradient
     recorded = torch.is_grad_enabled() and value.requires_grad
 
     def back(seed: Any) -> Any:
         if are_transforms_active():
             return torch.func.vjp(again, torch.zeros_like(source, dtype=seed.dtype))[1](seed)[0]
         with torch.inference_mode(False), torch.enable_grad():
-            leaf = torch.zeros_like(source, dtype=seed.dtype).requires_grad_()
+            leaf: Any = torch.zeros_like(source, dtype=seed.dtype)
+            restride(leaf, source._layout.stride, source._offset)  # which as_strided looks at
+            leaf.requires_grad_()
             return torch.autograd.grad(again(leaf), leaf, seed, create_graph=recorded)[0]
 
     times = back(torch.ones_like(value, dtype=torch.float32))

@@ -72,6 +72,11 @@ def meta_like(layout: Layout) -> torch.Tensor:
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
+def _zeros_like(layout: Layout) -> torch.Tensor:
+    """A tensor of the global shape and strides on the host."""
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype).zero_()
+
+
 def common_mesh(name: str, layouts: Sequence[Layout]) -> Mesh:
     """The mesh of all operands of the op `name`; raises MeshError if there are several."""
     mesh = layouts[0].mesh
@@ -96,6 +101,7 @@ class CallShape:
         self.mesh = common_mesh(self.name, self.layouts)
         self.metas: list[torch.Tensor] = []
         self._index_of: dict[int, int] = {}  # by a meta tensor's id
+        self._by_memory: dict[int, int] | None = None
         self.operands = [Operand(layout, i) for i, layout in enumerate(self.layouts)]
 
     def with_tensors(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -138,7 +144,7 @@ class CallShape:
         some calls that others compute. Where zeros would take much memory, `error` itself is raised."""
         if sum(math.prod(layout.shape) for layout in self.layouts) > 2**20:
             raise error
-        args, kwargs = self.with_tensors([torch.zeros(layout.shape, dtype=layout.dtype) for layout in self.layouts])
+        args, kwargs = self.with_tensors([_zeros_like(layout) for layout in self.layouts])
         with torch.no_grad(), torch.random.fork_rng(devices=()):
             self.func(*args, **kwargs)
 
@@ -146,6 +152,7 @@ class CallShape:
         """The result of the call on meta tensors; `numbers` are the 0-d tensors that it is given as numbers."""
         self.metas = [t.item() if i in numbers else meta_like(t._layout) for i, t in enumerate(self.tensors)]
         self._index_of = {id(meta): i for i, meta in enumerate(self.metas)}
+        self._by_memory = None
         args, kwargs = self.with_tensors(self.metas)
         with torch.no_grad():
             result = self.func(*args, **kwargs)
@@ -162,8 +169,7 @@ class CallShape:
         schema = schema_of(self.func)
         if not {"device", "generator", "out"}.isdisjoint(self.kwargs) or (schema and schema.name[:6] != "aten::"):
             return
-        zeros = [torch.empty_strided(t.shape, t.stride, dtype=t.dtype).zero_() for t in self.layouts]
-        args, kwargs = self.with_tensors(zeros)
+        args, kwargs = self.with_tensors([_zeros_like(layout) for layout in self.layouts])
         with torch.random.fork_rng(devices=()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             real = tree_leaves(self.func(*args, **kwargs))
@@ -191,12 +197,10 @@ class CallShape:
         same = self._index_of.get(id(out))
         if same is not None:
             return same
-        memory = storage_id(out)  # detach() has no `_base`
-        return next((i for i, meta in enumerate(self.metas) if _is_in(meta, memory)), None)
-
-
-def _is_in(meta: object, memory: int) -> bool:
-    return isinstance(meta, torch.Tensor) and storage_id(meta) == memory
+        if self._by_memory is None:  # the first of those that share it
+            metas = [(storage_id(m), i) for i, m in enumerate(self.metas) if isinstance(m, torch.Tensor)]
+            self._by_memory = dict(reversed(metas))
+        return self._by_memory.get(storage_id(out))  # detach() has no `_base`
 
 
 def asks_for_a_value(error: Exception) -> bool:

@@ -23,10 +23,10 @@ from shardwise.engine.plan import Plan, refuse
 from shardwise.engine.results import Memory
 from shardwise.functions import writes_first
 from shardwise.layout import contiguous_stride
-from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps, run_move
 from shardwise.protocols import LocalValue
+from shardwise.strategy.memory import copied_stride
 from shardwise.strategy.registry import in_place_flag
 from shardwise.torch_private import is_recorded, schema_of
 from shardwise.wrapper import Wrapper, rebind, wrap
@@ -52,7 +52,7 @@ class replicated:
         self.viewed = _viewed_path(func, call) if self.moves else None
         self.invoke = self.comm.bind(func)
         self.memory = Memory(call, call.told())
-        strides = {i: dense_stride(self.whole[i].shape, self.whole[i].stride) for i in self.moved}
+        strides = {i: copied_stride(self.whole[i].shape, self.whole[i].stride) for i in self.moved}
         self.in_order = {
             i: self.comm.bind(functools.partial(_stored, stride=stride))
             for i, stride in strides.items()

@@ -6,6 +6,7 @@ the local value in place of each distributed tensor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardwise.comm.record import Note
 from shardwise.context import is_strict, running
 from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copies, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch, put
+from shardwise.engine.local_copies import view_or_copy
 from shardwise.engine.reduce_to_parts import spread_from_parts
 from shardwise.engine.results import Finish, Memory, Results, one_wrapper
 from shardwise.engine.saved import watched
@@ -37,7 +39,7 @@ Moves = list[tuple[int, tuple[MeshStep, ...], bool]]  # of operands that change:
 def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape, in_place: bool) -> Plan | None:
     """The plan that a rule's answer leads to; None where the result cannot be written into the first operand."""
     if isinstance(spec, Algorithm):
-        told = call.check()
+        told = call.check() if spec.is_checked else None
         memory = Memory(call, None if spec.knows_memory else told)
         run = _run_program(spec, func, call.name, memory)
         return None if in_place and not spec.writes else watched(run, call)
@@ -59,6 +61,8 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     change = as_it_is
     if results.base is None and spec.may_alias:
         change = in_new_memory
+    elif results.base is not None and spec.view is not None:
+        change = functools.partial(view_or_copy, spec.view)
     elif results.base is None and not in_place and assignment.splits is None and any(map(leaves_empty, inputs)):
         change = in_new_memory_if_empty
     if assignment.local is None:
@@ -73,7 +77,8 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         noted = _with_writes_noted(run, call.name)
         return watched(noted, call) if copies else noted
     copied = base is not None and (moved or not assignment.aliases(inputs))
-    if not moves and results.single and not copied and not results.same and base in (None, (0,)):
+    plain = results.dtype in (None, outputs[0].dtype if outputs else None)  # a view of another dtype counts otherwise
+    if not moves and results.single and not copied and not results.same and base in (None, (0,)) and plain:
         direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all, results.begins[0])
         if direct is not None:
             return direct

@@ -10,10 +10,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.engine.aliasing import COPIES, note_copies, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch
+from shardwise.engine.local_copies import note_local_copy
 from shardwise.layout import Layout
 from shardwise.protocols import LocalValue
 from shardwise.strategy.spec import Result, Spec
-from shardwise.torch_private import is_any_autocast_enabled
+from shardwise.torch_private import is_any_autocast_enabled, storage_id
 from shardwise.wrapper import Wrapper, restride, shares_memory, wrap, wrapper_of
 
 Finish = Callable[[Sequence[Any], dict[str, Any], Any], Any]  # (args, kwargs, local result) -> the call's result
@@ -44,6 +45,7 @@ class Results:
         self.base = bases[0] if bases else None  # the operand torch's results are views of
         # of each result, None for a new tensor; for a view, how far behind its base it begins in memory
         self.begins = [None if i is None else meta.storage_offset() for i, meta in zip(found, self.metas, strict=True)]
+        self.dtype = None if self.base is None else call.layouts[self.base].dtype  # of that operand
         self.same = self.base is not None and self.metas[0] is call.metas[self.base]  # or the operand itself
 
     @property
@@ -66,7 +68,7 @@ class Results:
     ) -> Finish:
         """A function that wraps local results. Torch's are views of the argument at `base`; it notes where ours are
         copies instead."""
-        wrap_all = self._wrapper(outputs)
+        wrap_all, whole = self._wrapper(outputs), self.dtype is None or self.dtype == outputs[0].dtype
         if base is None or isinstance(base[0], str):
             return lambda args, kwargs, out: wrap_all(out)
         may_be_same = self.same and not copied
@@ -75,11 +77,17 @@ class Results:
             source = fetch(args, kwargs, base)
             if may_be_same and source._layout.mesh.comm.same(out, source._local):
                 return source  # contiguous() of a contiguous tensor, to() of the dtype that it has
-            result = wrap_all(out, source._offset)
+            at = source._offset
+            result = wrap_all(out, at if whole or not at else at * source.dtype.itemsize // outputs[0].dtype.itemsize)
             if may_be_same and shares_memory(source, result):
                 return source  # flatten() of a flat tensor
-            if copied or may_be_same:
+            if copied:
                 note_copies(func, args, kwargs, base, result, name)
+            elif may_be_same:  # here alone: a local tensor is stored otherwise than the whole one
+                pairs = zip(*map(source._layout.mesh.comm.values, (source._local, out)), strict=True)
+                for one, other in pairs:
+                    if storage_id(one) != storage_id(other):
+                        note_local_copy(one, other, lambda value: value)
             elif COPIES:
                 for view in tree_flatten(result)[0]:
                     note_view(source, view)

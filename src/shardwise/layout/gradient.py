@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from shardwise.caches import register_cache
-from shardwise.layout.layout import Layout
+from shardwise.layout.layout import Layout, is_dense
 from shardwise.layout.placement import REPLICATE, Partial, Placement
 
 
@@ -19,8 +19,10 @@ def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def grad_layout(layout: Layout) -> Layout:
-    """The layout of the gradient of a tensor with this layout."""
-    return layout.replace(placements=grad_placements(layout.placements))
+    """The layout of the gradient of a tensor with this layout. In memory it lies as the tensor does if that has no
+    holes, else row by row: so torch accumulates it."""
+    stride = layout.stride if is_dense(layout.shape, layout.stride) else None
+    return layout.replace(placements=grad_placements(layout.placements), stride=stride)
 
 
 @functools.lru_cache(maxsize=4096)

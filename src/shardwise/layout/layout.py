@@ -40,6 +40,20 @@ def dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride)
 
 
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether these strides leave no holes and repeat nothing; dims of one index do not count.
+
+    >>> is_dense((2, 1, 3), (1, 9, 2)), is_dense((2, 3), (6, 2)), is_dense((2, 3), (0, 1))
+    (True, False, False)
+    """
+    step = 1
+    for s, n in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n != 1):
+        if n and s != step:
+            return False
+        step *= n
+    return True
+
+
 class Layout:
     """Where every element of a tensor lives. Make one with `Layout.make`."""
 

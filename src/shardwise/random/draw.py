@@ -20,6 +20,7 @@ from shardwise.random.agreement import note_draw
 from shardwise.random.distributions import Distribution
 from shardwise.random.fill import fill_held, is_abstract
 from shardwise.random.generator import TORCH, next_key, stream
+from shardwise.strategy.memory import copied_stride
 from shardwise.torch_private import is_recorded
 from shardwise.wrapper import Wrapper, wrap
 
@@ -27,7 +28,7 @@ from shardwise.wrapper import Wrapper, wrap
 def drawn(layout: Layout, what: Distribution, generator: torch.Generator | None = None) -> Any:
     """A new tensor of this layout (Replicate where that is Partial) with numbers of this distribution."""
     whole = [REPLICATE if p.is_partial() else p for p in layout.placements]
-    layout = layout.replace(placements=whole, stride=dense_stride(layout.shape, layout.stride))
+    layout = layout.replace(placements=whole, stride=copied_stride(layout.shape, layout.stride))
     comm = layout.mesh.comm
 
     def empty(shape: tuple[int, ...]) -> torch.Tensor:

@@ -9,12 +9,12 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from shardwise.layout import Layout
-from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import Mesh
 from shardwise.random import distributions as draws
 from shardwise.random.draw import common_key, drawn, note_torch_draw
 from shardwise.random.generator import TORCH, stream
+from shardwise.strategy.memory import copied_stride
 from shardwise.strategy.program import reduced, run_local, whole
 from shardwise.wrapper import Wrapper, wrap
 
@@ -48,7 +48,7 @@ def _whole_local(x: Any) -> Any:
     """The whole value, in the memory order it has on one device: torch draws in that order."""
     if not isinstance(x, Wrapper):
         return x
-    stride = dense_stride(x._layout.shape, x._layout.stride)
+    stride = copied_stride(x._layout.shape, x._layout.stride)
     stored = lambda value: torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
     return x._layout.mesh.comm.bind(lambda v: v if v.stride() == stride else stored(v))(whole(x)._local)
 

@@ -51,8 +51,9 @@ def permutation(order: Sequence[int]) -> Relayout:
 
 def to_shape(x: Operand, shape: Sequence[int], may_alias: bool = True) -> Relayout:
     """The same elements in row-major order under another shape. Whether a view is legal was asked of the global
-    strides; here it is a reshape, since a local tensor may be stored otherwise (by a kernel, for an odd shard)."""
-    return Relayout(1, lambda dim: [regrouped(x.shape, dim, shape)], in_local_shape(torch.Tensor.reshape), may_alias)
+    strides; a local tensor may be stored otherwise (by a kernel, for an odd shard), and is copied then."""
+    local = in_local_shape(torch.Tensor.reshape)
+    return Relayout(1, lambda dim: [regrouped(x.shape, dim, shape)], local, may_alias, view=torch.Tensor.view)
 
 
 def in_local_shape(func: Any) -> Any:
@@ -72,12 +73,17 @@ def reshape(x: Operand, *shape: Any, may_alias: bool = True, **named: Any) -> Re
     if not sizes or not isinstance(sizes[0], torch.dtype):
         return to_shape(x, filled_in(sizes, math.prod(x.shape)), may_alias)
     # the same bytes as another dtype: one of another size needs the last dim whole, and no part of a sum may stay
-    return factors("*d -> *d" if sizes[0].itemsize == x.dtype.itemsize else "*d n! -> *d n", [x])
+    if sizes[0].itemsize == x.dtype.itemsize:
+        return factors("*d -> *d", [x])
+    as_bytes = lambda v: v.view(sizes[0])
+    return factors("*d n! -> *d n", [x], call=lambda v: as_bytes(v.contiguous()), view=as_bytes)
 
 
 rule("_unsafe_view _reshape_alias")(functools.partial(reshape, may_alias=False))
 line("view_as_real view_as_real_copy", "*b -> *b pair", linear="joint")
-line("view_as_complex view_as_complex_copy", "*b pair! -> *b", linear="joint")
+_as_complex = lambda v: torch.view_as_complex(v.contiguous())
+_pairs: dict[str, Any] = {"call": _as_complex, "view": torch.view_as_complex, "may_alias": True}
+line("view_as_complex view_as_complex_copy", "*b pair! -> *b", linear="joint", **_pairs)
 
 
 @rule("flatten ravel")

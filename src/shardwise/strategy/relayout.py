@@ -43,6 +43,7 @@ class Relayout(Spec):
     carry: Callable[[int], Sequence[Sequence[Carried]]]
     local: MakeLocal
     may_alias: bool = True
+    view: Callable[..., Any] | None = None
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Described], pinned: bool) -> Assignment | None:
         layout = operands[0].layout

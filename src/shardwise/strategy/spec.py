@@ -89,6 +89,7 @@ class Spec(Protocol):
 
     result: Result | None = None  # of a single output; without it torch's meta kernel is asked
     may_alias: bool = False  # the local call may return a view where torch makes a copy: then it is copied
+    view: Callable[..., Any] | None = None  # called in place of the local call where torch makes a view, if it can be
     in_place_without_meta: bool = False  # an in-place call has no meta kernel, and needs none
     run_meta: Callable[[Callable[..., Any]], Any] | None = None  # the function on meta tensors, in the rule's own way
 
@@ -107,6 +108,7 @@ class Algorithm:
     run: Program
     writes: bool = False  # into its first argument itself, where the op does; else its result is copied there
     knows_memory: bool = False  # its results have torch's strides, also where torch's meta kernel says others
+    is_checked: bool = True  # torch's meta kernel is asked first whether the call is right
     is_view: bool = False  # torch's result is a view of the first argument, which no op of the program says
 
 
@@ -149,6 +151,7 @@ class Factors(Spec):
     local: MakeLocal | None = None
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # as in Assignment
     may_alias: bool = False
+    view: Callable[..., Any] | None = None
     result: Result | None = None
     addends: frozenset[int] = frozenset()  # operands added to the result: where it is a sum of parts, one part has them
 

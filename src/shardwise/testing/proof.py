@@ -32,7 +32,7 @@ class Effort:
     seconds: int = 90  # an op that takes longer is stopped, and its record says so
 
 
-QUICK = Effort(2, 1, {(3,): 1, (2, 2): 1}, {(3,): 1}, ("function", "in-place", "ties"), 60)
+QUICK = Effort(2, 1, {(3,): 1, (2, 2): 1}, {(3,): 1}, ("function", "in-place", "ties", "transposed"), 60)
 FULL = Effort(24, 4, {(4,): 16, (2, 2): 8}, {(3,): 4, (2, 2): 3})
 
 

@@ -17,6 +17,7 @@ from shardwise.testing.fuzz.program import Program
 from shardwise.testing.fuzz.setting import plain_torch, samples
 from shardwise.testing.spread import is_float, random_placements, reductions_for
 from shardwise.testing.subjects import Operator, subjects
+from shardwise.torch_private import storage_id
 
 MESHES = ((2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (2, 1, 2), (1,), (5,))
 _DTYPES = (
@@ -93,7 +94,7 @@ class Composer:
         self.lines.append(line)
         if "= move(" in line:
             name = line.split("move(")[1].split(",")[0]
-            self.frozen.add(memory_of(self.space[name]))
+            self.frozen.add(storage_id(self.space[name]))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: x for name, x in self.space.items() if isinstance(x, torch.Tensor) and name[0] in "xy"}
@@ -313,10 +314,6 @@ class Composer:
         return _SLOT.sub(lambda found: slots.text(found[1], found[2]), template)
 
 
-def memory_of(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
 def overlaps(x: torch.Tensor) -> bool:
     """Whether several elements of a tensor are one number in memory."""
     places = torch.zeros(x.shape, dtype=torch.int64)
@@ -362,7 +359,7 @@ class Slots:
         fits = _TENSORS[kind]
         if kind == "w":
             self.written = True
-            fits = lambda t: is_float(t.dtype) and memory_of(t) not in self.composer.frozen and not overlaps(t)
+            fits = lambda t: is_float(t.dtype) and storage_id(t) not in self.composer.frozen and not overlaps(t)
         if kind in ("i", "b"):
             name = self.pick_or_make(fits, shape, torch.int64 if kind == "i" else torch.bool)
         else:
@@ -396,7 +393,7 @@ class Slots:
 
     def apart(self, t: torch.Tensor) -> bool:
         """Whether a tensor may stand beside the first: what is written must not be read through another name."""
-        return not self.written or memory_of(t) != memory_of(self.x)
+        return not self.written or storage_id(t) != storage_id(self.x)
 
     def smaller(self) -> tuple[int, ...]:
         """A shape that broadcasts to the first tensor's."""
@@ -408,7 +405,7 @@ class Slots:
         return self.pick_or_make(alike, self.x.shape, self.x.dtype)
 
     def slot_target(self) -> str:
-        free = lambda t: memory_of(t) not in self.composer.frozen and not overlaps(t)
+        free = lambda t: storage_id(t) not in self.composer.frozen and not overlaps(t)
         alike = lambda t: t.dtype == self.x.dtype and t.shape == self.x.shape and self.apart(t)
         return self.pick_or_make(lambda t: alike(t) and free(t), self.x.shape, self.x.dtype)
 
