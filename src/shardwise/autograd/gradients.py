@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.caches import register_cache
 from shardwise.comm.bridge import convert_gradients, share
 from shardwise.comm.record import Note
 from shardwise.engine.plain_tensors import plain_wrapped
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, Partial, Placement
+from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import move
 from shardwise.protocols import LocalValue
@@ -27,13 +27,13 @@ def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     return tuple(of_parts(p) if isinstance(p, Partial) else p for p in placements)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.partial(cached_on_mesh, "grad layouts", 4096)
 def grad_layout(layout: Layout) -> Layout:
     """The layout of the gradient of a tensor with this layout."""
     return layout.replace(placements=grad_placements(layout.placements))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.partial(cached_on_mesh, "summed axes", 4096)
 def summed_axes(layout: Layout) -> tuple[int, ...]:
     """The axes along which ranks hold the parts of a sum."""
     return tuple(axis for axis, p in enumerate(layout.placements) if p.is_partial("sum"))
@@ -70,7 +70,3 @@ def distributed_gradient(layout: Layout, grad: object, what: str) -> Wrapper:
     if grad._layout.shape != layout.shape:
         raise LayoutError(f"{what}: gradient of shape {grad._layout.shape} for a tensor of shape {layout.shape}")
     return grad
-
-
-for _name, _cached in (("grad layouts", grad_layout), ("summed axes", summed_axes)):
-    register_cache(_name, _cached.cache_info, _cached.cache_clear)

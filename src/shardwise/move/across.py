@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, partial
 from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.caches import register_cache
 from shardwise.comm.base import Coords
 from shardwise.comm.bridge import regroup, share
 from shardwise.comm.messages import along_ranks
 from shardwise.comm.record import Note
 from shardwise.errors import MoveError
 from shardwise.layout import Layout
+from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.tileset import TileSet
 from shardwise.move.exchange import Whole
@@ -31,7 +31,7 @@ from shardwise.move.tiles import TilePlan
 from shardwise.move.transfer import Transfer
 
 
-@lru_cache(maxsize=1024)
+@partial(cached_on_mesh, "moves between meshes", 1024)
 def plan_across(src: Layout, dst: Layout) -> CrossPlan:
     """What a move between two meshes does."""
     if src.shape != dst.shape or src.dtype != dst.dtype:
@@ -39,9 +39,6 @@ def plan_across(src: Layout, dst: Layout) -> CrossPlan:
     if src.mesh.comm.simulated != dst.mesh.comm.simulated:
         raise MoveError(f"cannot move between simulated and real ranks: from {src.mesh!r} to {dst.mesh!r}")
     return CrossPlan(src, dst)
-
-
-register_cache("moves between meshes", plan_across.cache_info, plan_across.cache_clear)
 
 
 @dataclass(frozen=True, eq=False)
