@@ -18,6 +18,7 @@ from shardwise.layout.layout import contiguous_stride, dense_stride
 from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.layout.split import count
 from shardwise.mesh import Mesh, as_mesh
+from shardwise.modules import unchanged_on_error
 from shardwise.move import plan_steps
 from shardwise.move.pack import take
 from shardwise.protocols import LocalValue
@@ -177,7 +178,7 @@ def distribute_module(
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> torch.nn.Module:
-    """Turn a module's parameters and buffers into DTensors, in place.
+    """Turn a module's parameters and buffers into DTensors, in place. If it fails, the module is as it was.
 
     Args:
         module: The module; tied parameters stay tied.
@@ -211,10 +212,11 @@ def distribute_module(
             if buffer is not None and not isinstance(buffer, DTensor):
                 owner._buffers[name] = distribute_tensor(buffer, mesh)
 
-    for name, submodule in module.named_modules():
-        if partition_fn is not None:
-            partition_fn(name, submodule, mesh.source)
-        replicate(submodule)
+    with unchanged_on_error(module):
+        for name, submodule in module.named_modules():
+            if partition_fn is not None:
+                partition_fn(name, submodule, mesh.source)
+            replicate(submodule)
     if prepare_inputs is not None:
         module.register_forward_pre_hook(lambda mod, inputs: prepare_inputs(mod, inputs, mesh.source))
     if prepare_outputs is not None:

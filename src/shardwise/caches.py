@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +24,12 @@ class PlanCache(dict):
         super().__init__()
         self.maxsize, self.hits, self.misses = maxsize, 0, 0
 
+    @classmethod
+    def one_of(cls, caches: PlanCaches) -> PlanCache:
+        """A new one of several that are seen as one."""
+        made = caches.living[next(caches.count)] = cls(caches.maxsize)
+        return made
+
     def add(self, key: Any, plan: Any) -> None:
         self.misses += 1
         if len(self) >= self.maxsize:
@@ -35,6 +43,24 @@ class PlanCache(dict):
     def reset(self) -> None:
         self.clear()
         self.hits = self.misses = 0
+
+
+class PlanCaches:
+    """Caches that die with whoever has them (a mesh), seen as one."""
+
+    def __init__(self, maxsize: int) -> None:
+        self.maxsize, self.count = maxsize, itertools.count()
+        self.living: weakref.WeakValueDictionary[int, PlanCache] = weakref.WeakValueDictionary()
+
+    def info(self) -> CacheInfo:
+        found = [cache.info() for cache in list(self.living.values())]
+        return CacheInfo(
+            sum(i.hits for i in found), sum(i.misses for i in found), self.maxsize, sum(map(len, self.living.values()))
+        )
+
+    def reset(self) -> None:
+        for cache in list(self.living.values()):
+            cache.reset()
 
 
 _caches: dict[str, tuple[Callable[[], Any], Callable[[], None]]] = {}

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise.caches import PlanCache, PlanCaches, register_cache
 from shardwise.comm.base import Comm, Coords
 from shardwise.comm.outside import OutsideComm
 from shardwise.comm.process_group import ProcessGroupComm
@@ -26,6 +27,10 @@ from shardwise.torch_private import active_device_mesh, without_fake_mode
 __all__ = ["DeviceMesh", "Mesh", "SimulatedMesh", "as_mesh", "init_device_mesh", "simulate"]
 
 UserMesh: TypeAlias = DeviceMesh | SimulatedMesh
+
+
+PLANS = PlanCaches(maxsize=8192)
+register_cache("plans", PLANS.info, PLANS.reset)
 
 
 class Mesh:
@@ -39,6 +44,7 @@ class Mesh:
         self.device, self.comm = device, comm
         self.world = _world()  # the default process group when this was made
         self.ranks = _ranks_of(source)  # the last axis fastest
+        self.plans = PlanCache.one_of(PLANS)  # of calls on tensors of this mesh
         self._coords = dict(zip(self.ranks, itertools.product(*map(range, self.shape)), strict=True))
 
     def is_alike(self, other: Mesh) -> bool:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from shardwise.argument_types import Placements
-from shardwise.caches import register_cache
 from shardwise.comm.bridge import convert_gradients
 from shardwise.comm.record import Note
 from shardwise.context import running_op
 from shardwise.errors import MoveError
 from shardwise.layout import Layout, Placement, as_placements
+from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.mesh import Mesh
 from shardwise.move import move_across, plan_steps
 from shardwise.move.steps import MeshStep
@@ -24,7 +24,7 @@ from shardwise.wrapper import Wrapper, wrap
 Dtype = torch.dtype | None
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.partial(cached_on_mesh, "targets", 4096)
 def target_of(
     layout: Layout, placements: tuple[Placement, ...], cap: int | None
 ) -> tuple[Layout, tuple[MeshStep, ...]]:
@@ -34,9 +34,6 @@ def target_of(
         return target, ()
     target = target.replace(stride=None)
     return target, plan_steps(layout, target, memory=cap)
-
-
-register_cache("targets", target_of.cache_info, target_of.cache_clear)
 
 
 def redistribute_across(

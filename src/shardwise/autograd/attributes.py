@@ -10,12 +10,12 @@ import torch
 
 from shardwise.autograd.gradients import as_gradient, check_is_told, distributed_gradient, grad_layout
 from shardwise.autograd.leaves import leaf_local, leaf_values
-from shardwise.caches import register_cache
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program
 from shardwise.engine.reduce_to_parts import before_watching
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout
+from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.move import plan_steps, run_move
 from shardwise.protocols import LocalValue
 from shardwise.torch_private import without_torch_function
@@ -69,7 +69,7 @@ def get_grad(tensor: Wrapper) -> Any:
     return wrapped
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.partial(cached_on_mesh, "grad wrappers", 4096)
 def _gradient_wrapper(layout: Layout) -> Callable[[LocalValue], Any]:
     return wrapper_of(grad_layout(layout))
 
@@ -140,6 +140,3 @@ def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
             mine.data = theirs
     tensor._layout, tensor._offset = value._layout, value._offset
     tensor._spreads = None
-
-
-register_cache("grad wrappers", _gradient_wrapper.cache_info, _gradient_wrapper.cache_clear)

@@ -7,9 +7,10 @@ do: its own all-to-all of ranks whose programs differ mixes their values, or end
 
 from __future__ import annotations
 
-import atexit
 import math
+import time
 import weakref
+from atexit import register as at_exit
 from collections import deque
 from collections.abc import Sequence
 from threading import get_ident
@@ -141,7 +142,35 @@ class _All:
 
 
 _abandoned: deque[tuple[Group, list[Work]]] = deque()  # whose operations are atomic: finalizers run in any thread
-atexit.register(_abandoned.clear)  # groups must go before the interpreter does, whose threads they stop
+_unfinished: set[Any] = set()  # collectives that were begun for later, until somebody waits for them
+_EXIT_SECONDS = 2.0
+
+
+def begun(work: Work | None) -> None:
+    """Note a collective that may not be waited for before the process ends."""
+    for old in [old for old in _unfinished if old.is_completed()]:
+        _unfinished.discard(old)
+    if work is not None and not isinstance(work, _All):
+        _unfinished.add(work)
+
+
+def waited_for(work: Work | None) -> None:
+    """Forget it."""
+    _unfinished.discard(work)
+
+
+@at_exit
+def _let_finish() -> None:
+    """A backend's thread that lets go of a tensor needs the interpreter: where that is gone, the process aborts. So it
+    waits a little for what is under way, and lets go of the groups first."""
+    deadline = time.monotonic() + _EXIT_SECONDS
+    pending = bool(_unfinished)
+    while not all(work.is_completed() for work in _unfinished) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    _unfinished.clear()
+    _abandoned.clear()
+    if pending:
+        time.sleep(0.02)  # a work is said to be complete a moment before its thread lets go
 
 
 def _wait_for_abandoned(group: Group) -> None:

@@ -17,12 +17,15 @@ from shardwise.comm.messages import (
     ALL_GATHER,
     WIRE,
     Along,
+    Work,
     as_wire,
+    begun,
     clock_of,
     from_wire,
     numel,
     start_sends,
     start_swap,
+    waited_for,
     width,
     world_of,
 )
@@ -242,7 +245,7 @@ class ProcessGroupComm(PlainComm):
         with self.guard("all_reduce", axes) as guard:
             mine = local.contiguous()
             if self._is_pair(axes):
-                out, wait = self._start_pair(mine, axes, reduce_op)
+                out, wait, _ = self._start_pair(mine, axes, reduce_op)
                 wait()
                 return out
             wire = _reducible(mine, reduce_op)
@@ -266,14 +269,19 @@ class ProcessGroupComm(PlainComm):
         guard, mine = self.guard("all_reduce", axes), local.contiguous()
         with guard:
             if pair:
-                out, wait = self._start_pair(mine, axes, reduce_op)
+                out, wait, works = self._start_pair(mine, axes, reduce_op)
             else:
                 guard.meet()
                 out = mine if owned else mine.clone(memory_format=torch.contiguous_format)
                 wire = torch.view_as_real(out) if out.is_complex() else out
-                wait = dist.all_reduce(wire, _REDUCE[reduce_op], group=self.group(axes), async_op=True).wait
+                work = dist.all_reduce(wire, _REDUCE[reduce_op], group=self.group(axes), async_op=True)
+                wait, works = work.wait, [work]
+        for work in works:
+            begun(work)
 
         def finish() -> torch.Tensor:
+            for work in works:
+                waited_for(work)
             with guard, torch.no_grad():
                 wait()
             return out
@@ -288,7 +296,7 @@ class ProcessGroupComm(PlainComm):
 
     def _start_pair(
         self, mine: torch.Tensor, axes: Sequence[int], reduce_op: str
-    ) -> tuple[torch.Tensor, Callable[[], Any]]:
+    ) -> tuple[torch.Tensor, Callable[[], Any], list[Work]]:
         """In pieces, so that one is reduced while the next travels."""
         along, reduce = self.along(axes), REDUCTIONS[reduce_op]
         other = 1 - dist.get_rank(along.group)
@@ -296,7 +304,7 @@ class ProcessGroupComm(PlainComm):
         out = torch.empty_like(mine)
         length = max(_PAIR_PIECE // out.element_size(), 1)
         pairs = list(zip(mine.view(-1).split(length), out.view(-1).split(length), strict=True))
-        works = []
+        works: list[Work] = []
         for sent, came in pairs:
             works.append(start_sends([(other, as_wire(sent))], [(other, as_wire(came))], along))
 
@@ -305,7 +313,7 @@ class ProcessGroupComm(PlainComm):
                 work.wait()
                 reduce(came, sent, out=came)  # type: ignore[call-arg]
 
-        return out, wait
+        return out, wait, works
 
     def _reduced_here(self, mine: torch.Tensor, axes: Sequence[int], reduce_op: str) -> torch.Tensor:
         """For what no backend reduces, and ranks without a group: everyone gets a share of all parts, reduces it and

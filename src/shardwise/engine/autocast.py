@@ -34,9 +34,9 @@ def state() -> tuple[Any, ...]:
 def off() -> Iterator[None]:
     """Autocast is off inside: what there was to cast has been cast."""
     devices = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
-    for device in devices:
-        torch.set_autocast_enabled(device, False)
     try:
+        for device in devices:
+            torch.set_autocast_enabled(device, False)
         yield
     finally:
         for device in devices:

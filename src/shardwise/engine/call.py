@@ -16,18 +16,16 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import shardwise.rules  # noqa: F401  (importing them registers them)
-from shardwise.caches import PlanCache, register_cache
 from shardwise.comm.watch import errors
 from shardwise.context import of_thread
 from shardwise.engine import autocast
 from shardwise.engine.call_shape import op_name, tensors_in
 from shardwise.engine.into_out import check_not_resized, out_names
 from shardwise.engine.keys import ANY_FLOAT, ODD_FLOATS, NumpyNumberError, PlainTensorError, freeze, freeze_kwargs
-from shardwise.engine.plain_tensors import with_plain_wrapped
+from shardwise.engine.plain_tensors import mesh_in, with_plain_wrapped
 from shardwise.engine.planner import planned
 from shardwise.engine.transforms import call_transformed
 from shardwise.errors import AutogradError
-from shardwise.move import plan_steps
 from shardwise.torch_private import (
     are_transforms_active,
     is_forward_grad_enabled,
@@ -37,10 +35,6 @@ from shardwise.torch_private import (
     with_transforms,
 )
 from shardwise.wrapper import Wrapper, wrap
-
-PLANS = PlanCache(maxsize=8192)
-register_cache("plans", PLANS.info, PLANS.reset)
-register_cache("moves", plan_steps.cache_info, plan_steps.cache_clear)
 
 SPECIAL: dict[Any, Callable[..., Any]] = {}  # functions the tensor class answers itself: backward, item, repr, ...
 _NO_KWARGS: dict[str, Any] = {}
@@ -61,11 +55,13 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
     key: list[Any] = [func]
     local_args: list[Any] = []
     local_kwargs = _NO_KWARGS
+    layout = None
     try:
         for arg in args:
             kind = type(arg)
             if kind is cls:
-                key.append(arg._layout)
+                layout = arg._layout
+                key.append(layout)
                 local_args.append(arg._local)
             elif kind is int or arg is None:
                 key.append(arg)
@@ -93,16 +89,20 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
     if not _is_grad_enabled() and not is_forward_grad_enabled():
         _check_gradient_is_kept(func, args)
     whole_key = tuple(key)
+    mesh = mesh_in(args, kwargs) if layout is None else layout.mesh
+    if mesh is None:  # deep in a container
+        return planned(func, args, kwargs)(args, kwargs, local_args, local_kwargs)
+    plans = mesh.plans
     try:
-        plan = PLANS.get(whole_key)
+        plan = plans.get(whole_key)
     except TypeError:  # an argument without a hash: there is nothing to remember this plan by
         return planned(func, args, kwargs)(args, kwargs, local_args, local_kwargs)
     try:
         if plan is None:
             plan = planned(func, args, kwargs)
-            PLANS.add(whole_key, plan)
+            plans.add(whole_key, plan)
         else:
-            PLANS.hits += 1
+            plans.hits += 1
         return plan(args, kwargs, local_args, local_kwargs)
     except Exception as error:
         errors.add(op_name(func), error)

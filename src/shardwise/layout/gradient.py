@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from shardwise.caches import register_cache
 from shardwise.layout.layout import Layout, is_dense
+from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.layout.placement import REPLICATE, Partial, Placement
 
 
@@ -17,7 +17,7 @@ def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     return tuple(of_parts(p) if isinstance(p, Partial) else p for p in placements)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.partial(cached_on_mesh, "grad layouts", 4096)
 def grad_layout(layout: Layout) -> Layout:
     """The layout of the gradient of a tensor with this layout. In memory it lies as the tensor does if that has no
     holes, else row by row: so torch accumulates it."""
@@ -25,19 +25,13 @@ def grad_layout(layout: Layout) -> Layout:
     return layout.replace(placements=grad_placements(layout.placements), stride=stride)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.partial(cached_on_mesh, "summed axes", 4096)
 def summed_axes(layout: Layout) -> tuple[int, ...]:
     """The axes along which ranks hold the parts of a sum."""
     return tuple(axis for axis, p in enumerate(layout.placements) if p.is_partial("sum"))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.partial(cached_on_mesh, "unsummed axes", 4096)
 def unsummed_axes(layout: Layout) -> tuple[int, ...]:
     """The axes along which ranks hold the parts of another reduction than a sum."""
     return tuple(axis for axis, p in enumerate(layout.placements) if p.is_partial() and not p.is_partial("sum"))
-
-
-for _name, _cached in (
-    ("grad layouts", grad_layout), ("summed axes", summed_axes), ("unsummed axes", unsummed_axes),
-):  # fmt: skip
-    register_cache(_name, _cached.cache_info, _cached.cache_clear)

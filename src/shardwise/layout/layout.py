@@ -85,7 +85,7 @@ class Layout:
         stride = contiguous_stride(shape) if stride is None else tuple(stride)
         device = mesh.device if device is None else device
         placements = check_placements(mesh, as_placements(placements), shape)
-        key = (mesh, placements, shape, stride, dtype, device)
+        key = (id(mesh), placements, shape, stride, dtype, device)  # a layout keeps its mesh, its key must not
         with _lock:
             found = _interned.get(key)
             if found is None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from shardwise.caches import register_cache
 from shardwise.comm.base import Coords
 from shardwise.comm.bridge import regroup, share
 from shardwise.comm.guard import Guard
@@ -22,6 +21,7 @@ from shardwise.comm.messages import along_ranks
 from shardwise.comm.record import Note
 from shardwise.errors import MoveError
 from shardwise.layout import Layout
+from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.tileset import TileSet
 from shardwise.move.exchange import Whole
@@ -98,7 +98,7 @@ class Crossing(NamedTuple):
     after: Steps
 
 
-@lru_cache(maxsize=1024)
+@partial(cached_on_mesh, "moves between meshes", 1024)
 def plan_across(src: Layout, dst: Layout) -> Crossing:
     """What a move between two meshes does."""
     if src.shape != dst.shape or src.dtype != dst.dtype:
@@ -111,9 +111,6 @@ def plan_across(src: Layout, dst: Layout) -> Crossing:
     ranks = tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
     exchange = CrossStep(leaving, arriving, tiles, ranks)
     return Crossing(plan_steps(src, leaving), exchange, plan_steps(arriving, dst))
-
-
-register_cache("moves between meshes", plan_across.cache_info, plan_across.cache_clear)
 
 
 # -- running it --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.base import Coords
-from shardwise.comm.messages import WIRE, Along
+from shardwise.comm.messages import WIRE, Along, begun, waited_for
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.reduction import REDUCTIONS
 from shardwise.errors import MoveError
@@ -99,8 +99,11 @@ class RoutedStep(Exchanged, MeshStep):
         guard = comm.guard(self.kind, self.crossed)
         with guard:
             transfer = Transfer(self, (local,), comm.coords, comm.along(self.crossed))
+        work = transfer.work
+        begun(work)
 
         def finish() -> torch.Tensor:
+            waited_for(work)
             with guard, torch.no_grad():
                 return transfer.finish()[0]
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from shardwise.errors import MoveError
 from shardwise.layout import Layout, Partial, Shard
+from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.move.cost import CostModel, cost_of
 from shardwise.move.exchange import Exchange, largest_bytes
@@ -27,7 +28,7 @@ from shardwise.move.steps import AllReduce, Mean, MeshStep, Pad, Padded, Spread,
 _MOST_STRIDES = 64
 
 
-@lru_cache(maxsize=4096)
+@partial(cached_on_mesh, "moves", 4096)
 def plan_steps(src: Layout, dst: Layout, spread: tuple[int, ...] = (), memory: int | None = None) -> Steps:
     """The steps from `src` to `dst`. On the axes in `spread` the result enters a split call as a Replicate operand.
 

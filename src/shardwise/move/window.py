@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, partial
 
-from shardwise.caches import register_cache
 from shardwise.comm.base import Coords
 from shardwise.layout import Layout, Region
+from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.layout.region import region_shape, within
 from shardwise.layout.split import Intervals, count, intersect, normalize
 from shardwise.move.exchange import RoutedStep
@@ -126,13 +126,10 @@ class WindowBack(Window):
         return Window(self.layout, self.axes, self.along, self.has, self.needs, self.sizes)
 
 
-@lru_cache(maxsize=256)
+@partial(cached_on_mesh, "windows", 256)
 def windows_of(layout: Layout, needs: tuple[tuple[int, Needs], ...]) -> Windows:
     """The windows of a layout, kept for the next call that asks for the same."""
     return Windows(layout, dict(needs))
-
-
-register_cache("windows", windows_of.cache_info, windows_of.cache_clear)
 
 
 class Windows:

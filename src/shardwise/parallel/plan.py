@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.mesh import DeviceMesh, SimulatedMesh
+from shardwise.modules import unchanged_on_error
 from shardwise.parallel.styles.axis import StyleAxis
 from shardwise.parallel.styles.base import ParallelStyle
 
@@ -53,18 +54,13 @@ def parallelize_module(
         warnings.warn("parallelize_module: no parallelize_plan is given, so nothing is done", stacklevel=2)
         return module
     work = list(_resolve(module, parallelize_plan))
-    before, shared = _tables_of(module), _shared_parameters(module)
-    try:
+    shared = _shared_parameters(module)
+    with unchanged_on_error(module):
         for target, style in work:
             style.src_data_rank, style.axis = src_data_rank, axis
             style._apply(target, device_mesh)
         for old, owners in shared:
             _share_again(old, owners)
-    except BaseException:
-        for table, copy in before:
-            table.clear()
-            table.update(copy)
-        raise
     return module
 
 
@@ -108,16 +104,6 @@ def _where_it_ends(module: nn.Module, path: str) -> str:
             here = ".".join(atoms[:i]) or type(module).__name__
             return f"the children of {here} are {names}" if names else f"{here} has no children, so no {atom!r}"
     raise LayoutError(f"{path!r} matches a module")
-
-
-def _tables_of(root: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """What a plan may change in modules (parameters, buffers and hooks), each with a copy."""
-    return [
-        (found, found.copy())
-        for module in root.modules()
-        for key, found in module.__dict__.items()
-        if (key in ("_parameters", "_buffers") or "hooks" in key) and isinstance(found, dict)
-    ]
 
 
 def _shared_parameters(root: nn.Module) -> list[tuple[nn.Parameter, Owners]]:

@@ -111,15 +111,17 @@ program("as_strided_", writes=True)(lambda x, *args, **kwargs: rebind(x, x.as_st
 @program("resize resize_as", writes=True)
 def resize(x: Tensor, *size: object, **kwargs: object) -> Tensor:
     """The elements in the order of memory, as far as there is room; after them zeros, where torch leaves anything."""
+    if x.requires_grad:
+        raise RuntimeError("cannot resize variables that require grad")
     first: Any = size[0] if size else kwargs.get("size", kwargs.get("the_template"))
     wanted: tuple[Any, ...] = size if isinstance(first, int) else tuple(getattr(first, "shape", first))
     if wanted == tuple(x.shape):
         return x
     stride, room = x._layout.stride, math.prod(wanted)
-    if x.requires_grad or stride != dense_stride(x.shape, stride) or x._offset or is_part(x):
+    if stride != dense_stride(x.shape, stride) or x._offset or is_part(x):
         raise RuleError(
-            f"resize_ of a distributed tensor from {tuple(x.shape)} to {wanted}: it "
-            f"{'requires grad' if x.requires_grad else 'is part of another'}; use reshape, F.pad or a new tensor"
+            f"resize_ of a distributed tensor from {tuple(x.shape)} to {wanted}: it is part of another; use reshape, "
+            f"F.pad or a new tensor"
         )
     flat = x.permute(sorted(range(x.dim()), key=lambda d: -stride[d])).reshape(-1)
     return rebind(x, F.pad(flat, (0, room - flat.numel())).reshape(wanted))

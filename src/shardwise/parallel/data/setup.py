@@ -10,6 +10,7 @@ from torch import nn
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import LayoutError, check_type
 from shardwise.mesh import DeviceMesh, SimulatedMesh
+from shardwise.modules import unchanged_on_error
 from shardwise.parallel.data.layouts import DataAxis, ParameterLayouts, layouts_of
 from shardwise.parallel.data.parameter import ManagedParameter, Owners
 from shardwise.parallel.data.passes import DataParallel
@@ -33,7 +34,8 @@ def data_parallel(
     units: Units = None,
     unit_bytes: int = 1 << 20,
 ) -> nn.Module:
-    """Train a module on a batch that is spread over the ranks of a mesh axis: DDP and ZeRO 1, 2 and 3.
+    """Train a module on a batch that is spread over the ranks of a mesh axis: DDP and ZeRO 1, 2 and 3. If it fails, the
+    module is as it was.
 
     Make the optimizer afterwards, from ``module.parameters()``. Feed each rank its own plain tensors: gradients are
     averaged over the ranks, as DDP does. Or feed DTensors that are cut over the data axis: everything is then as on
@@ -78,13 +80,14 @@ def data_parallel(
         raise LayoutError("data_parallel: the module is data parallel already")
     data = DataAxis(mesh)
     chosen = _chosen_units(module, units, unit_bytes) if data.size > 1 else []  # one rank has nothing to gather
-    parameters = _lay_out(module, data, shard != "none", compute_dtype, master_dtype)
     frees = shard == "parameters" and data.size > 1
     one_at_a_time = shard in ("gradients", "parameters")  # no rank has room for all gradients whole
-    units_found = _group(module, chosen, parameters, data, frees)
-    passes = DataParallel(data, units_found, frees, one_at_a_time, compute_dtype, reduce_dtype)
-    module._data_parallel = passes  # type: ignore[assignment]
-    module.no_sync = passes.no_sync  # type: ignore[assignment]
+    with unchanged_on_error(module):
+        parameters = _lay_out(module, data, shard != "none", compute_dtype, master_dtype)
+        units_found = _group(module, chosen, parameters, data, frees)
+        passes = DataParallel(data, units_found, frees, one_at_a_time, compute_dtype, reduce_dtype)
+        module._data_parallel = passes  # type: ignore[assignment]
+        module.no_sync = passes.no_sync  # type: ignore[assignment]
     return module
 
 
