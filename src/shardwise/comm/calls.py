@@ -32,6 +32,8 @@ class _Forks:
 
     def add(self) -> None:
         self.count += 1
+        entered.clear()  # of threads that are not here
+        threads.clear()
 
 
 forks = _Forks()

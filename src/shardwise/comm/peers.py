@@ -18,6 +18,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 import weakref
 from collections import Counter
@@ -117,7 +118,15 @@ def who_is_lost(error: BaseException, ranks: Iterable[int]) -> str:
     here = board()
     if here is None or not is_of_peers(error):
         return ""
-    others = [rank for rank in ranks if rank != here.rank]
+    found: list[str] = []
+    # a store may not answer at all: that of a process which is stopped, or a file which such a one has locked
+    asking = threading.Thread(target=lambda: found.append(_who(here, ranks, error)), daemon=True)
+    asking.start()
+    asking.join(3 * PATIENCE_SECONDS)
+    return found[0] if found else "; the store of the process group does not answer either"
+
+
+def _who(here: Board, ranks: Iterable[int], error: BaseException) -> str:
     try:
         here.end("noticed", "")
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -126,13 +135,7 @@ def who_is_lost(error: BaseException, ranks: Iterable[int]) -> str:
             if causes or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
-        if causes:
-            found = "; " + ", ".join(causes)
-        else:
-            silent = [rank for rank in others if here.end_of(rank) is None]
-            found = f"; {_ranks(silent)} did not answer{_more(here, silent, error)}" if silent else ""
-            places = places_of(here, [rank for rank in range(here.size) if rank != here.rank])
-            found += f" ({places})" if places else ""
+        found = "; " + ", ".join(causes) if causes else _silent(here, ranks, error)
         here.correct(found.removeprefix("; "))
     except RuntimeError:
         return "; the store of the process group is lost as well: the process that holds it, often rank 0, has died"
@@ -183,6 +186,16 @@ def causes_of_failure(here: Board) -> list[str]:
     left = [f"rank {rank} {text}" for rank, (how, text) in ends.items() if how == "left"]
     errors = [f"rank {rank} {json.loads(said)[1]}" for rank in everyone if (said := here.get(rank, "error"))]
     return left or noticed[:1] or errors
+
+
+def _silent(here: Board, ranks: Iterable[int], error: BaseException) -> str:
+    """Those of the ranks that say nothing, and where all are that do not know of the failure."""
+    running = [rank for rank in range(here.size) if rank != here.rank and here.end_of(rank) is None]
+    silent = [rank for rank in ranks if rank in running]
+    if not silent:
+        return ""
+    places = places_of(here, running)
+    return f"; {_ranks(silent)} did not answer{_more(here, silent, error)}{f' ({places})' if places else ''}"
 
 
 def _more(here: Board, ranks: Iterable[int], error: BaseException) -> str:

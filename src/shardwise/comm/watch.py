@@ -264,6 +264,8 @@ def sign_in() -> None:
         multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)  # of a process that multiprocessing started
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
+    if not isinstance(threading.excepthook, _ThreadHook):
+        threading.excepthook = _ThreadHook(threading.excepthook)
     if "gloo" in dist.get_backend_config(dist.group.WORLD):
         watch.start()
 
@@ -283,6 +285,19 @@ class _Hook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _tell_end(error)
         self.before(kind, error, trace)
+
+
+class _ThreadHook:
+    """The same for an error that ends a thread: what it was to communicate, others may wait for."""
+
+    def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
+        self.before = before
+
+    def __call__(self, args: threading.ExceptHookArgs) -> None:
+        ident = None if args.thread is None else args.thread.ident
+        if isinstance(args.exc_value, Exception) and ident in threads:
+            errors.add("a thread", args.exc_value, inside=True)
+        self.before(args)
 
 
 def _tell_end(error: BaseException | None) -> None:

@@ -74,8 +74,9 @@ def check_ranks(keep: int = 1000, lines: bool = True) -> CheckRanks:
     return CheckRanks(keep, lines)
 
 
-WHOLE_PROGRAM: CheckRanks | None = None
-"""The block around the whole program, if the environment variable asks for one."""
+_whole = check_ranks().__enter__() if os.environ.get(SWITCH, "") not in ("", "0") else None
 
-if os.environ.get(SWITCH, "") not in ("", "0"):
-    WHOLE_PROGRAM = check_ranks().__enter__()
+
+def whole_program() -> CheckRanks | None:
+    """The block around the whole program, if ``SHARDWISE_CHECK_RANKS=1`` asked for one when it began."""
+    return _whole

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.guard import Guard
+from shardwise.comm.messages import along_group
 from shardwise.comm.record import Note
 from shardwise.sharded.autograd import call_hooks, hooks_called_later
 from shardwise.sharded.groups import Group, communication_device, same_ranks
@@ -127,7 +129,10 @@ def _compare(
 def true_on_all_ranks(answer: bool, group: Group) -> bool:
     """Whether an answer is true on every rank of a group; a collective."""
     flag = torch.tensor([int(answer)], device=communication_device(group))
-    dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
+    along = along_group(group, flag.device)
+    with Guard(along, "all_reduce", f"tiles of {len(along.ranks)} ranks", "", Note("do all ranks say yes?")) as guard:
+        guard.meet()
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
     return bool(flag.item())
 
 
