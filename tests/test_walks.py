@@ -61,7 +61,9 @@ def test_walks():
         print(name, len(files), *files)
     assert len(found["linear"][0]) <= 7
     files, up = found["redistribute"]
-    assert len(files) <= 9 and not up, (files, up)
+    # a cache and a table of torch's names are no stations on the way
+    stations = [file for file in files if file not in ("layout/on_mesh.py", "torch_private.py")]
+    assert len(stations) <= 9 and not up, (files, up)
     moving = {file for file in found["reshard"][0] if file.startswith(("move/", "comm/"))}
     assert {"move/run.py", "move/transfer.py", "comm/messages.py"} <= moving
     assert moving <= {*files, "move/tiles.py"}, moving

@@ -88,6 +88,9 @@ class Slow:
     def __init__(self, work, log):
         self.work, self.log = work, log
 
+    def is_completed(self):
+        return True
+
     def wait(self):
         time.sleep(self.SECONDS)
         self.work.wait()
@@ -163,12 +166,12 @@ class Broken:
 
 def failing_each_time(rank, world_size):
     x = distribute_tensor(torch.arange(8.0).view(4, 2), device_mesh((2,)), [Shard(0)])
-    real = dist.all_to_all_single
-    dist.all_to_all_single = lambda *args, **kwargs: Broken(real(*args, **kwargs))
+    real = transfer.start_swap
+    transfer.start_swap = lambda *args, **kwargs: Broken(real(*args, **kwargs))
     try:
         y = x.redistribute(placements=[Shard(1)], async_op=True)
     finally:
-        dist.all_to_all_single = real
+        transfer.start_swap = real
     said = []
     for use in (lambda: y + 1, lambda: y.wait(), lambda: y.to_local(), lambda: y.full_tensor()):
         with pytest.raises(CommError, match="Connection reset by peer") as caught:
@@ -254,12 +257,12 @@ class Interrupted(Broken):
 
 def interrupted(rank, world_size):
     x = distribute_tensor(torch.arange(8.0).view(4, 2), device_mesh((2,)), [Shard(0)])
-    real = dist.all_to_all_single
-    dist.all_to_all_single = lambda *args, **kwargs: Interrupted(real(*args, **kwargs))
+    real = transfer.start_swap
+    transfer.start_swap = lambda *args, **kwargs: Interrupted(real(*args, **kwargs))
     try:
         y = x.redistribute(placements=[Shard(1)], async_op=True)
     finally:
-        dist.all_to_all_single = real
+        transfer.start_swap = real
     with pytest.raises(KeyboardInterrupt):
         y.wait()
     for _ in range(2):

@@ -196,7 +196,10 @@ class ProcessGroupComm(PlainComm):
         found = self._ranks.get(coords)
         if found is None:  # a DeviceMesh works its ranks out anew each time
             with without_fake_mode():
-                found = self._ranks[coords] = int(self._device_mesh.mesh[coords])
+                row = self._device_mesh.mesh.tolist()  # an index would be an op, which torch.fx would trace
+            for c in coords:
+                row = row[c]
+            found = self._ranks[coords] = row
         return found
 
     def _place(self, axis: int, coord: int) -> int:

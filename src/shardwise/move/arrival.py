@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwise.comm.record import user_line
-from shardwise.errors import MoveError
+from shardwise.errors import MoveError, RanksDifferError
 from shardwise.protocols import LocalValue
 
 Finish = Callable[[], object]
@@ -49,6 +49,9 @@ class Arrival:
         sources, self._sources = self._sources, ()
         try:
             finish()
+        except RanksDifferError:  # found before the wait: the values still come
+            self._finish, self._sources = finish, sources
+            raise
         except Exception as error:
             self._error = error
         except BaseException as error:

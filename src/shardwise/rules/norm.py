@@ -15,7 +15,7 @@ from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
 from shardwise.strategy.memory import as_first_suggests, stored
-from shardwise.strategy.program import Tensor, constant, leaves_empty, reduced, run_local, sum_dtype, whole
+from shardwise.strategy.program import Tensor, leaves_empty, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
 
 
@@ -88,8 +88,7 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, N: int, C: int, HxW: int
 
     weight, bias = (t if t is None else t.reshape(C, *ones) for t in (weight, bias))
     out, mean, _, inverse = scaled(x, average, eps, weight, bias)
-    means = (t.detach().reshape(N, group, C // group)[:, :, 0].to(dtype) for t in (mean, inverse))
-    return out, *(constant(t, [x]) for t in means)
+    return out, *(t.reshape(N, group, C // group)[:, :, 0].to(dtype) for t in (mean, inverse))
 
 
 # -- over the batch ----------------------------------------------------------------------------------------

@@ -70,7 +70,6 @@ class Composer:
         self.lines: list[str] = []
         self.space: dict[str, Any] = {}
         self.leaves: list[str] = []
-        self.frozen: set[int] = set()  # memory that must not be written: it was moved, and a move may share or copy
         self.statements = self.count = 0
         self.ended = False
         self.writes = rng.random() < 0.6  # whether there are writes in place
@@ -81,20 +80,16 @@ class Composer:
         """Run what is written so far again: a statement that failed may have changed something."""
         with plain_torch() as words:
             self.space = dict(words)
-        self.frozen.clear()
         lines, self.lines = self.lines, []
         for line in lines:
             self.take(line)
 
     def take(self, line: str) -> None:
-        """Run a statement and keep it. What a move shares is not written afterwards."""
+        """Run a statement and keep it."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exec(line, self.space)
         self.lines.append(line)
-        if "= move(" in line:
-            name = line.split("move(")[1].split(",")[0]
-            self.frozen.add(storage_id(self.space[name]))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: x for name, x in self.space.items() if isinstance(x, torch.Tensor) and name[0] in "xy"}
@@ -150,7 +145,7 @@ class Composer:
         self.statements += len(self.lines) > before
 
     def add_move(self) -> None:
-        name = self.pick(lambda t: not overlaps(t), new=False)
+        name = self.pick(lambda t: True, new=False)
         at = self.placements(self.space[name])
         if "Partial" in at:  # a tensor is not moved to parts
             at = re.sub(r"Partial\([^)]*\)", "Replicate()", at)
@@ -359,7 +354,7 @@ class Slots:
         fits = _TENSORS[kind]
         if kind == "w":
             self.written = True
-            fits = lambda t: is_float(t.dtype) and storage_id(t) not in self.composer.frozen and not overlaps(t)
+            fits = lambda t: is_float(t.dtype) and not overlaps(t)
         if kind in ("i", "b"):
             name = self.pick_or_make(fits, shape, torch.int64 if kind == "i" else torch.bool)
         else:
@@ -405,9 +400,8 @@ class Slots:
         return self.pick_or_make(alike, self.x.shape, self.x.dtype)
 
     def slot_target(self) -> str:
-        free = lambda t: storage_id(t) not in self.composer.frozen and not overlaps(t)
         alike = lambda t: t.dtype == self.x.dtype and t.shape == self.x.shape and self.apart(t)
-        return self.pick_or_make(lambda t: alike(t) and free(t), self.x.shape, self.x.dtype)
+        return self.pick_or_make(lambda t: alike(t) and not overlaps(t), self.x.shape, self.x.dtype)
 
     def slot_mask(self) -> str:
         return self.pick_or_make(lambda t: t.dtype is torch.bool and t.shape == self.x.shape, self.x.shape, torch.bool)

@@ -76,7 +76,7 @@ def plain_torch(jitter: float = 0.0) -> Iterator[Words]:
         return with_values(made, seed)
 
     torch.manual_seed(0)
-    yield {**_COMMON, "tensor": tensor, "given": given, "module": module, "move": lambda x, at: x.view_as(x)}
+    yield {**_COMMON, "tensor": tensor, "given": given, "module": module, "move": lambda x, at: x.clone()}
 
 
 @contextlib.contextmanager
@@ -102,8 +102,7 @@ def on_mesh(mesh: MeshArgument) -> Iterator[Words]:
         return made
 
     def move(x: DTensor, at: Sequence[Placement]) -> torch.Tensor:
-        moved = DTensor.redistribute(x, placements=at)  # which is `x` itself where nothing changes
-        return moved.view_as(moved)
+        return DTensor.redistribute(x, placements=at).clone()  # which is `x` itself where nothing changes
 
     torch.manual_seed(0)
     with use("torch"):
