@@ -87,6 +87,9 @@ class Slow:
     def __init__(self, work, log):
         self.work, self.log = work, log
 
+    def is_completed(self):
+        return self.work.is_completed()
+
     def wait(self):
         time.sleep(self.SECONDS)
         self.work.wait()
@@ -154,6 +157,9 @@ class Broken:
 
     def __init__(self, work):
         self.work = work
+
+    def is_completed(self):
+        return self.work.is_completed()
 
     def wait(self):
         self.work.wait()
