@@ -159,6 +159,9 @@ class Broken:
     def __init__(self, work):
         self.work = work
 
+    def is_completed(self):
+        return self.work.is_completed()
+
     def wait(self):
         self.work.wait()
         raise RuntimeError("Connection reset by peer")

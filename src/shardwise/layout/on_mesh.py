@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 from shardwise.caches import CacheInfo, register_cache
 from shardwise.layout.layout import Layout
@@ -15,36 +15,30 @@ T = TypeVar("T")
 _count = itertools.count()
 
 
-class cached_on_mesh(Generic[T]):
+def cached_on_mesh(name: str, maxsize: int, func: Callable[..., T]) -> Callable[..., T]:
     """A function of a layout and other hashable arguments, with a bounded cache on the layout's mesh.
 
     A table for all meshes would keep them, and everything made for them, for good.
     """
+    key = f"_cache_{next(_count)}"  # of the table among the attributes of a mesh
+    tables: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def __init__(self, name: str, maxsize: int, func: Callable[..., T]) -> None:
-        self.func, self.maxsize = func, maxsize
-        self._key = f"_cache_{next(_count)}"
-        self._tables: weakref.WeakSet[Any] = weakref.WeakSet()
-        functools.update_wrapper(self, func)
-        register_cache(name, self.cache_info, self.cache_clear)
-
-    def __call__(self, layout: Layout, *args: Hashable, **kwargs: Hashable) -> T:
-        table = layout.mesh.__dict__.get(self._key)
+    @functools.wraps(func)
+    def cached(layout: Layout, *args: Hashable, **kwargs: Hashable) -> T:
+        table = layout.mesh.__dict__.get(key)
         if table is None:
-            table = layout.mesh.__dict__.setdefault(self._key, functools.lru_cache(self.maxsize)(self.func))
-            self._tables.add(table)
+            table = layout.mesh.__dict__.setdefault(key, functools.lru_cache(maxsize)(func))
+            tables.add(table)
         return table(layout, *args, **kwargs)
 
-    def _infos(self) -> Iterator[CacheInfo]:
-        return (table.cache_info() for table in list(self._tables))
-
-    def cache_info(self) -> CacheInfo:
+    def info() -> CacheInfo:
         """The figures of all meshes together."""
-        hits, misses, _, size = map(
-            sum, zip((0, 0, 0, 0), *((i[0], i[1], 0, i[3]) for i in self._infos()), strict=True)
-        )
-        return CacheInfo(hits, misses, self.maxsize, size)
+        found = [table.cache_info() for table in list(tables)]
+        return CacheInfo(sum(i.hits for i in found), sum(i.misses for i in found), maxsize, sum(i[3] for i in found))
 
-    def cache_clear(self) -> None:
-        for table in list(self._tables):
+    def clear() -> None:
+        for table in list(tables):
             table.cache_clear()
+
+    register_cache(name, info, clear)
+    return cached
