@@ -182,7 +182,7 @@ def causes_of_failure(here: Board) -> list[str]:
     dead = [rank for rank in everyone if rank not in ends and here.is_dead(rank)]
     if dead:
         return [f"{_ranks(dead)} died"]
-    noticed = [text for how, text in ends.values() if how == "noticed" and text]
+    noticed = [f"rank {rank} gave up ({text})" for rank, (how, text) in ends.items() if how == "noticed" and text]
     left = [f"rank {rank} {text}" for rank, (how, text) in ends.items() if how == "left"]
     errors = [f"rank {rank} {json.loads(said)[1]}" for rank in everyone if (said := here.get(rank, "error"))]
     return left or noticed[:1] or errors
