@@ -66,6 +66,23 @@ def test_lines():
     assert "; rank 1 came to redistribute: all_gather" in first
 
 
+def going_on(rank, world_size):
+    """After they all raised, the ranks go on; that one of them is slow then is nobody's fault."""
+    mesh = device_mesh((world_size,), ("dp",))
+    x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)], src_data_rank=None)
+    with pytest.raises(RanksDifferError), debug.check_ranks():
+        x.redistribute(placements=[Replicate() if rank == 0 else Shard(1)])
+    for _ in range(2):
+        if rank == 1:
+            time.sleep(2)
+        assert torch.equal(x.full_tensor(), torch.arange(8.0).view(4, 2))
+    return True
+
+
+def test_ranks_that_catch_it_go_on():
+    assert run_ranks(going_on, 2) == [True, True]
+
+
 def leaving_early(rank, world_size):
     mesh = device_mesh((world_size,), ("dp",))
     x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import get_ident
 from types import FrameType, TracebackType
+from typing import NoReturn
 from zlib import crc32
 
 import torch
@@ -33,6 +34,14 @@ def crc(text: str) -> int:
     return found
 
 
+def refuse_tracing(kind: str, where: str) -> NoReturn:
+    """Raise where make_fx writes a graph: what comes in would be a constant of it."""
+    raise CommError(
+        f"{kind} on {where} while torch.fx traces (make_fx): what other ranks send would be lost from the graph; "
+        f"trace what runs between the moves"
+    )
+
+
 class Guard:
     """One collective. It is entered when it begins, and again to wait for it where it was only begun."""
 
@@ -51,11 +60,8 @@ class Guard:
         self.digest: int = of_thread.digest if note is None else 0
 
     def __enter__(self) -> Guard:
-        if tracing_mode() is not None:  # what comes in would be a constant of the graph
-            raise CommError(
-                f"{self.kind} on {self.where} while torch.fx traces (make_fx): what other ranks send would be "
-                f"lost from the graph; trace what runs between the moves"
-            )
+        if tracing_mode() is not None:
+            refuse_tracing(self.kind, self.where.partition(" (")[0])
         if self.number == 0:
             self._take_number()
         if errors.standing:

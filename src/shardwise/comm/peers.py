@@ -39,6 +39,7 @@ class Board:
     def __init__(self, number: int) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ended = ""  # how, if it did
+        self.said = ""  # why, also after it went on
         self.asked = 0  # how often the ranks asked each other who differs
         self._number, self._forks = number, forks.count
         self._world = weakref.ref(dist.group.WORLD)  # a group that is kept would not be left
@@ -61,12 +62,13 @@ class Board:
     def end(self, how: str, text: str) -> None:
         """Say, once, that and why this rank comes to no collective any more."""
         if not self.ended:
-            self.ended = how
+            self.ended, self.said = how, text
             self.set("end", json.dumps([how, text]))
 
     def correct(self, text: str) -> None:
         """Say better what this rank noticed."""
         if self.ended == "noticed":
+            self.said = text
             self.set("end", json.dumps([self.ended, text]))
 
     def go_on(self) -> None:
@@ -78,7 +80,12 @@ class Board:
     def end_of(self, rank: int) -> tuple[str, str] | None:
         """How and why a rank ended, if it said so."""
         said = self.get(rank, "end")
-        return tuple(json.loads(said)) if said else None
+        if not said:
+            return None
+        how, text = json.loads(said)
+        if how == "verdict" and text == self.said:
+            return None  # this rank raised the same, and went on: so may the other
+        return how, text
 
     def process_of(self, rank: int) -> str:
         """What the process of a rank on this host does: "runs", "stopped", "gone"; "" where nothing is known."""
@@ -182,7 +189,7 @@ def causes_of_failure(here: Board) -> list[str]:
     dead = [rank for rank in everyone if rank not in ends and here.is_dead(rank)]
     if dead:
         return [f"{_ranks(dead)} died"]
-    noticed = [text for how, text in ends.values() if how == "noticed" and text]
+    noticed = [f"rank {rank} gave up ({text})" for rank, (how, text) in ends.items() if how == "noticed" and text]
     left = [f"rank {rank} {text}" for rank, (how, text) in ends.items() if how == "left"]
     errors = [f"rank {rank} {json.loads(said)[1]}" for rank in everyone if (said := here.get(rank, "error"))]
     return left or noticed[:1] or errors

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardwise.comm.base import Comm, Coords
 from shardwise.comm.bridge import replaced
-from shardwise.comm.guard import Guard
+from shardwise.comm.guard import Guard, refuse_tracing
 from shardwise.comm.messages import (
     ALL_GATHER,
     WIRE,
@@ -32,7 +32,7 @@ from shardwise.comm.messages import (
 from shardwise.comm.record import Note, record
 from shardwise.comm.reduction import REDUCTIONS, reduce_parts
 from shardwise.comm.watch import sign_in
-from shardwise.torch_private import without_fake_mode
+from shardwise.torch_private import tracing_mode, without_fake_mode
 
 _REDUCE = {
     "sum": dist.ReduceOp.SUM,
@@ -215,7 +215,10 @@ class ProcessGroupComm(PlainComm):
         key = tuple(axes)
         found = self._places.get(key)
         if found is None:
-            along, names = self.along(axes), "+".join(self.axis_names[a] for a in axes)
+            names = "+".join(self.axis_names[a] for a in axes)
+            if tracing_mode() is not None:  # who takes part could not even be asked
+                refuse_tracing(kind, f"mesh axis {names!r}")
+            along = self.along(axes)
             where = f"mesh axis {names!r} ({len(along.ranks)} ranks)"
             found = self._places[key] = along, where, f" at coordinates {self.coords}"
         along, where, at = found

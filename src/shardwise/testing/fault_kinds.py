@@ -28,7 +28,7 @@ import shardwise
 from shardwise import CommError, DTensor, Placement, Replicate, Shard, debug, distribute_tensor, init_device_mesh
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, data_parallel, parallelize_module
 
-TIMEOUT_SECONDS = 8.0  # of the groups
+TIMEOUT_SECONDS = 12.0  # of the groups
 
 
 class WrongValueError(AssertionError):
@@ -65,6 +65,7 @@ class Scene:
             world_size=self.size,
             timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS),
         )
+        dist.barrier()  # no fault before all are there
 
     def mesh(self) -> dist.device_mesh.DeviceMesh:
         return init_device_mesh("cpu", (self.size,), mesh_dim_names=("dp",))

@@ -102,6 +102,13 @@ def _names(rank: int, text: str) -> bool:
     return any(re.search(rf"\b{rank}\b", names) for names in some)
 
 
+def _warm_up() -> None:
+    """Load what ranks would each load for themselves: the first step of an optimizer loads much of torch."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    torch.optim.SGD([weight], lr=0.1).step()
+
+
 def _play(scene: Scene, kind: Kind) -> None:
     """The life of one rank."""
     noise = os.open(scene.folder / f"noise-{scene.rank}", os.O_CREAT | os.O_WRONLY)
@@ -150,6 +157,7 @@ def _serve(pipe: Connection) -> None:
 
 def inject(wanted: Sequence[Kind], count: int, seed: int = 0, jobs: int = 2, show: bool = False) -> list[Trial]:
     """Put so many faults into programs, `jobs` at a time, and return them when all have ended."""
+    _warm_up()
     done: list[Trial] = []
     running: list[Trial] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
