@@ -13,6 +13,7 @@ from shardwise.attention.sequence import CutAttention, along_cuts, keys_alone_ar
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Result, Tensor, factors, operands_in, reduced
 from shardwise.strategy.registry import rule
 from shardwise.torch_private import attention_math
+from shardwise.wrapper import restride
 
 
 @rule("scaled_dot_product_attention")
@@ -39,14 +40,16 @@ def attention(
     spec = factors(text, operands, "each", joint={2}, call=attend, result=_result(*three))
     if not along_cuts(*three, attn_mask, is_causal):
         return spec
-    return Algorithm(partial(_over_cuts, CutAttention(spec, How(scale, grouped), is_causal)))
+    return Algorithm(partial(_over_cuts, CutAttention(spec, How(scale, grouped), is_causal)), knows_memory=True)
 
 
 def _over_cuts(
     attend: CutAttention, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
 ) -> Tensor:
     if keys_alone_are_cut(query._layout, key._layout, value._layout):
-        return reduced(attention_by_definition(query, key, value, attn_mask, *args, **kwargs))
+        found = reduced(attention_by_definition(query, key, value, attn_mask, *args, **kwargs))
+        restride(found, output_stride(tuple(found.shape), query._layout, key._layout, value._layout))
+        return found
     return attend([query, key, value] if attn_mask is None else [query, key, value, attn_mask])
 
 
