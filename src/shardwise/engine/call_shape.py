@@ -101,7 +101,7 @@ class CallShape:
         self.mesh = common_mesh(self.name, self.layouts)
         self.metas: list[torch.Tensor] = []
         self._index_of: dict[int, int] = {}  # by a meta tensor's id
-        self._by_memory: dict[int, int] | None = None
+        self._in_memory: dict[int, int] | None = None  # by its storage
         self.operands = [Operand(layout, i) for i, layout in enumerate(self.layouts)]
 
     def with_tensors(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -151,8 +151,7 @@ class CallShape:
     def run_meta(self, numbers: Collection[int] = ()) -> Any:
         """The result of the call on meta tensors; `numbers` are the 0-d tensors that it is given as numbers."""
         self.metas = [t.item() if i in numbers else meta_like(t._layout) for i, t in enumerate(self.tensors)]
-        self._index_of = {id(meta): i for i, meta in enumerate(self.metas)}
-        self._by_memory = None
+        self._index_of, self._in_memory = {id(meta): i for i, meta in enumerate(self.metas)}, None
         args, kwargs = self.with_tensors(self.metas)
         with torch.no_grad():
             result = self.func(*args, **kwargs)
@@ -197,10 +196,10 @@ class CallShape:
         same = self._index_of.get(id(out))
         if same is not None:
             return same
-        if self._by_memory is None:  # the first of those that share it
-            metas = [(storage_id(m), i) for i, m in enumerate(self.metas) if isinstance(m, torch.Tensor)]
-            self._by_memory = dict(reversed(metas))
-        return self._by_memory.get(storage_id(out))  # detach() has no `_base`
+        if self._in_memory is None:  # detach() has no `_base`
+            tensors = [(i, meta) for i, meta in enumerate(self.metas) if isinstance(meta, torch.Tensor)]
+            self._in_memory = {storage_id(meta): i for i, meta in reversed(tensors)}
+        return self._in_memory.get(storage_id(out))
 
 
 def asks_for_a_value(error: Exception) -> bool:

@@ -168,9 +168,10 @@ def with_holes(t: torch.Tensor) -> torch.Tensor:
 
 
 def stored_alike(t: torch.Tensor) -> torch.Tensor:
-    """The same values in new memory of the same strides, holes and repeated elements included."""
-    memory = t.detach().untyped_storage().clone()
-    return torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, t.storage_offset(), t.shape, t.stride())
+    """The same values in new memory of the same strides, holes and repeated elements included, from its start on."""
+    reach = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    memory = t.detach().as_strided((reach,), (1,)).clone()
+    return memory.as_strided(t.shape, t.stride())
 
 
 def reversed_in_memory(t: torch.Tensor) -> torch.Tensor:

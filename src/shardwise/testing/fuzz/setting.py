@@ -76,7 +76,8 @@ def plain_torch(jitter: float = 0.0) -> Iterator[Words]:
         return with_values(made, seed)
 
     torch.manual_seed(0)
-    yield {**_COMMON, "tensor": tensor, "given": given, "module": module, "move": lambda x, at: x.clone()}
+    move = lambda x, at: x.clone(memory_format=torch.contiguous_format)
+    yield {**_COMMON, "tensor": tensor, "given": given, "module": module, "move": move}
 
 
 @contextlib.contextmanager
@@ -102,7 +103,8 @@ def on_mesh(mesh: MeshArgument) -> Iterator[Words]:
         return made
 
     def move(x: DTensor, at: Sequence[Placement]) -> torch.Tensor:
-        return DTensor.redistribute(x, placements=at).clone()  # which is `x` itself where nothing changes
+        moved = DTensor.redistribute(x, placements=at)  # which is `x` itself where nothing changes
+        return moved.clone(memory_format=torch.contiguous_format)
 
     torch.manual_seed(0)
     with use("torch"):
