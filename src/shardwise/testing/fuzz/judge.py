@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.argument_types import MeshArgument
-from shardwise.simulated_mesh import simulate
+from shardwise.mesh import as_mesh, simulate
 from shardwise.tensor import DTensor
 from shardwise.testing.fuzz.program import Program, names_made
 from shardwise.testing.fuzz.setting import Words, on_mesh, plain_torch
@@ -84,8 +84,9 @@ def judge(program: Program, mesh: MeshArgument | None = None, strides: bool = Tr
     Returns:
         What was found, RIGHT if nothing.
     """
-    plain = play(program, plain_torch())
-    ours = play(program, on_mesh(simulate(program.mesh) if mesh is None else mesh))
+    mesh = simulate(program.mesh) if mesh is None else mesh
+    plain = play(program, plain_torch(device=as_mesh(mesh).device.type))
+    ours = play(program, on_mesh(mesh))
     if plain.error is not None and "MKL" in str(plain.error):  # a size that one library on this machine does not take
         return Verdict(RIGHT)
     found = _errors(program, ours, plain) or _first_difference(ours, plain, program, strides)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.api import distribute_tensor
 from shardwise.argument_types import MeshArgument
 from shardwise.layout import Partial, Placement, Replicate, Shard
+from shardwise.mesh import as_mesh
 from shardwise.random import use
 from shardwise.tensor import DTensor
 from shardwise.testing.fuzz.functions import FUNCTIONS
@@ -52,10 +53,11 @@ def values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def plain_torch(jitter: float = 0.0) -> Iterator[Words]:
+def plain_torch(jitter: float = 0.0, device: str = "cpu") -> Iterator[Words]:
     """The words on one device.
 
     Args:
+        device: Where the inputs are.
         jitter: Changes every number of the inputs a little, at most by this share: how far the results then are from
             those of the program itself tells how exact they can be.
     """
@@ -70,10 +72,10 @@ def plain_torch(jitter: float = 0.0) -> Iterator[Words]:
     def placed(x: torch.Tensor, more: Options) -> torch.Tensor:
         if jitter and is_float(x.dtype):
             x = x * (1 + jitter * (2 * torch.rand(x.shape, generator=shake, dtype=torch.float64) - 1)).to(x.dtype)
-        return x.clone().requires_grad_(more.get("grad", False))
+        return x.clone().to(device).requires_grad_(more.get("grad", False))
 
     def module(made: torch.nn.Module, seed: int, **_: object) -> torch.nn.Module:
-        return with_values(made, seed)
+        return with_values(made, seed).to(device)
 
     torch.manual_seed(0)
     move = lambda x, at: x.clone(memory_format=torch.contiguous_format)
@@ -83,6 +85,7 @@ def plain_torch(jitter: float = 0.0) -> Iterator[Words]:
 @contextlib.contextmanager
 def on_mesh(mesh: MeshArgument) -> Iterator[Words]:
     """The words on a mesh; random numbers are those of plain torch."""
+    device = as_mesh(mesh).device.type
 
     def tensor(shape: Sequence[int], dtype: torch.dtype = torch.float64, **more: Unpack[Options]) -> DTensor:
         return placed(values(shape, dtype, more.get("seed", 0)), more)
@@ -91,10 +94,10 @@ def on_mesh(mesh: MeshArgument) -> Iterator[Words]:
         return placed(operand(name, form, sample, which), more)
 
     def placed(x: torch.Tensor, more: Options) -> DTensor:
-        return spread_out(x, mesh, more["at"], more.get("seed", 0), more.get("grad", False))
+        return spread_out(x.to(device), mesh, more["at"], more.get("seed", 0), more.get("grad", False))
 
     def module(made: torch.nn.Module, seed: int, at: Sequence[Sequence[Placement]]) -> torch.nn.Module:
-        with_values(made, seed)
+        with_values(made, seed).to(device)
         owners = [(m, name) for m in made.modules() for name, p in m.named_parameters(recurse=False) if p is not None]
         for (owner, name), places in zip(owners, at, strict=True):
             old = getattr(owner, name)
@@ -145,12 +148,12 @@ def call(name: str, form: str, sample: int, *tensors: torch.Tensor) -> object:
 
 def weigh(*tensors: torch.Tensor | None) -> torch.Tensor:
     """A loss: the sum of all elements, each with a weight of its own that every layout has."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=next((x.device for x in tensors if x is not None), None))
     for n, x in enumerate(tensors):
         if x is None:
             continue
         weights = values(x.shape, x.dtype if is_float(x.dtype) else torch.float64, 1000 + n)
-        part = (x * weights).sum()
+        part = (x * weights.to(x.device)).sum()
         total = total + (part.real + part.imag if x.dtype.is_complex else part)
     return total
 
