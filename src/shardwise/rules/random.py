@@ -120,7 +120,7 @@ def dropout(x: Operand, p: float = 0.5, training: bool = True, inplace: bool = F
 
 
 def run_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **aten: Any) -> Tensor:
-    if not aten.get("train", training) or p == 0.0:
+    if not aten.get("train", training) or p == 0.0 or not x.numel():
         return x
     noise = drawn(x._layout, draws.dropout(p)) if p < 1 else 0.0
     return x.mul_(noise) if inplace else x * noise

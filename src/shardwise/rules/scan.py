@@ -71,8 +71,8 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
     def by_pieces(x: Tensor, dim: int, kept: Any) -> Tensor:
         x = reduced(x).to(sum_dtype(kept))
         if scan is torch.cumprod and needs_grad(x):  # behind a zero torch has no gradient, not even of NaNs
-            zero = x == 0
-            x = torch.where(zero.cumsum(dim) > zero, x.detach(), x)
+            zero, odd = x == 0, ~x.detach().isfinite().all(dim, keepdim=True)
+            x = torch.where((zero.cumsum(dim) > zero) & odd, x.detach(), x)
         layout = x._layout
         sets = parent_sets(layout.mesh, layout.placements, dim, x.shape[dim])
         starts = sorted(start for held in sets for start, _ in held)

@@ -15,7 +15,7 @@ from shardwise.layout.layout import contiguous_stride
 from shardwise.rules.data_dependent import broadcast_shape
 from shardwise.rules.index import Indexed, by_holders, clamped, is_mask, located, located_all, unravelled, without_masks
 from shardwise.rules.view import dim_of
-from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, needs_grad
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Assignment
 
@@ -175,6 +175,6 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     shape = broadcast_shape(x.shape, mask.shape)
     x, mask = x.expand(shape), mask.expand(shape)
     if not source.numel() and not mask.any():
-        return x.clone()
+        return x + source.sum() * 0 if needs_grad(source) else x.clone()
     order = (mask.reshape(-1).cumsum(0) - 1).reshape(shape)
     return torch.where(mask, torch.take(source, order.masked_fill(~mask, 0)), x)

@@ -107,7 +107,7 @@ class Group:
     """Processes that run programs in step."""
 
     def __init__(self, ranks: int, device: str, seed: int, programs: int | None, strides: bool) -> None:
-        self.ranks, self.first, self.programs = ranks, seed, programs
+        self.ranks, self.device, self.first, self.programs = ranks, device, seed, programs
         self.folder = tempfile.TemporaryDirectory(prefix="fuzz-")
         spawn = multiprocessing.get_context("spawn")
         self.answers: Queue[Found] = spawn.Queue()
@@ -138,7 +138,7 @@ class Group:
             except queue.Empty:
                 codes = {rank: p.exitcode for rank, p in enumerate(self.processes) if p.exitcode is not None}
                 said = f"exit codes {codes}" if codes else f"no answer within {_PATIENCE} s"
-                yield Found(seed, HANG, said, str(compose(seed, shapes_of(self.ranks))))
+                yield Found(seed, HANG, said, str(compose(seed, shapes_of(self.ranks), errors=self.device == "cpu")))
 
 
 def shapes_of(ranks: int) -> list[tuple[int, ...]]:
@@ -171,7 +171,7 @@ def _serve(
     for shape in shapes_of(ranks):
         meshes[shape] = init_device_mesh(device, shape)
     for s in itertools.count(seed) if programs is None else range(seed, seed + programs):
-        program = compose(s, shapes_of(ranks))
+        program = compose(s, shapes_of(ranks), errors=device == "cpu")
         verdict = judge(program, meshes[program.mesh], strides)
         verdicts = [verdict] * ranks
         dist.all_gather_object(verdicts, verdict)

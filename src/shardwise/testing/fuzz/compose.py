@@ -37,19 +37,25 @@ class NothingFits(Exception):
     """No tensor of the program, and no new one, fits into a slot."""
 
 
-def compose(seed: int, meshes: Sequence[tuple[int, ...]] = MESHES, length: tuple[int, int] = (5, 20)) -> Program:
+def compose(
+    seed: int,
+    meshes: Sequence[tuple[int, ...]] = MESHES,
+    length: tuple[int, int] = (5, 20),
+    errors: bool = True,
+) -> Program:
     """A random program.
 
     Args:
         seed: The same seed gives the same program.
         meshes: Shapes of meshes to choose from.
         length: The least and largest number of statements besides inputs.
+        errors: Whether the last statement may make plain torch raise. On a GPU some errors end the process.
 
     Returns:
-        A program that plain torch runs, or whose last statement makes plain torch raise.
+        The program.
     """
     rng = random.Random(f"program {seed}")
-    composer = Composer(rng, rng.choice(list(meshes)))
+    composer = Composer(rng, rng.choice(list(meshes)), errors)
     for _ in range(rng.randint(1, 3)):
         composer.new_input(composer.any_shape(), rng.choice(_DTYPES))
     wanted = rng.randint(*length)
@@ -65,8 +71,8 @@ def compose(seed: int, meshes: Sequence[tuple[int, ...]] = MESHES, length: tuple
 class Composer:
     """A program while it is written, with what plain torch made of it so far."""
 
-    def __init__(self, rng: random.Random, mesh: tuple[int, ...]) -> None:
-        self.rng, self.mesh = rng, mesh
+    def __init__(self, rng: random.Random, mesh: tuple[int, ...], errors: bool) -> None:
+        self.rng, self.mesh, self.errors = rng, mesh, errors
         self.lines: list[str] = []
         self.space: dict[str, Any] = {}
         self.leaves: list[str] = []
@@ -239,7 +245,7 @@ class Composer:
 
     def after_error(self, line: str, error: Exception) -> None:
         """Plain torch raised: sometimes that is how the program ends."""
-        if self.rng.random() < 0.15 and not isinstance(error, (NameError, SyntaxError)):
+        if self.errors and self.rng.random() < 0.15 and not isinstance(error, (NameError, SyntaxError)):
             self.restart()
             self.lines.append(line)
             self.ended = True
@@ -270,7 +276,10 @@ class Composer:
             return
         chosen = self.rng.sample(roots, self.rng.randint(1, min(3, len(roots))))
         loss = f"weigh({', '.join(chosen)})"
-        form = self.rng.choice(["grads", "grads", "second", "second", "backward", "backward twice"])
+        forms = ["grads", "grads", "second", "second", "backward", "backward twice"]
+        # a hook that replaces a gradient sees second derivatives where a gradient is written with an op's result
+        replaced = any(f"register_hook({hook})" in line for line in self.lines for hook in ("doubled", "clamped"))
+        form = self.rng.choice([form for form in forms if not (replaced and form == "second")])
         # a second derivative by what is in between depends on whether a gradient is written with an op's result
         inner = self.rng.sample(roots, 1) if self.rng.random() < 0.3 and form != "second" else []
         wanted = f"[{', '.join([*leaves, *inner])}]"
@@ -287,7 +296,8 @@ class Composer:
         try:
             self.take(line)
         except Exception:
-            self.lines.append(line)  # plain torch raises here: so must we
+            if self.errors:
+                self.lines.append(line)  # plain torch raises here: so must we
             self.ended = True
 
     # -- slots ---------------------------------------------------------------------------------------------------

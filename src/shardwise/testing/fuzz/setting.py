@@ -75,7 +75,10 @@ def plain_torch(jitter: float = 0.0, device: str = "cpu") -> Iterator[Words]:
         return x.clone().to(device).requires_grad_(more.get("grad", False))
 
     def module(made: torch.nn.Module, seed: int, **_: object) -> torch.nn.Module:
-        return with_values(made, seed).to(device)
+        with_values(made, seed)
+        for parameter in made.parameters():
+            parameter.data = placed(parameter.data, {})
+        return made
 
     torch.manual_seed(0)
     move = lambda x, at: x.clone(memory_format=torch.contiguous_format)
