@@ -5,13 +5,14 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help setup demo test lint prove faults bench clean
+.PHONY: help setup demo test lint prove fuzz faults bench clean
 
 help:
 	@echo "make demo    train a small GPT on a simulated 2x4 mesh next to one device   (ARGS='--ranks 4' for real processes)"
 	@echo "make test    lint, then all tests                                           (ARGS='-k name' for some)"
 	@echo "make lint    ruff and mypy"
 	@echo "make prove   every operator on every kind of layout; writes docs/operators.md (ARGS='--only add,mm' for some)"
+	@echo "make fuzz    random programs on meshes next to one device                     (ARGS='--minutes 60', '--processes 4')"
 	@echo "make faults  faults of 60 kinds put into programs of real processes: how they end (ARGS='--count 60')"
 	@echo "make bench   overhead against plain torch and torch's own DTensor           (ARGS='--quick')"
 	@echo "make clean   remove .venv and caches"
@@ -41,6 +42,10 @@ prove: $(STAMP)
 	$(BIN)/python -m shardwise.testing.prove --docs docs/operators.md $(ARGS)
 
 # In worlds of 2 to 4 processes, some at a time; exits with 1 if a fault did not end right.
+# Programs that differ are made short and written to build/fuzz.
+fuzz: $(STAMP)
+	$(BIN)/python -m shardwise.testing.fuzz $(ARGS)
+
 faults: $(STAMP)
 	$(BIN)/python -m shardwise.testing.faults $(ARGS)
 
