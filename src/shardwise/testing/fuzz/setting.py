@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -131,11 +132,13 @@ _samples: dict[tuple[str, str], list[Sample]] = {}
 def samples(name: str, form: str) -> list[Sample]:
     """The samples of an entry of PyTorch's databases, kept."""
     if (name, form) not in _samples:
-        state = torch.get_rng_state()
+        state, other_state = torch.get_rng_state(), random.getstate()
+        random.seed(0)  # some samples draw from here
         try:
             _samples[name, form] = subjects()[name].samples(form, 12)
         finally:
             torch.set_rng_state(state)
+            random.setstate(other_state)
     return _samples[name, form]
 
 
