@@ -42,7 +42,7 @@ def traced(rank, world_size):
         lambda local: entered(local).redistribute(placements=[Shard(1)], async_op=True).to_local(),
         lambda local: entered(local).sum().redistribute(placements=[Replicate()]).to_local(),
     ):
-        with pytest.raises(CommError, match=r"on mesh axis 'x' \(2 ranks\) while torch.fx traces \(make_fx\)"):
+        with pytest.raises(CommError, match=r"on mesh axis 'x' ?.*while torch.fx traces \(make_fx\)"):
             make_fx(move)(torch.zeros(2, 3))
     assert entered(torch.ones(2, 3)).sum().item() == 6 * world_size  # and nothing is left behind
 

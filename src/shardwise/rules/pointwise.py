@@ -13,8 +13,7 @@ from shardwise.layout.layout import dense_stride
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Factors, Operand, Result, factors, operands_in, unfinished
 from shardwise.strategy.memory import contiguous, like_a_sum, restrided, stored
-from shardwise.strategy.program import Tensor
-from shardwise.strategy.registry import program, rule
+from shardwise.strategy.registry import rule
 
 
 def broadcast(values: Iterable[object], outputs: int = 1, **more: Any) -> Factors:
@@ -85,10 +84,11 @@ def conjugate(x: Operand) -> Factors | Algorithm:
     return broadcast([x], linear="joint") if x.dtype.is_complex else Algorithm(lambda x: x)
 
 
-@program("resolve_neg")
-def resolve_neg(x: Tensor) -> Tensor:
+@rule("resolve_neg")
+def resolve_neg(x: Operand) -> Algorithm:
     """The tensor itself, unless torch has yet to change its sign, as in the imaginary part of a conjugate."""
-    return x * 1 if x._layout.mesh.comm.first(x._local).is_neg() else x
+    is_pending = lambda x: x._layout.mesh.comm.first(x._local).is_neg()
+    return Algorithm(lambda x: x * 1 if is_pending(x) else x, knows_memory=True)
 
 
 linear("_conj _conj_copy _conj_physical _neg_view _neg_view_copy")
