@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-import string
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from shardwise.layout import Partial, Placement
 from shardwise.testing.fuzz.grammar import FAMILIES, MODULE_CALLS, MODULES, OPTIMIZERS, templates
 from shardwise.testing.fuzz.program import Program
 from shardwise.testing.fuzz.setting import plain_torch, samples
+from shardwise.testing.fuzz.slots import Fits, NothingFits, Slots
 from shardwise.testing.spread import is_float, random_placements, reductions_for
 from shardwise.testing.subjects import Operator, subjects
-from shardwise.torch_private import storage_id
 
 MESHES = ((2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (2, 1, 2), (1,), (5,))
 _DTYPES = (
@@ -28,13 +27,6 @@ _SLOT = re.compile(r"\{([a-z]+\d?)(?::([^}]*))?\}")
 # Under no_grad, what these leave of a tensor with a graph depends on how the gradient of the last op is written.
 _CHANGES_SHAPE = re.compile(r"\.(unsqueeze|squeeze|transpose|t|swapaxes|resize_as)_\(")
 _LARGEST = 1e4  # what grows beyond is not computed on
-
-
-Fits = Callable[[torch.Tensor], bool]
-
-
-class NothingFits(Exception):
-    """No tensor of the program, and no new one, fits into a slot."""
 
 
 def compose(
@@ -319,14 +311,6 @@ class Composer:
         return _SLOT.sub(lambda found: slots.text(found[1], found[2]), template)
 
 
-def overlaps(x: torch.Tensor) -> bool:
-    """Whether several elements of a tensor are one number in memory."""
-    places = torch.zeros(x.shape, dtype=torch.int64)
-    for dim, (size, step) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        places += (torch.arange(size) * step).view([-1 if d == dim else 1 for d in range(x.dim())])
-    return places.unique().numel() < x.numel()
-
-
 # these look at memory that torch does not fill, or at what differs from one run to the next
 NOT_IN_PROGRAMS = {
     "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "resize_as_",
@@ -336,194 +320,5 @@ NOT_IN_PROGRAMS = {
 }  # fmt: skip
 
 
-class Slots:
-    """The slots of one template: what the first tensor is decides what fits into the others."""
-
-    def __init__(self, composer: Composer) -> None:
-        self.composer, self.rng = composer, composer.rng
-        self.first: torch.Tensor | None = None
-        self.dim: int | None = None
-        self.name = ""
-        self.written = False
-
-    def text(self, kind: str, detail: str | None) -> str:
-        if kind in _TENSORS:
-            return self.tensor(kind)
-        if self.first is None:
-            raise NothingFits
-        return str(getattr(self, f"slot_{kind}")(detail) if kind == "shape" else getattr(self, f"slot_{kind}")())
-
-    def tensor(self, kind: str) -> str:
-        if self.name and kind != "b":
-            known = self.first
-            if known is not None and _TENSORS[kind](known):
-                return self.name
-        dims = {"m": 2, "q": 2, "v": 1, "t": 3, "img": 4}.get(kind)
-        shape = self.composer.any_shape(dims)
-        shape = (shape[0],) * 2 if kind == "q" else shape
-        fits = _TENSORS[kind]
-        if kind == "w":
-            self.written = True
-            fits = lambda t: is_float(t.dtype) and not overlaps(t)
-        if kind in ("i", "b"):
-            name = self.pick_or_make(fits, shape, torch.int64 if kind == "i" else torch.bool)
-        else:
-            name = self.composer.pick(fits, shape=shape)
-        if self.first is None:
-            self.name, self.first = name, self.composer.space[name]
-        return name
-
-    def pick_or_make(self, fits: Fits, shape: Sequence[int], dtype: torch.dtype) -> str:
-        found = [name for name, t in self.composer.tensors().items() if fits(t)]
-        if found and self.rng.random() < 0.7:
-            return self.rng.choice(found)
-        return self.composer.new_input(shape, dtype)
-
-    @property
-    def x(self) -> torch.Tensor:
-        assert self.first is not None
-        return self.first
-
-    def slot_dim(self) -> int:
-        if self.dim is None:
-            self.dim = self.rng.randrange(-self.x.dim(), self.x.dim()) if self.x.dim() else 0
-        return self.dim
-
-    def slot_dim2(self) -> int:
-        return self.rng.randrange(-self.x.dim(), self.x.dim()) if self.x.dim() else 0
-
-    def slot_y(self) -> str:
-        fits = lambda t: t.dtype == self.x.dtype and _broadcast(t, self.x) and self.apart(t)
-        return self.pick_or_make(fits, self.smaller(), self.x.dtype)
-
-    def apart(self, t: torch.Tensor) -> bool:
-        """Whether a tensor may stand beside the first: what is written must not be read through another name."""
-        return not self.written or storage_id(t) != storage_id(self.x)
-
-    def smaller(self) -> tuple[int, ...]:
-        """A shape that broadcasts to the first tensor's."""
-        shape = [n if self.rng.random() < 0.75 else 1 for n in self.x.shape]
-        return tuple(shape[self.rng.choice([0, 0, 0, 1]) :])
-
-    def slot_same(self) -> str:
-        alike = lambda t: t.dtype == self.x.dtype and t.shape == self.x.shape and self.apart(t)
-        return self.pick_or_make(alike, self.x.shape, self.x.dtype)
-
-    def slot_target(self) -> str:
-        alike = lambda t: t.dtype == self.x.dtype and t.shape == self.x.shape and self.apart(t)
-        return self.pick_or_make(lambda t: alike(t) and not overlaps(t), self.x.shape, self.x.dtype)
-
-    def slot_mask(self) -> str:
-        return self.pick_or_make(lambda t: t.dtype is torch.bool and t.shape == self.x.shape, self.x.shape, torch.bool)
-
-    def indices(self, size: int, shape: Sequence[int]) -> str:
-        if not size:
-            raise NothingFits
-        made = self.composer.new_input(shape, torch.int64)
-        return f"({made} % {size})"
-
-    def slot_index(self) -> str:
-        dim = self.slot_dim()
-        if not self.x.dim():
-            raise NothingFits
-        return self.indices(self.x.shape[dim], (self.rng.randint(0, 4),))
-
-    def slot_index0(self) -> str:
-        if not self.x.dim():
-            raise NothingFits
-        return self.indices(self.x.shape[0], self.composer.any_shape(self.rng.choice([1, 1, 2])))
-
-    def slot_index1(self) -> str:
-        if self.x.dim() < 2:
-            raise NothingFits
-        return self.indices(self.x.shape[1], (self.rng.randint(1, 4),))
-
-    def slot_gatherindex(self) -> str:
-        dim = self.slot_dim()
-        if not self.x.dim():
-            raise NothingFits
-        return self.indices(self.x.shape[dim], self.x.shape)
-
-    def slot_start(self) -> int:
-        dim = self.slot_dim()
-        if not self.x.dim() or not self.x.shape[dim]:
-            raise NothingFits
-        return self.rng.randrange(self.x.shape[dim])
-
-    def slot_one(self) -> int:
-        return 1
-
-    def slot_slice(self) -> str:
-        low, high = self.rng.choice(["", "1", "2", "-2"]), self.rng.choice(["", "", "-1", "3"])
-        return f"{low}:{high}" + self.rng.choice(["", "", ":2", ":3"])
-
-    def slot_perm(self) -> str:
-        return ", ".join(map(str, self.rng.sample(range(self.x.dim()), self.x.dim()))) or "()"
-
-    def slot_reshape(self) -> str:
-        """Another shape of as many elements."""
-        left = self.x.numel()
-        shape: list[int] = []
-        while left > 1 and len(shape) < 3:
-            n = self.rng.choice([d for d in range(1, left + 1) if left % d == 0])
-            shape.append(n)
-            left //= n
-        return str(tuple([*shape, left] if left != 1 or not shape else shape))
-
-    def slot_expand(self) -> str:
-        return ", ".join(map(str, [self.rng.choice([1, 2, 3]), *self.x.shape]))
-
-    def slot_repeat(self) -> str:
-        dims = self.x.dim() + self.rng.choice([0, 0, 1])
-        return ", ".join(str(self.rng.choice([1, 1, 2])) for _ in range(dims)) or "2"
-
-    def slot_strided(self) -> str:
-        """Sizes and strides within the memory of a contiguous tensor of this size."""
-        n = self.x.numel()
-        if n < 2:
-            raise NothingFits
-        a = self.rng.randint(1, max(1, n // 2))
-        step = self.rng.choice([0, 1, 2]) if a > 1 else 1
-        b = self.rng.choice([1, 2])
-        if (a - 1) * step + (b - 1) >= n:
-            raise NothingFits
-        return f"({a}, {b}), ({step}, 1)"
-
-    def slot_shape(self, detail: str) -> str:
-        """A new input: letters are the sizes of the first tensor, -1 its last."""
-        shape = []
-        for word in detail.split(","):
-            if word in string.ascii_letters:
-                shape.append(self.x.shape["abcd".index(word)])
-            elif word == "-1":
-                if not self.x.dim():
-                    raise NothingFits
-                shape.append(self.x.shape[-1])
-            else:
-                shape.append(int(word))
-        return self.composer.new_input(shape, self.x.dtype if is_float(self.x.dtype) else torch.float64)
-
-
 def _as_text(placement: Placement) -> str:
     return f'Partial("{placement.reduce_op}")' if isinstance(placement, Partial) else repr(placement)
-
-
-def _broadcast(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a tensor can be broadcast to the other's shape."""
-    return a.dim() <= b.dim() and all(n in (1, m) for n, m in zip(reversed(a.shape), reversed(b.shape)))
-
-
-_real = lambda t: t.dtype.is_floating_point
-_TENSORS: dict[str, Fits] = {
-    "x": lambda t: True,
-    "f": _real,
-    "c": lambda t: is_float(t.dtype),
-    "i": lambda t: not is_float(t.dtype) and t.dtype is not torch.bool,
-    "b": lambda t: t.dtype is torch.bool,
-    "m": lambda t: _real(t) and t.dim() == 2,
-    "q": lambda t: _real(t) and t.dim() == 2 and t.shape[0] == t.shape[1],
-    "v": lambda t: _real(t) and t.dim() == 1,
-    "t": lambda t: _real(t) and t.dim() == 3,
-    "img": lambda t: _real(t) and t.dim() == 4,
-    "w": lambda t: is_float(t.dtype),
-}
