@@ -23,7 +23,7 @@ FACTS = {
     "native_layer_norm, weights": lambda a: torch.native_layer_norm(a, (6,), a[0], a[1], 1e-5),
     "native_batch_norm": lambda a: torch.native_batch_norm(a, None, None, None, None, True, 0.1, 1e-5),
     "native_batch_norm, eval": lambda a: torch.native_batch_norm(a, None, None, ONES, ONES, False, 0.1, 1e-5),
-    "native_group_norm": lambda a: torch.native_group_norm(a, None, None, 8, 6, 1, 2, 1e-5),
+    "group_norm": lambda a: torch.native_group_norm(a, None, None, 8, 6, 1, 2, 1e-5)[0],
     "bernoulli": lambda a: torch.bernoulli(a.sigmoid()),
     "bernoulli_": lambda a: torch.zeros_like(a).bernoulli_(a.sigmoid()),
     "bernoulli_ of a number": lambda a: (a * 1).bernoulli_(0.5),
