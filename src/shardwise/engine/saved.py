@@ -35,7 +35,8 @@ class watched:
 
     def __init__(self, plan: Plan, call: CallShape) -> None:
         self.plan, self.func, self.name, self.paths = plan, call.func, call.name, call.paths
-        self.layouts, self.arguments = call.layouts, call.with_tensors([_Operand(i) for i in range(len(call.layouts))])
+        self.layouts = call.layouts
+        self.call_arguments = call.with_tensors([_Operand(i) for i in range(len(call.layouts))])
         self.kept: dict[tuple[bool, ...], Kept] = {}  # by which operands require grad
 
     def __call__(
@@ -52,7 +53,7 @@ class watched:
             return
         kept = self.kept.get(flags)
         if kept is None:
-            kept = self.kept[flags] = kept_by_torch(self.func, self.arguments, self.layouts, flags)
+            kept = self.kept[flags] = kept_by_torch(self.func, self.call_arguments, self.layouts, flags)
         if not kept.operands and not kept.results:
             return
         results = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]

@@ -170,8 +170,8 @@ def _serve(
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         if torch.cuda.device_count() < ranks:  # NCCL takes several ranks on one GPU if each says it is another host
-            os.environ |= {"NCCL_HOSTID": f"host{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-            os.environ |= {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+            os.environ.update({"NCCL_HOSTID": f"host{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"})
+            os.environ.update({"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"})
     backend = "nccl" if device == "cuda" else "gloo"
     store, patience = Path(folder, "store").as_uri(), datetime.timedelta(seconds=_PATIENCE / 2)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=patience)
