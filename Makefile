@@ -5,16 +5,18 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help setup demo test lint prove fuzz faults bench clean
+.PHONY: help setup demo docs test test-nccl lint prove fuzz faults bench clean
 
 help:
 	@echo "make demo    train a small GPT on a simulated 2x4 mesh next to one device   (ARGS='--ranks 4' for real processes)"
 	@echo "make test    lint, then all tests                                           (ARGS='-k name' for some)"
+	@echo "make test-nccl   tests on a GPU, also of four NCCL ranks that share it; says so where there is none"
 	@echo "make lint    ruff and mypy"
 	@echo "make prove   every operator on every kind of layout; writes docs/operators.md (ARGS='--only add,mm' for some)"
 	@echo "make fuzz    random programs on meshes next to one device                     (ARGS='--minutes 60', '--processes 4')"
 	@echo "make faults  faults of 60 kinds put into programs of real processes: how they end (ARGS='--count 60')"
 	@echo "make bench   overhead against plain torch and torch's own DTensor           (ARGS='--quick')"
+	@echo "make docs    the documentation site, in build/site: open build/site/index.html"
 	@echo "make clean   remove .venv and caches"
 
 setup: $(STAMP)
@@ -29,8 +31,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
+# Each test process would compile the library anew where nothing may be written beside it.
+unexport PYTHONDONTWRITEBYTECODE
+
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# Four NCCL ranks share the GPUs that there are, also one.
+test-nccl: $(STAMP)
+	@if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; \
+	then $(BIN)/python -m pytest -ra tests/test_nccl.py tests/test_cuda.py tests/test_*_cuda.py tests/*/test_*_cuda.py $(ARGS); \
+	else echo "test-nccl: torch sees no CUDA device here, so nothing was tested"; fi
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -48,6 +59,11 @@ fuzz: $(STAMP)
 
 faults: $(STAMP)
 	$(BIN)/python -m shardwise.testing.faults $(ARGS)
+
+# Needs the network only to install MkDocs, once; warnings are errors.
+docs: $(STAMP)
+	$(BIN)/python -c "import mkdocs, material, mkdocstrings" 2> /dev/null || $(PIP) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)

@@ -190,6 +190,17 @@ def torch_ddp(options, rank, parts):
 def torch_fully_shard(options, rank, parts):
     from torch.distributed.fsdp import fully_shard
 
+    return by_blocks(fully_shard, options, rank, parts)
+
+
+def shardwise_fully_shard(options, rank, parts):
+    from shardwise.parallel import fully_shard
+
+    return by_blocks(fully_shard, options, rank, parts)
+
+
+def by_blocks(fully_shard, options, rank, parts):
+    """The `fully_shard` of a library, block by block and then on the whole."""
     model, mesh = build_model(options), mesh_of(parts)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -233,6 +244,7 @@ TABLES = {  # name: (title, {peer: builder}); the first peer is the base of the 
         "Data parallel with cut parameters",
         {
             "torch fully_shard": torch_fully_shard,
+            "shardwise fully_shard": shardwise_fully_shard,
             "shardwise parameters (ZeRO 3)": functools.partial(shardwise_data, shard="parameters"),
         },
     ),

@@ -1,15 +1,24 @@
+import gc
+
 import pytest
 import torch
 
+from shardwise.testing.seeding import seed_torch
 from tests.workers import close_pools
 
 # Small tensors: threads cost more than they bring, and the worker processes need the cores.
 torch.set_num_threads(1)
 
 
+def pytest_collection_finish():
+    """The tests and all that they loaded stay: no collection of garbage looks through them from now on."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def seeded():
-    torch.manual_seed(0)
+    seed_torch()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,9 +1,11 @@
 """Pairs of gloo processes that end with moves under way: python -m tests.exits ROUNDS prints how many ended badly.
 
-Each pair is forked from this process, so that importing torch is paid for once.
+Each pair is forked from this process, so that importing torch, and what moves load, is paid for once.
 """
 
+import gc
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -12,9 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, simulate
 
-SECONDS = 60
+SECONDS = 100  # on a busy machine
 KINDS = {
     "gather": lambda x, parts: x.redistribute(placements=[Replicate()], async_op=True),
     "all_to_all": lambda x, parts: x.redistribute(placements=[Shard(1)], async_op=True),
@@ -41,31 +43,42 @@ def end(rank, folder, kind, drop, destroy):
         dist.destroy_process_group()
 
 
+def warm_up():
+    """Load what moves need. A simulated mesh starts no thread, which a fork would lose."""
+    mesh = simulate(2)
+    parts = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
+    for kind in KINDS.values():
+        kind(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]), parts)
+
+
 def ended_badly(kind, drop, destroy):
     """How the processes of a pair ended that did not end well."""
-    with tempfile.TemporaryDirectory() as folder:
-        pids = []
-        for rank in range(2):
-            pid = os.fork()
-            if pid == 0:
-                end(rank, folder, kind, drop, destroy)
-                sys.exit(0)
-            pids.append(pid)
-        deadline, bad = time.monotonic() + SECONDS, []
-        for rank, pid in enumerate(pids):
+    folder = tempfile.mkdtemp()  # no context manager: the forked processes would leave it too
+    pids = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            end(rank, folder, kind, drop, destroy)
+            sys.exit(0)
+        pids.append(pid)
+    deadline, bad = time.monotonic() + SECONDS, []
+    for rank, pid in enumerate(pids):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.005)
             found, status = os.waitpid(pid, os.WNOHANG)
-            while not found and time.monotonic() < deadline:
-                time.sleep(0.005)
-                found, status = os.waitpid(pid, os.WNOHANG)
-            if not found:
-                os.kill(pid, 9)
-                status = os.waitpid(pid, 0)[1]
-            if status:
-                bad.append((kind, drop, destroy, rank, status, Path(folder, f"noise{rank}").read_text()[-300:]))
-        return bad
+        if not found:
+            os.kill(pid, 9)
+            status = os.waitpid(pid, 0)[1]
+        if status:
+            bad.append((kind, drop, destroy, rank, status, Path(folder, f"noise{rank}").read_text()[-300:]))
+    shutil.rmtree(folder)
+    return bad
 
 
 def main(rounds):
+    warm_up()
+    gc.freeze()  # most of the time of an end would be the collection of all that torch has loaded
     ways = [(kind, drop, destroy) for kind in KINDS for drop in (False, True) for destroy in (True, False)]
     bad = [one for _ in range(rounds) for way in ways for one in ended_badly(*way)]
     print(f"{rounds * len(ways)} pairs, {len(bad)} processes ended badly", *bad, sep="\n")

@@ -9,7 +9,7 @@ from torch import nn
 import shardwise
 from shardwise import DTensor, Replicate, Shard, distribute_module, distribute_tensor, ones, simulate
 from shardwise.context import of_thread
-from shardwise.parallel import ColwiseParallel, data_parallel, parallelize_module
+from shardwise.parallel import ColwiseParallel, data_parallel, fully_shard, parallelize_module
 
 STATE = ("depth", "switched", "op", "replicating", "applying")
 
@@ -97,11 +97,26 @@ def test_data_parallel(monkeypatch, where, shard):
     before = tables(module)
     options = {"units": [module[0], module[2]]} if shard == "parameters" else {}
     with monkeypatch.context() as patch:
-        failing_after(patch, shardwise.parallel.data.setup, where, 2 if where == "_kept_value" else 0, ValueError("me"))
+        inside = where == "_kept_value"
+        home = shardwise.parallel.data.lay_out if inside else shardwise.parallel.data.setup
+        failing_after(patch, home, where, 2 if inside else 0, ValueError("me"))
         with pytest.raises(ValueError, match="me"):
             data_parallel(module, simulate(2), shard, **options)
     assert tables(module) == before
     data_parallel(module[0], simulate(2), shard)
+    assert module[0](torch.ones(3, 4)).shape == (3, 6)
+
+
+def test_fully_shard(monkeypatch):
+    module = net()
+    fully_shard(module[0], mesh=simulate(2))
+    before = tables(module)
+    with monkeypatch.context() as patch:
+        failing_after(patch, shardwise.parallel.data.lay_out, "_kept_value", 1, ValueError("me"))
+        with pytest.raises(ValueError, match="me"):
+            fully_shard(module, mesh=simulate(2))
+    assert tables(module) == before
+    fully_shard(module, mesh=simulate(2))
     assert module[0](torch.ones(3, 4)).shape == (3, 6)
 
 

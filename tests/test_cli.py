@@ -139,6 +139,6 @@ def test_bad_shape(run, capsys):
 
 def test_module_and_version():
     done = subprocess.run(
-        [sys.executable, "-m", "shardwise", "--version"], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-m", "shardwise", "--version"], capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout == f"shardwise {shardwise.__version__}\n"

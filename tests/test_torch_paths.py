@@ -7,18 +7,31 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import shardwise
+from shardwise import LayoutError, Replicate, Shard
 from shardwise.sharded import metadata
 from shardwise.torch_paths import TABLE
 
 NAMES = {
+    "_api": "DTensor DTensorSpec DeviceMesh Partial Placement Replicate Shard TensorMeta compute_local_shape_and_global_offset distribute_module distribute_tensor empty full ones rand randn redistribute_local_tensor zeros",
     "_dtensor_spec": "DTensorSpec TensorMeta",
+    "_op_schema": "DTensorSpec OpSpec OpStrategy Placement PlacementList RuntimeSchemaInfo TensorMeta",
+    "_random": "is_rng_supported_mesh manual_seed",
+    "_redistribute": "redistribute_local_tensor",
     "_utils": "compute_local_shape_and_global_offset",
+    "debug._comm_mode": "CommDebugMode",
+    "debug._visualize_sharding": "visualize_sharding",
     "device_mesh": "DeviceMesh init_device_mesh",
+    "experimental._attention": "_RotateMethod _context_parallel_shard _cp_options context_parallel context_parallel_unshard set_rotate_method",
+    "experimental._context_parallel": "_RotateMethod _attention _context_parallel_shard _cp_options context_parallel context_parallel_unshard set_rotate_method",
+    "experimental._context_parallel._attention": "_RotateMethod _context_parallel_shard _cp_options context_parallel context_parallel_unshard set_rotate_method",
+    "experimental._func_map": "local_map",
+    "experimental._register_sharding": "register_sharding",
     "parallel.api": "parallelize_module",
     "parallel.style": "ColwiseParallel ParallelStyle PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput RowwiseParallel SequenceParallel",
-    "placement_types": "Partial Placement Replicate Shard",
+    "placement_types": "DTensorSpec Partial Placement Replicate Shard TensorMeta _Partial _StridedShard",
     "sharded._utils": "ShardMetadata narrow_tensor narrow_tensor_by_index",
     "sharded.api": "ChunkShardingSpec ShardedTensor Sharder ShardingPlan ShardingSpec _collect_local_shard _get_current_process_group _reshard_output _shard_tensor load_with_process_group shard_module shard_parameter",
     "sharded.checkpoint": "FileSystemReader FileSystemWriter load save",
@@ -112,3 +125,79 @@ def test_the_deepest_module_can_be_imported_first(path):
 def test_reloading_keeps_the_names():
     module = importlib.reload(importlib.import_module("shardwise.placement_types"))
     assert module.Shard is shardwise.Shard
+
+
+# -- functions that only these paths have ------------------------------------------------------------------
+def test_what_a_rank_holds_under_another_layout():
+    from shardwise._redistribute import redistribute_local_tensor
+
+    mesh = shardwise.simulate((2, 2))
+    value = torch.arange(30.0).reshape(5, 6)
+    a = shardwise.distribute_tensor(value, mesh, [Shard(0), Shard(1)])
+    b = shardwise.distribute_tensor(value, mesh, [Replicate(), Shard(0)])
+    moved = redistribute_local_tensor(a.to_local(), a._spec, b._spec)
+    for got, want in zip(moved.ranks, b.to_local().ranks, strict=True):
+        assert torch.equal(got, want)
+    with pytest.raises(TypeError, match="current_spec.*_spec of a DTensor"):
+        redistribute_local_tensor(a.to_local(), None, b._spec)
+    with pytest.raises(LayoutError, match="no tensor_meta"):
+        redistribute_local_tensor(a.to_local(), a._spec._replace(tensor_meta=None), b._spec)
+
+
+def test_seeds_of_a_mesh():
+    from shardwise._random import is_rng_supported_mesh, manual_seed
+
+    mesh = shardwise.simulate(3)
+    made = []
+    for _ in range(2):
+        manual_seed(7, mesh)
+        made.append(shardwise.randn(4, 5, device_mesh=mesh, placements=[Shard(0)]).full_tensor())
+    torch.manual_seed(7)
+    made.append(shardwise.randn(4, 5, device_mesh=mesh, placements=[Shard(1)]).full_tensor())
+    assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2]) and is_rng_supported_mesh(mesh)
+    with pytest.raises(TypeError, match="seed"):
+        manual_seed("seven", mesh)
+
+
+def test_records_of_strategies():
+    from shardwise._op_schema import OpSpec, OpStrategy
+
+    mesh = shardwise.simulate((2, 3))
+    spec = lambda *places: shardwise.distribute_tensor(torch.ones(6, 4), mesh, places)._spec
+    cut, whole = spec(Shard(0), Shard(0)), spec(Replicate(), Shard(1))
+    strategy = OpStrategy([OpSpec(whole, [cut, whole]), OpSpec(cut)])
+    assert strategy.mesh is mesh and (strategy.ndim, strategy.shape, strategy.max_num_shards()) == (2, (6, 4), 6)
+    assert strategy.strategies[0].input_spec(1) is whole and strategy.strategies[0].output_spec is whole
+    with pytest.raises(ValueError, match="without input_specs"):
+        strategy.strategies[1].input_spec()
+    with pytest.raises(IndexError, match="index 2 of 2 tensors"):
+        strategy.strategies[0].input_spec(2)
+    with pytest.raises(ValueError, match="no single result"):
+        OpSpec((cut, None)).output_spec  # noqa: B018
+
+
+def test_context_parallel_by_its_private_names():
+    from shardwise.experimental._attention import _context_parallel_shard, _cp_options
+
+    mesh = shardwise.simulate(2)
+    (part,) = _context_parallel_shard(mesh, [torch.arange(8)], [0])
+    assert [p.tolist() for p in part.ranks] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    _cp_options.enable_load_balance = True
+    assert _cp_options.enable_load_balance
+    with pytest.raises(LayoutError, match="enable_load_balance = False: here it is always True"):
+        _cp_options.enable_load_balance = False
+    with pytest.raises(AttributeError, match="it has enable_load_balance"):
+        _cp_options.nothing  # noqa: B018
+    with pytest.raises(LayoutError, match="load_balancer"):
+        _context_parallel_shard(mesh, [torch.arange(8)], [0], load_balancer=3)
+
+
+def test_the_state_of_an_optimizer_that_has_not_stepped():
+    from shardwise.checkpoint.state_dict import _init_optim_state
+
+    value = torch.arange(5.0)
+    param = torch.nn.Parameter(shardwise.distribute_tensor(value, shardwise.simulate(2), [Shard(0)]))
+    optimizer = torch.optim.AdamW([param], lr=0.1)
+    _init_optim_state(optimizer)
+    assert torch.equal(optimizer.state[param]["exp_avg"].full_tensor(), torch.zeros(5)) and param.grad is None
+    assert torch.equal(param.full_tensor(), value) and optimizer.param_groups[0]["lr"] == 0.1

@@ -1,6 +1,7 @@
 """Private names of torch: all there, all in one file, each with the feature that needs it."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -34,9 +35,10 @@ def test_a_name_that_is_gone_breaks_its_feature_alone():
         missing()
 
 
-def defined_here():
-    """Every name that our own source defines or sets."""
-    names = set()
+@functools.cache
+def ours():
+    """Every name that our own source defines or sets; and of sys, named tuples, a slot that is set by name."""
+    names = {"_getframe", "_current_frames", "_fields", "_hash"}
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -46,7 +48,6 @@ def defined_here():
     return names
 
 
-OURS = defined_here() | {"_getframe", "_current_frames", "_fields", "_hash"}  # of sys, named tuples, a slot that is set by name
 ALLOWED = re.compile(r"torch\.utils\._pytree|torch\.ops\.|torch\.distributed\._shard")
 # Attributes of torch's objects that are not listed in torch_private.py, see its docstring.
 ON_OBJECTS = {"_version", "_base", "_parameters", "_buffers"}
@@ -67,7 +68,7 @@ def test_nobody_else_touches_them(path):
             names = [alias.name for alias in node.names if alias.name.startswith("torch")]
         elif isinstance(node, ast.Attribute) and re.fullmatch(r"torch(\.\w+)+", ast.unparse(node)):
             names = [ast.unparse(node)]
-        elif isinstance(node, ast.Attribute) and re.fullmatch(r"_[a-z]\w+", node.attr) and node.attr not in OURS:
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"_[a-z]\w+", node.attr) and node.attr not in ours():
             names = [] if "torch.ops" in ast.unparse(node) or "aten" in ast.unparse(node) else [f"x.{node.attr}"]
         else:
             continue

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 
-def run_threads(program, world_size, timeout=60):
+def run_threads(program, world_size, timeout=240):
     """The list of `program()`, by rank, each computed in a thread of its own."""
     threads = pytest.importorskip(
         "torch.testing._internal.distributed.multi_threaded_pg", reason="needs torch's test tools"

@@ -8,7 +8,8 @@
     def test_total():
         assert run_ranks(total, 4) == [6, 6, 6, 6]
 
-The processes of one world size start at the first use and serve the whole test session. Every task has a time limit: a
+The processes of one world size start at the first use and serve the whole test session. They are forked off a process
+that has loaded torch and the library, and does nothing else: to load those costs far more than most tests. Every task has a time limit: a
 worker that hangs or dies fails its test with a message, its pool is killed, and the next test gets a new one.
 """
 
@@ -33,8 +34,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-START_SECONDS = 60  # to import torch and join the group
-GRACE_SECONDS = 2  # for the other ranks to answer after one has failed
+START_SECONDS = 200  # to import torch and join the group
+TASK_SECONDS = 240  # far more than a test takes, also where the machine is busy with other things
+GRACE_SECONDS = 8  # for the other ranks to answer after one has failed
 
 
 class RankError(RuntimeError):
@@ -45,7 +47,7 @@ class RankError(RuntimeError):
         self.rank = rank
 
 
-def run_ranks(fn, world_size, *args, timeout=60):
+def run_ranks(fn, world_size, *args, timeout=TASK_SECONDS):
     """The list of `fn(rank, world_size, *args)`, by rank, each computed in its own process of one gloo group.
 
     `fn` is a function at the top of a module, so that the workers can import it.
@@ -62,6 +64,13 @@ def run_ranks(fn, world_size, *args, timeout=60):
     if pool is None:
         pool = _pools[world_size] = Pool(world_size)
     return pool.run(task, timeout)
+
+
+def preloaded():
+    """The context of processes that are forked off one which has loaded torch and the library."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    return context
 
 
 def close_pools():
@@ -95,8 +104,9 @@ class Failure:
 class Pool:
     """`world_size` processes in one gloo group. Started by the first `run`, started again after a failure."""
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, context=None):
         self.world_size = world_size
+        self._context = context  # of multiprocessing; None: forked off the process that has loaded torch
         self._processes: list = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory | None = None
@@ -143,7 +153,7 @@ class Pool:
         self._processes, self._pipes, self._folder = [], [], None
 
     def _start(self):
-        context = multiprocessing.get_context("spawn")
+        context = self._context or preloaded()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -196,8 +206,11 @@ class Pool:
         if not hasattr(signal, "SIGUSR1") or not file.exists():
             return ""
         os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.2)
-        return file.read_text()
+        deadline = time.monotonic() + GRACE_SECONDS
+        while not (text := file.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)  # for the rest of it
+        return file.read_text() if text else ""
 
 
 def _error(failures: list[Failure], world_size: int) -> RankError:

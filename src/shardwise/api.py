@@ -13,6 +13,7 @@ from shardwise.argument_types import MeshArgument, Placements
 from shardwise.boundary import check_dense
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import AutogradError, LayoutError
+from shardwise.interop import from_torch, is_torchs
 from shardwise.layout import Layout, Partial, Placement, Shard, as_placements
 from shardwise.layout.layout import contiguous_stride, dense_stride
 from shardwise.layout.placement import REPLICATE, check_reductions
@@ -37,7 +38,8 @@ def distribute_tensor(
     """Lay a tensor out over a mesh.
 
     Args:
-        tensor: The whole tensor, on every rank.
+        tensor: The whole tensor, on every rank. A DTensor of torch's own class is taken over without a copy, if it is
+            laid out so.
         device_mesh: The mesh; by default that of the enclosing `with mesh:`.
         placements: One per mesh axis; by default Replicate.
         src_data_rank: Whose values count: those of the rank at this coordinate of every axis, which sends them to the
@@ -58,8 +60,10 @@ def distribute_tensor(
     """
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(f"distribute_tensor: tensor must be a torch.Tensor, got {type(tensor).__name__}")
-    mesh = as_mesh(device_mesh)
+    mesh = as_mesh(device_mesh, outside=True)
     places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
+    if is_torchs(tensor):
+        tensor = from_torch(tensor)
     if isinstance(tensor, DTensor):
         return _already(tensor, mesh, places)
     if are_transforms_active() or (is_transforming() and forward_ad.unpack_dual(tensor).tangent is not None):
@@ -70,8 +74,9 @@ def distribute_tensor(
     layout = Layout.make(mesh, places, tuple(tensor.shape), tensor.dtype, stride, device)
     check_reductions(layout.placements, tensor.dtype)
     _check_source(mesh, src_data_rank)
-    local = lay_out(tensor.detach(), layout, src_data_rank)
-    if stride != contiguous_stride(layout.shape):
+    outside = mesh.comm.outside
+    local = mesh.comm.shared(tensor.detach()) if outside else lay_out(tensor.detach(), layout, src_data_rank)
+    if not outside and stride != contiguous_stride(layout.shape):
         local = mesh.comm.rebuild(local, [_stored(v, stride) for v in mesh.comm.values(local)])
     result = wrap(local, layout)
     if tensor.requires_grad:
@@ -199,7 +204,7 @@ def distribute_module(
         raise LayoutError(f"distribute_module: module must be a torch.nn.Module, got {type(module).__name__}")
     prepare_inputs = _with_module("input_fn", input_fn)
     prepare_outputs = _with_module("output_fn", output_fn)
-    mesh = as_mesh(device_mesh)
+    mesh = as_mesh(device_mesh, outside=True)
     made: dict[int, torch.nn.Parameter] = {}  # tied parameters stay tied
 
     def replicate(owner: torch.nn.Module) -> None:
@@ -212,7 +217,7 @@ def distribute_module(
             if buffer is not None and not isinstance(buffer, DTensor):
                 owner._buffers[name] = distribute_tensor(buffer, mesh)
 
-    with unchanged_on_error(module):
+    with unchanged_on_error(module, "distribute_module"):
         for name, submodule in module.named_modules():
             if partition_fn is not None:
                 partition_fn(name, submodule, mesh.source)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from shardwise.argument_types import Placements
+from shardwise.argument_types import MeshArgument, Placements
 from shardwise.comm.base import Comm
-from shardwise.comm.bridge import share
+from shardwise.comm.bridge import entered, share
 from shardwise.comm.rank_tensor import RankTensor
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, as_placements
+from shardwise.mesh import as_mesh
 from shardwise.protocols import LocalValue
-from shardwise.torch_private import is_recorded, storage_id
+from shardwise.torch_private import is_recorded, is_transforming, storage_id
 from shardwise.wrapper import Wrapper, wrap
 
 
 def odd_kind(tensor: torch.Tensor) -> str:
     """What kind of tensor it is, if not a dense one: those only can be distributed."""
     first = tensor.ranks[0] if isinstance(tensor, RankTensor) else tensor
+    if type(first) is not torch.Tensor and hasattr(first, "placements"):
+        return "torch.distributed.tensor.DTensor"
     if first.layout is not torch.strided:
         return str(first.layout)
     return "nested" if first.is_nested else "quantized" if first.is_quantized else ""
@@ -28,16 +32,42 @@ def odd_kind(tensor: torch.Tensor) -> str:
 def check_dense(tensor: torch.Tensor) -> None:
     """Raise LayoutError for a sparse, nested or quantized tensor."""
     kind = odd_kind(tensor)
+    if "DTensor" in kind:
+        raise LayoutError(f"got a {kind}, which is distributed already; convert it: shardwise.interop.from_torch(x)")
     if kind:
         raise LayoutError(f"layout: only torch.strided tensors can be distributed, got {kind}")
 
 
-def enter(local: LocalValue, layout: Layout) -> Any:
-    """A local value of the user's as a distributed tensor, differentiable; `layout` is known to fit it."""
+def are_leaves(tensor: torch.Tensor) -> bool:
+    """Whether what the user gives consists of leaves."""
+    return all(value.is_leaf for value in (tensor.ranks if isinstance(tensor, RankTensor) else (tensor,)))
+
+
+def enter(local: LocalValue, layout: Layout, of_leaves: bool = False) -> Any:
+    """A local value of the user's as a distributed tensor, differentiable; `layout` is known to fit it. Made
+    `of_leaves` it may be written, which torch allows no view of a leaf. Of others it is a view, so that a write is
+    theirs too. It begins in memory where the local tensor does."""
     comm = layout.mesh.comm
     replicas = [axis for axis, p in enumerate(layout.placements) if p.is_replicate()]
-    local = other_side(comm, share(comm, local, replicas))
-    return wrap(_with_own_memory(comm, local) if type(local) is RankTensor else local, layout)
+    local = share(comm, local, replicas)
+    if of_leaves and torch.is_grad_enabled():
+        local = comm.rebuild(local, [entered(v) if v.requires_grad else _alias(v) for v in comm.values(local)])
+    else:
+        local = other_side(comm, local)
+    local = _with_own_memory(comm, local) if type(local) is RankTensor else local
+    return wrap(local, layout, 0 if comm.outside or is_transforming() else comm.first(local).storage_offset())
+
+
+def held_outside(
+    device_mesh: MeshArgument, placements: Placements, shape: Sequence[int], dtype: torch.dtype | None
+) -> Wrapper:
+    """A tensor on a mesh that this rank is not in."""
+    mesh = as_mesh(device_mesh, outside=True)
+    if not mesh.comm.outside:
+        raise MeshError(f"outside: this rank is in {mesh!r}; make the tensor with distribute_tensor or from_local")
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    layout = Layout.make(mesh, as_placements(placements), tuple(shape), dtype)
+    return wrap(torch.empty(0, dtype=dtype, device=mesh.device), layout)
 
 
 def leave(tensor: Wrapper) -> LocalValue:

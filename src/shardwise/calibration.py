@@ -58,7 +58,7 @@ def calibrate(device_mesh: UserMesh | None = None, file: str | Path | None = Non
         MeshError: The file holds something else, or there is no mesh.
     """
     mesh = as_mesh(device_mesh)
-    if mesh.comm.simulated:
+    if mesh.comm.simulated or mesh.comm.outlined:
         return Costs(mesh, cost_of(mesh), measured=False)
     found = _read(mesh, file)
     model = found if found is not None else CostModel(tuple(_measure(mesh, axis) for axis in range(len(mesh.shape))))

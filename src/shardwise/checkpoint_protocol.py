@@ -32,9 +32,9 @@ def write_items(fqn: str, tensor: Wrapper) -> list[WriteItem]:
     check_type(tensor, Wrapper, "write_items: tensor", "torch.distributed.checkpoint saves plain tensors itself")
     check_type(fqn, str, "write_items: fqn", "give the name of the tensor in its state dict")
     layout: Layout = tensor._layout
-    _refuse_partial(layout, f"saving {fqn!r}")
-    boxes = dict.fromkeys(tile for tile, _, _ in _held(tensor))
-    if 0 in layout.shape:  # no rank holds anything, but the name must be in the checkpoint
+    refuse_partial(layout, f"saving {fqn!r}")
+    boxes = dict.fromkeys(tile for tile, _, _ in held_boxes(tensor))
+    if 0 in layout.shape and not layout.mesh.comm.outside:  # nobody holds anything, but the name must be written
         boxes = {Tile((0,) * layout.ndim, layout.shape): None}
     return items_for(fqn, tensor, list(boxes))
 
@@ -58,8 +58,8 @@ def items_for(fqn: str, tensor: torch.Tensor, boxes: Iterable[TileLike]) -> list
 def chunk_list(tensor: Wrapper) -> list[ChunkStorageMetadata]:
     """Return the boxes to read, one for each piece of memory that holds one."""
     check_type(tensor, Wrapper, "chunk_list: tensor", "torch.distributed.checkpoint loads plain tensors itself")
-    _refuse_partial(tensor._layout, "loading into a tensor")
-    return [chunk(tile) for tile, _, _ in _held(tensor)]
+    refuse_partial(tensor._layout, "loading into a tensor")
+    return [chunk(tile) for tile, _, _ in held_boxes(tensor)]
 
 
 def tensor_shard(tensor: Wrapper, index: MetadataIndex) -> torch.Tensor:
@@ -70,7 +70,7 @@ def tensor_shard(tensor: Wrapper, index: MetadataIndex) -> torch.Tensor:
     layout: Layout = tensor._layout
     if 0 in layout.shape:
         return torch.empty(layout.shape, dtype=layout.dtype, device=layout.device)
-    held = list(_held(tensor))
+    held = list(held_boxes(tensor))
     if index.offset is None:
         raise LayoutError(f"{index.fqn!r}: a distributed tensor is read and written by box; the index has no offset")
     offsets = tuple(index.offset)
@@ -85,10 +85,12 @@ def tensor_shard(tensor: Wrapper, index: MetadataIndex) -> torch.Tensor:
     raise LayoutError(f"{index.fqn!r}: no box at {offsets} is held here; there are {[t.offsets for t, _, _ in held]}")
 
 
-def _held(tensor: Wrapper) -> Iterator[tuple[Tile, torch.Tensor, tuple[int, ...]]]:
+def held_boxes(tensor: Wrapper) -> Iterator[tuple[Tile, torch.Tensor, tuple[int, ...]]]:
     """Yield each box of each distinct local tensor of this process, with the tensor and where the box starts in it."""
     layout: Layout = tensor._layout
     comm, local = layout.mesh.comm, leaf_local(tensor)
+    if comm.outside:
+        return
     values = comm.values(local)
     seen: set[int] = set()
     for coords, i in zip(comm.coords_here(), comm.structure(local) or (0,), strict=True):
@@ -106,7 +108,7 @@ def chunk(box: TileLike) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
 
 
-def _refuse_partial(layout: Layout, doing: str) -> None:
+def refuse_partial(layout: Layout, doing: str) -> None:
     if layout.is_partial:
         raise LayoutError(
             f"{doing}: laid out {list(layout.placements)}, the ranks hold parts of values, which a checkpoint cannot "

@@ -98,6 +98,9 @@ def refuse_in_program(op: str, here: Layout, there: str) -> NoReturn:
 class implicit_replication:
     """Inside, plain tensors that meet distributed ones count as replicated, under strict() too.
 
+    So do tensors on a part of a mesh (`mesh["tp"]`) that meet tensors on more of it: they are taken to be the same
+    along the axes that they do not have. Outside of it such a call raises, since every row of ranks may hold another.
+
     >>> with strict(), implicit_replication():
     ...     pass
     """

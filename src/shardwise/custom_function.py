@@ -20,12 +20,13 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.autograd.gradients import as_gradient, finished_but_sums, from_gradient
-from shardwise.comm.rank_tensor import RankTensor, map_ranks
+from shardwise.comm.rank_tensor import RankTensor, map_ranks, unique
 from shardwise.context import of_thread
 from shardwise.engine.plain_tensors import replicated_plain
 from shardwise.engine.transforms import is_outside, turn_in, turn_out
 from shardwise.errors import AutogradError
 from shardwise.torch_private import (
+    BackwardHookFunction,
     DelayedError,
     are_transforms_active,
     function_of,
@@ -62,7 +63,9 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply_distributed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not any(isinstance(arg, Wrapper) for arg in args):  # what simulated ranks hold: each applies it for itself
+    # hooks see all ranks at once; what simulated ranks hold, each of them applies it to for itself
+    whole = cls is BackwardHookFunction or any(isinstance(arg, Wrapper) or _is_of_program(arg) for arg in args)
+    if not whole:
         return map_ranks(cls.apply, args, kwargs, watched=True)
     if _has_setup_context(cls):
         bound = inspect.signature(cls.forward).bind(*args, **kwargs)
@@ -84,6 +87,12 @@ def _apply_distributed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[
         for result, form, parts in found
     )
     return results if call.several else results[0]
+
+
+def _is_of_program(value: object) -> bool:
+    """Whether an argument is a function of the program (checkpoint takes one). It may compute with what all ranks hold
+    (their parameters), so it must be called for all of them at once."""
+    return callable(value) and not isinstance(value, (torch.Tensor, type))
 
 
 def _finished(value: object) -> object:
@@ -179,6 +188,33 @@ class _Distributed(_Form):
         return self.comm.pick_gradients(self.structure, from_gradient(self.layout, grad, what))
 
 
+class _OfRanks(_Form):
+    """What simulated ranks hold: it stands among the flat values as the tensors of all of them."""
+
+    is_tensor = True
+
+    def __init__(self, value: RankTensor) -> None:
+        parts = self.flat(value)
+        numbers = {id(part): i for i, part in enumerate(parts)}
+        self.structure = [numbers[id(v)] for v in value.ranks]
+        self.empty, self.count = [_kind(part) for part in parts], len(parts)
+        value.used = True
+
+    def flat(self, value: RankTensor) -> Sequence[torch.Tensor]:
+        return unique(value.ranks)
+
+    def value(self, parts: Sequence[torch.Tensor]) -> RankTensor:
+        return RankTensor([parts[i] for i in self.structure])
+
+    _gradient = value
+
+    def flat_gradient(self, grad: torch.Tensor | None, what: str) -> Sequence[torch.Tensor | None]:
+        if grad is None:
+            return (None,) * self.count
+        each = grad.ranks if isinstance(grad, RankTensor) else (grad,) * len(self.structure)
+        return [each[self.structure.index(i)] for i in range(self.count)]
+
+
 def _expands(shape: Sequence[int], to: Sequence[int]) -> bool:
     """Whether a tensor of `shape` expands to the shape `to`: torch allows gradients of expanded tensors."""
     tail = to[len(to) - len(shape) :]
@@ -190,6 +226,8 @@ def _kind(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _form(value: object) -> _Form:
+    if isinstance(value, RankTensor):
+        return _OfRanks(value)
     return _Distributed(value) if isinstance(value, Wrapper) else _Form(value)
 
 
@@ -213,8 +251,9 @@ class _Call:
         self.several = False
         self.dirty: set[int] = set()  # ids of arguments that were written and returned: such a result is the argument
         for arg in args:
-            if isinstance(arg, Wrapper) and isinstance(arg._local, RankTensor):
-                arg._local.used = True
+            local = arg._local if isinstance(arg, Wrapper) else arg
+            if isinstance(local, RankTensor):
+                local.used = True
 
 
 # -- the node ----------------------------------------------------------------------------------------------

@@ -39,12 +39,38 @@ class RanksDifferError(CommError):
     """The ranks run different programs: each came to another collective (``debug.check_ranks()``)."""
 
 
+class CheckpointError(ShardwiseError):
+    """A checkpoint that cannot be written or read: the files, the names in them, or what they are loaded into."""
+
+
 class StrictError(ShardwiseError):
     """Communication that the program did not ask for, under ``strict()``."""
 
 
+class OutlineError(ShardwiseError):
+    """A program asked for a value on a mesh without values."""
+
+
+class CaptureError(ShardwiseError):
+    """A function cannot be captured, or is another than the one that was."""
+
+
 class AutogradError(ShardwiseError):
     """A use of autograd whose gradients would be lost or wrong."""
+
+
+def out_of_range(dim: int, ndim: int) -> str:
+    """What torch says of a dim that a tensor does not have; programs look for these words."""
+    least, most = -max(ndim, 1), max(ndim, 1) - 1
+    return f"Dimension out of range (expected to be in range of [{least}, {most}], but got {dim})"
+
+
+def dim_from_front(dim: int, ndim: int) -> int:
+    """A dim counted from the front; IndexError in torch's words where there is none."""
+    try:
+        return range(ndim or 1)[dim]
+    except IndexError:
+        raise IndexError(out_of_range(dim, ndim)) from None
 
 
 def check_type(value: object, kind: type | tuple[type, ...], what: str, hint: str = "") -> None:

@@ -8,9 +8,10 @@ import torch
 
 from shardwise.api import check_strided
 from shardwise.argument_types import MeshArgument, Placements
+from shardwise.comm.outside import held_of
 from shardwise.errors import LayoutError, check_type
 from shardwise.layout import Layout, as_placements
-from shardwise.layout.placement import REPLICATE
+from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.mesh import as_mesh
 from shardwise.random import distributions as draws
 from shardwise.random.draw import drawn
@@ -35,7 +36,8 @@ def zeros(
         layout: torch.strided; no other kind of memory can be distributed.
         requires_grad: Whether autograd records what is done with the tensor.
         device_mesh: The mesh; by default that of the enclosing `with mesh:`.
-        placements: One per mesh axis, Shard or Replicate; by default Replicate.
+        placements: One per mesh axis; by default Replicate. A Partial tensor of zeros or without values has parts of
+            the same; the other factories make whole values and refuse Partial.
 
     Raises:
         LayoutError: Where arguments are wrong or do not fit each other.
@@ -45,7 +47,8 @@ def zeros(
     >>> x.shape, x.to_local().shape
     (torch.Size([8, 4]), torch.Size([2, 4]))
     """
-    return _filled(torch.zeros, _layout_for(size, dtype, layout, device_mesh, placements), requires_grad)
+    target = _layout_for(size, dtype, layout, device_mesh, placements, parts=True)
+    return _filled(torch.zeros, target, requires_grad)
 
 
 def ones(
@@ -69,7 +72,8 @@ def empty(
     placements: Placements | None = None,
 ) -> DTensor:
     """Like torch.empty, born distributed: each rank makes only its part. Arguments as for `zeros`."""
-    return _filled(torch.empty, _layout_for(size, dtype, layout, device_mesh, placements), requires_grad)
+    target = _layout_for(size, dtype, layout, device_mesh, placements, parts=True)
+    return _filled(torch.empty, target, requires_grad)
 
 
 def full(
@@ -169,22 +173,33 @@ def _layout_for(
     layout: torch.layout,
     device_mesh: MeshArgument | None,
     placements: Placements | None,
+    parts: bool = False,
 ) -> Layout:
+    """The layout of a new tensor. `parts` says that its parts may be made as its values are, whatever reduces them."""
     check_strided(layout)
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
     for n in shape:
         if not isinstance(n, int) or n < 0:
             raise LayoutError(f"size: must be ints >= 0, got {shape}")
-    mesh = as_mesh(device_mesh)
+    mesh = as_mesh(device_mesh, outside=True)
     places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
-    if any(p.is_partial() for p in places):
-        raise LayoutError(f"placements: a factory makes whole values, not parts; got {list(places)}")
-    return Layout.make(mesh, places, shape, dtype or torch.get_default_dtype())  # type: ignore[arg-type]
+    dtype = dtype or torch.get_default_dtype()
+    if parts:
+        check_reductions(places, dtype)
+    elif any(p.is_partial() for p in places):
+        raise LayoutError(
+            f"placements: this factory makes whole values, not parts; got {list(places)}; use zeros or empty, or "
+            f"redistribute the result"
+        )
+    return Layout.make(mesh, places, shape, dtype)  # type: ignore[arg-type]
 
 
 def _filled(fill: Callable[..., torch.Tensor], layout: Layout, requires_grad: bool) -> DTensor:
     """A tensor of which each rank makes its part, by a factory of torch's."""
     comm = layout.mesh.comm
+    if comm.outside:
+        made = wrap(held_of(layout), layout)
+        return made.requires_grad_() if requires_grad else made
     split = tuple(axis for axis, p in enumerate(layout.placements) if not p.is_replicate())
     make = comm.bind(lambda shape: fill(shape, dtype=layout.dtype, device=layout.device), split)
     made = wrap(make(comm.per_rank(layout.local_shape_at)), layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -36,6 +36,20 @@ def _name_says_so(func: object) -> bool:
     if name.startswith("__"):
         return (name.startswith("__i") and name not in _NOT_IN_PLACE) or name in ("__setitem__", "__set__")
     return name.endswith("_")
+
+
+class Alias(Protocol):
+    """What a schema says of an argument or a result that shares memory."""
+
+    is_write: bool
+    before_set: set[str]
+
+
+def is_written_argument(result: Alias | None, argument: Alias | None) -> bool:
+    """Whether a result is this argument, which the function writes into."""
+    if argument is None or result is None or not argument.is_write:
+        return False
+    return bool(argument.before_set & result.before_set)
 
 
 Argument = tuple[int, str]  # its position and its name

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import LayoutError
+from shardwise.modules import unchanged_on_error
 from shardwise.tensor import DTensor
 from shardwise.wrapper import wrap
 
@@ -44,15 +45,21 @@ def materialize(module: nn.Module, init: Init | None = None) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         raise LayoutError(f"materialize: module must be a torch.nn.Module, got {type(module).__name__}")
-    made: dict[int, DTensor] = {}  # by id of the meta tensor
     waiting = [(name, owner) for name, owner in _innermost_first(module, "", set()) if _is_waiting(owner)]
     for name, owner in waiting:
         _check(name, owner, init)
-    for _, owner in waiting:
+    with unchanged_on_error(module, "materialize"):
+        _fill([owner for _, owner in waiting], init)
+    return module
+
+
+def _fill(waiting: list[nn.Module], init: Init | None) -> None:
+    made: dict[int, DTensor] = {}  # by id of the meta tensor
+    for owner in waiting:
         shared = [made[id(old)] for _, _, old in _missing(owner) if id(old) in made]
         for table, key, old in list(_missing(owner)):
             if id(old) not in made:
-                made[id(old)] = _with_memory(old)
+                made[id(old)] = with_memory(old)
             table[key] = made[id(old)]
         kept = [(tensor, tensor.detach().clone()) for tensor in shared]
         if init is not None:
@@ -62,7 +69,6 @@ def materialize(module: nn.Module, init: Init | None = None) -> nn.Module:
         with torch.no_grad():
             for tensor, value in kept:
                 tensor.copy_(value)
-    return module
 
 
 def _innermost_first(owner: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -99,7 +105,8 @@ def _check(name: str, owner: nn.Module, init: Init | None) -> None:
             )
 
 
-def _with_memory(old: DTensor) -> DTensor:
+def with_memory(old: DTensor) -> DTensor:
+    """A tensor like this one of the meta device, on the device of its mesh; its values are not set."""
     layout = old._layout.replace(device=old._layout.mesh.device)
     comm = layout.mesh.comm
     split = [axis for axis, p in enumerate(layout.placements) if not p.is_replicate()]  # replicas share a tensor

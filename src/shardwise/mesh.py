@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -21,10 +22,11 @@ from shardwise.comm.base import Comm, Coords
 from shardwise.comm.outside import OutsideComm
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.errors import AxisError, MeshError
+from shardwise.outlined_mesh import OutlinedMesh, outline
 from shardwise.simulated_mesh import SimulatedMesh, _submesh, active_mesh, simulate  # noqa: F401  (_submesh: pickles)
-from shardwise.torch_private import active_device_mesh, without_fake_mode
+from shardwise.torch_private import active_device_mesh, root_mesh, without_fake_mode
 
-__all__ = ["DeviceMesh", "Mesh", "SimulatedMesh", "as_mesh", "init_device_mesh", "simulate"]
+__all__ = ["DeviceMesh", "Mesh", "OutlinedMesh", "SimulatedMesh", "as_mesh", "init_device_mesh", "outline", "simulate"]
 
 UserMesh: TypeAlias = DeviceMesh | SimulatedMesh
 
@@ -45,12 +47,16 @@ class Mesh:
         self.world = _world()  # the default process group when this was made
         self.ranks = _ranks_of(source)  # the last axis fastest
         self.plans = PlanCache.one_of(PLANS)  # of calls on tensors of this mesh
-        self._coords = dict(zip(self.ranks, itertools.product(*map(range, self.shape)), strict=True))
+        self.tried = PlanCache(1024)  # local calls of programs that torch was asked about, see strategy/empty_ranks.py
 
     def is_alike(self, other: Mesh) -> bool:
         """Whether it is of the same processes in the same order: only the process groups may be others."""
         mine, theirs = ((m.ranks, m.shape, m.axis_names, m.device, m.comm.simulated) for m in (self, other))
         return mine == theirs and not self.comm.simulated
+
+    @cached_property
+    def _coords(self) -> dict[int, Coords]:
+        return dict(zip(self.ranks, itertools.product(*map(range, self.shape)), strict=True))
 
     def coords(self, rank: int) -> Coords:
         """Where `rank` stands on this mesh."""
@@ -104,7 +110,7 @@ def as_mesh(mesh: UserMesh | Mesh | None, *, outside: bool = False) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     held = getattr(mesh, _HELD, None)
-    if type(held) is _Held and (held.mesh.comm.simulated or held.mesh.world is _world()):
+    if type(held) is _Held and (held.mesh.comm.simulated or held.mesh.comm.outlined or held.mesh.world is _world()):
         found = held.mesh
     elif isinstance(mesh, SimulatedMesh):
         found = _of_simulated(mesh)
@@ -119,11 +125,22 @@ def as_mesh(mesh: UserMesh | Mesh | None, *, outside: bool = False) -> Mesh:
     return found
 
 
+def root_of(mesh: Mesh) -> Mesh | None:
+    """The mesh that it was cut from, or itself; None where its axes have no names to cut by."""
+    source = mesh.source
+    if isinstance(source, SimulatedMesh):
+        return as_mesh(source.on_axes(tuple(range(len(source.world)))))
+    if source.mesh_dim_names is None:
+        return None
+    return as_mesh(root_mesh(source), outside=True)
+
+
 def _of_simulated(source: SimulatedMesh) -> Mesh:
     with _lock:
         held = getattr(source, _HELD, None)
         if type(held) is not _Held:
-            held = _Held(Mesh(source, source.shape, source.axis_names, torch.device(source.device_type), source.comm))
+            device = getattr(source, "device", torch.device(source.device_type))
+            held = _Held(Mesh(source, source.shape, source.axis_names, device, source.comm))
             setattr(source, _HELD, held)
     return held.mesh
 

@@ -21,6 +21,23 @@ Ctx: TypeAlias = Any
 """The `ctx` of a torch.autograd.Function: it has whatever was put there."""
 
 
+Op: TypeAlias = Any
+"""An overload of torch.ops, or a function of torch."""
+
+Args: TypeAlias = tuple[Any, ...]
+"""The positional arguments of a call."""
+
+Kwargs: TypeAlias = dict[str, Any]
+"""Its named arguments."""
+
+Result: TypeAlias = Any
+"""Whatever a call gives: tensors, nested in anything, numbers."""
+
+
+Item: TypeAlias = Any
+"""Whatever a program passes around: a tensor, a number, a container of them, an object of its own."""
+
+
 class VmapInfo(Protocol):
     """What torch tells a Function that a vmap maps over."""
 

@@ -41,6 +41,11 @@ def redistribute_across(
 ) -> Any:
     """The tensor on another mesh; values travel as `forward`, gradients as `backward`."""
     src = tensor._layout
+    if tensor._guessed:
+        raise MoveError(
+            f"redistribute: how a tensor of shape {src.shape} that was computed on {src.mesh!r} is laid out is not "
+            f"known on this rank, which is outside of it; say so on all ranks before: x.redistribute(placements=...)"
+        )
     if placements is None and len(src.placements) != len(mesh.shape):
         raise MoveError(
             f"redistribute: from {src.mesh!r} to {mesh!r} without placements; give one for each of its axes"

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardwise.comm.simulation import SimulatedComm
+from shardwise.drawing import figure, markup, mesh_picture
 from shardwise.errors import AxisError, MeshError
 
 
@@ -71,9 +72,23 @@ class SimulatedMesh:
                 raise AxisError(f"mesh axis {name!r} is not one of {(*self.axis_names, *self._merged)}")
         axes = tuple(self.world_names.index(name) for name in names)
         if axes not in self._family:
-            made = SimulatedMesh(self.world, self.world_names, axes, self.device_type, self.first_rank)
+            return self.on_axes(axes)
+        return self._family[axes]
+
+    def on_axes(self, axes: tuple[int, ...]) -> SimulatedMesh:
+        """This world seen along these of its axes: always the same mesh."""
+        if axes not in self._family:
+            made = self.with_axes(axes)
             self._family[axes], made._family, made._merged = made, self._family, self._merged
         return self._family[axes]
+
+    def with_axes(self, axes: tuple[int, ...]) -> SimulatedMesh:
+        """A new mesh of this world with these axes."""
+        return SimulatedMesh(self.world, self.world_names, axes, self.device_type, self.first_rank)
+
+    def with_merged(self, world: tuple[int, ...], names: tuple[str, ...], axis: int) -> SimulatedMesh:
+        """The mesh of the one axis that the axes of this one were merged into."""
+        return _submesh(world, names, (axis,), self.device_type, self.first_rank)
 
     def _flatten(self, mesh_dim_name: str | None = None) -> SimulatedMesh:
         """All axes as one, as DeviceMesh names it: from then on `mesh[name]` is that."""
@@ -86,7 +101,7 @@ class SimulatedMesh:
         if name not in self._merged:
             world = (*self.world[:first], self.size(), *self.world[end:])
             names = (*self.world_names[:first], name, *self.world_names[end:])
-            self._merged[name] = _submesh(world, names, (first,), self.device_type, self.first_rank)
+            self._merged[name] = self.with_merged(world, names, first)
         return self._merged[name]
 
     def get_coordinate(self) -> list[int]:
@@ -115,6 +130,12 @@ class SimulatedMesh:
     def __repr__(self) -> str:
         inside = ", ".join(f"{n}={k}" for n, k in zip(self.axis_names, self.shape, strict=True))
         return f"SimulatedMesh({inside}, device={self.device_type!r})"
+
+    def _repr_html_(self) -> str:
+        return figure(mesh_picture(repr(self), self.shape, self.axis_names, self.ranks))
+
+    def __rich__(self) -> str:
+        return markup(mesh_picture(repr(self), self.shape, self.axis_names, self.ranks))
 
     def __deepcopy__(self, memo: Any) -> SimulatedMesh:
         return self
@@ -183,13 +204,15 @@ def _is_index(value: object, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _check(world: Sequence[int], names: Sequence[str], axes: Sequence[int], device: object, first_rank: int) -> str:
+def check_mesh(
+    world: Sequence[int], names: Sequence[str], axes: Sequence[int], device: object, first_rank: int, caller: str
+) -> str:
     """The kind of device of a mesh that `simulate` or a pickle describes; MeshError if it describes none."""
     if not world or not all(_is_index(k, 1) for k in world):
-        raise MeshError(f"simulate: shape must be one or more ints > 0, got {tuple(world)}")
-    if math.prod(world) > _MOST_RANKS:
+        raise MeshError(f"{caller}: shape must be one or more ints > 0, got {tuple(world)}")
+    if math.prod(world) > _MOST_RANKS and caller == "simulate":
         raise MeshError(
-            f"simulate: shape {tuple(world)} has {math.prod(world)} ranks, and at most {_MOST_RANKS} can be simulated"
+            f"{caller}: shape {tuple(world)} has {math.prod(world)} ranks, and at most {_MOST_RANKS} can be simulated"
         )
     if (
         isinstance(names, str)
@@ -198,17 +221,17 @@ def _check(world: Sequence[int], names: Sequence[str], axes: Sequence[int], devi
         or not len(names) == len(set(names)) == len(world)
     ):
         raise MeshError(
-            f"simulate: axis_names {names!r} must name each of the {len(world)} axes of {tuple(world)} once; "
+            f"{caller}: axis_names {names!r} must name each of the {len(world)} axes of {tuple(world)} once; "
             f"use strings"
         )
     if not axes or not all(_is_index(a) and a < len(world) for a in axes) or len(set(axes)) != len(axes):
-        raise MeshError(f"simulate: axes {axes!r} must be some of the {len(world)} axes of {tuple(world)}, each once")
+        raise MeshError(f"{caller}: axes {axes!r} must be some of the {len(world)} axes of {tuple(world)}, each once")
     if not _is_index(first_rank):
-        raise MeshError(f"simulate: first_rank must be an int >= 0, got {first_rank!r}")
+        raise MeshError(f"{caller}: first_rank must be an int >= 0, got {first_rank!r}")
     try:
         return torch.device(device).type  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:
-        raise MeshError(f"simulate: device must be a kind of device, as 'cpu' or 'cuda', got {device!r}") from error
+        raise MeshError(f"{caller}: device must be a kind of device, as 'cpu' or 'cuda', got {device!r}") from error
 
 
 def _submesh(
@@ -217,7 +240,7 @@ def _submesh(
     for name, value in (("shape", world), ("axes", axes)):
         if not isinstance(value, Sequence):
             raise MeshError(f"simulate: {name} must be a sequence of ints, got {value!r}")
-    device = _check(world, names, axes, device, first_rank)
+    device = check_mesh(world, names, axes, device, first_rank, "simulate")
     world, names, axes = tuple(world), tuple(names), tuple(axes)
     key = (world, names, device, first_rank)
     with _lock:

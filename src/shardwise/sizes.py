@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.base import Coords
-from shardwise.errors import DimError, LayoutError
+from shardwise.errors import DimError, LayoutError, out_of_range
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.layout import dense_stride, shards_from_table
-from shardwise.layout.placement import check_reductions
+from shardwise.layout.placement import StridedShard, check_reductions
 from shardwise.layout.split import Intervals, count
 from shardwise.mesh import DeviceMesh, Mesh
 
@@ -72,14 +72,23 @@ def layout_of_locals(
     local = comm.adopt(local, tuple(a for a, p in enumerate(placements) if not p.is_replicate()))
     first = comm.first(local)
     check_reductions(placements, first.dtype)
-    cut = any(isinstance(p, Shard) and k > 1 for p, k in zip(placements, mesh.shape, strict=True))
+    cut = any(isinstance(p, (Shard, StridedShard)) and k > 1 for p, k in zip(placements, mesh.shape, strict=True))
+    if comm.outside:  # nobody tells this rank sizes: they are taken to be even
+        run_check, assume_even = False, True
     if kinds is None and (run_check or (cut and shape is None and not assume_even)):
         kinds = exchange_kinds(local, mesh)  # before any check of this rank's own tensor: all ranks must come here
+    if run_check:
+        _check_grad_flags(local, mesh)
     shapes = None if kinds is None else {coords: held for coords, (_, held) in kinds.items()}
     placements = _from_the_front(placements, first)
-    if shape is None and (cut or run_check):
+    if comm.outlined and shape is None and cut:
+        shape, placements = _global_if_alike(mesh, placements, tuple(first.shape))
+    elif shape is None and (cut or run_check):
         alike = dict.fromkeys(itertools.product(*map(range, mesh.shape)), tuple(first.shape))
-        shape, placements = _global(mesh, placements, shapes or alike)
+        strided = {p.dim for p in placements if isinstance(p, StridedShard)}
+        shape, found = _global(mesh, tuple(map(_as_shard, placements)), shapes or alike)
+        dims = [getattr(p, "dim", None) for p in placements]  # a strided cut says itself who holds how much
+        placements = tuple(p if dim in strided else f for p, f, dim in zip(placements, found, dims, strict=True))
     shape = tuple(first.shape if shape is None else shape)
     if len(shape) != first.ndim:
         raise LayoutError(
@@ -93,6 +102,8 @@ def layout_of_locals(
                 f"shape={layout.shape}: under {list(layout.placements)} the rank at {coords} holds "
                 f"{layout.local_shape_at(coords)}, but its local tensor is {held}"
             )
+    if comm.outside:
+        return comm.shared(local), layout
     if run_check:
         local = comm.first_of_replicas(local, tuple(a for a, p in enumerate(placements) if p.is_replicate()))
     return local, layout
@@ -114,6 +125,20 @@ def exchange_kinds(local: torch.Tensor, mesh: Mesh) -> Kinds:
     return kinds
 
 
+def _check_grad_flags(local: torch.Tensor, mesh: Mesh) -> None:
+    """Raise on all ranks alike where the tensors of some require grad and those of others do not: a backward pass would
+    run on some ranks only (one more exchange, which `run_check` asks for)."""
+    flag = lambda value: torch.empty(int(value.requires_grad), device=value.device)
+    flags = mesh.comm.all_kinds(mesh.comm.bind(flag)(local))
+    said = {coords: bool(size) for coords, (_, (size,)) in flags.items()}
+    if len(set(said.values())) > 1:
+        without = [coords for coords, requires in said.items() if not requires]
+        raise LayoutError(
+            f"from_local: the ranks differ in requires_grad: the local tensors at {without} do not require grad, the "
+            f"others do; call requires_grad_() on all of them, or on none"
+        )
+
+
 def _hosts_can_gather(local: torch.Tensor, mesh: Mesh) -> bool:
     """Whether the tensor is on a device and the groups of all axes can exchange what is in a host's memory."""
     source = mesh.source
@@ -124,14 +149,22 @@ def _hosts_can_gather(local: torch.Tensor, mesh: Mesh) -> bool:
 
 # -- what layout that is -----------------------------------------------------------------------------------
 def _from_the_front(placements: tuple[Placement, ...], local: torch.Tensor) -> tuple[Placement, ...]:
-    placements = tuple(p.at(p.dim + local.ndim) if isinstance(p, Shard) and p.dim < 0 else p for p in placements)
+    found: list[Placement] = []
     for axis, p in enumerate(placements):
-        if isinstance(p, Shard) and not 0 <= p.dim < local.ndim:
-            raise DimError(
-                f"placements[{axis}] = {p!r}: dim {p.dim} is out of range for a local tensor of {local.ndim} dims "
-                f"{tuple(local.shape)}"
-            )
-    return placements
+        if isinstance(p, (Shard, StridedShard)):
+            if not -local.ndim <= p.dim < local.ndim:
+                raise DimError(
+                    f"placements[{axis}] = {p!r}: dim {p.dim} is out of range for a local tensor of {local.ndim} dims "
+                    f"{tuple(local.shape)}. {out_of_range(p.dim, local.ndim)}"
+                )
+            p = p.at(p.dim % local.ndim)
+        found.append(p)
+    return tuple(found)
+
+
+def _as_shard(placement: Placement) -> Placement:
+    """A strided cut as a plain one of the same dim: as far as sums of sizes go, they are the same."""
+    return Shard(placement.dim) if isinstance(placement, StridedShard) else placement
 
 
 def _global(
@@ -151,6 +184,21 @@ def _global(
                 row[key[depth]] += sizes[key]
             out[axis] = _with_sizes(placements[axis], axis, list(rows.values()))
     return tuple(total), tuple(out)
+
+
+def _global_if_alike(
+    mesh: Mesh, placements: tuple[Placement, ...], held: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
+    """The global shape where every rank holds as much as this one, without looking at every rank."""
+    total = list(held)
+    for axis, p in enumerate(placements):
+        if isinstance(p, Shard) and p.pieces is None:
+            total[p.dim] *= mesh.shape[axis]
+        elif not p.is_replicate() and not p.is_partial():
+            raise LayoutError(
+                f"placements[{axis}] = {p!r}: on an outlined mesh nobody tells the sizes of other ranks; give shape="
+            )
+    return tuple(total), placements
 
 
 def _sizes_along(dim: int, axes: tuple[int, ...], shapes: Shapes) -> dict[tuple[int, ...], int]:

@@ -12,25 +12,34 @@ import torch
 from shardwise import checkpoint_protocol
 from shardwise.argument_types import MeshArgument, Placements
 from shardwise.autograd import attributes, backward, forward, hooks
-from shardwise.autograd.gradients import grad_layout
 from shardwise.autograd.leaves import first_leaf, leaf_values
-from shardwise.boundary import check_dense, checked_grad_layout, enter, other_side
-from shardwise.comm.bridge import collapse, convert_gradients, own_each
+from shardwise.boundary import are_leaves, check_dense, checked_grad_layout, enter, held_outside, other_side
+from shardwise.comm.bridge import collapse, own_each
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, of_thread, refuse_in_program, relaxed
 from shardwise.copies import deep_copy, pickled, unpickled
+from shardwise.drawing import figure, markup
 from shardwise.engine.call import SPECIAL, call_function, call_overload
-from shardwise.errors import LayoutError, MeshError, RuleError
+from shardwise.engine.reduce_to_parts import (
+    enter_with_gradient,
+    full_with_gradient,
+    gathered_axes,
+    leave_with_gradient,
+    note_gathered,
+)
+from shardwise.errors import LayoutError, RuleError, dim_from_front
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
+from shardwise.layout.picture import picture_of
 from shardwise.layout.placement import REPLICATE, _rebuild_shard
 from shardwise.mesh import DeviceMesh, SimulatedMesh, _submesh, as_mesh
 from shardwise.move import limit, move, run_move, start_move
 from shardwise.move.arrival import Arrival, versions_of
 from shardwise.move.run import is_done
 from shardwise.redistribution import redistribute_across, redistribute_as, target_of
+from shardwise.showing import text_of
 from shardwise.sizes import layout_of_locals
 from shardwise.spec import Spec
-from shardwise.torch_private import foreach_types, is_recorded, make_dual, make_wrapper, unpack_dual
+from shardwise.torch_private import is_recorded, make_dual, make_wrapper, unpack_dual, use_list_ops_for
 from shardwise.wrapper import Wrapper, wrap
 
 _REDISTRIBUTE = Note("redistribute")
@@ -107,7 +116,7 @@ class DTensor(Wrapper):
         return len(self._layout.shape)
 
     def size(self, dim: int | None = None) -> torch.Size | int:  # type: ignore[override]
-        return self.shape if dim is None else self.shape[dim]
+        return self.shape if dim is None else self._layout.shape[dim_from_front(dim, self.ndim)]
 
     @property
     def _spec(self) -> Spec:
@@ -166,15 +175,14 @@ class DTensor(Wrapper):
         if isinstance(local, DTensor) or not isinstance(local, torch.Tensor):
             raise LayoutError(f"from_local: local must be a plain tensor, got {type(local).__name__}")
         check_dense(local)
-        mesh = as_mesh(device_mesh)
+        mesh = as_mesh(device_mesh, outside=True)
         places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
+        of_leaves = are_leaves(local)
         local, layout = layout_of_locals(local, mesh, places, shape, stride, run_check, assume_even)
         if grad_placements is not None:
-            mine, theirs = grad_layout(layout), checked_grad_layout(layout, grad_placements)
-            local = convert_gradients(
-                mesh.comm, local, lambda g: move(g, mine, theirs, Note("from_local", backward=True))
-            )
-        return enter(local, layout)
+            theirs = checked_grad_layout(layout, grad_placements)
+            return enter_with_gradient(local, layout, theirs, of_leaves)  # type: ignore[return-value]
+        return enter(local, layout, of_leaves)
 
     @staticmethod
     def outside(
@@ -191,12 +199,7 @@ class DTensor(Wrapper):
         Raises:
             MeshError: If this rank is in the mesh.
         """
-        mesh = as_mesh(device_mesh, outside=True)
-        if not mesh.comm.outside:
-            raise MeshError(f"outside: this rank is in {mesh!r}; make the tensor with distribute_tensor or from_local")
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        layout = Layout.make(mesh, as_placements(placements), tuple(shape), dtype)
-        return wrap(torch.empty(0, dtype=dtype, device=mesh.device), layout)
+        return held_outside(device_mesh, placements, shape, dtype)  # type: ignore[return-value]
 
     def to_local(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """What this rank holds (a RankTensor on a simulated mesh), differentiable.
@@ -211,9 +214,7 @@ class DTensor(Wrapper):
         if not is_recorded(self):
             return other_side(comm, local)
         if grad_placements is not None:
-            mine, theirs = grad_layout(self._layout), checked_grad_layout(self._layout, grad_placements)
-            note = Note("to_local", backward=True)
-            return convert_gradients(comm, own_each(comm, local), lambda g: move(g, theirs, mine, note))
+            return leave_with_gradient(self, checked_grad_layout(self._layout, grad_placements))
         return other_side(comm, own_each(comm, local))
 
     def redistribute(
@@ -256,7 +257,7 @@ class DTensor(Wrapper):
             return self
         target, steps = target_of(self._layout, as_placements(placements), limit.of_thread.cap)
         if not steps:
-            return self if target is self._layout else wrap(self._local, target)
+            return self if target is self._layout and not self._guessed else wrap(self._local, target)
         op, note = of_thread.op, _REDISTRIBUTE
         if op is not None:
             note = Note(op)
@@ -264,7 +265,10 @@ class DTensor(Wrapper):
                 refuse_in_program(op, self._layout, f"[{', '.join(map(str, target.placements))}]")
         if async_op:
             return _arriving(self, target, note)
-        return wrap(run_move(self._local, target.mesh.comm, steps, note), target)
+        moved = wrap(run_move(self._local, target.mesh.comm, steps, note), target)
+        if is_recorded(target.mesh.comm.first(moved._local)):
+            note_gathered(self, moved, gathered_axes(self._layout, target), for_calls=False)
+        return moved
 
     def wait(self) -> DTensor:
         """This tensor, once an asynchronous move to it is done."""
@@ -279,12 +283,11 @@ class DTensor(Wrapper):
         """
         layout = self._layout
         whole = layout.replace(placements=(REPLICATE,) * len(layout.placements), stride=None)
-        local = move(self._local, layout, whole, Note("full_tensor"))
         comm = layout.mesh.comm
         if grad_placements is not None and is_recorded(self):
-            theirs = checked_grad_layout(whole, grad_placements)
-            note = Note("full_tensor", backward=True)
-            local = convert_gradients(comm, own_each(comm, local), lambda g: move(g, theirs, whole, note))
+            local = full_with_gradient(self._local, layout, whole, checked_grad_layout(whole, grad_placements))
+        else:
+            local = move(self._local, layout, whole, Note("full_tensor"))
         return other_side(comm, collapse(comm, local))
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -356,7 +359,7 @@ class DTensor(Wrapper):
     def _whole(self) -> torch.Tensor:
         """The value for the program to look at. Asking for it asks for the communication, so strict() allows it."""
         with relaxed(), torch.no_grad():
-            return self.full_tensor()
+            return self._layout.mesh.comm.asked(self.full_tensor())
 
     def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
         if self.requires_grad and not force:
@@ -410,16 +413,14 @@ class DTensor(Wrapper):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:  # type: ignore[override]
         return _rebuild, pickled(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        layout = self._layout
-        kind = "Parameter of DTensor" if getattr(self, "_is_param", False) else "DTensor"
-        grad = ", requires_grad=True" if self.requires_grad else ""
-        places = ", ".join(map(repr, layout.placements))
-        head = f"{kind}(shape={layout.shape}, dtype={layout.dtype}, placements=[{places}], mesh={layout.mesh!r}{grad})"
-        local = self._local
-        if layout.mesh.comm.outside:
-            return f"{head}\nnothing here: this rank is outside of the mesh of ranks {list(layout.mesh.ranks)}"
-        return f"{head}\n{local!r}" if layout.mesh.comm.simulated else f"{head}\nlocal: {local!r}"
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return text_of(self, "_coming" not in self.__dict__ and self.requires_grad)
+
+    def _repr_html_(self) -> str:
+        return figure(picture_of(self._layout))
+
+    def __rich__(self) -> str:
+        return markup(picture_of(self._layout))
 
     # -- torch.distributed.checkpoint -----------------------------------------------------------------------
     def __create_write_items__(self, fqn: str, tensor: DTensor) -> list[Any]:
@@ -433,8 +434,8 @@ class DTensor(Wrapper):
     __torch_dispatch__: Any = classmethod(call_overload)
 
 
-# clip_grad_norm_ uses list ops for the types it finds here: one exchange for all gradients, not one for each
-foreach_types.append(DTensor)
+# clip_grad_norm_ and torch.optim use list ops for these types: one exchange for all gradients, not one for each
+use_list_ops_for(DTensor)
 
 
 class _Arriving(DTensor):

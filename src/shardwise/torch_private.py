@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter, methodcaller
 from pkgutil import resolve_name
 from typing import Any
@@ -54,16 +54,37 @@ is_transformed: Callable[[Any], bool] = take("torch._C._functorch.is_functorch_w
 make_dual: Any = take("torch._C._VariableFunctions._make_dual", "forward-mode differentiation")
 unpack_dual: Any = take("torch._C._VariableFunctions._unpack_dual", "forward-mode differentiation")
 count_dispatch_modes: Callable[[], int] = take("torch._C._len_torch_dispatch_stack", "ops under a TorchDispatchMode")
+_dispatch_stack: Callable[[], list[Any]] = take(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "capture: which program a thread writes down"
+)
+set_grad_mode: Callable[[bool], None] = take("torch._C._set_grad_enabled", "capture: replays without autograd")
+below_autograd: Callable[[], AbstractContextManager[None]] = take(
+    "torch._C._AutoDispatchBelowAutograd", "capture: replays without autograd's checks"
+)
 without_modes: Any = take("torch.utils._python_dispatch._disable_current_modes", "random keys in a TorchDispatchMode")
 DispatchMode: Any = take("torch.utils._python_dispatch.TorchDispatchMode", "CommDebugMode")
 without_fake_mode: Any = take("torch._subclasses.fake_tensor.unset_fake_temporarily", "programs under FakeTensorMode")
 FakeTensor: Any = take("torch._subclasses.fake_tensor.FakeTensor", "random ops under FakeTensorMode")
+FakeMode: type = take("torch._subclasses.fake_tensor.FakeTensorMode", "outline: tensors without values")
+AsksForValue: type[Exception] = take(
+    "torch._subclasses.fake_tensor.DataDependentOutputException", "outline: values asked for"
+)
+HasNoSize: type[Exception] = take(
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException", "outline: sizes from values"
+)
 _get_dispatch_mode: Any = take("torch._C._get_dispatch_mode", "make_fx refuses a move between processes")
 _mode_keys: Any = take("torch._C._TorchDispatchModeKey", "make_fx refuses a move between processes")
 
 
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes of this thread, the innermost last."""
+    return _dispatch_stack() if count_dispatch_modes() else []
+
+
 # The mode in which make_fx is writing a graph; None elsewhere.
 tracing_mode: Callable[[], Any] = functools.partial(_get_dispatch_mode, _mode_keys.PROXY)
+# The mode in which tensors have no values; None elsewhere.
+fake_mode: Callable[[], Any] = functools.partial(_get_dispatch_mode, _mode_keys.FAKE)
 
 
 # --- torch.func -----------------------------------------------------------------------------------------------------
@@ -82,6 +103,11 @@ take("torch.autograd.functional._jacfwd", "functional.jacobian(strategy='forward
 take("torch._vmap_internals._vmap", "functional.jacobian(vectorize=True), gradcheck(check_batched_grad=True)")
 without_transforms: Callable[[], Any] = _without_transforms  # a context manager that gives the transforms it hides
 with_transforms: Callable[[Any], Any] = _with_transforms  # and one that brings them back
+
+
+def has_cuda_guards() -> bool:
+    """Whether this torch was built for CUDA: without, autograd cannot record tensors that say they are there."""
+    return torch.backends.cuda.is_built()
 
 
 def is_transforming() -> bool:
@@ -158,6 +184,7 @@ _engine: Any = take("torch.autograd.Variable._execution_engine", "what data_para
 sequence_number: Callable[[], int] = take("torch.autograd._get_sequence_nr", "CommDebugMode: whose backward runs")
 current_node: Callable[[], Any] = take("torch._C._current_autograd_node", "ledgers, random.use on autograd's threads")
 will_run: Callable[[Any], bool] = take("torch._C._will_engine_execute_node", "hooks of ShardedTensors of many shards")
+BackwardHookFunction: type = take("torch.nn.modules._functions.BackwardHookFunction", "backward hooks of modules")
 DelayedError: Any = take("torch._C._functions.DelayedError", "double backward through a once_differentiable Function")
 take("torch._C._functions.UndefinedGrad", "torch.autograd.gradcheck")
 number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr")  # the sequence number of an autograd node
@@ -178,9 +205,49 @@ def give_node_class(function: Any, base: type) -> None:
     function._backward_cls = type(node.__name__, (base,), own)
 
 
+def is_used_up(node: torch.autograd.graph.Node | None) -> bool:
+    """Whether a backward pass has been through a graph and freed what it saved."""
+    seen, waiting = set[Any](), [node]
+    while waiting:
+        here = waiting.pop()
+        if here is None or here in seen:
+            continue
+        seen.add(here)
+        for name in (name for name in dir(here) if name.startswith("_saved_")):
+            try:
+                getattr(here, name)
+            except RuntimeError:  # the words of torch: "Trying to backward through the graph a second time"
+                return True
+        waiting += [after for after, _ in here.next_functions]
+    return False
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have autograd call this when the backward pass that is running ends."""
     _engine.queue_callback(callback)
+
+
+take("torch.Tensor._backward_hooks", "hooks on parameters of data_parallel")
+take("torch.Tensor._post_accumulate_grad_hooks", "hooks on parameters of data_parallel")
+
+
+CheckpointFrame: type[Any] = take("torch.utils.checkpoint._CheckpointFrame", "writes to the inputs of a checkpoint")
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a hook waits for the gradient of a plain tensor."""
+    return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
+
+
+def module_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """The hooks that a module has, forward and backward."""
+    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return [hook for table in tables for hook in table.values()]
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """The hooks that wait for the gradient of a plain tensor."""
+    return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
@@ -209,12 +276,87 @@ fused_optimizer_steps: tuple[Any, ...] = tuple(
     take(f"torch.{name}", "optimizers with fused=True")
     for name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 )
-foreach_types: list[type] = take("torch.utils._foreach_utils._foreach_supported_types", "optimizers choose foreach")
+_foreach_types: tuple[list[type], ...] = tuple(
+    take(f"torch.{where}._foreach_supported_types", "clip_grad_norm_ and optimizers choose list ops")
+    for where in ("utils._foreach_utils", "optim.optimizer")
+)
+
+
+def use_list_ops_for(kind: type) -> None:
+    """Have clip_grad_norm_ and torch.optim call list ops on tensors of this class."""
+    for types in _foreach_types:
+        types.append(kind)
 
 
 def schema_of(func: Any) -> Any:
     """The schema of an aten overload; None of anything else."""
     return getattr(func, "_schema", None)
+
+
+_is_zero_tensor: Callable[[torch.Tensor], bool] = take("torch._is_zerotensor", "gradients that travel between ranks")
+
+
+def in_memory(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient that another rank can be sent: autograd has zeros that take no memory."""
+    return gradient.clone() if _is_zero_tensor(gradient) else gradient
+
+
+@contextmanager
+def take_resize(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside, `tell` hears of every storage whose size was changed by `resize_`."""
+    own = "resize_" in torch.UntypedStorage.__dict__
+    original = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        found = original(self, size)
+        tell(self)
+        return found
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if own:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+        else:
+            del torch.UntypedStorage.resize_
+
+
+def compile_backend(
+    backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+) -> Callable[..., Any]:
+    """What torch.compile calls with a graph and example inputs, for a backend and options as it takes them."""
+    USED_FOR["torch._TorchCompileInductorWrapper"] = "torch.compile of programs with distributed tensors"
+    if backend == "inductor":
+        made = resolve_name("torch._TorchCompileInductorWrapper")(mode or "default", options, dynamic)
+        return lambda graph, inputs: made(graph, inputs)
+    found = torch._dynamo.lookup_backend(backend)
+    return functools.partial(found, **({"options": options} if options else {}))
+
+
+def has_no_compiler(error: BaseException | None) -> bool:
+    """Whether Inductor failed because there is no compiler on the machine."""
+    while error is not None:
+        if type(error).__name__ in ("InvalidCxxCompiler", "TritonMissing"):
+            return True
+        error = error.__cause__ or getattr(error, "inner_exception", None)
+    return False
+
+
+def mark_inline(wrapper: Callable[..., Any], func: Callable[..., Any]) -> None:
+    """Have Dynamo, where it traces a call of `wrapper`, trace `func` instead."""
+    wrapper._torchdynamo_inline = func  # type: ignore[attr-defined]
+    wrapper._torchdynamo_orig_callable = func  # type: ignore[attr-defined]
+
+
+def is_abstract(x: torch.Tensor) -> bool:
+    """Whether a tensor has no values."""
+    return x.device.type == "meta" or isinstance(x, FakeTensor)
+
+
+def storage_number(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from all others that are alive."""
+    return storage._cdata
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -236,6 +378,13 @@ def weights_replaced(recurrent: Any) -> None:
     recurrent._flat_weights = [getattr(recurrent, name, None) for name in recurrent._flat_weights_names]
 
 
+FSDP_CLASSES = {
+    "torch.distributed.fsdp._fully_shard._fsdp_param": ("FSDPParam", "fully_shard"),
+    "torch.distributed.fsdp._flat_param": ("FlatParamHandle", "FullyShardedDataParallel"),
+}
+"""Module -> the class in it that takes parameters (the first argument of its `__init__`), and who makes it. Both are
+imported late, so they are not taken here: FSDP refuses distributed tensors."""
+
 # --- torch.distributed ----------------------------------------------------------------------------------------------
 remote_device: Any = take("torch.distributed._remote_device", "placements such as 'rank:1/cuda:0'")
 default_group: Any = take("torch.distributed.distributed_c10d._get_default_group", "ShardedTensor of the default group")
@@ -245,6 +394,9 @@ AsyncCollectiveTensor: Any = take(
     "torch.distributed._functional_collectives.AsyncCollectiveTensor", "tensors of torch's DTensor that still wait"
 )
 _mesh_resources: Any = take("torch.distributed.device_mesh._mesh_resources", "`with mesh:` of a DeviceMesh")
+root_mesh: Callable[[Any], Any] = take(
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh", "tensors on two parts of one mesh meet"
+)
 
 
 def active_device_mesh() -> Any:
@@ -255,12 +407,17 @@ def active_device_mesh() -> Any:
         return None
 
 
+def mesh_of_one() -> torch.distributed.device_mesh.DeviceMesh:
+    """A mesh of this process alone, without a process group: torch's own DTensors, while ours stand in their place."""
+    return torch.distributed.device_mesh.DeviceMesh("cpu", torch.tensor([0]), _init_backend=False, _rank=0)
+
+
 flatten_mesh: Any = take("torch.distributed.device_mesh.DeviceMesh._flatten", "to_sharded() on a part of the world")
 rpc_is_running: Callable[[], bool] = take(
     "torch.distributed.rpc._is_current_rpc_agent_set", "remote shards, RPC workers"
 )
 _rpc_agent: Any = take("torch.distributed.rpc.api._get_current_rpc_agent", "remote shards, RPC workers")
-_rref_future: Any = take("torch.distributed.rpc.PyRRef._get_future", "waiting for remote shards")
+_rref_future: Callable[[Any], Any] = take("torch.distributed.rpc.PyRRef._get_future", "waiting for remote shards")
 
 
 def rpc_workers() -> list[Any]:
@@ -271,3 +428,38 @@ def rpc_workers() -> list[Any]:
 def wait_for_rrefs(rrefs: list[Any]) -> None:
     """Wait until all remote references are made, or raise where one could not be."""
     torch.futures.wait_all([_rref_future(rref) for rref in rrefs])
+
+
+# --- printing -------------------------------------------------------------------------------------------------------
+_body_of: Callable[[torch.Tensor, int], str] = take("torch._tensor_str._tensor_str", "printing distributed tensors")
+_body_in: Callable[..., str] = take("torch._tensor_str._tensor_str_with_formatter", "printing distributed tensors")
+_Formatter: Callable[[torch.Tensor], object] = take("torch._tensor_str._Formatter", "printing distributed tensors")
+_with_options: Any = take("torch._tensor_str.printoptions", "printing distributed tensors")
+_print_options: Any = take("torch._tensor_str.PRINT_OPTS", "printing distributed tensors")
+_FEW = 40  # values whose width torch finds out in no time; it looks at each of them on its own
+
+
+def print_limits() -> tuple[float, int, int]:
+    """What `torch.set_printoptions` says: threshold, edgeitems, linewidth."""
+    return _print_options.threshold, _print_options.edgeitems, _print_options.linewidth
+
+
+def body_of(values: torch.Tensor, indent: int, threshold: float, edgeitems: int) -> str:
+    """The numbers of a tensor as torch prints them, between the brackets; lines after the first are indented."""
+    with _with_options(threshold=threshold, edgeitems=edgeitems):
+        if values.numel() <= _FEW or values.is_complex() or not values.ndim:
+            return _body_of(values, indent)
+        values = values.float() if values.is_floating_point() and values.itemsize < 4 else values
+        return _body_in(values, indent, values.numel() > threshold, _Formatter(_widest(values)))
+
+
+def _widest(values: torch.Tensor) -> torch.Tensor:
+    """Some of the values, whose text is as wide, and of the same form, as that of all."""
+    flat = values.reshape(-1)
+    if not flat.is_floating_point():
+        return torch.stack([flat.max(), flat.min()])
+    flat = flat[flat.isfinite() & (flat != 0)]
+    found = [flat[flat != flat.ceil()][:1]]
+    for part in (flat[flat > 0], flat[flat < 0]):
+        found += [part.max().view(1), part.min().view(1)] if part.numel() else []
+    return torch.cat(found)

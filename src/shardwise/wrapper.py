@@ -35,6 +35,7 @@ class Wrapper(torch.Tensor):
     _spreads: dict[Any, Any] | None = None  # the value as it enters split calls, by axes (`engine/plan.py`)
     _offset: int = 0  # where its elements begin in the memory that plain torch would have (`storage_offset()`)
     _gathered: Any = None  # the parts this tensor was gathered from (`engine/reduce_to_parts.py`)
+    _guessed: bool = False  # on a rank outside of the mesh: whether its placements there are not known
     _coming: Any  # while an asynchronous move to it is under way: what waits for the value (`move/arrival.py`)
     _unreduced: bool  # data parallelism: the gradient is this rank's own so far
     _reports: bool  # data parallelism: a hook tells when the gradient is there

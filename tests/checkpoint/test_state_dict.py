@@ -115,7 +115,7 @@ def on_rank(rank, world_size):
 
 
 def test_on_processes():
-    assert run_ranks(on_rank, 4, timeout=100) == [True] * 4
+    assert run_ranks(on_rank, 4) == [True] * 4
 
 
 def test_simulated():

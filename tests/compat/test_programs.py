@@ -531,4 +531,4 @@ def test_a_sub_mesh_is_one_mesh_however_it_is_reached():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_programs(ranks):
-    run_ranks(with_both_libraries, ranks, timeout=60)
+    run_ranks(with_both_libraries, ranks)

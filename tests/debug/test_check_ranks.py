@@ -7,7 +7,7 @@ import torch
 
 from shardwise import CommError, Replicate, Shard, debug, distribute_tensor, simulate
 from shardwise.errors import RanksDifferError
-from shardwise.testing.fault_kinds import DIFFERENCES, THE_END
+from shardwise.testing.faults.differences import DIFFERENCES, THE_END
 from tests.workers import device_mesh, run_ranks
 
 
@@ -36,7 +36,7 @@ def test_all_ranks_say_who_differs(mode):
         assert all(other[what] == said for other in everyone), what
         assert said.startswith("the ranks run different programs: rank 2 came to "), said
         assert (
-            "; the others, ranks 0, 1, to " in said and "fault_kinds.py:" in said or "test_check_ranks.py:" in said
+            "; the others, ranks 0, 1, to " in said and "differences.py:" in said or "test_check_ranks.py:" in said
         ), said
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.overrides import wrap_torch_function
 
 import shardwise
 from shardwise import (
+    LayoutError,
     Partial,
     Replicate,
     RuleError,
@@ -206,6 +208,80 @@ def test_second_registration(restored):
     assert scaled_mm(x, y).placements == (Replicate(),)
 
 
+@torch.library.custom_op("shardwise_test::accumulate", mutates_args={"total"})
+def accumulate(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    total.add_(x)
+    return x * 2
+
+
+accumulate.register_fake(lambda total, x: torch.empty_like(x))
+PLACES = [[Shard(0)], [Shard(1)], [Replicate()], [Shard(0, sizes=(0, 4, 1))], [Partial()]]
+
+
+@pytest.mark.parametrize("by_line", [True, False])
+def test_an_op_that_writes(by_line):
+    """Into an argument in any layout; what it returns comes back as well."""
+    if by_line:
+        register_sharding(accumulate, "a b, a b -> a b, a b", replace=True)
+    else:
+
+        @register_sharding(accumulate, replace=True)
+        def strategies(total, x):
+            return [((Shard(d),), (Shard(d), Shard(d))) for d in range(total.ndim)]
+
+    mesh, value, more = simulate(3), torch.arange(20.0).reshape(5, 4), torch.arange(20.0).reshape(5, 4) / 7
+    for here, there in itertools.product(PLACES, PLACES):
+        total = distribute_tensor(value, mesh, here)
+        memory = [part.data_ptr() for part in total.to_local().ranks]
+        twice = accumulate(total, distribute_tensor(more, mesh, there))
+        torch.testing.assert_close(total.full_tensor(), value + more)
+        torch.testing.assert_close(twice.full_tensor(), more * 2)
+        assert total.placements == distribute_tensor(value, mesh, here).placements
+        assert memory == [part.data_ptr() for part in total.to_local().ranks]
+    with debug.ledger() as log:
+        accumulate(*(distribute_tensor(v, mesh, [Shard(0)]) for v in (value, more)))
+    assert not list(log)
+    plain = value.clone()  # counts as replicated
+    accumulate(plain, distribute_tensor(more, mesh, [Shard(0)]))
+    torch.testing.assert_close(plain, value + more)
+
+
+@torch.library.custom_op("shardwise_test::forget", mutates_args={"x"})
+def forget(x: torch.Tensor) -> None:
+    x.zero_()
+
+
+forget.register_fake(lambda x: None)
+
+
+def test_an_op_that_returns_nothing():
+    register_sharding(forget, "a b -> a b", replace=True)
+    x = distribute_tensor(torch.ones(5, 4), simulate((2, 2)), [Shard(0), Shard(1)])
+    assert forget(x) is None and torch.equal(x.full_tensor(), torch.zeros(5, 4))
+
+
+def test_an_op_of_torchs_that_writes(restored):
+    """`x.lerp_(...)` and `torch.lerp(..., out=out)`."""
+    seen = []
+    for op in (torch.ops.aten.lerp_.Scalar, torch.ops.aten.lerp.Scalar_out):
+
+        @register_sharding(op)
+        def strategies(x, end, weight, out=None, op=op):
+            seen.append(op)
+            ins = (Shard(0), Shard(0), None) + ((Shard(0),) if out is not None else ())
+            return [((Shard(0),), ins)]
+
+    mesh, a, b = simulate(2), torch.arange(10.0).reshape(5, 2), torch.ones(5, 2)
+    x, end = distribute_tensor(a, mesh, [Shard(0)]), distribute_tensor(b, mesh, [Shard(1)])
+    out = distribute_tensor(torch.zeros(5, 2), mesh, [Replicate()])
+    assert torch.ops.aten.lerp.Scalar_out(x, end, 0.25, out=out) is out
+    torch.testing.assert_close(out.full_tensor(), torch.lerp(a, b, 0.25))
+    assert x.lerp_(end, 0.25) is x and set(seen) == {torch.ops.aten.lerp_.Scalar, torch.ops.aten.lerp.Scalar_out}
+    torch.testing.assert_close(x.full_tensor(), torch.lerp(a, b, 0.25))
+    with pytest.raises(LayoutError, match="its result has shape"):
+        torch.ops.aten.lerp.Scalar_out(x, end, 0.25, out=distribute_tensor(torch.zeros(2, 2), mesh, [Replicate()]))
+
+
 @pytest.mark.parametrize(
     "register, error",
     [
@@ -215,7 +291,7 @@ def test_second_registration(restored):
         (lambda: register_sharding(doubled, "a b -> a, b"), "has 2 output terms, but the op has 1"),
         (lambda: register_sharding(doubled, "a a -> a"), "has 'a' twice in one term.*write 'a!'"),
         (lambda: register_sharding(doubled, "a b -> a b", linear="all"), "linear = 'all': expected 'none', 'joint' or"),
-        (lambda: register_sharding(torch.ops.aten.add_.Tensor, "a, a -> a"), "writes into an argument"),
+        (lambda: register_sharding(accumulate, "a, a -> a"), "has 1 output terms, but the op has 2"),
     ],
 )
 def test_bad_registration(register, error):

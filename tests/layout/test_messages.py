@@ -28,15 +28,18 @@ BAD_LAYOUTS = {
     ),
     "dim too large": (
         lambda: on((2, 2), [Replicate(), Shard(2)], (4, 4)),
-        "placements[1] = Shard(dim=2): dim 2 is out of range for a tensor of shape (4, 4); use -2 to 1",
+        "placements[1] = Shard(dim=2): dim 2 is out of range for a tensor of shape (4, 4); use -2 to 1. "
+        "Dimension out of range (expected to be in range of [-2, 1], but got 2)",
     ),
     "dim too small": (
         lambda: on((2,), [Shard(-3, sizes=(1, 3))], (4, 4)),
-        "placements[0] = Shard(dim=-3, sizes=(1, 3)): dim -3 is out of range for a tensor of shape (4, 4); use -2 to 1",
+        "placements[0] = Shard(dim=-3, sizes=(1, 3)): dim -3 is out of range for a tensor of shape (4, 4); use -2 to 1. "
+        "Dimension out of range (expected to be in range of [-2, 1], but got -3)",
     ),
     "no dims": (
         lambda: on((2,), [Shard(0)], ()),
-        "placements[0] = Shard(dim=0): dim 0 is out of range for a tensor of shape (); it has no dim to shard",
+        "placements[0] = Shard(dim=0): dim 0 is out of range for a tensor of shape (); it has no dim to shard. "
+        "Dimension out of range (expected to be in range of [-1, 0], but got 0)",
     ),
     "sizes do not add up": (
         lambda: on((4,), [Shard(0, sizes=(1, 2, 3, 4))], (4, 4)),
@@ -213,7 +216,8 @@ def test_from_local():
     def tall(placements, ranks, **more):
         return lambda: DTensor.from_local(RankTensor(ranks), mesh, placements, **more)
 
-    text = "placements[0] = Shard(dim=2): dim 2 is out of range for a local tensor of 2 dims (2, 3)"
+    text = "placements[0] = Shard(dim=2): dim 2 is out of range for a local tensor of 2 dims (2, 3). "
+    text += "Dimension out of range (expected to be in range of [-2, 1], but got 2)"
     fails_with(LayoutError, tall([Shard(2), Replicate()], [two] * 4), text)
     text = "placements: 1 given [Shard(dim=0)] for a mesh of 2 axes (2, 2); give one an axis"
     fails_with(LayoutError, tall([Shard(0)], [two] * 4), text)

@@ -190,7 +190,7 @@ def test_a_world_made_anew(tmp_path):
         for rank in range(2)
     ]
     try:
-        said = [process.communicate(timeout=100) for process in ranks]
+        said = [process.communicate(timeout=240) for process in ranks]
     finally:
         for process in ranks:
             process.kill()

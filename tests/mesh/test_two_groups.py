@@ -41,7 +41,7 @@ def in_two_threads(rank, world_size):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(50)
+        thread.join(200)
     return wrong, sorted(done)
 
 

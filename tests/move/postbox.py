@@ -16,7 +16,7 @@ class Arrival:
         self.posts, self.room = posts, room
 
     def wait(self):
-        value = self.posts.get(timeout=20)
+        value = self.posts.get(timeout=120)
         assert value.shape == self.room.shape and value.dtype == self.room.dtype
         self.room.copy_(value)
 

@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def two_at_once(rank, world_size):
 class Slow:
     """A work that takes its time to be waited for."""
 
-    SECONDS = 0.3
+    SECONDS = 1.0
 
     def __init__(self, work, log):
         self.work, self.log = work, log
@@ -140,7 +141,7 @@ def nothing_kept(rank, world_size):
                 y = x.redistribute(placements=placements, async_op=async_op).wait()
                 alive = weakref.ref(y._local)
                 del y
-                deadline = time.monotonic() + 2  # gloo's thread lets go a little later
+                deadline = time.monotonic() + 30  # gloo's thread lets go a little later
                 while alive() is not None and time.monotonic() < deadline:
                     time.sleep(0.01)
                 assert alive() is None, f"{placements} async_op={async_op}"
@@ -167,22 +168,23 @@ class Broken:
         raise RuntimeError("Connection reset by peer")
 
 
-def failing_each_time(rank, world_size):
+def begun_with(work):
+    """A tensor, and a move of it that is under way and whose work is replaced."""
     x = distribute_tensor(torch.arange(8.0).view(4, 2), device_mesh((2,)), [Shard(0)])
     real = transfer.start_swap
-    transfer.start_swap = lambda *args, **kwargs: Broken(real(*args, **kwargs))
-    try:
-        y = x.redistribute(placements=[Shard(1)], async_op=True)
-    finally:
-        transfer.start_swap = real
+    with mock.patch.object(transfer, "start_swap", lambda *args, **kwargs: work(real(*args, **kwargs))):
+        return x, x.redistribute(placements=[Shard(1)], async_op=True)
+
+
+def failing_each_time(rank, world_size):
+    x, y = begun_with(Broken)
     said = []
     for use in (lambda: y + 1, lambda: y.wait(), lambda: y.to_local(), lambda: y.full_tensor()):
         with pytest.raises(CommError, match="Connection reset by peer") as caught:
             use()
         said.append(str(caught.value))
     assert len(set(said)) == 1 and y.shape == (4, 2)
-    with pytest.raises(CommError):
-        repr(y)
+    assert "failed" in repr(y)
     return torch.equal((x + 1).redistribute(placements=[Shard(1)]).full_tensor(), torch.arange(8.0).view(4, 2) + 1)
 
 
@@ -241,7 +243,7 @@ def waited_for_anyhow(rank, world_size):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert len(values) == 9
     assert all(torch.equal(y.full_tensor(), torch.arange(8000.0).view(-1, 4)) for y in coming)
     assert all(type(y) is DTensor and "_coming" not in vars(y) for y in coming)
@@ -259,13 +261,7 @@ class Interrupted(Broken):
 
 
 def interrupted(rank, world_size):
-    x = distribute_tensor(torch.arange(8.0).view(4, 2), device_mesh((2,)), [Shard(0)])
-    real = transfer.start_swap
-    transfer.start_swap = lambda *args, **kwargs: Interrupted(real(*args, **kwargs))
-    try:
-        y = x.redistribute(placements=[Shard(1)], async_op=True)
-    finally:
-        transfer.start_swap = real
+    _, y = begun_with(Interrupted)
     with pytest.raises(KeyboardInterrupt):
         y.wait()
     for _ in range(2):

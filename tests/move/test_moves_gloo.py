@@ -425,8 +425,8 @@ def outside(rank, world_size):
     mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1])
     if rank < 2:
         return distribute_tensor(torch.ones(4), mesh, [Shard(0)]).to_local().shape
-    with pytest.raises(MeshError, match=f"rank {rank} is not in the mesh .* call this only on the ranks of the mesh"):
-        distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    with pytest.raises(MeshError, match=f"rank {rank} is outside of the mesh of ranks .* on those ranks only"):
+        distribute_tensor(torch.ones(4), mesh, [Shard(0)]).tolist()
     return None
 
 

@@ -124,4 +124,4 @@ def on_processes(rank, world_size, meshes, seeds):
 def test_processes(block):
     meshes = ((4,), (2, 2), (4, 1), (1, 2, 2))
     seeds = range(10_000 + block * 50, 10_050 + block * 50)
-    assert run_ranks(on_processes, 4, meshes, seeds, timeout=120) == [True] * 4
+    assert run_ranks(on_processes, 4, meshes, seeds) == [True] * 4

@@ -155,4 +155,4 @@ def on_processes(rank, world_size):
 
 
 def test_on_processes():
-    run_ranks(on_processes, 4, timeout=100)
+    run_ranks(on_processes, 4)

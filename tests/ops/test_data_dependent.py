@@ -98,7 +98,7 @@ def on_gloo(rank, world_size, shape):
 
 
 def test_gloo():
-    run_ranks(on_gloo, 2, (2,), timeout=110)
+    run_ranks(on_gloo, 2, (2,))
 
 
 FINDS = {

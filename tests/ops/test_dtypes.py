@@ -62,7 +62,7 @@ def on_gloo(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_gloo(world_size):
-    run_ranks(on_gloo, world_size, timeout=110)
+    run_ranks(on_gloo, world_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.float32], ids=str)

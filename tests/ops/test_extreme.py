@@ -153,4 +153,4 @@ def on_gloo(rank, world_size):
 
 
 def test_on_processes():
-    run_ranks(on_gloo, 3, timeout=110)
+    run_ranks(on_gloo, 3)

@@ -168,7 +168,7 @@ def on_gloo(rank, world_size, shape):
 
 @pytest.mark.parametrize("shape", [(2,)], ids=str)
 def test_gloo(shape):
-    run_ranks(on_gloo, 2, shape, timeout=110)
+    run_ranks(on_gloo, 2, shape)
 
 
 WRITES = {

@@ -119,6 +119,10 @@ def test_out_is_resized(placements):
         RuleError, match=r"add: out has shape \(5, 4\) and is part of another tensor, the result \(5, 7"
     ):
         torch.add(a, 1, out=view)
+    for cut in (0, 1):  # a view on each rank, and one that had to be copied: torch would write on in the whole memory
+        rows = spread_out(A, simulate(3), [Shard(cut)])
+        with pytest.raises(RuleError, match=r"add: out has shape \(\d, 7\) and is part of another tensor"):
+            torch.add(a, 1, out=rows[1:] if cut else rows[:1])
 
 
 def test_out_is_plain():

@@ -141,4 +141,4 @@ def on_gloo(rank, world_size):
 
 
 def test_processes():
-    run_ranks(on_gloo, 4, timeout=100)
+    run_ranks(on_gloo, 4)

@@ -80,4 +80,4 @@ def all_of_them(rank, world_size):
 
 
 def test_on_processes():
-    run_ranks(all_of_them, 4, timeout=100)
+    run_ranks(all_of_them, 4)

@@ -230,7 +230,7 @@ def on_gloo(rank, world_size):
 
 
 def test_gloo():
-    run_ranks(on_gloo, 4, timeout=110)
+    run_ranks(on_gloo, 4)
 
 
 @pytest.mark.parametrize(

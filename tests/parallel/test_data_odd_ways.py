@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import DTensor, RankTensor, simulate
+from shardwise import DTensor, RankTensor, distribute_tensor, simulate
 from shardwise.errors import AutogradError, LayoutError
 from shardwise.parallel.data import SHARDS, data_parallel
 from tests.parallel.data_net import BATCH, batch, equal, feed, own_part, run_checks
@@ -109,16 +110,59 @@ def written_through_data(mesh):
     for shard in SHARDS:
         both(mesh, shard, adds)
         both(mesh, shard, replaces)
+
+
+def changed_parameters(mesh):
+    """Parameters that were cast or replaced after data_parallel are taken up, or an error says what is wrong."""
+
+    def replaces(model, x):
+        model(x)
+        model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+        model(x).square().mean().backward()
+
+    for shard in SHARDS:
+        both(mesh, shard, replaces)
+        want, model = tanh_net().float(), data_parallel(tanh_net(), mesh["dp"], shard, unit_bytes=0)
+        model(own_part(rows_of(), mesh["dp"])).square().mean().backward()
+        model.zero_grad()
+        model.float()
+        for m, x in ((want, rows_of().float()), (model, own_part(rows_of().float(), mesh["dp"]))):
+            m(x).square().mean().backward()
+        for p, q in zip(model.parameters(), want.parameters(), strict=True):
+            assert p.grad.dtype == torch.float32
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+        model = data_parallel(tanh_net(), mesh["dp"], shard, unit_bytes=0)
+        model[0].weight = nn.Parameter(torch.zeros(7, 4))
+        with pytest.raises(LayoutError, match="'weight' of shape .* replaced by a tensor that is not distributed"):
+            model(own_part(rows_of(), mesh["dp"]))
+        model = data_parallel(tanh_net(), mesh["dp"], shard, unit_bytes=0)
+        model[0].weight = nn.Parameter(distribute_tensor(torch.zeros(7, 4), mesh["tp"]))
+        with pytest.raises(LayoutError, match="'weight' of shape .* was replaced by one of shape"):
+            model(own_part(rows_of(), mesh["dp"]))
         if mesh["dp"].size() > 1:
             model = data_parallel(tanh_net(), mesh["dp"], shard, unit_bytes=0)
-            model(own_part(rows_of(), mesh["dp"]))
-            model.float()
-            with pytest.raises(LayoutError, match="became .*float32.* before data_parallel"):
-                model(own_part(rows_of().float(), mesh["dp"]))
-            model = data_parallel(tanh_net(), mesh["dp"], shard, unit_bytes=0)
+            loss = model(own_part(rows_of(), mesh["dp"])).square().mean()
             model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
-            with pytest.raises(LayoutError, match="'weight' of shape .* was replaced"):
-                model(own_part(rows_of(), mesh["dp"]))
+            with pytest.raises(AutogradError, match="between the forward and the backward pass"):
+                loss.backward()
+            with model.no_sync():
+                model(own_part(rows_of(), mesh["dp"])).square().mean().backward()
+            model.float()
+            with pytest.raises(LayoutError, match="gradients of it wait"):
+                model(own_part(rows_of().float(), mesh["dp"]))
+
+
+def batches_of_two_kinds(mesh):
+    """An evaluation on DTensors between the forward and the backward of a plain batch, and the other way round."""
+    for shard, typed in itertools.product(SHARDS, (False, True)):
+        want, model = tanh_net(), data_parallel(tanh_net(), mesh["dp"], shard, unit_bytes=0)
+        want(rows_of()).square().mean().backward()
+        loss = model(feed(rows_of(), mesh["dp"], typed)).square().mean()
+        with torch.no_grad():
+            model(feed(rows_of(1), mesh["dp"], not typed))
+        loss.backward()
+        for p, q in zip(model.parameters(), want.parameters(), strict=True):
+            same(p.grad, q.grad, f"{shard} {typed}")
 
 
 def fused_steps(mesh):
@@ -246,7 +290,10 @@ def sparse_gradients(mesh):
         same(model.weight.grad, want.weight.grad.to_dense(), shard)
 
 
-CHECKS = [freed_leaves, lent_parameters, written_through_data, fused_steps, odd_passes, second_order, sparse_gradients]
+CHECKS = [
+    freed_leaves, lent_parameters, written_through_data, changed_parameters, batches_of_two_kinds, fused_steps, odd_passes,
+    second_order, sparse_gradients,
+]  # fmt: skip
 ON_PROCESSES = [*CHECKS, slopes_inside, shared_by_reentrant_checkpoints]
 
 
@@ -260,4 +307,4 @@ def _on_ranks(rank, world_size):
 
 
 def test_processes():
-    run_ranks(_on_ranks, 2, timeout=110)
+    run_ranks(_on_ranks, 2)

@@ -237,7 +237,7 @@ def _on_ranks(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_processes(world_size):
-    run_ranks(_on_ranks, world_size, timeout=110)
+    run_ranks(_on_ranks, world_size)
 
 
 # -- on top of tensor parallelism --------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def _on_top(rank, world_size):
 
 
 def test_on_top_processes():
-    run_ranks(_on_top, 4, timeout=110)
+    run_ranks(_on_top, 4)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------

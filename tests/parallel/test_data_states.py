@@ -45,8 +45,8 @@ def test_a_step_leaves_every_object_as_it_was(shard):
     model = data_parallel(tanh_net(), mesh, shard, unit_bytes=0)
     seen = []
     unit = model._data_parallel.units[0]
-    unit.module.register_forward_pre_hook(lambda *_: seen.append(unit.use.now))
-    unit.module.register_forward_hook(
+    unit.modules[0].register_forward_pre_hook(lambda *_: seen.append(unit.use.now))
+    unit.modules[0].register_forward_hook(
         lambda module, args, out: (
             [v.register_hook(lambda grad: seen.append(unit.use.now)) for v in out.ranks[:1]] and None
         )

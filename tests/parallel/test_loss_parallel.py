@@ -81,6 +81,27 @@ def test_options_on_4_processes():
     run_ranks(on_ranks, 4, ["batch x classes", "classes, some ranks with none"])
 
 
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_each_rank_has_the_loss_of_its_samples(name, reduction):
+    """`loss.to_local()` is no share of a sum over the classes."""
+    shape, places, target_places = MESHES[name]
+    logits, targets, _ = case((BATCH, CLASSES))
+    mesh = simulate(shape)
+    with loss_parallel():
+        loss = F.cross_entropy(
+            distribute_tensor(logits, mesh, places),
+            distribute_tensor(targets, mesh, target_places),
+            reduction=reduction,
+        )
+    assert all(loss.placements[axis] == R for axis, place in enumerate(places) if place.is_shard(1))
+    want = F.cross_entropy(logits, targets, reduction=reduction)
+    if not any(place.is_shard(0) for place in places):
+        for local in loss.to_local().ranks:
+            torch.testing.assert_close(local, want)
+    torch.testing.assert_close(loss.full_tensor(), want)
+
+
 def on_two(rank, world_size):
     check_all(device_mesh((2,)), [Shard(1)], [R], every=5)
 

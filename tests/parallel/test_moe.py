@@ -121,7 +121,7 @@ def on_gloo_trips(rank, world_size):
 
 
 def test_round_trip_on_processes():
-    run_ranks(on_gloo_trips, 4, timeout=110)
+    run_ranks(on_gloo_trips, 4)
 
 
 def test_each_rank_holds_the_rows_of_its_experts():
@@ -321,7 +321,7 @@ def on_gloo_training(rank, world_size, shape, experts, capacity):
     "shape, experts, capacity", [((1, 2), 3, None), ((2, 2), 6, None), ((2, 2), 5, 1.0), ((1, 4), 3, None)]
 )
 def test_training_on_processes_equals_one_device(shape, experts, capacity):
-    run_ranks(on_gloo_training, shape[0] * shape[1], shape, experts, capacity, timeout=110)
+    run_ranks(on_gloo_training, shape[0] * shape[1], shape, experts, capacity)
 
 
 def test_the_example_is_short():

@@ -385,4 +385,4 @@ def with_both_libraries(rank, world_size, name):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_program(program, ranks):
-    run_ranks(with_both_libraries, ranks, program.__name__, timeout=40)
+    run_ranks(with_both_libraries, ranks, program.__name__)

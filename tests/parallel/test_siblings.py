@@ -305,7 +305,7 @@ def test_a_hook_sees_the_whole_gradient():
 
 @pytest.mark.parametrize("when", ["after", "kept after", "asked for"])
 def test_watching_too_late(when):
-    with pytest.raises(AutogradError, match=r"was gathered from parts for a module.* before its first use"):
+    with pytest.raises(AutogradError, match=r"the parts it was gathered from.* before its first use"):
         watched(simulate(2), when)
 
 

@@ -190,7 +190,7 @@ def on_ranks(rank, world_size):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_processes(ranks):
-    run_ranks(on_ranks, ranks, timeout=100)
+    run_ranks(on_ranks, ranks)
 
 
 def test_on_a_part_of_a_simulated_mesh():

@@ -299,7 +299,7 @@ def test_on_processes():
         on_ranks,
         4,
         ["gradient_scaling", "averaging", "groups", "activation_checkpointing", "parametrizing"],
-        timeout=100,
+        timeout=240,
     )
 
 

@@ -127,12 +127,12 @@ def test_use_is_of_one_thread():
     def other():
         shardwise.random.use("torch")
         started.set()
-        done.wait(10)
+        done.wait(120)
         found.append(shardwise.random.generator.stream())
 
     thread = threading.Thread(target=other)
     thread.start()
-    started.wait(10)
+    started.wait(120)
     torch.manual_seed(0)
     mine = numbers()
     with shardwise.random.use("philox"):

@@ -10,8 +10,6 @@ from shardwise.errors import MeshError
 from tests.sharded.common import chunks, grid, irregular, sharded, specs_for, values, whole
 from tests.workers import device_mesh, run_ranks
 
-TIME = 60
-
 
 def both_ways(rank, world):
     value = values(6, 5)
@@ -39,7 +37,7 @@ def both_ways(rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_both_ways(world):
-    assert all(run_ranks(both_ways, world, timeout=TIME))
+    assert all(run_ranks(both_ways, world))
 
 
 def no_copy(rank, world):
@@ -75,7 +73,7 @@ def no_copy(rank, world):
 
 
 def test_no_copy_where_tiles_agree():
-    assert all(run_ranks(no_copy, 4, timeout=TIME))
+    assert all(run_ranks(no_copy, 4))
 
 
 def placed(rank, world):
@@ -91,4 +89,4 @@ def placed(rank, world):
 
 
 def test_chosen_placements_and_refusals():
-    assert all(run_ranks(placed, 4, timeout=TIME))
+    assert all(run_ranks(placed, 4))

@@ -14,7 +14,6 @@ from shardwise.sharded.ops.lookup import Bags
 from tests.sharded.common import chunks, irregular, on_one, sharded, specs_for, values, whole
 from tests.workers import run_ranks
 
-TIME = 90
 ROWS, WIDTH = 9, 5
 
 
@@ -63,7 +62,7 @@ def embeddings(rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_embedding(world):
-    assert all(run_ranks(embeddings, world, timeout=TIME))
+    assert all(run_ranks(embeddings, world))
 
 
 def bags(rank, world):
@@ -89,7 +88,7 @@ def bags(rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_embedding_bag(world):
-    assert all(run_ranks(bags, world, timeout=TIME))
+    assert all(run_ranks(bags, world))
 
 
 @contextlib.contextmanager
@@ -147,7 +146,7 @@ def weights_get_gradients(flat, offsets, spec, where):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_bags_at_the_owners_or_here(world):
-    assert all(run_ranks(both_ways, world, timeout=TIME))
+    assert all(run_ranks(both_ways, world))
 
 
 def fewer_bytes(rank, world):
@@ -174,7 +173,7 @@ def fewer_bytes(rank, world):
 
 
 def test_bags_take_the_cheaper_way():
-    assert all(run_ranks(fewer_bytes, 2, timeout=TIME))
+    assert all(run_ranks(fewer_bytes, 2))
 
 
 def odd_bags(rank, world):
@@ -201,7 +200,7 @@ def odd_bags(rank, world):
 
 
 def test_odd_bags():
-    assert all(run_ranks(odd_bags, 2, timeout=TIME))
+    assert all(run_ranks(odd_bags, 2))
 
 
 def shortened(rank, world):
@@ -221,7 +220,7 @@ def shortened(rank, world):
 
 
 def test_max_norm():
-    assert all(run_ranks(shortened, 2, timeout=TIME))
+    assert all(run_ranks(shortened, 2))
 
 
 def modules(rank, world):
@@ -248,7 +247,7 @@ def modules(rank, world):
 
 
 def test_modules_and_sparse_gradients():
-    assert all(run_ranks(modules, 2, timeout=TIME))
+    assert all(run_ranks(modules, 2))
 
 
 def moved(rank, world):
@@ -268,7 +267,7 @@ def moved(rank, world):
 
 
 def test_fewest_bytes():
-    assert all(run_ranks(moved, 4, timeout=TIME))
+    assert all(run_ranks(moved, 4))
 
 
 def wrong(rank, world):
@@ -298,4 +297,4 @@ def wrong(rank, world):
 
 
 def test_what_is_refused():
-    assert all(run_ranks(wrong, 2, timeout=TIME))
+    assert all(run_ranks(wrong, 2))

@@ -23,5 +23,5 @@ def trained(rank, world, steps):
 
 def test_the_losses_are_those_of_one_process():
     want = example().reference(8)
-    for losses in run_ranks(trained, 4, 8, timeout=90):
+    for losses in run_ranks(trained, 4, 8):
         assert losses == pytest.approx(want, abs=1e-12)

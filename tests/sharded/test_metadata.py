@@ -159,7 +159,7 @@ def test_printing_ten_thousand_tiles_is_short_and_quick():
     tiles = ChunkShardingSpec(0, places(range(4)) * 2500).build_metadata(torch.Size([20000, 8]), TensorProperties())
     start = time.process_time()
     text = repr(tiles)
-    assert time.process_time() - start < 0.05 and len(text) < 20_000 and "9936 more" in text
+    assert time.process_time() - start < 0.2 and len(text) < 20_000 and "9936 more" in text
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -13,8 +13,6 @@ from shardwise import sharded as S
 from tests.sharded.common import chunks, grid, irregular, values, whole
 from tests.workers import run_ranks
 
-TIME = 90
-
 
 class Net(nn.Module):
     """Two linears; the second's weight is tied to `head`."""
@@ -62,7 +60,7 @@ def scattered(rank, world):
 
 
 def test_scatter():
-    assert all(run_ranks(scattered, 2, timeout=TIME))
+    assert all(run_ranks(scattered, 2))
 
 
 class Halver(S.Sharder):
@@ -126,7 +124,7 @@ def planned(rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_plans(world):
-    assert all(run_ranks(planned, world, timeout=TIME))
+    assert all(run_ranks(planned, world))
 
 
 def bad_plans(rank, world):
@@ -172,7 +170,7 @@ def bad_plans(rank, world):
 
 
 def test_bad_plans_are_named_and_change_nothing():
-    assert all(run_ranks(bad_plans, 2, timeout=TIME))
+    assert all(run_ranks(bad_plans, 2))
 
 
 def in_subgroup(rank, world):
@@ -186,7 +184,7 @@ def in_subgroup(rank, world):
 
 
 def test_a_module_on_a_subgroup():
-    assert all(run_ranks(in_subgroup, 4, timeout=TIME))
+    assert all(run_ranks(in_subgroup, 4))
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
@@ -263,7 +261,7 @@ def optimized(rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_optimizers(world):
-    assert all(run_ranks(optimized, world, timeout=TIME))
+    assert all(run_ranks(optimized, world))
 
 
 def resumed(rank, world):
@@ -298,4 +296,4 @@ def resumed(rank, world):
 
 
 def test_optimizer_state_moves_with_the_tiles():
-    assert all(run_ranks(resumed, 2, timeout=TIME))
+    assert all(run_ranks(resumed, 2))

@@ -11,8 +11,6 @@ from shardwise import sharded as S
 from tests.sharded.common import chunks, irregular, sharded, values, whole
 from tests.workers import run_ranks
 
-TIME = 60
-
 
 def orders(rank, world):
     """Shards in any order: values are found by their metadata; chunks are listed one after the other."""
@@ -43,7 +41,7 @@ def orders(rank, world):
 
 
 def test_shards_in_any_order():
-    assert all(run_ranks(orders, 2, timeout=TIME))
+    assert all(run_ranks(orders, 2))
 
 
 def refused(rank, world):
@@ -91,7 +89,7 @@ def refused(rank, world):
 
 
 def test_refusals_of_torch():
-    assert all(run_ranks(refused, 2, timeout=TIME))
+    assert all(run_ranks(refused, 2))
 
 
 def places_of_all_kinds(rank, world):
@@ -116,7 +114,7 @@ def places_of_all_kinds(rank, world):
 
 
 def test_devices_of_all_kinds():
-    assert all(run_ranks(places_of_all_kinds, 2, timeout=TIME))
+    assert all(run_ranks(places_of_all_kinds, 2))
 
 
 def memory(rank, world):
@@ -133,4 +131,4 @@ def memory(rank, world):
 
 
 def test_memory():
-    assert all(run_ranks(memory, 2, timeout=TIME))
+    assert all(run_ranks(memory, 2))

@@ -15,8 +15,6 @@ from shardwise.sharded.tiles import plan_between
 from tests.sharded.common import chunks, irregular, on_one, sharded, specs_for, values, whole
 from tests.workers import run_ranks
 
-TIME = 90
-
 
 def all_pairs(rank, world, size):
     value = values(*size)
@@ -37,7 +35,7 @@ def all_pairs(rank, world, size):
 
 @pytest.mark.parametrize("world,size", [(2, (5, 3)), (4, (6, 5)), (4, (3,)), (2, (0, 4)), (2, (2, 3, 4))])
 def test_all_pairs(world, size):
-    assert all(run_ranks(all_pairs, world, size, timeout=TIME))
+    assert all(run_ranks(all_pairs, world, size))
 
 
 def with_gradients(rank, world):
@@ -57,7 +55,7 @@ def with_gradients(rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradients(world):
-    assert all(run_ranks(with_gradients, world, timeout=TIME))
+    assert all(run_ranks(with_gradients, world))
 
 
 def by_collective(rank, world):
@@ -69,7 +67,7 @@ def by_collective(rank, world):
 
 
 def test_by_one_collective():
-    assert all(run_ranks(by_collective, 4, timeout=TIME))
+    assert all(run_ranks(by_collective, 4))
 
 
 def odd_memory(rank, world):
@@ -102,7 +100,7 @@ def chunk_of(rank, ranks):
 
 
 def test_odd_memory():
-    assert all(run_ranks(odd_memory, 2, timeout=TIME))
+    assert all(run_ranks(odd_memory, 2))
 
 
 def second_order(rank, world):
@@ -116,7 +114,7 @@ def second_order(rank, world):
 
 
 def test_second_derivatives():
-    assert all(run_ranks(second_order, 2, timeout=TIME))
+    assert all(run_ranks(second_order, 2))
 
 
 def parameters(rank, world):
@@ -132,7 +130,7 @@ def parameters(rank, world):
 
 
 def test_parameters_stay_leaves():
-    assert all(run_ranks(parameters, 4, timeout=TIME))
+    assert all(run_ranks(parameters, 4))
 
 
 def dtypes(rank, world):
@@ -149,7 +147,7 @@ def dtypes(rank, world):
 
 
 def test_dtypes_and_no_ops():
-    assert all(run_ranks(dtypes, 2, timeout=TIME))
+    assert all(run_ranks(dtypes, 2))
 
 
 def gather_dtypes(rank, world):
@@ -176,4 +174,4 @@ def gather_dtypes(rank, world):
 
 
 def test_gather_in_a_dtype():
-    assert all(run_ranks(gather_dtypes, 2, timeout=TIME))
+    assert all(run_ranks(gather_dtypes, 2))

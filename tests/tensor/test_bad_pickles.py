@@ -239,10 +239,10 @@ def test_meshes():
 
 
 def test_a_few_bytes_cannot_ask_for_millions_of_ranks():
-    begun = time.perf_counter()
+    begun = time.process_time()
     with pytest.raises(MeshError, match="has 4000000 ranks, and at most 262144 can be simulated"):
         MESH.__reduce__()[0]((2000, 2000), ("a", "b"), (0, 1), "cpu")
-    assert time.perf_counter() - begun < 1
+    assert time.process_time() - begun < 1
 
 
 def broken_sharded(rank, world_size):

@@ -34,5 +34,5 @@ print("equal")
 )
 def test_compiled_equals_eager(before, loaded):
     program = PROGRAM.format(before=before, loaded=loaded)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == "equal", done.stderr

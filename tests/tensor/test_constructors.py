@@ -331,6 +331,37 @@ def factories(mesh):
                         assert tuple(local.shape) == made.layout.local_shape_at(coords), where
 
 
+def memory_for_parts(mesh):
+    """A tensor without values, or of zeros, may be Partial; one made like a Partial tensor is, until it is written."""
+    value = x(5, 3)
+    for op in ("sum", "avg", "max", "min", "product"):
+        places = [Partial(op), *[Shard(0)] * (mesh.ndim - 1)]
+        made = shardwise.empty(5, 3, dtype=value.dtype, device_mesh=mesh, placements=places)
+        assert made.placements == tuple(places)
+        zeros = shardwise.zeros(5, 3, dtype=value.dtype, device_mesh=mesh, placements=places)
+        assert zeros.placements == tuple(places)
+        same(zeros, torch.zeros_like(value))
+        for like in (made, laid_out(value, mesh, places), torch.empty_like(made)):
+            other = torch.empty_like(like)
+            assert other.placements == tuple(places) and other.shape == value.shape
+            same(other.copy_(distribute_tensor(value, mesh)), value, op)
+            same(torch.empty_like(like).fill_(2), torch.full_like(value, 2), op)
+        nowhere = torch.empty_like(made, device="meta")
+        assert nowhere.device.type == "meta" and nowhere.placements == tuple(places)
+        assert torch.empty_like(made, dtype=torch.int32).dtype == torch.int32
+
+
+def emptied_modules_keep_their_layouts(mesh):
+    places = [Partial(), *[Shard(0)] * (mesh.ndim - 1)]
+    for device in ("cpu", "meta"):
+        module = torch.nn.Linear(3, 5, bias=False)
+        module.weight = torch.nn.Parameter(laid_out(x(5, 3), mesh, places))
+        for to in (device, "cpu"):
+            module.to_empty(device=to)
+            assert module.weight.placements == tuple(places) and module.weight.device.type == to
+            assert module.weight.requires_grad and all(v.device.type == to for v in locals_of(module.weight))
+
+
 def factory_arguments(mesh):
     places = on_one_axis(mesh, Shard(0))
     for make in (shardwise.zeros, shardwise.ones, shardwise.empty, shardwise.rand, shardwise.randn):
@@ -405,6 +436,6 @@ CHECKS = [
     from_local_default_is_replicate, from_local_assume_even, from_local_is_differentiable, from_local_grad_placements,
     to_local_is_the_local_tensor, to_local_is_differentiable, from_local_meets_others, to_local_grad_placements, redistribute_everywhere,
     redistribute_to_the_same_is_self, redistribute_with_dtypes, full_tensor_is_differentiable, full_tensor_grad_placements,
-    factories, factory_arguments, new_ones_of_its_own_size, what_torch_calls_it, random_factories_advance_the_stream,
+    factories, memory_for_parts, emptied_modules_keep_their_layouts, factory_arguments, new_ones_of_its_own_size, what_torch_calls_it, random_factories_advance_the_stream,
 ]  # fmt: skip
 test_simulated, test_processes = checked_on(__name__, CHECKS)

@@ -6,7 +6,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import DTensor, Partial, Shard, distribute_tensor
-from tests.tensor.common import R, checked_on, on_one_axis, same, x
+from tests.tensor.common import Double, R, checked_on, on_one_axis, same, x
 
 WEIGHT = x(3, seed=5)
 REDUCED = {
@@ -15,16 +15,6 @@ REDUCED = {
     "min": lambda rows: rows.amin(0),
     "product": lambda rows: rows.prod(0),
 }
-
-
-class Twice(Function):
-    @staticmethod
-    def forward(ctx, t):
-        return t * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
 
 
 class Swapped(Function):
@@ -84,7 +74,7 @@ def pairs(mesh):
 
 def functions(mesh):
     for op, plain, of_rows, leaf, pending in pairs(mesh):
-        for function in (Twice, Swapped, Squared):
+        for function in (Double, Swapped, Squared):
             plain.grad = leaf.grad = None
             for t, reduce in ((plain, of_rows), (leaf, pending)):
                 out = function.apply(reduce(t))
@@ -218,7 +208,7 @@ def products_of_cut_dims(mesh):
                 hidden = reduce(t)
                 hidden.retain_grad()
                 hidden.register_hook(lambda g: torch.ones_like(g))
-                Twice.apply(hidden).pow(2).sum().backward()
+                Double.apply(hidden).pow(2).sum().backward()
                 t.seen = hidden.grad
             same(leaf.seen, plain.seen, str(places))
             same(leaf.grad, plain.grad, str(places))

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise import DTensor, LayoutError, RankTensor, Replicate, Shard, distribute_tensor, simulate
 from shardwise.experimental import local_map
+from shardwise.testing.seeding import database_samples
 
 DIFFERENT = "simulated ranks all write into"
 WORLD = simulate((2, 2), axis_names=("dp", "tp"))
@@ -38,7 +39,7 @@ def found_samples():
     for op in op_db:
         if torch.float32 not in op.supported_dtypes("cpu") or op.name == "normal":  # each rank draws its own
             continue
-        for sample in islice(op.sample_inputs("cpu", torch.float32), 4):
+        for sample in islice(database_samples(op, "cpu", torch.float32), 4):
             tensors = [t for t in tree_flatten((sample.args, sample.kwargs))[0] if isinstance(t, torch.Tensor)]
             if tensors and all(type(t) is torch.Tensor and t.layout is torch.strided for t in (sample.input, *tensors)):
                 yield op, sample

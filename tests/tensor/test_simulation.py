@@ -43,8 +43,9 @@ def test_sub_mesh():
     assert [v.shape[0] for v in laid.to_local().ranks] == [2, 2, 1] * 2
     other = distribute_tensor(x(4, 5), tp, [Shard(0)])
     same(laid @ other, value @ x(4, 5))
+    same(laid + distribute_tensor(value, mesh), value * 2)
     with pytest.raises(MeshError, match="different meshes"):
-        laid + distribute_tensor(value, mesh)
+        laid + distribute_tensor(value, mesh, [Shard(0), Replicate()])
     with pytest.raises(KeyError, match="^mesh axis 0 is not one of"):
         mesh[0]
     with pytest.raises(MeshError, match="mesh axis 'pp' is not one of"):

@@ -359,4 +359,4 @@ test_simulated, _ = checked_on(__name__, CHECKS, simulated=[(3,), (2, 2)])
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
 def test_processes(check):
-    run_ranks(_on_ranks, 2, __name__, [check.__name__], (2,), timeout=180)
+    run_ranks(_on_ranks, 2, __name__, [check.__name__], (2,))

@@ -88,7 +88,8 @@ def unclear(function, *args, **kwargs):
 
 
 @pytest.mark.parametrize("function", public())
-def test_wrong_arguments(function):
+def test_wrong_arguments(function, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some of them write files
     found = {}
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")

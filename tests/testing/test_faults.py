@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardwise.testing.fault_kinds import Kind, kinds
-from shardwise.testing.faults import inject, table
+from shardwise.testing.faults.kinds import Kind, kinds
+from shardwise.testing.faults.run import inject, table
 
 SOME = (
     "a rank raises in forward", "a rank is killed in backward", "a rank has no memory in an async move",
@@ -13,7 +13,7 @@ SOME = (
 )  # fmt: skip
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_some_end_right():
     wanted = [kind for kind in kinds() if kind.name in SOME]
     assert len(wanted) == len(SOME)

@@ -8,6 +8,278 @@ from shardwise.testing.fuzz.judge import INEXACT, NO_ERROR, OTHER_ERROR, RAISED,
 
 FOUND = """
 # mesh (2,)
+x1 = tensor((3,), seed=907, grad=True, at=[Shard(dim=0)])
+y1 = torch.quantile(x1, 0.3, dim=0)
+y1.register_hook(doubled)
+g1 = grads(weigh(y1), [x1])
+
+# mesh (2,)
+x1 = tensor((1, 2, 1), seed=555, at=[Replicate()])
+y1 = F.conv_transpose1d(x1.permute(0, 2, 1), tensor((1, 1, 1), seed=8, at=[Replicate()]))
+y2 = F.conv1d(x1.permute(0, 2, 1), tensor((2, 1, 1), seed=9, at=[Replicate()]))
+
+# mesh (2,)
+x1 = tensor((3, 2), seed=8, grad=True, at=[Shard(dim=0)])
+y1 = checkpoint(torch.tanh, x1, use_reentrant=False)
+with torch.no_grad(): x1.mul_(2)
+g1 = grads(weigh(y1), [x1])
+
+# mesh (2,)
+x1 = tensor((0, 17), seed=24, grad=True, at=[Replicate()])
+y1 = checkpoint(torch.atan, x1, use_reentrant=False)
+g1 = grads(weigh(y1), [x1])
+
+# mesh (2,)
+x1 = tensor((3, 2), torch.complex128, seed=8, at=[Partial("product")])
+y1 = x1.real
+y1.mul_(2)
+
+# mesh (2,)
+x1 = tensor((3, 2), torch.complex128, seed=8, at=[Partial("product")])
+y1 = torch.view_as_real(x1)
+y1[1].mul_(3)
+
+# mesh (2,)
+x1 = tensor((4, 6, 2), seed=8, at=[Shard(dim=2)])
+y1 = torch.view_as_complex(x1)
+y1.mul_(2j)
+
+# mesh (2,)
+x1 = tensor((6, 4), seed=8, at=[Shard(dim=0)])
+y1 = x1[2]
+y2 = x1[:, 1]
+torch._foreach_add_([y1, y2, x1], [1.0, 2.0, 3.0])
+
+# mesh (2,)
+x1 = tensor((6, 4), seed=8, at=[Shard(dim=0)])
+x2 = tensor((4,), seed=9, at=[Shard(dim=0)])
+y1, y2 = x1[2], x1[3]
+torch._foreach_copy_([y1, y2], [x2, y1])
+
+# mesh (2,)
+x1 = tensor((4, 3), seed=8, at=[Shard(dim=0)])
+x2 = tensor((1,), seed=9, grad=True, at=[Replicate()])
+with torch.no_grad(): torch.sum(x1, 0, out=x2)
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, grad=True, at=[Shard(dim=1)])
+y1 = x1 * 1
+y2, y3, y4, y5 = y1.unbind(0)
+y1.mul_(2)
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, grad=True, at=[Shard(dim=0)])
+y1 = x1 * 1
+y2 = y1[0]
+y1.t_()
+y2.zero_()
+g1 = grads(weigh(y1 * 1), [x1])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+y1 = x1[1]
+x1.transpose_(0, 1)
+x1.mul_(2)
+y2 = y1 * 1
+y1.mul_(3)
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+y1 = x1[0]
+y2 = y1[1:]
+y1.unsqueeze_(0)
+y1.mul_(3)
+x1.add_(1)
+y2.mul_(2)
+
+# mesh (3,)
+x1 = tensor((1, 6), seed=8, at=[Shard(dim=0)])
+y1 = x1[0]
+x1.squeeze_(0)
+y1.mul_(3)
+x1.add_(1)
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+y1 = x1[0]
+x1.as_strided_((2, 2), (1, 4))
+y1.mul_(2)
+
+# mesh (2,)
+x1 = tensor((6, 4), seed=8, at=[Shard(dim=0)])
+y1 = x1.T
+y2 = x1[0]
+x1.resize_(3, 5)
+x1.mul_(2)
+y2.mul_(3)
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+y1 = x1[0]
+x1.data = tensor((3,), seed=9, at=[Shard(dim=0)])
+y1.mul_(2)
+x1.mul_(5)
+
+# mesh (2,)
+x1 = tensor((4, 3), seed=8, at=[Shard(dim=0)])
+x2 = tensor((5, 3), seed=9, at=[Shard(dim=0)])
+y1 = x2[1]
+torch.add(x1, x1, out=x2)
+y2 = y1 * 1
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, grad=True, at=[Shard(dim=1)])
+y1 = x1 * 1
+y2 = y1[0]
+y2.register_hook(doubled)
+y3 = y2 * 3
+y2.mul_(2)
+g1 = grads(weigh(y1, y2, y3), [x1])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, grad=True, at=[Shard(dim=0)])
+y1 = x1 * 1
+y2 = y1[0]
+y2.register_hook(doubled)
+with torch.no_grad(): y2.mul_(2)
+g1 = grads(weigh(y1, y2), [x1])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, grad=True, at=[Shard(dim=1)])
+y1, y2 = (x1 * 1).split(2)
+y1.mul_(2)
+
+# mesh (2,)
+x1 = tensor((2, 4), seed=8, grad=True, at=[Shard(dim=0)])
+y1, y2 = (x1 * 1).unbind(0)
+y2.view(4).mul_(2)
+
+# mesh (2,)
+x1 = tensor((2, 4), seed=8, at=[Shard(dim=0)])
+y1 = x1.put_(tensor((2,), torch.int32, seed=3, at=[Replicate()]), tensor((2,), seed=4, at=[Replicate()]))
+
+# mesh (2,)
+x1 = tensor((4, 3), seed=8, at=[Shard(dim=0)])
+x2 = tensor((3,), seed=9, grad=True, at=[Replicate()])
+y1 = F.batch_norm(x1, x2, x2 * x2 + 1, training=True)
+
+# mesh (2,)
+x1 = tensor((5,), seed=8, at=[Shard(dim=0)])
+y1 = x1.masked_scatter(x1 == x1, tensor((2,), seed=4, at=[Replicate()]))
+
+# mesh (2,)
+x1 = tensor((1, 1, 1), seed=533, grad=True, at=[Replicate()])
+x2 = tensor((0,), torch.int64, seed=528, at=[Replicate()])
+x1.index_copy_(-1, x2, x1)
+
+# mesh (2,)
+x1 = tensor((1, 0, 2), seed=602, at=[Shard(dim=2)])
+y1 = F.interpolate(x1, size=3, mode="linear")
+
+# mesh (2,)
+x1 = tensor((1, 1, 1), torch.float64, seed=969, at=[Shard(dim=1)])
+y1 = x1[:, 0]
+x2 = tensor((1, 1), torch.float64, seed=5, grad=True, at=[Replicate()])
+y1.copy_(x2)
+g1 = grads(weigh(x1, y1), [x1])
+
+# mesh (2,)
+x1 = tensor((10, 5), seed=827, grad=True, at=[Replicate()])
+x2 = tensor((10, 5), seed=829, at=[Partial("product")])
+y1 = x2.eq_(x1)
+
+# mesh (2,)
+x1 = tensor((0, 6, 3), seed=8, grad=True, at=[Shard(dim=0)])
+y1 = F.local_response_norm(x1, 2)
+
+# mesh (3,)
+x1 = tensor((2, 3, 4, 4), seed=8, grad=True, at=[Shard(dim=0)])
+g1 = second(weigh(F.scaled_dot_product_attention(x1, x1, x1)), [x1])
+
+# mesh (2,)
+x1 = tensor((5, 5, 5), seed=3, at=[Replicate()])
+y1 = x1[:, 4]
+y1.normal_()
+
+# mesh (4,)
+x1 = tensor((1, 6, 1), seed=127, grad=True, at=[Replicate()])
+x2 = tensor((2, 6, 1), seed=47, grad=True, at=[Shard(dim=0, sizes=(0, 0, 1, 1))])
+g1 = second(weigh(F.conv1d(x1, x2)), [x1, x2])
+
+# mesh (3,)
+x1 = tensor((4,), seed=618, grad=True, at=[Shard(dim=0, sizes=(0, 2, 2))])
+x2 = tensor((5,), torch.int64, seed=566, at=[Replicate()])
+g1 = second(weigh(x1[x2 % 4] ** 3), [x1])
+
+# mesh (2,)
+x1 = tensor((2, 3, 8), seed=6, grad=True, at=[Shard(dim=0, sizes=(0, 2))])
+g1 = grads(weigh(F.avg_pool1d(x1, 2)), [x1], True)
+
+# mesh (2,)
+x1 = tensor((4, 2), seed=817, grad=True, at=[Shard(dim=1)])
+y1 = x1 * 2
+y1.register_hook(clamped)
+g1 = grads(weigh(y1, y1), [x1, y1])
+
+# mesh (2,)
+x1 = tensor((1, 1), seed=225, grad=True, at=[Partial("sum")])
+x1.register_hook(doubled)
+backward_passes(weigh(x1), 2)
+
+# mesh (2,)
+x1 = tensor((2, 6, 3), seed=8, grad=True, at=[Shard(dim=2)])
+y1, y2, y3 = torch.native_group_norm(x1, None, None, 2, 6, 3, 2, 1e-5)
+g1 = grads(weigh(y1, y3), [x1])
+g2 = grads(weigh(y1, y2, y3), [x1])
+
+# mesh (2,)
+x1 = tensor((0,), seed=8, grad=True, at=[Replicate()])
+x2 = tensor((2, 3), seed=9, at=[Replicate()])
+y1 = torch.cat([x1, x2])
+
+# mesh (2,)
+x1 = tensor((1, 6, 3), torch.int64, seed=8, at=[Shard(dim=0, sizes=(0, 1))])
+y1 = F.local_response_norm(x1, 2)
+
+# mesh (2,)
+x1 = tensor((3, 2, 1), seed=8, at=[Replicate()])
+y1 = torch.fft.fft(x1, dim=0)
+y2 = torch.tanh(x1.T)
+y3 = x1.unfold(0, 1, 1) + 1
+
+# mesh (2,)
+x1 = tensor((1,), seed=4, grad=True, at=[Shard(dim=0)])
+g1 = grads(torch.view_as_real(x1 + 0j).sum(), [x1])
+
+# mesh (2,)
+x1 = tensor((2, 2, 3), seed=4, at=[Replicate()])
+x2 = tensor((2, 1, 1), seed=5, at=[Replicate()])
+y1 = F.conv_transpose1d(x1.new_full((2, 2, 3), 0.5, device="cpu"), x2)
+
+# mesh (2,)
+x1 = tensor((3, 4), seed=4, at=[Shard(dim=0)])
+y1 = torch.rrelu(x1.T, 0.1, 0.3, True)
+y2 = torch.isin(x1.T, x1)
+y3 = torch.roll(x1.T, 1, 0)
+
+# mesh (2,)
+x1 = tensor((3, 4), seed=4, grad=True, at=[Shard(dim=0)])
+y1 = torch.sigmoid(x1)
+y1.t_()
+g1 = grads(weigh(y1), [x1])
+
+# mesh (2,)
+x1 = tensor((3, 0), seed=4, at=[Shard(dim=0)])
+y1 = F.cross_entropy(x1, torch.softmax(x1, 1), label_smoothing=0.1)
+y2, y3, y4 = torch.native_layer_norm(x1, [0], None, None, 1e-5)
+y5 = torch.func.jacfwd(torch.sin)(x1)
+
+# mesh (2,)
+x1 = tensor((6, 3), seed=4, grad=True, at=[Shard(dim=0)])
+y1, y2 = torch.var_mean(x1, 0)
+g1 = grads(weigh(y1), [y2])
+
+# mesh (2,)
 x1 = tensor((1, 0, 1), seed=141, at=[Replicate()])
 y1 = F.group_norm(x1, 1)
 
@@ -124,6 +396,52 @@ x1 = tensor((3,), seed=440, grad=True, at=[Shard(0)])
 x2 = tensor((2,), seed=440, at=[Shard(0)])
 y1 = x1 * 2
 y1.resize_as_(x2)
+
+# mesh (2,)
+x1 = tensor((1, 0, 1), seed=983, at=[Shard(dim=1)])
+y1 = F.scaled_dot_product_attention(x1 + 2, x1, x1 + 2)
+x2 = tensor((0, 1, 1), seed=323, at=[Shard(dim=1)])
+y2 = F.scaled_dot_product_attention(x2, x2, x2, is_causal=True)
+
+# mesh (2,)
+x1 = tensor((1, 1, 1, 3), seed=180, at=[Replicate()]).to(memory_format=torch.channels_last)
+y1 = F.rms_norm(x1, (3,), tensor((3,), seed=187, at=[Replicate()]))
+
+# mesh (2,)
+x1 = tensor((5, 1), seed=70, grad=True, at=[Replicate()])
+with torch.no_grad(): x1[3:3] *= 2
+
+# mesh (2,)
+x1 = tensor((5, 4), seed=70, grad=True, at=[Partial("max")])
+y1 = torch.tile(x1, (2,))
+y2 = torch.masked_scatter(y1, tensor((5, 8), torch.bool, seed=469, at=[Replicate()]), y1)
+y1.unsqueeze_(0)
+backward_passes(weigh(y2), 2)
+
+# mesh (2,)
+x1 = tensor((3, 1), seed=287, at=[Replicate()])
+x2 = tensor((3, 2), seed=488, grad=True, at=[Shard(dim=0)])
+y1 = torch.tensordot(x1, x2, 2)
+with torch.no_grad(): x1.relu_()
+g1 = grads(weigh(y1), [x2])
+
+# mesh (2,)
+x1 = tensor((3,), seed=287, grad=True, at=[Partial("sum")])
+y1 = F.elu(x1 * 1, inplace=True)
+y1.sub_(x1, alpha=2)
+g1 = grads(weigh(y1), [x1])
+
+# mesh (2,)
+x1 = tensor((4, 2, 3), seed=845, grad=True, at=[Shard(dim=1, sizes=(0, 2))])
+y1 = x1[1:]
+with torch.no_grad(): x1.mul_(2)
+g1 = second(weigh(y1.std()), [x1])
+
+# mesh (2,)
+x1 = tensor((2, 4, 3), seed=221, grad=True, at=[Shard(dim=2)])
+y1 = x1.std(2)
+with torch.no_grad(): y1[0] = 0
+g1 = grads(weigh(y1), [x1])
 """
 
 

@@ -199,9 +199,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         work, comm, saved = ctx.work, ctx.work.comm, iter(ctx.saved_tensors)
         values = [[next(saved) for _ in range(count)] for count in ctx.counts]
-        *operands, out, lse = map(comm.assemble, ctx.structures, values)
         if torch.is_grad_enabled():
-            return None, *_differentiable_gradients(ctx, operands, [v for some in values[:-2] for v in some], grads)
+            return None, *_differentiable_gradients(ctx, values[:-2], grads)
+        *operands, out, lse = map(comm.assemble, ctx.structures, values)
         with recording_to(ctx.recorders):
             back = work.backward(comm.assemble(ctx.structures[-2], grads), operands, out, lse, ctx.note)
         found: list[torch.Tensor | None] = []
@@ -211,11 +211,16 @@ class _Attention(torch.autograd.Function):
 
 
 def _differentiable_gradients(
-    ctx: Any, operands: Sequence[Local], values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ctx: Any, values: Sequence[Sequence[torch.Tensor]], grads: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
     """The gradients as functions of operands and incoming gradients: the output is made again, in parts."""
+    comm = ctx.work.comm
+    # of each operand its own view: one tensor may be query, key and value, and each of them has its own gradient
+    apart = [[value.view_as(value) for value in some] for some in values]
     with recording_to(ctx.recorders):
-        outs = ctx.work.comm.pick(ctx.structures[-2], ctx.work.by_definition(operands, ctx.note))
-        wanted = [value for value in values if value.requires_grad]
+        operands = list(map(comm.assemble, ctx.structures, apart))
+        outs = comm.pick(ctx.structures[-2], ctx.work.by_definition(operands, ctx.note))
+        flat = [value for some in apart for value in some]
+        wanted = [value for value in flat if value.requires_grad]
         found = iter(torch.autograd.grad(outs, wanted, grads, create_graph=True, materialize_grads=True))
-    return [next(found) if value.requires_grad else None for value in values]
+    return [next(found) if value.requires_grad else None for value in flat]

@@ -12,6 +12,7 @@ from shardwise.autograd.gradients import as_gradient, check_is_told, distributed
 from shardwise.autograd.leaves import leaf_local, leaf_values
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program
+from shardwise.engine.aliasing import COPIES, became
 from shardwise.engine.reduce_to_parts import before_watching
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout
@@ -130,6 +131,9 @@ def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
     if value._layout.mesh is not tensor._layout.mesh:
         raise MeshError(f"data: on {value._layout.mesh!r}, the tensor on {tensor._layout.mesh!r}")
     comm, local = tensor._layout.mesh.comm, leaf_local(tensor)
+    if COPIES:  # copied views of what it was go on with that
+        before = wrap(comm.rebuild(local, [v.detach() for v in comm.values(local)]), tensor._layout, tensor._offset)
+        became(tensor, before, None)
     if comm.structure(local) != comm.structure(value._local):
         flag = tensor.requires_grad
         tensor._local = comm.rebuild(value._local, [v.detach().requires_grad_(flag) for v in comm.values(value._local)])

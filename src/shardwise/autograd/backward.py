@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node, get_gradient_edge
 
 from shardwise.autograd.gradients import (
     as_gradient,
@@ -69,7 +70,21 @@ def grad(
     with relaxed():
         found = once(*seeds) if size is None else vmap_with_nones(once)(*seeds)
     parts = iter(found)
-    return tuple(_gathered_up(t, [next(parts) for _ in group], size) for t, group in zip(inputs, groups, strict=True))
+    taken = [[next(parts) for _ in group] for group in groups]
+    if create_graph:
+        taken = list(map(_recorded_alike, groups, taken))
+    return tuple(_gathered_up(*one, size) for one in zip(inputs, groups, taken, strict=True))
+
+
+def _recorded_alike(values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The gradients of simulated ranks, all of them recorded if one is: torch drops the graph of some empty ones. A
+    process knows its own gradient only, so there such a rank still differs from the others."""
+    if not any(grad is not None and grad.requires_grad for grad in grads):
+        return list(grads)
+    return [
+        grad + 0 * value if grad is not None and not grad.numel() and grad.shape == value.shape else grad
+        for value, grad in zip(values, grads, strict=True)
+    ]
 
 
 def _batch_size(grads: Sequence[torch.Tensor | None]) -> int:
@@ -94,18 +109,57 @@ def _watched(inputs: Sequence[torch.Tensor], what: str) -> list[tuple[torch.Tens
         if isinstance(tensor, Wrapper) and not first_leaf(tensor).is_leaf:
             check_is_told(tensor._layout, what)
     values = lambda x: tuple(unique(x.ranks)) if isinstance(x, RankTensor) else (x,)  # noqa: E731
-    return [leaf_values(tensor) if isinstance(tensor, Wrapper) else values(tensor) for tensor in inputs]
+    found = [leaf_values(tensor) if isinstance(tensor, Wrapper) else values(tensor) for tensor in inputs]
+    if not any(map(_is_hooked, inputs)):
+        return found
+    nodes = {_node_of(group[0]) for group in found}
+    return [
+        tensor._layout.mesh.comm.values(tensor._local)  # type: ignore[attr-defined]
+        if _is_hooked(tensor) and _leads_to(_node_of(group[0]), nodes)
+        else group
+        for tensor, group in zip(inputs, found, strict=True)
+    ]
 
 
-def _gathered_up(tensor: torch.Tensor, grads: list[torch.Tensor], batch: int | None) -> torch.Tensor | None:
-    """The gradient of an input, from those of its plain tensors."""
-    if isinstance(tensor, RankTensor) and grads[0] is not None:
-        found = dict(zip(map(id, unique(tensor.ranks)), grads, strict=True))
-        return RankTensor([found[id(value)] for value in tensor.ranks])
-    if not isinstance(tensor, Wrapper) or grads[0] is None:
+def _is_hooked(tensor: torch.Tensor) -> bool:
+    """Whether ops use the tensor behind a node at which hooks see its gradient. A gradient that somebody wants to see
+    is, in torch, the one that the hooks return; but if the pass goes on from there to another input, it is the one that
+    they were given."""
+    return isinstance(tensor, Wrapper) and leaf_local(tensor) is not tensor._local
+
+
+def _node_of(value: torch.Tensor) -> Node | None:
+    return get_gradient_edge(value).node if value.requires_grad else None
+
+
+def _leads_to(node: Node | None, wanted: Collection[Node | None]) -> bool:
+    """Whether a backward pass goes on from a node to one of these."""
+    seen, queue = set[Node](), [node]
+    while queue:
+        here = queue.pop()
+        if here is None or here in seen:
+            continue
+        if here in wanted and here is not node:
+            return True
+        seen.add(here)
+        queue += [after for after, _ in here.next_functions]
+    return False
+
+
+def _gathered_up(
+    tensor: torch.Tensor, group: tuple[torch.Tensor, ...], grads: list[torch.Tensor | None], batch: int | None
+) -> torch.Tensor | None:
+    """The gradient of an input, from those of its plain tensors, the `group`. On some simulated ranks there may be
+    none: it is zero."""
+    if not isinstance(tensor, (RankTensor, Wrapper)) or all(grad is None for grad in grads):
         return grads[0]
+    zeros = lambda value: value.new_zeros(value.shape if batch is None else (batch, *value.shape))  # noqa: E731
+    full = [zeros(value) if grad is None else grad for value, grad in zip(group, grads, strict=True)]
+    if isinstance(tensor, RankTensor):
+        found = dict(zip(map(id, unique(tensor.ranks)), full, strict=True))
+        return RankTensor([found[id(value)] for value in tensor.ranks])
     layout = tensor._layout if batch is None else with_batch_dim(tensor._layout, batch)
-    return as_gradient(layout, tensor._layout.mesh.comm.rebuild(leaf_local(tensor), grads))
+    return as_gradient(layout, tensor._layout.mesh.comm.rebuild(leaf_local(tensor), full))
 
 
 def _starts(
@@ -133,9 +187,9 @@ def _plain_roots(
 def _roots(tensor: Wrapper, seed: Any, what: str, batch: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     layout = tensor._layout
     if layout.mesh.comm.outside:  # nothing to start from, but the move that made it has a gradient to take part in
-        return [tensor._local], [torch.empty_like(tensor._local)]
-    if seed is None and math.prod(layout.shape) != 1:
-        raise RuntimeError(f"{what}: grad can be implicitly created only for scalar outputs")
+        return [tensor._local], [torch.zeros_like(tensor._local)]
+    if seed is None and math.prod(layout.shape) != 1 and tensor.requires_grad:  # without, torch has other words
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
     with torch.enable_grad():  # off in the backward of a checkpoint, which starts a pass of its own
         whole = finished_but_sums(tensor)
     if whole is not tensor and tensor.requires_grad and not whole.requires_grad:

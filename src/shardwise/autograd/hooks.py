@@ -40,7 +40,14 @@ def register_hook(tensor: Wrapper, hook: Hook) -> RemovableHandle | Handles:
 
     parts, structure = leaf_values(tensor), comm.structure(leaf_local(tensor))
     if len(parts) == 1:  # one graph: a rank of a process group, or simulated ranks that share their value
-        return parts[0].register_hook(lambda g: comm.pick(structure, on_local(comm.assemble(structure, [g])))[0])
+
+        def on_part(grad: torch.Tensor | None) -> torch.Tensor | None:
+            if grad is None:  # none came by, which torch tells hooks too
+                hook(None)
+                return None
+            return comm.pick(structure, on_local(comm.assemble(structure, [grad])))[0]
+
+        return parts[0].register_hook(on_part)
     hooks = tensor._hooks
     if hooks is None:
         if tensor._local.used:  # type: ignore[attr-defined]

@@ -10,17 +10,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict as torchs
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from shardwise.api import distribute_tensor
 from shardwise.errors import LayoutError
+from shardwise.materialize import with_memory
 from shardwise.tensor import DTensor
 
 __all__ = [
@@ -35,9 +37,25 @@ __all__ = [
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 _STATE = "state"
+torchs = SimpleNamespace(**vars(state_dict))  # torch's functions as they are now: adopt() puts ours in their place
+_init_optim_state = torchs._init_optim_state
 
 
 # -- out ---------------------------------------------------------------------------------------------------
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # the module inside of torch.compile's and checkpointing's
+
+
+def _name_in_state_dict(model: nn.Module, path: str) -> str:
+    """The name by which a state dict of torch's functions knows a tensor of a model: without modules that only wrap."""
+    module: object = model
+    kept = []
+    for part in path.split("."):
+        if part not in _WRAPPED and not (part == "module" and isinstance(module, nn.parallel.DistributedDataParallel)):
+            kept.append(part)
+        module = getattr(module, part, None)
+    return ".".join(kept)
+
+
 def get_model_state_dict(model: nn.Module, *, submodules: Any = None, options: Any = None) -> dict[str, Any]:
     """The state dict of a model. With `full_state_dict` its tensors are whole and plain; with `cpu_offload` too, only
     rank 0 gets them."""
@@ -89,9 +107,12 @@ def _rank() -> int:
 # -- in ----------------------------------------------------------------------------------------------------
 def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Any:
     """Load a state dict into a model. With `full_state_dict` its tensors are whole, and every rank takes its part; with
-    `broadcast_from_rank0` only rank 0 need have them."""
+    `broadcast_from_rank0` only rank 0 need have them. Parameters on the meta device get memory if there are values for
+    them."""
     named = _names_only(options)
-    return torchs.set_model_state_dict(model, _taken(model, model_state_dict, options), options=named)
+    taken = _taken(model, model_state_dict, options)
+    _give_memory(model, taken)
+    return torchs.set_model_state_dict(model, taken, options=named)
 
 
 def set_optimizer_state_dict(
@@ -126,6 +147,27 @@ def _taken(model: nn.Module, given: dict[str, Any], options: StateDictOptions | 
     return _laid_out(given, laid)
 
 
+def _give_memory(model: nn.Module, taken: Mapping[str, Any]) -> None:
+    """Parameters and buffers that have no values, and are to be loaded, are made anew on the device of the values."""
+    made: dict[int, torch.Tensor] = {}  # by id of the meta tensor: modules may share one
+    for path, module in model.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers):
+            for key, old in table.items():
+                if old is not None and old.is_meta and id(old) not in made:
+                    value = taken.get(_name_in_state_dict(model, f"{path}.{key}" if path else key))
+                    if isinstance(value, torch.Tensor) and not value.is_meta:
+                        made[id(old)] = _on_device_of(value, old)
+                if id(old) in made:
+                    table[key] = made[id(old)]  # type: ignore[assignment]
+
+
+def _on_device_of(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    if isinstance(old, DTensor):
+        return with_memory(old)
+    new = torch.empty_like(old, device=value.device)
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
 def _laid_out(given: Mapping[str, Any], laid: Mapping[str, DTensor]) -> dict[str, Any]:
     """Tensors under the name of a DTensor, and its states (in "state", or flat as "state.NAME.KEY"), cut as it is."""
     out: dict[str, Any] = {}
@@ -150,7 +192,7 @@ def _cut(value: Any, like: DTensor | None) -> Any:
     """This rank's part of a whole tensor that is laid out as `like` is."""
     if like is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != like.shape:
         return value
-    on_mesh = value.detach().to(like.device)
+    on_mesh = value.detach().to(_home(like))
     return distribute_tensor(on_mesh, like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -175,4 +217,11 @@ def _sent(leaf: Any, says: Any, device: torch.device) -> Any:
 def _device_of(model: nn.Module) -> torch.device:
     """Where the ranks can send to each other: where the model is."""
     some = next(itertools.chain(model.parameters(), model.buffers()), None)
-    return torch.device("cpu") if some is None else some.device
+    return torch.device("cpu") if some is None else _home(some)
+
+
+def _home(tensor: torch.Tensor) -> torch.device:
+    """Where its values are; of a tensor on the meta device: where they will be."""
+    if not tensor.is_meta:
+        return tensor.device
+    return tensor._layout.mesh.device if isinstance(tensor, DTensor) else torch.device("cpu")

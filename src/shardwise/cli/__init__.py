@@ -8,15 +8,20 @@ from collections.abc import Sequence
 from rich.console import Console
 
 import shardwise
-from shardwise.cli import rules
+from shardwise.cli import calibrate, checkpoint, estimate, recorded, rules, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="shardwise", description="Distributed tensors for PyTorch: what it would do.")
+    parser = argparse.ArgumentParser(prog="shardwise", description="Distributed tensors for PyTorch.")
     parser.add_argument("--version", action="version", version=f"shardwise {shardwise.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     rules.add_to(commands)
+    run.add_to(commands)
+    checkpoint.add_to(commands)
+    estimate.add_to(commands)
+    calibrate.add_to(commands)
+    recorded.add_to(commands)
     options = parser.parse_args(arguments)
     console = Console()
     if not console.is_terminal:

@@ -31,7 +31,7 @@ _EXAMPLES = """examples:
 """
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "rules",
         help="how ops may be split",

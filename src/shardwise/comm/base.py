@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,8 +21,13 @@ class Comm(ABC):
 
     simulated: bool
     outside = False  # whether no rank of the mesh is in this process
+    outlined = False  # whether it plays one rank, without values
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
+
+    def making(self) -> AbstractContextManager[Any]:
+        """Around the making of new tensors for this rank: on a mesh without values they have none."""
+        return nullcontext()
 
     @abstractmethod
     def per_rank(self, of: Callable[[Coords], Any]) -> Any:
@@ -73,6 +79,10 @@ class Comm(ABC):
     def pick_gradients(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
         """`pick` for what autograd takes back: each has memory of its own, since a leaf may add to it in place."""
         return self.pick(structure, local)
+
+    def asked(self, value: torch.Tensor) -> torch.Tensor:
+        """A whole value that the program asks for: refused where this rank is outside of the mesh."""
+        return value
 
     def rebuild(self, local: Any, values: Sequence[torch.Tensor | None]) -> Any:
         """A local value like `local` with other tensors, in the order of `values(local)`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from shardwise.comm.base import Comm
 from shardwise.comm.record import recorders, recording_to
 from shardwise.protocols import Ctx, LocalValue, Structure, Tensors
-from shardwise.torch_private import is_transforming
+from shardwise.torch_private import is_transforming, storage_id
 
 
 class _Held:
@@ -47,6 +47,33 @@ class _ConvertGradients(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Ctx, _: object, *tangents: torch.Tensor) -> Tensors:
         return tuple(t.view_as(t) for t in tangents)
+
+
+class _Entered(torch.autograd.Function):
+    """The same memory as a tensor that is no leaf and no view of one, so that it may be written."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Ctx, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.clone()
+
+
+def entered(value: torch.Tensor) -> torch.Tensor:
+    """A leaf of the user's as a tensor that may be written: gradients of what it is then go back to the leaf."""
+    return _Entered.apply(value)
 
 
 def convert_gradients(comm: Comm, local: LocalValue, convert: Callable[[Any], Any]) -> LocalValue:
@@ -159,6 +186,77 @@ def constant_of(value: torch.Tensor, sources: Sequence[torch.Tensor], missing: s
     return _Constant.apply(missing, value, *sources)
 
 
+Kinds = Sequence[tuple[Sequence[int], torch.dtype]]  # of tensors: their shapes and dtypes
+
+
+class _Zeros(torch.autograd.Function):
+    """See `zeros_of`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(kinds: Kinds, seen: int, bilinear: bool, *tensors: torch.Tensor) -> Tensors:
+        return tuple(tensors[0].new_zeros(shape, dtype=dtype) for shape, dtype in kinds)
+
+    @staticmethod
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: Tensors) -> None:
+        _, seen, ctx.bilinear, *tensors = inputs
+        ctx.kinds, ctx.own = kinds_of(tensors), kinds_of(output)
+        ctx.save_for_backward(*tensors[:seen])
+
+    @staticmethod
+    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        if ctx.bilinear:
+            return None, None, None, *_ZeroGradients.apply(ctx.kinds, *saved, *grads)
+        return None, None, None, *zeros_of(ctx.kinds, (*grads, *saved))
+
+    @staticmethod
+    def jvp(ctx: Ctx, *tangents: torch.Tensor | None) -> Tensors:
+        some = next(tangent for tangent in tangents if tangent is not None)
+        return tuple(some.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.own)
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """The gradients of a product of two tensors, which are zero. That of each depends on the other."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(kinds: Kinds, *tensors: torch.Tensor) -> Tensors:
+        return tuple(tensors[0].new_zeros(shape, dtype=dtype) for shape, dtype in kinds)
+
+    @staticmethod
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Ctx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        tensors, given = ctx.saved_tensors, [grad for grad in grads if grad is not None]
+        zeros = zeros_of(kinds_of(tensors), (*given, *tensors))
+        kept = [grads[1] is not None, grads[0] is not None] + [True] * (len(tensors) - 2)
+        return None, *(zero if keep else None for zero, keep in zip(zeros, kept, strict=True))
+
+
+def kinds_of(tensors: Sequence[torch.Tensor]) -> Kinds:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def zeros_of(kinds: Kinds, tensors: Sequence[torch.Tensor], seen: int | None = None, bilinear: bool = False) -> Tensors:
+    """Zeros, for a rank that has nothing to compute with. Autograd takes them for a function of the tensors by one
+    node, and their gradients for functions of the first `seen` tensors (all, if it is not said) by one node too. So it
+    is with the kernels of the other ranks: the moves behind must be the same on all ranks and come in the same order.
+
+    Args:
+        kinds: The shapes and dtypes of the zeros.
+        tensors: What they come from.
+        seen: How many of the tensors torch's backward looks at.
+        bilinear: Whether they stand for a product of the first two tensors.
+    """
+    return _Zeros.apply(kinds, len(tensors) if seen is None else seen, bilinear, *tensors)
+
+
 class _Joined(torch.autograd.Function):
     """Values pass; the gradients of all ranks come by together, so that a hook can see them as one tensor."""
 
@@ -176,11 +274,19 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         held = ctx.held
-        return None, *held.comm.values(held.gradient(held.comm.assemble(held.before, grads)))
+        return None, *_apart(held.comm.values(held.gradient(held.comm.assemble(held.before, grads))))
 
     @staticmethod
     def jvp(ctx: Ctx, _: object, *tangents: torch.Tensor) -> Tensors:
         return tuple(t.clone() for t in tangents)
+
+
+def _apart(gradients: Tensors) -> Iterator[torch.Tensor]:
+    """The gradients of several leaves, each in memory of its own: the next ones are added to them in place."""
+    memory: set[int] = set()
+    for gradient in gradients:
+        yield gradient.clone() if storage_id(gradient) in memory else gradient
+        memory.add(storage_id(gradient))
 
 
 def joined(comm: Comm, local: LocalValue, hooks: dict[int, Callable[[Any], Any]]) -> LocalValue:

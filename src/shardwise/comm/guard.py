@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.calls import Group, entered, forks, threads, turns
+from shardwise.comm.capturing import tape_here, tapes
+from shardwise.comm.flight import flights
 from shardwise.comm.messages import Along, clock_of
 from shardwise.comm.peers import is_of_peers, who_is_lost
 from shardwise.comm.record import Note, of_thread, user_line
@@ -47,7 +49,7 @@ class Guard:
 
     __slots__ = (
         ("along", "at", "begun", "clock", "digest", "kind", "note", "number", "outer", "step", "tag")
-        + ("trouble", "turn", "where")
+        + ("slot", "trouble", "turn", "where")
     )  # fmt: skip
 
     def __init__(self, along: Along, kind: str, where: str, at: str, note: Note | None = None) -> None:
@@ -62,6 +64,8 @@ class Guard:
     def __enter__(self) -> Guard:
         if tracing_mode() is not None:
             refuse_tracing(self.kind, self.where.partition(" (")[0])
+        if tapes and (tape := tape_here()) is not None:
+            tape.refuse(f"{self.name} communicates outside of a move")
         if self.number == 0:
             self._take_number()
         if errors.standing:
@@ -71,6 +75,7 @@ class Guard:
         self.turn = next(turns)
         entered[thread] = self
         threads.add(thread)
+        self.slot = flights[0].enter(self, thread) if flights else -1
         if compare:
             try:
                 compare[0](self)
@@ -95,6 +100,8 @@ class Guard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         thread = get_ident()
+        if self.slot >= 0 and flights:
+            flights[0].leave(self.slot, error)
         if self.outer is None:
             entered.pop(thread, None)
         else:

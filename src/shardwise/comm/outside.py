@@ -11,11 +11,24 @@ import torch.distributed as dist
 from shardwise.comm.base import Coords
 from shardwise.comm.process_group import PlainComm
 from shardwise.errors import MeshError
+from shardwise.layout import Layout
+
+
+def held_of(layout: Layout, values: Sequence[object] = ()) -> torch.Tensor:
+    """What a rank outside of the mesh holds of a tensor that is computed from these: nothing, and their graph."""
+    made = torch.zeros(() if not layout.shape else 0, dtype=layout.dtype, device=layout.device)
+    if not torch.is_grad_enabled() or not (layout.dtype.is_floating_point or layout.dtype.is_complex):
+        return made
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            made = made + value.sum().to(layout.dtype)
+    return made
 
 
 class OutsideComm(PlainComm):
     """Local values are empty tensors that carry the autograd graph, so that this rank takes part in moves to and from
-    the mesh, and in their gradients. Anything else is refused."""
+    the mesh, and in their gradients. Calls on them do nothing (`engine/nothing_here.py`); what asks for a value is
+    refused."""
 
     outside = True
 
@@ -27,9 +40,11 @@ class OutsideComm(PlainComm):
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise MeshError(
             f"rank {dist.get_rank()} is outside of the mesh of ranks {self.ranks} and holds nothing of this tensor: "
-            f"compute with it on those ranks only. Here it can be redistributed to another mesh, and backward() on it "
-            f"takes part in the gradient of the move that made it"
+            f"ask for its values on those ranks only, or redistribute it to a mesh that this rank is in"
         )
+
+    def asked(self, value: torch.Tensor) -> torch.Tensor:
+        self._refuse()
 
     def coords_here(self) -> Sequence[Coords]:
         return ()
@@ -50,7 +65,8 @@ class OutsideComm(PlainComm):
         self._refuse()
 
     def shared(self, value: torch.Tensor) -> Any:
-        return value.new_empty(0)
+        nothing = value.reshape(-1)[:0]
+        return nothing if value.dim() else nothing.sum().to(value.dtype)
 
     def at(self, local: Any, coords: Coords) -> torch.Tensor:
         self._refuse()

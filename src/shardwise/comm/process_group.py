@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardwise.comm.base import Comm, Coords
 from shardwise.comm.bridge import replaced
+from shardwise.comm.capturing import unwritten
 from shardwise.comm.guard import Guard, refuse_tracing
 from shardwise.comm.messages import (
     ALL_GATHER,
@@ -79,6 +80,7 @@ class ProcessGroupComm(PlainComm):
         names = device_mesh.mesh_dim_names or tuple(str(i) for i in range(len(self.shape)))
         self.axis_names = tuple(names)
         self._device_mesh = device_mesh
+        self.device_type: str = device_mesh.device_type
         self._groups: dict[tuple[int, ...], Any] = {}
         self._alongs: dict[tuple[int, ...], Along] = {}
         self._ranks: dict[Coords, int] = {}
@@ -102,7 +104,7 @@ class ProcessGroupComm(PlainComm):
 
     def all_kinds(self, local: torch.Tensor) -> dict[Coords, tuple[str, tuple[int, ...]]]:
         row = [_DTYPES.index(str(local.dtype)), local.ndim, *local.shape]
-        with without_fake_mode():  # sizes are real where values are not
+        with without_fake_mode(), unwritten():  # sizes are real where values are not
             rows = self._all_rows(row + [0] * (_MOST_DIMS + 2 - len(row)), local.device)
         grid = itertools.product(*(range(k) for k in self.shape))
         return {c: (_DTYPES[row[0]], tuple(row[2 : 2 + row[1]])) for c, row in zip(grid, rows, strict=True)}
@@ -195,7 +197,7 @@ class ProcessGroupComm(PlainComm):
     def _rank(self, coords: Coords) -> int:
         found = self._ranks.get(coords)
         if found is None:  # a DeviceMesh works its ranks out anew each time
-            with without_fake_mode():
+            with without_fake_mode(), unwritten():
                 row = self._device_mesh.mesh.tolist()  # an index would be an op, which torch.fx would trace
             for c in coords:
                 row = row[c]

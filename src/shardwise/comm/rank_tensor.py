@@ -7,6 +7,7 @@ Each value has its own native autograd graph, so uneven shapes are no special ca
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm.plain_writes import DifferentWritesError, Done, Targets, Watch, place, run_unknown, run_writes
+from shardwise.comm.shown import value_text
+from shardwise.drawing import rank_names
 from shardwise.errors import LayoutError
 from shardwise.functions import may_write, writes_first, written
 from shardwise.protocols import Ctx
@@ -21,7 +24,19 @@ from shardwise.torch_private import make_wrapper, reentrant, storage_users
 
 
 class PerRank(tuple):
-    """One plain, hashable value per rank, where a local function takes one value."""
+    """One plain, hashable value per rank, where a local function takes one value. A program may get one for something
+    that is no tensor and differs between ranks; it then takes that of one rank."""
+
+    def __bool__(self) -> bool:
+        raise LayoutError(f"the ranks differ: {tuple(self)}; a program that runs once for all of them cannot decide by "
+                          f"it: take that of rank i, value[i], or ask tensor.ranks[i]")  # fmt: skip
+
+    def __getattr__(self, name: str) -> object:
+        kind = type(self[0]).__name__ if len(self) else "value"
+        raise AttributeError(f"{name}: each simulated rank has its own {kind}; take that of rank i: value[i].{name}")
+
+
+SURFACE: dict[object, Callable[..., Any]] = {}  # what a RankTensor answers as a whole: `rank_surface.py`
 
 
 class RankTensor(torch.Tensor):
@@ -49,7 +64,7 @@ class RankTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        surface = _SURFACE.get(func)
+        surface = SURFACE.get(func)
         if surface is not None:
             return surface(*args, **(kwargs or {}))
         if len(types) > 1 and not all(issubclass(cls, kind) for kind in types):
@@ -63,9 +78,16 @@ class RankTensor(torch.Tensor):
         with reentrant():
             return map_ranks(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        lines = "\n".join(f"  {i}: {value!r}" for i, value in enumerate(self.ranks))
-        return f"RankTensor of {len(self.ranks)} ranks\n{lines}"
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        kinds: dict[Hashable, list[int]] = {}
+        for rank, value in enumerate(self.ranks):
+            kinds.setdefault(None if value is None else tuple(value.shape), []).append(rank)
+        first = value_text(self.ranks[0])
+        if len(kinds) == 1:
+            return f"RankTensor of {len(self.ranks)} ranks; .ranks[0] is\n{first}"
+        shapes = [f"{shape} on {rank_names(ranks)}" for shape, ranks in itertools.islice(kinds.items(), 4)]
+        more = f", {len(kinds) - 4} more shapes" if len(kinds) > 4 else ""
+        return f"RankTensor of {len(self.ranks)} ranks: {', '.join(shapes)}{more}; .ranks[0] is\n{first}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankTensor:
         copies = {id(v): v.__deepcopy__(memo) for v in self.ranks}
@@ -104,9 +126,13 @@ def joined(values: Sequence[Any]) -> Any:
     if isinstance(first, (tuple, list)) and all(len(v) == len(first) for v in values):
         parts = [joined(column) for column in zip(*values, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else rebuild_sequence(first, parts)
-    if all(type(v) is type(first) and v == first for v in values):
-        return first
-    return PerRank(values)
+    return first if all(type(v) is type(first) and _is_same(v, first) for v in values) else PerRank(values)
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two ranks have the same value; of arrays, the same object."""
+    same = one is other or one == other
+    return same if isinstance(same, bool) else False
 
 
 def rebuild_sequence(like: Any, parts: list[Any]) -> Any:
@@ -369,62 +395,6 @@ def _at(value: Any, rank: int) -> Any:
 
 
 _IN_PLACE: set[Any] = {torch.Tensor.retain_grad}  # once a value, like a write
-
-
-# -- a RankTensor looks like a tensor ----------------------------------------------------------------------
-def _backward(
-    self: RankTensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-) -> None:
-    values = unique(self.ranks)
-    if gradient is None:
-        grads: list[Any] = [None] * len(values)
-    else:
-        chosen = {
-            id(v): gradient.ranks[i] if isinstance(gradient, RankTensor) else gradient for i, v in enumerate(self.ranks)
-        }
-        grads = [chosen[id(v)] for v in values]
-    flat = None if inputs is None else [v for t in inputs for v in unique(t.ranks)]
-    torch.autograd.backward(values, grads, retain_graph=retain_graph, create_graph=create_graph, inputs=flat)
-
-
-def _grad(self: RankTensor) -> RankTensor | None:
-    return None if self.ranks[0].grad is None else RankTensor([v.grad for v in self.ranks])  # type: ignore[misc]
-
-
-def _set_grad(self: RankTensor, value: RankTensor | None) -> None:
-    for i, v in enumerate(self.ranks):
-        v.grad = None if value is None else value.ranks[i]
-
-
-def _shape(self: RankTensor) -> torch.Size:
-    return common(self, lambda v: v.shape, "shape")
-
-
-def _size(self: RankTensor, dim: int | None = None) -> Any:
-    return _shape(self) if dim is None else common(self, lambda v: v.shape[dim], f"size({dim})")
-
-
-def _numel(self: RankTensor) -> int:
-    return common(self, torch.Tensor.numel, "number of elements")
-
-
-def _len(self: RankTensor) -> int:
-    return common(self, len, "length")
-
-
-_T = torch.Tensor
-_SURFACE: dict[Any, Callable[..., Any]] = {
-    _T.shape.__get__: _shape,  # type: ignore[attr-defined]
-    _T.size: _size,
-    _T.numel: _numel,
-    _T.__len__: _len,
-    _T.grad.__get__: _grad,  # type: ignore[union-attr]
-    _T.grad.__set__: _set_grad,  # type: ignore[union-attr]
-    _T.backward: _backward,
-    _T.__repr__: RankTensor.__repr__,
-    _T.__deepcopy__: RankTensor.__deepcopy__,
-    _T.__reduce_ex__: RankTensor.__reduce_ex__,
-}
 
 
 def unique(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -81,6 +81,7 @@ class Described(Protocol):
     """What a step of a move says of itself."""
 
     def describe(self) -> str: ...
+    def bytes_here(self) -> int: ...
 
 
 class _OfThread(threading.local):
@@ -146,19 +147,31 @@ def tell(axis: str, kind: str, received: int, note: Note, to: Sequence[Recorder]
 
 
 _NOT_THE_USERS = frozenset({"shardwise", "torch", "contextlib", "functools"})
+_of_users: dict[str | None, bool] = {}  # by the name of the module
 
 
 def is_of_user(frame: FrameType) -> bool:
     """Whether a frame is neither ours nor torch's, by the module its code is of: a path says nothing, since users may
     call their folders as they like and run code that has no file."""
-    return (frame.f_globals.get("__name__") or "").partition(".")[0] not in _NOT_THE_USERS
+    module = frame.f_globals.get("__name__")
+    mine = _of_users.get(module)
+    if mine is None:
+        mine = _of_users[module] = (module or "").partition(".")[0] not in _NOT_THE_USERS
+    return mine
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's program, from a frame on."""
+    of_users = _of_users
+    while frame is not None:
+        mine = of_users.get(frame.f_globals.get("__name__"))
+        if mine or (mine is None and is_of_user(frame)):
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def user_line(frame: FrameType | None = None) -> str:
     """file:line of the innermost frame of the user's program, from a frame on (default: the caller's)."""
-    frame = sys._getframe(1) if frame is None else frame
-    while frame is not None:
-        if is_of_user(frame):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"
+    found = user_frame(sys._getframe(1) if frame is None else frame)
+    return "?" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"

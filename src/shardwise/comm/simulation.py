@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import shardwise.comm.rank_surface  # noqa: F401  (what a RankTensor answers)
 from shardwise.comm.base import Comm, Coords
 from shardwise.comm.rank_tensor import PerRank, RankTensor, is_list_op, map_positions, map_ranks, unique
 from shardwise.comm.reduction import reduce_parts

@@ -108,8 +108,11 @@ class Watch:
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._error: BaseException | None = None  # with which this process ends
         self._since: dict[int, tuple[int, float]] = {}  # by thread: the turn of its collective, and since when
         self._told = False
+        self.on_blocked: list[tuple[float, Callable[[], None]]] = []  # what is done once, after so many seconds
+        self._shown: set[int] = set()  # turns for which it was
         self._beat = 0
         self._seen: dict[tuple[int, str], tuple[Any, int, float]] = {}  # by rank and word: what, beat, since when
 
@@ -120,10 +123,15 @@ class Watch:
             self.thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
             self.thread.start()
 
-    def stop(self) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """Watch no more, and say why this rank comes no more. The watching thread says it: a store may not answer,
+        as a file whose folder was deleted, and a process that ends must not wait for it, nor start a thread."""
+        self._error = error
         self._stop.set()
-        if self.thread is not None:
-            self.thread.join(TICK_SECONDS)
+        if self.thread is None or not self.thread.is_alive():
+            _tell_end(error)
+        else:
+            self.thread.join(PATIENCE_SECONDS)
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_SECONDS):
@@ -131,6 +139,7 @@ class Watch:
                 self._look()
             except RuntimeError:  # the store is lost, or the group is being left: nobody can be told anything
                 self._told = False
+        _tell_end(self._error)
 
     def _look(self) -> None:
         now, inside = time.monotonic(), dict(entered)
@@ -139,6 +148,7 @@ class Watch:
             for thread, guard in inside.items()
         }
         blocked = {thread: guard for thread, guard in inside.items() if now - self._since[thread][1] > BLOCKED_SECONDS}
+        self._show(now)
         if not blocked and not self._told:
             return
         here = board()
@@ -160,11 +170,20 @@ class Watch:
         here.set("waits", json.dumps([self._beat, alone, calls, counts]))
         self._told = True
         for guard in blocked.values():
-            trouble = self._why(here, guard.along.ranks)
-            if trouble is not None and not guard.trouble:
+            trouble = None if guard.trouble else self._why(here, guard.along.ranks)
+            if trouble is not None:
                 how, guard.trouble = trouble
                 here.end(how, guard.trouble)
+            if guard.trouble:  # each time, until its thread has come out
                 break_up(guard.along.group)
+
+    def _show(self, now: float) -> None:
+        """Have a collective that takes too long told to people."""
+        for limit, tell in self.on_blocked[:]:
+            late = {turn for turn, since in self._since.values() if now - since > limit} - self._shown
+            if late:
+                self._shown |= late
+                tell()
 
     def _why(self, here: Board, ranks: tuple[int, ...]) -> tuple[str, str] | None:
         """Why a collective of these ranks cannot end, if it is known."""
@@ -242,14 +261,20 @@ watch = Watch()
 
 
 def break_up(group: Group) -> None:
-    """Make all that is under way in a group of gloo fail: to wait in vain for a message closes its connections."""
+    """Make all that is under way in a group of gloo fail: to wait in vain for a message closes all its connections. A
+    peer that has left by itself is of no use for that: its connection fails at once, and the others stay."""
     group = dist.group.WORLD if group is None else group
     try:
-        me = group.rank()
-        work = group.recv([torch.empty(1, dtype=torch.uint8)], 1 if me == 0 else 0, _NOBODY)
-        work.wait(datetime.timedelta(milliseconds=1))
-    except RuntimeError:  # which is what it is for
-        pass
+        peers = [rank for rank in range(group.size()) if rank != group.rank()]
+    except RuntimeError:  # it is gone
+        return
+    for peer in peers:
+        try:
+            work = group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NOBODY)
+            work.wait(datetime.timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "timed out" in str(error).lower():  # which is what it is for
+                return
 
 
 # -- the end of a process ----------------------------------------------------------------------------------
@@ -330,5 +355,4 @@ def _wait_for_readers(here: Board) -> None:
 
 
 def _at_exit() -> None:
-    watch.stop()
-    _tell_end(sys.exc_info()[1])
+    watch.end(sys.exc_info()[1])

@@ -11,6 +11,7 @@ from shardwise.comm.record import user_line
 from shardwise.errors import check_type
 
 SWITCH = "SHARDWISE_CHECK_RANKS"
+_SHOWN = 30  # collectives that a repr lists
 
 
 class CheckRanks:
@@ -41,7 +42,9 @@ class CheckRanks:
         return tuple(self._checker.record)
 
     def __repr__(self) -> str:
-        return "\n".join([f"{len(self.record)} collectives", *map(str, self.record)])
+        kept = self.record
+        more = [f"... {len(kept) - _SHOWN} before these: .record has them"] if len(kept) > _SHOWN else []
+        return "\n".join([f"{len(kept)} collectives", *more, *map(str, kept[-_SHOWN:])])
 
 
 def check_ranks(keep: int = 1000, lines: bool = True) -> CheckRanks:

@@ -10,6 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.comm.record import Entry, Recorder
+from shardwise.drawing import page_table, size_name
+
+HEADER = ("op", "collective", "axis", "pass", "count", "bytes", "source", "reason")
+_SHOWN = 30  # rows that a repr has
+_MOST_ROWS = 200  # that a notebook shows
 
 
 class Ledger:
@@ -46,26 +51,44 @@ class Ledger:
         """Bytes received in all of them."""
         return sum(entry.bytes for entry in self.entries)
 
-    def table(self) -> Table:
-        """Equal communications of one source line together, as a rich table."""
-        out = Table("op", "collective", "axis", "pass", "count", "bytes", "source", "reason")
+    def rows(self) -> list[tuple[str, ...]]:
+        """Equal communications of one source line together; the columns are those of `HEADER`."""
         counts: Counter[tuple[str, ...]] = Counter()
         sizes: Counter[tuple[str, ...]] = Counter()
         for e in self.entries:
             row = (e.op, e.kind, e.axis, "backward" if e.backward else "forward", e.source, e.reason)
             counts[row] += 1
             sizes[row] += e.bytes
-        for key, count in counts.items():
-            *left, source, reason = key
-            out.add_row(*left, str(count), f"{sizes[key]:,}", source, reason)
+        return [(*key[:4], str(count), f"{sizes[key]:,}", *key[4:]) for key, count in counts.items()]
+
+    def table(self, most: int | None = None) -> Table:
+        """The rows as a rich table.
+
+        Args:
+            most: How many of them; the others are counted in the last line.
+        """
+        out, rows = Table(*HEADER), self.rows()
+        for row in rows[:most]:
+            out.add_row(*row)
+        if most is not None and len(rows) > most:
+            out.caption = f"... and {len(rows) - most:,} more rows: .table() has them all"
         return out
+
+    def _repr_html_(self) -> str:
+        rows = self.rows()
+        table = page_table(HEADER, rows[:_MOST_ROWS], numbers=(4, 5)) if rows else ""
+        more = f"<div>... and {len(rows) - _MOST_ROWS:,} more rows</div>" if len(rows) > _MOST_ROWS else ""
+        return f"<div>{len(self)} communications, {size_name(self.total_bytes)}</div>{table}{more}"
+
+    def __rich__(self) -> Table:
+        return self.table(_SHOWN)
 
     def __repr__(self) -> str:
         head = f"{len(self)} communications, {self.total_bytes:,} bytes"
         if not self.entries:
             return head
         out = io.StringIO()
-        Console(width=160, file=out).print(self.table())
+        Console(width=160, file=out).print(self.table(_SHOWN))
         return f"{head}\n{out.getvalue()}"
 
 

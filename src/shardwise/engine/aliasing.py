@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,8 +22,8 @@ from shardwise.context import is_strict
 from shardwise.engine.call_shape import Path, fetch, put
 from shardwise.engine.local_copies import LOCAL_COPIES, after_local_write
 from shardwise.errors import RuleError
-from shardwise.torch_private import are_transforms_active
-from shardwise.wrapper import Wrapper, restride, storage_id_of, storage_of
+from shardwise.torch_private import are_transforms_active, has_gradient_hooks
+from shardwise.wrapper import Wrapper, restride, storage_id_of, storage_of, wrap
 
 
 class _Copy(NamedTuple):
@@ -33,6 +33,7 @@ class _Copy(NamedTuple):
     kept: StorageWeakRef  # holds the address of that storage, so that no other storage gets the same number
     source: Wrapper  # the tensor the view op was called on
     again: Callable[[Any], Any]  # calls the view op on another tensor
+    of_several: bool  # whether the view op has several results
     whole: Wrapper | None  # of a view of a copy: the copy
 
 
@@ -65,7 +66,7 @@ def note_copies(
     for i, copy in enumerate(tree_flatten(result)[0]):
         if copy is not result:  # one of several: each in memory of its own, and autograd lets us write to it
             copy._local = copy._layout.mesh.comm.bind(torch.clone)(copy._local)
-        _note(copy, name, *first, source, functools.partial(again, i=i), None)
+        _note(copy, name, *first, source, functools.partial(again, i=i), copy is not result, None)
 
 
 def note_view(base: Wrapper, view: Wrapper) -> None:
@@ -78,6 +79,39 @@ def _note(copy: Wrapper, name: str, base: int, *rest: Any) -> None:
     for table, key in ((_of_base, base), (COPIES, storage_id_of(copy))):
         ref = weakref.ref(copy, functools.partial(_forget, table, key))
         table.setdefault(key, []).append(_Copy(ref, name, base, *rest))
+
+
+def memory_of(tensor: Wrapper) -> int:
+    """A number that two tensors have in common if they share memory in torch: copies of views count as views."""
+    own = storage_id_of(tensor)
+    return next((copy.base for copy in COPIES.get(own, ())), own) if COPIES else own
+
+
+# -- tensors that become others --------------------------------------------------------------------------------------
+def as_it_is(tensor: Wrapper) -> Wrapper:
+    """Another tensor of the same memory, shape and graph: it goes on as what `tensor` was when that becomes another."""
+    return wrap(tensor._local, tensor._layout, tensor._offset)
+
+
+def became(target: Wrapper, before: Wrapper, now: Wrapper | None) -> None:
+    """Note that `target`, which was what `before` is, holds what `now` holds: its views and copies go on with `before`,
+    and if `now` is a copy or a view of one, so is `target`. None for a value that has nothing to do with it."""
+    for table in (COPIES, _of_base):
+        for key, copies in list(table.items()):
+            table[key] = [_followed(copy, table, key, target, before, now) for copy in copies]
+            _forget(table, key, None)
+
+
+def _followed(
+    copy: _Copy, table: dict[int, list[_Copy]], key: int, target: Wrapper, before: Wrapper, now: Wrapper | None
+) -> _Copy:
+    tensor = copy.tensor()
+    other = before if tensor is target else target if tensor is now and now is not None else None
+    if other is not None:
+        copy = copy._replace(tensor=weakref.ref(other, functools.partial(_forget, table, key)))
+    if copy.source is target:
+        copy = copy._replace(source=before)
+    return copy._replace(whole=before) if copy.whole is target else copy
 
 
 def _root(copy: _Copy) -> Any:
@@ -94,8 +128,9 @@ def _forget(table: dict[int, list[_Copy]], key: int, _: Any) -> None:
 
 
 # -- writes ----------------------------------------------------------------------------------------------------------
-def before_write(target: Wrapper, op: str) -> None:
-    """Raise if `target` is such a copy and its base cannot be written too."""
+def before_write(target: Wrapper, op: str, recorded: bool) -> None:
+    """Raise if `target` is such a copy and its base cannot be written too, or torch would refuse a write to the view
+    that autograd records."""
     for copy in COPIES.get(storage_id_of(target), ())[:1] if COPIES else ():
         if _is_under_way(_root(copy)):
             continue
@@ -105,11 +140,31 @@ def before_write(target: Wrapper, op: str) -> None:
                 f"on this layout it had to be a copy, and to repeat the write on its base takes communication, which "
                 f"strict() forbids. Write to its .clone(), or redistribute the base so that {copy.name} moves nothing"
             )
+        if recorded and copy.of_several:
+            raise RuntimeError(
+                f"{op}: the result of {copy.name} is a view and is being modified inplace. This view is the output of "
+                f"a function that returns multiple views, which autograd does not allow; write to its .clone()"
+            )
         if torch.is_grad_enabled() and copy.source.requires_grad and copy.source.is_leaf:
             raise RuntimeError(
                 f"{op}: a view of a leaf Variable that requires grad is being used in an in-place operation; "
                 f"write under torch.no_grad()"
             )
+
+
+def without_hooks(target: Wrapper) -> None:
+    """Take the hooks off a view that is written next: in torch a written view gets its graph from its base anew, and
+    hooks stay behind with what was computed before."""
+    comm, leaf = target._layout.mesh.comm, target.__dict__.get("_leaf")
+    copy = next(iter(COPIES.get(storage_id_of(target), ())), None)
+    is_copy = copy is not None and copy.tensor() is target and copy.whole is None
+    if leaf is not None and (is_copy or comm.first(leaf)._base is not None):  # they wait where simulated ranks meet
+        target._local = leaf
+        del target._leaf, target._hooks
+    elif copy is not None and is_copy and has_gradient_hooks(comm.first(target._local)):
+        fresh = copy.again(copy.source)
+        became(target, as_it_is(target), fresh)
+        target._local = fresh._local
 
 
 def after_write(target: Wrapper) -> None:
@@ -124,6 +179,8 @@ def after_write(target: Wrapper) -> None:
         if not _is_under_way(whole):
             with _under_way(whole):
                 copy.source.copy_(_with_view(copy.source, copy.again, whole))
+                if torch.is_grad_enabled() and copy.source.requires_grad:
+                    _take_again(whole, copy.again(copy.source))  # gradients of the copy reach the base, as in torch
     for copy in list(_of_base.get(storage, ())):
         tensor = copy.tensor()
         if tensor is None or copy.whole is not None or _is_under_way(tensor):
@@ -186,7 +243,10 @@ def _make_stale(storage: int, tensor: Wrapper) -> None:
 
 def _with_view(source: Wrapper, again: Callable[[Any], Any], value: Wrapper) -> torch.Tensor:
     """`source` with `value` in place of its view: the gradient of the view op puts each element where it belongs."""
-    if value.dtype != source.dtype and value.dtype.is_complex == source.dtype.is_complex:
+    reals = {t.dtype.to_real() if t.dtype.is_complex else t.dtype for t in (value, source)}
+    if value.dtype.is_complex != source.dtype.is_complex and len(reals) == 1:
+        return _with_numbers(source, again, value)
+    if value.dtype != source.dtype:
         return value.view(source.dtype)  # the same bytes, of which there is no gradient
     recorded = torch.is_grad_enabled() and value.requires_grad
 
@@ -200,7 +260,10 @@ def _with_view(source: Wrapper, again: Callable[[Any], Any], value: Wrapper) -> 
             return torch.autograd.grad(again(leaf), leaf, seed, create_graph=recorded)[0]
 
     times = back(torch.ones_like(value, dtype=torch.float32))
-    if bool((times > 1).any()):
+    twice = (times > 1).any()
+    if source._layout.mesh.comm.outlined:
+        twice.full_tensor()  # ranks with values exchange it
+    elif bool(twice):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."
@@ -213,6 +276,19 @@ def _with_view(source: Wrapper, again: Callable[[Any], Any], value: Wrapper) -> 
         high, low = back((value >> 32).double()), back((value & 0xFFFFFFFF).double())
         placed = (high.to(value.dtype) << 32) | low.to(value.dtype)
     return torch.where(times > 0, placed.to(source.dtype), source)
+
+
+def _with_numbers(source: Wrapper, again: Callable[[Any], Any], value: Wrapper) -> torch.Tensor:
+    """The same where a view shows real numbers of complex ones, or the other way round: by pairs of real numbers."""
+    if value.dtype.is_complex:
+        return _with_view(source, lambda x: torch.view_as_real(again(x)), _pairs(value))
+    return torch.view_as_complex(
+        _with_view(_pairs(source), lambda x: again(torch.view_as_complex(x)), value).contiguous()
+    )
+
+
+def _pairs(tensor: Wrapper) -> Wrapper:
+    return cast(Wrapper, torch.view_as_real(tensor.resolve_conj()))
 
 
 class _Stale:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy
@@ -16,6 +17,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import shardwise.rules  # noqa: F401  (importing them registers them)
+from shardwise.comm.capturing import unwritten
+from shardwise.comm.flight import flights
 from shardwise.comm.watch import errors
 from shardwise.context import of_thread
 from shardwise.engine import autocast
@@ -24,6 +27,7 @@ from shardwise.engine.into_out import check_not_resized, out_names
 from shardwise.engine.keys import ANY_FLOAT, ODD_FLOATS, NumpyNumberError, PlainTensorError, freeze, freeze_kwargs
 from shardwise.engine.plain_tensors import mesh_in, with_plain_wrapped
 from shardwise.engine.planner import planned
+from shardwise.engine.results import check_shapes
 from shardwise.engine.transforms import call_transformed
 from shardwise.errors import AutogradError
 from shardwise.torch_private import (
@@ -99,10 +103,15 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
         return planned(func, args, kwargs)(args, kwargs, local_args, local_kwargs)
     try:
         if plan is None:
-            plan = planned(func, args, kwargs)
+            with unwritten():
+                plan = planned(func, args, kwargs)
+            first = plan if not flights else partial(flights[0].run_op, func, op_name, plan)
+            result = check_shapes(op_name(func), first(args, kwargs, local_args, local_kwargs))
             plans.add(whole_key, plan)
-        else:
-            plans.hits += 1
+            return result
+        plans.hits += 1
+        if flights:
+            return flights[0].run_op(func, op_name, plan, args, kwargs, local_args, local_kwargs)
         return plan(args, kwargs, local_args, local_kwargs)
     except Exception as error:
         errors.add(op_name(func), error)

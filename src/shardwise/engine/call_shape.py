@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from itertools import combinations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.errors import MeshError
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
-from shardwise.strategy.memory import correct_memory, restrided
+from shardwise.strategy.memory import correct_memory
 from shardwise.strategy.spec import Operand
 from shardwise.torch_private import schema_of, storage_id
 from shardwise.wrapper import Wrapper
@@ -72,9 +73,21 @@ def meta_like(layout: Layout) -> torch.Tensor:
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
-def _zeros_like(layout: Layout) -> torch.Tensor:
-    """A tensor of the global shape and strides on the host."""
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype).zero_()
+_FEW = 2**20  # elements: that many may be computed to find out what torch says
+
+
+def _elements_in(result: object) -> int:
+    return sum(tensor.numel() for tensor in tree_flatten(result)[0] if isinstance(tensor, torch.Tensor))
+
+
+def _zeros_for(tensor: Wrapper) -> torch.Tensor:
+    """A tensor of the global shape and strides on the host, of which autograd knows the same."""
+    layout = tensor._layout
+    zeros = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype).zero_()
+    if not torch.is_grad_enabled() or not tensor.requires_grad:
+        return zeros
+    zeros.requires_grad_()
+    return zeros if tensor.is_leaf else zeros.clone()
 
 
 def common_mesh(name: str, layouts: Sequence[Layout]) -> Mesh:
@@ -115,7 +128,7 @@ class CallShape:
         if not {"device", "generator"}.isdisjoint(self.kwargs):
             return self.told()
         try:
-            return self.run_meta()
+            return self._run_meta_or_raise()
         except NotImplementedError:
             return None
         except Exception as error:
@@ -142,10 +155,16 @@ class CallShape:
     def refuse(self, error: Exception) -> None:
         """Raise the error that the call raises on zeros, if it raises one: meta kernels, which raised `error`, refuse
         some calls that others compute. Where zeros would take much memory, `error` itself is raised."""
-        if sum(math.prod(layout.shape) for layout in self.layouts) > 2**20:
+        if sum(math.prod(layout.shape) for layout in self.layouts) > _FEW:
             raise error
-        args, kwargs = self.with_tensors([_zeros_like(layout) for layout in self.layouts])
-        with torch.no_grad(), torch.random.fork_rng(devices=()):
+        self._run_on_zeros()
+
+    def _run_on_zeros(self) -> None:
+        """Run the call on zeros, which autograd records as it would record the call: it has errors of its own."""
+        args, kwargs = self.with_tensors([_zeros_for(tensor) for tensor in self.tensors])
+        with torch.random.fork_rng(devices=()), ExitStack() as stack:
+            with suppress(RuntimeError):  # hooks of the program, a checkpoint's, see nothing; torch.func allows none
+                stack.enter_context(saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach))
             self.func(*args, **kwargs)
 
     def run_meta(self, numbers: Collection[int] = ()) -> Any:
@@ -155,32 +174,21 @@ class CallShape:
         args, kwargs = self.with_tensors(self.metas)
         with torch.no_grad():
             result = self.func(*args, **kwargs)
-            if not numbers:
-                self._correct_empty(result)
             correct_memory(self.func, self.layouts[0].device.type, result, args, kwargs)
         return result
 
-    def _correct_empty(self, result: object) -> None:
-        """Give results without elements the strides of torch's other kernels, which cost next to nothing there."""
-        empty = [out for out in tree_leaves(result) if isinstance(out, torch.Tensor) and not out.numel()]
-        if not empty or sum(math.prod(layout.shape) for layout in self.layouts) > 2**12:
-            return
-        schema = schema_of(self.func)
-        if not {"device", "generator", "out"}.isdisjoint(self.kwargs) or (schema and schema.name[:6] != "aten::"):
-            return
-        args, kwargs = self.with_tensors([_zeros_like(layout) for layout in self.layouts])
-        with torch.random.fork_rng(devices=()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            real = tree_leaves(self.func(*args, **kwargs))
-        for out, like in zip(tree_leaves(result), real, strict=True):
-            if isinstance(out, torch.Tensor) and out.shape == like.shape and self.base_of(out) is None:
-                restrided(out, like.stride())
+    def _run_meta_or_raise(self) -> object:
+        """The result of `run_meta`. Raises if torch refuses a call without elements, which meta kernels may compute."""
+        result = self.run_meta()
+        if all(0 in layout.shape for layout in self.layouts) and _elements_in(result) < _FEW:
+            self._run_on_zeros()
+        return result
 
     def described(self) -> Any:
         """The result of `run_meta`, with errors as torch raises them for real tensors (see `refuse`); and
         NotImplementedError where meta kernels refuse a call that torch computes."""
         try:
-            return self.run_meta()
+            return self._run_meta_or_raise()
         except NotImplementedError:
             raise
         except Exception as error:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.record import Note
 from shardwise.context import is_strict
-from shardwise.engine.aliasing import after_write, before_write, note_copies
+from shardwise.engine.aliasing import COPIES, after_write, as_it_is, became, before_write, memory_of, note_copies
 from shardwise.engine.call_shape import CallShape, Path, fetch, put, tensors_in
 from shardwise.engine.plain_tensors import replicated_like
 from shardwise.engine.plan import Plan, refuse
@@ -66,8 +67,9 @@ class replicated:
             refuse(self.name, self.moves, self.now, self.whole, [self.reason] * len(self.mesh.shape))
         if self.check is not None:
             self.check(*args, **kwargs)
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for _, t in tensors_in(args, kwargs))
         for i in self.written:
-            before_write(fetch(args, kwargs, self.paths[i]), self.name)
+            before_write(fetch(args, kwargs, self.paths[i]), self.name, recorded)
         for i, steps, _ in self.moves:
             value = run_move(fetch(args, kwargs, self.paths[i])._local, self.comm, steps, self.note)
             put(local_args, local_kwargs, self.paths[i], self.in_order[i](value) if i in self.in_order else value)
@@ -142,7 +144,11 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
         recorded = any(is_recorded(t) for _, t in tensors_in(args, kwargs))
         to_outlive = torch.clone if recorded else lambda target: target
         if not isinstance(target, (list, tuple)):
-            return write(target, functional(to_outlive(target), *args[1:], **kwargs))
+            value = functional(to_outlive(target), *args[1:], **kwargs)
+            if recorded and is_differentiable(target.dtype) and not is_differentiable(value.dtype):
+                copy = target.clone().redistribute(placements=value.placements)
+                value = func(copy, *args[1:], **kwargs)  # autograd records x.eq_(y), but not x.eq(y)
+            return write(target, value)
         values = functional([to_outlive(one) for one in target], *args[1:], **kwargs)
         for one, value in zip(target, values, strict=True):
             write(one, value)
@@ -156,6 +162,32 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
     return run
 
 
+def one_after_another(func: Callable[..., Any], plan: Plan) -> Plan:
+    """The plan of an op that writes into a list of tensors. Where one of them shares memory with another tensor of the
+    lists, it is called for one position after another, as torch does: later ones see what was written."""
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> object:
+        count = len(args[0])
+        if count == 1 or not _meet_in_memory(args, kwargs):
+            return plan(args, kwargs, local_args, local_kwargs)
+        at = lambda value, i: value[i : i + 1] if isinstance(value, (list, tuple)) and len(value) == count else value
+        for i in range(count):
+            func(*[at(value, i) for value in args], **{name: at(value, i) for name, value in kwargs.items()})
+        return args[0]
+
+    return run
+
+
+def _meet_in_memory(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor of the first list shares memory with another one of the call."""
+    found = [memory_of(tensor) for _, tensor in tensors_in(args, kwargs)]
+    return len(set(found)) < len(found) and any(found.count(memory_of(tensor)) > 1 for tensor in args[0])
+
+
+def is_differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def rebound(func: Callable[..., Any]) -> Plan:
     """The plan of an in-place op that changes its target's shape (unsqueeze_, t_): the target becomes the view."""
     functional = functional_form(func)
@@ -166,7 +198,14 @@ def rebound(func: Callable[..., Any]) -> Plan:
         if torch.is_grad_enabled() and target.requires_grad and (target.is_leaf or (base is not None and base.is_leaf)):
             view_of = "" if target.is_leaf else "view of a "
             raise RuntimeError(f"a {view_of}leaf Variable that requires grad is being used in an in-place operation.")
-        return rebind(target, functional(*args, **kwargs))
+        before = as_it_is(target)
+        for value in target._layout.mesh.comm.values(target._local):
+            if not value.is_inference():
+                increment_version(value)  # torch takes it for a write; first, or it counts as one to the view's base
+        view = functional(before, *args[1:], **kwargs)
+        if COPIES:
+            became(target, before, view)
+        return rebind(target, view)
 
     return run
 

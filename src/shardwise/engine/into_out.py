@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from shardwise.engine import autocast
+from shardwise.engine.aliasing import COPIES
 from shardwise.engine.call_shape import CallShape, op_name
 from shardwise.engine.fallback import replicated
 from shardwise.engine.plan import Plan
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout.layout import dense_stride
+from shardwise.rules.as_strided import is_part
 from shardwise.torch_private import OpOverload, schema_of
-from shardwise.wrapper import Wrapper, rebind
+from shardwise.wrapper import Wrapper, rebind, storage_id_of
 
 _OF_FACTORIES = ("dtype", "layout", "device", "pin_memory")  # an overload with `out` may take these from it
 
@@ -103,7 +105,7 @@ def _write(name: str, out: Any, value: Any) -> Any:
 def _resized(name: str, out: Any, value: Any) -> Any:
     """`out` of another shape, resized to the result's as torch does; with torch's warning where elements are lost."""
     shape, stride = tuple(out.shape), out._layout.stride
-    if stride != dense_stride(shape, stride):
+    if stride != dense_stride(shape, stride) or (out.numel() and (storage_id_of(out) in COPIES or is_part(out))):
         raise RuleError(
             f"{name}: out has shape {shape} and is part of another tensor, the result {tuple(value.shape)}; give an "
             f"out of the result's shape"
@@ -114,7 +116,7 @@ def _resized(name: str, out: Any, value: Any) -> Any:
             f"out of that shape, or an empty one",
             stacklevel=2,
         )
-    if not isinstance(value, Wrapper):
+    if not isinstance(value, Wrapper) or (out.numel() and not out.requires_grad):  # there may be views of its elements
         return out.resize_(value.shape).copy_(value)
     return rebind(out, value.to(out.dtype, copy=True).requires_grad_(out.requires_grad))
 

@@ -62,6 +62,8 @@ def replicated_plain(value: torch.Tensor, mesh: Mesh) -> Wrapper:
     if isinstance(value, RankTensor):
         raise MeshError("a RankTensor meets a DTensor; say how it is laid out: DTensor.from_local(x, mesh, placements)")
     kind = odd_kind(value)
+    if "DTensor" in kind:
+        raise LayoutError(f"a {kind} meets a shardwise.DTensor; convert it: shardwise.interop.from_torch(x)")
     if kind:
         dense = {"nested": "x.unbind()", "quantized": "x.dequantize()"}.get(kind, "x.to_dense()")
         raise LayoutError(f"a {kind} tensor meets a DTensor, which only dense ones can; use {dense}")

@@ -14,10 +14,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm.base import Comm
+from shardwise.comm.capturing import tape_here, tapes
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, running
-from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copies, note_view
-from shardwise.engine.call_shape import CallShape, Path, fetch, put
+from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copies, note_view, without_hooks
+from shardwise.engine.call_shape import CallShape, Path, fetch, put, tensors_in
 from shardwise.engine.local_copies import view_or_copy
 from shardwise.engine.reduce_to_parts import spread_from_parts
 from shardwise.engine.results import Finish, Memory, Results, one_wrapper
@@ -27,12 +28,14 @@ from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
 from shardwise.move.steps import MeshStep, Spread
 from shardwise.protocols import LocalValue
+from shardwise.strategy.empty_ranks import in_new_memory_if_empty, is_empty_here_alone, refusing_as_others_do
 from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.spec import Algorithm, LocalCall, PerCoords, Spec
 from shardwise.torch_private import is_recorded, is_transforming, schema_of, storage_id
 from shardwise.wrapper import Wrapper, shares_memory
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
+Change = Callable[[Callable[..., object]], Callable[..., object]]
 Moves = list[tuple[int, tuple[MeshStep, ...], bool]]  # of operands that change: number, steps, whether all only spread
 
 
@@ -64,7 +67,9 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     elif results.base is not None and spec.view is not None:
         change = functools.partial(view_or_copy, spec.view)
     elif results.base is None and not in_place and assignment.splits is None and any(map(leaves_empty, inputs)):
-        change = in_new_memory_if_empty
+        change = functools.partial(in_new_memory_if_empty, [output.dtype for output in outputs])
+    if (in_place or results.base is None) and is_empty_here_alone(inputs):
+        change = functools.partial(_both, change, refusing_as_others_do)
     if assignment.local is None:
         invoke, takes_all = call.mesh.comm.bind(change(func), split), True
     else:
@@ -168,8 +173,14 @@ def _with_writes_noted(plan: Plan, name: str) -> Plan:
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-        for target in written:
-            before_write(target, name)
+        if COPIES:
+            recorded = torch.is_grad_enabled() and any(t.requires_grad for _, t in tensors_in(args, kwargs))
+            for target in written:
+                before_write(target, name, recorded)
+        if COPIES or any(target._hooks for target in written):
+            for target in written:
+                without_hooks(target)
+            local_args[0] = args[0]._local if written is not args[0] else [target._local for target in written]
         result = plan(args, kwargs, local_args, local_kwargs)
         for target in written:
             after_write(target)
@@ -189,16 +200,8 @@ def in_new_memory(func: Callable[..., object]) -> Callable[..., object]:
     return call
 
 
-def in_new_memory_if_empty(func: Callable[..., object]) -> Callable[..., object]:
-    """`func` with a copy of each result without elements that shares memory with an argument: some functions return an
-    empty argument as it is, and a rank that holds nothing must be able to write where the others are."""
-
-    def call(*args: object, **kwargs: object) -> object:
-        held = {storage_id(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)}
-        own = lambda out: out.clone() if not out.numel() and storage_id(out) in held else out  # noqa: E731
-        return tree_map_only(torch.Tensor, own, func(*args, **kwargs))
-
-    return call
+def _both(outer: Change, inner: Change, func: Callable[..., object]) -> Callable[..., object]:
+    return outer(inner(func))
 
 
 def as_it_is(func: Callable[..., object]) -> Callable[..., object]:
@@ -250,13 +253,20 @@ def spread(tensor: Wrapper, steps: tuple[MeshStep, ...], note: Note) -> LocalVal
         kept = tensor._spreads = {}
     found = kept.get(key)
     version = first._version
-    if found is not None and found[0] is local and found[1] == version:
+    if found is not None and found[0] is local and found[1] == version and _is_of_program(comm, found[2]):
         return found[2]
     value = spread_from_parts(tensor, key)
     if value is None:
         value = run_move(local, comm, steps, note)
     kept[key] = (local, version, value)
     return value
+
+
+def _is_of_program(comm: Comm, value: LocalValue) -> bool:
+    """Whether a value may be used that was made earlier: where a program is captured, only one that is part of it."""
+    if not tapes or (tape := tape_here()) is None:
+        return True
+    return all(map(tape.is_of_program, comm.values(value)))
 
 
 def refuse(name: str, moves: Moves, now: Sequence[Layout], need: Sequence[Layout], reasons: Sequence[str]) -> None:

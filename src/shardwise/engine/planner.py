@@ -13,24 +13,30 @@ from torch.utils._pytree import tree_map_only
 from shardwise.context import of_thread
 from shardwise.engine import autocast
 from shardwise.engine.call_shape import CallShape, asks_for_a_value, numbers_in, op_name, tensors_in
-from shardwise.engine.fallback import rebound, replicated, written_back
+from shardwise.engine.extremes import pending_or_finished
+from shardwise.engine.fallback import one_after_another, rebound, replicated, written_back
 from shardwise.engine.into_out import into_outs, takes_outs
 from shardwise.engine.keys import ANY_FLOAT
+from shardwise.engine.nothing_here import nothing_here
 from shardwise.engine.plain_tensors import mesh_in, replicated_plain
 from shardwise.engine.plan import Plan, build_plan
 from shardwise.engine.saved import watched
+from shardwise.engine.several_meshes import over_meshes
 from shardwise.errors import ShardwiseError
+from shardwise.functions import writes_first
 from shardwise.strategy import registry
 from shardwise.strategy.relayout import Relayout
-from shardwise.strategy.spec import Gathered, Operand
+from shardwise.strategy.spec import Algorithm, Factors, Gathered, Operand
 from shardwise.torch_private import (
     OpOverload,
     are_transforms_active,
+    fake_mode,
     schema_of,
+    without_fake_mode,
     without_torch_function,
     without_transforms,
 )
-from shardwise.wrapper import Wrapper, wrap
+from shardwise.wrapper import Wrapper
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x2": "other"}  # which torch takes too
 
@@ -41,46 +47,35 @@ def planned(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     if are_transforms_active():
         with without_transforms():
             return planned(func, args, kwargs)
-    if not torch.is_inference_mode_enabled():
+    if not torch.is_inference_mode_enabled() and fake_mode() is None:
         return make_plan(func, args, kwargs)
-    with torch.inference_mode(False):
+    with without_fake_mode(), torch.inference_mode(False):  # plans are made with real integers
         return make_plan(func, args, kwargs)
 
 
 def make_plan(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     """The plan of a call: what its rule leads to, if there is one for this form of it."""
     if "out" not in kwargs:
-        moved = _on_first_mesh(func, args, kwargs)
-        if moved is not None:
-            return moved
+        several = over_meshes(func, args, kwargs)
+        if several is not None:
+            return several
     call = CallShape(func, args, kwargs)
-    plan = _by_rule(func, call) if "out" not in kwargs else None
+    plan = _by_rule(func, call) if "out" not in kwargs or registry.is_users(func) else None
     if plan is not None:
         return plan
     if takes_outs(func, kwargs):
         return into_outs(func, call)
     if isinstance(func, OpOverload):
+        if call.mesh.comm.outside:
+            return nothing_here(func, None, call, writes_first(func))
+        in_aten = getattr(func, "impl_aten", None)  # a primitive of torch's says which other function it is
+        if in_aten is not None and call.told() is not None:
+            return lambda args, kwargs, local_args, local_kwargs: in_aten(*args, **kwargs)
         return watched(replicated(func, call), call)
     casts = autocast.casts_of(call) if autocast.is_on() else None
     if casts is not None and casts is not autocast.INSIDE:
         return autocast.cast_first(func, call, casts)
     return lambda args, kwargs, local_args, local_kwargs: _call_parts(func, args, kwargs)
-
-
-def _on_first_mesh(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan | None:
-    """The plan of a call whose operands are on meshes of the same ranks with other process groups (two calls of
-    init_device_mesh): everything on the mesh of the first. None where there is one mesh, or they differ otherwise."""
-    meshes = list(dict.fromkeys(tensor._layout.mesh for _, tensor in tensors_in(args, kwargs)))
-    if len(meshes) < 2 or not all(mesh.is_alike(meshes[0]) for mesh in meshes[1:]):
-        return None
-
-    def run(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> Any:
-        first = next(tensor for _, tensor in tensors_in(args, kwargs))._layout.mesh
-        here = lambda x: x if x._layout.mesh is first else wrap(x._local, x._layout.replace(mesh=first))  # noqa: E731
-        args, kwargs = tree_map_only(Wrapper, here, (tuple(args), dict(kwargs)))
-        return func(*args, **kwargs)
-
-    return run
 
 
 def _by_rule(func: Callable[..., Any], call: CallShape) -> Plan | None:
@@ -109,7 +104,7 @@ def _ruled(func: Callable[..., Any], call: CallShape, found: registry.Found) -> 
     spec = spec_of(found.rule, call, *placed) if placed is not None else None
     if spec is None:
         return None
-    if found.in_place and isinstance(spec, Relayout):
+    if found.in_place and (isinstance(spec, Relayout) or (isinstance(spec, Algorithm) and spec.is_view)):
         return rebound(func)
     if autocast.is_on():
         casts = autocast.casts_of(call)
@@ -117,15 +112,21 @@ def _ruled(func: Callable[..., Any], call: CallShape, found: registry.Found) -> 
             return None
         if casts is not None and not autocast.done_by_ranks(spec, call, casts):
             return autocast.cast_first(func, call, casts)
+    if call.mesh.comm.outside:
+        return nothing_here(func, spec, call, found.in_place or registry.in_place_flag(func, call.args, call.kwargs))
     if isinstance(spec, Gathered):
         return watched(replicated(func, call, spec.reason, spec.check), call)
     in_place = found.in_place or registry.in_place_flag(func, call.args, call.kwargs)
     try:
-        plan = build_plan(func, spec, call, in_place) or written_back(func, call)
+        plan = build_plan(func, spec, call, in_place) or watched(written_back(func, call), call)
+        if isinstance(spec, Factors):
+            plan = pending_or_finished(func, spec, call, in_place, plan)
     except ShardwiseError:
         raise
     except NotImplementedError:  # torch cannot tell the result's shape; if it cannot compute it either, it says so then
         return watched(replicated(func, call), call)
+    if in_place and isinstance(call.args[0], (list, tuple)):
+        plan = one_after_another(func, plan)
     schema = schema_of(func)
     return plan if schema is None or schema.returns or not in_place else _returning_nothing(plan)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -11,12 +11,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shardwise.engine.aliasing import COPIES, note_copies, note_view
 from shardwise.engine.call_shape import CallShape, Path, fetch
 from shardwise.engine.local_copies import note_local_copy
+from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.protocols import LocalValue
 from shardwise.strategy.spec import Result, Spec
 from shardwise.torch_private import is_any_autocast_enabled, storage_id
 from shardwise.wrapper import Wrapper, restride, shares_memory, wrap, wrapper_of
 
+Given = TypeVar("Given")
 Finish = Callable[[Sequence[Any], dict[str, Any], Any], Any]  # (args, kwargs, local result) -> the call's result
 
 _ONE = tree_flatten(0)[1]
@@ -55,7 +57,8 @@ class Results:
 
     def layouts(self, call: CallShape, placements: Sequence[Any]) -> list[Layout]:
         """The layout of each output, from its placements."""
-        default = call.layouts[0].device
+        asked = call.kwargs.get("device")  # of results on the meta device nothing else tells where they are to be
+        default = call.layouts[0].device if asked is None else torch.device(asked)
         keys = [
             (places, tuple(out.shape), out.dtype, out.stride(), _device_of(out, default))
             for out, places in zip(self.metas, placements, strict=True)
@@ -163,3 +166,19 @@ def _device_of(out: Any, default: torch.device) -> torch.device:
     """The device of an output: that of the operands (meta tensors say none), unless the op asks for another."""
     device = getattr(out, "device", default)
     return default if device.type == "meta" else device
+
+
+def check_shapes(name: str, result: Given) -> Given:
+    """Return what the first run of a plan gave. Raise where the local shape is not the one that the layout says: torch
+    told the planner another shape than it computes. On GPUs some kernels return a buffer for their own use that is
+    empty, of which torch says something else."""
+    for out in tree_flatten(result)[0]:
+        if isinstance(out, Wrapper) and not out._layout.mesh.comm.outside and out._layout.device.type == "cpu":
+            layout, comm = out._layout, out._layout.mesh.comm
+            here, expected = tuple(comm.first(out._local).shape), layout.local_shape_at(comm.coords_here()[0])
+            if here != expected:
+                raise RuleError(
+                    f"{name}: a rank computed a tensor of shape {here} where {layout} has {expected}; this is a defect "
+                    f"of shardwise, or of this version of torch. Compute it on local tensors (to_local) meanwhile"
+                )
+    return result

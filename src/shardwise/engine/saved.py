@@ -59,9 +59,19 @@ class watched:
         results = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
         seen = [operands[i] for i in kept.operands] + [results[i] for i in kept.results if i < len(results)]
         check = Check(self.name, seen)
-        for node in {_local(out).grad_fn for out in results}:
-            if node is not None:
-                node.register_prehook(check)
+        given = {storage_id(_local(tensor)) for tensor in operands}
+        for node in {node for out in results for node in _nodes_of(_local(out), given)}:
+            node.register_prehook(check)
+
+
+def _nodes_of(local: torch.Tensor, given: set[int]) -> Iterator[Node]:
+    """The nodes that compute the gradient of a result. Where it is a view of what the call made, torch gives it another
+    node when it is written; that of what it is a view of stays."""
+    if local.grad_fn is not None:
+        yield local.grad_fn
+    base = local._base
+    if base is not None and base.grad_fn is not None and storage_id(local) not in given:
+        yield base.grad_fn
 
 
 class Check:
@@ -70,7 +80,7 @@ class Check:
     def __init__(self, name: str, tensors: Sequence[Wrapper]) -> None:
         self.name = name
         # weakly: what nobody holds nobody writes, and its memory is not for us to keep
-        found = [(tensor, _local(tensor)) for tensor in tensors]
+        found = [(tensor, _in_memory(_local(tensor))) for tensor in tensors]
         self.seen = [(weakref.ref(t), t._rebinds, weakref.ref(local), local._version) for t, local in found]
 
     def __call__(self, _: object) -> None:
@@ -91,6 +101,11 @@ def _local(tensor: Wrapper) -> torch.Tensor:
     return tensor._layout.mesh.comm.first(tensor._local)
 
 
+def _in_memory(local: torch.Tensor) -> torch.Tensor:
+    """The tensor that lives as long as somebody can write to this one: where it is a view, what it is a view of."""
+    return local if local._base is None else local._base
+
+
 @dataclass(frozen=True)
 class _Operand:
     """Stands for a tensor among the arguments."""
@@ -106,18 +121,30 @@ def kept_by_torch(
 ) -> Kept:
     """What plain torch keeps for the gradient of a call, found by recording it on meta tensors. Nothing where torch
     cannot run the call on those."""
+    for copied in (torch.ops.aten.alias, torch.clone):  # a view of a leaf cannot be written; a copy has other strides
+        try:
+            return _kept_with(copied, func, arguments, layouts, flags)
+        except Exception:  # it writes, sizes depend on values, or an op has no meta kernel
+            continue
+    return Kept((), ())
+
+
+def _kept_with(
+    copied: Callable[[torch.Tensor], torch.Tensor],
+    func: Callable[..., Any],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    layouts: Sequence[Layout],
+    flags: Sequence[bool],
+) -> Kept:
     as_it_is = lambda tensor: tensor  # noqa: E731  (hooks of the program, a checkpoint's for instance, see nothing)
     with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):
         leaves = [meta_like(layout).requires_grad_(flag) for layout, flag in zip(layouts, flags, strict=True)]
-        operands = [leaf.view_as(leaf) if leaf.requires_grad else leaf for leaf in leaves]
+        operands = [copied(leaf) if leaf.requires_grad else leaf for leaf in leaves]
+        given, inputs = {storage_id(x) for x in operands}, {x.grad_fn for x in operands}
         args, kwargs = tree_map_only(_Operand, lambda operand: operands[operand.index], arguments)
-        try:
-            outs = [out for out in tree_flatten(func(*args, **kwargs))[0] if isinstance(out, torch.Tensor)]
-        except Exception:  # sizes that depend on values, or an op without a meta kernel
-            return Kept((), ())
-    saved = set(map(storage_id, _saved_by(outs, {x.grad_fn for x in operands})))
+        outs = [out for out in tree_flatten(func(*args, **kwargs))[0] if isinstance(out, torch.Tensor)]
+    saved = set(map(storage_id, _saved_by(outs, inputs)))
     of = lambda tensors: tuple(i for i, x in enumerate(tensors) if storage_id(x) in saved)  # noqa: E731
-    given = {storage_id(x) for x in operands}
     return Kept(of(operands), tuple(i for i in of(outs) if storage_id(outs[i]) not in given))
 
 

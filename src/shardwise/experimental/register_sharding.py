@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardwise.caches import clear_caches
 from shardwise.engine.call import ANY_FLOAT
 from shardwise.errors import RuleError
+from shardwise.experimental.mutating import OnCopies
 from shardwise.layout import Layout, Placement, Shard, as_placements
 from shardwise.layout.placement import REPLICATE
 from shardwise.spec import TensorMeta
@@ -186,7 +187,8 @@ def register_sharding(
         op: an op of torch.library or torch.ops, a list of such, or a Python function that hands distributed tensors to
             `__torch_function__` (torch.overrides.wrap_torch_function makes one).
         line: a line of factors, one term for each tensor argument (docs/extending.md has the notation). A cut factor
-            passes through every term that has it; one that no output has leaves a Partial(`reduce`).
+            passes through every term that has it; one that no output has leaves a Partial(`reduce`). What an op writes
+            into has a term among the outputs too, before those of its results.
         linear: which arguments may be pending sums: "none" of them, all together ("joint"), or any one ("each").
         reduce: the reduction of a factor that no output has.
         replace: whether this rule takes the place of an earlier one of yours (it always comes before the library's).
@@ -195,7 +197,7 @@ def register_sharding(
         None with a `line`; else a decorator.
 
     Raises:
-        RuleError: the line does not fit the op, the op writes into an argument, or it has a rule of yours already.
+        RuleError: the line does not fit the op, or it has a rule of yours already.
 
     Example:
         >>> import shardwise, torch
@@ -214,12 +216,12 @@ def register_sharding(
     if line is not None:
         for one in ops:
             _check_line(one, line, linear)
-            _set_rule(one, _from_line(one, line, linear, reduce), replace)
+            _set_rule(one, lambda op: _from_line(op, line, linear, reduce), replace)
         return None
 
     def decorate(strategies: Callable[..., Any]) -> Callable[..., Any]:
         for one in ops:
-            _set_rule(one, rule_from_strategies(one, strategies), replace)
+            _set_rule(one, lambda op: rule_from_strategies(op, _of_results(op, strategies)), replace)
         return strategies
 
     return decorate
@@ -237,11 +239,19 @@ def _overloads(op: Any) -> list[Op]:
     )
 
 
-def _set_rule(op: Op, rule: Callable[..., Any], replace: bool) -> None:
-    """Make it the op's rule, and forget what was planned without it."""
+def _of_results(op: Op, strategies: Callable[..., Any]) -> Callable[..., Any]:
+    return op.strategies(strategies) if isinstance(op, OnCopies) else strategies
+
+
+def _set_rule(op: Op, rule_for: Callable[[Op], Callable[..., Any]], replace: bool) -> None:
+    """Make it the op's rule, and forget what was planned without it. That of an op that writes into arguments is the
+    rule of a function that writes into copies."""
     schema = schema_of(op)
     if schema is not None and schema.is_mutable:
-        raise RuleError(f"{op} writes into an argument: {schema}; register an op that returns its result instead")
+        copying = OnCopies(op, _signature(op))
+        registry.set_user_rule(op, copying.rule, replace)
+        op = copying
+    rule = rule_for(op)
     rule.__signature__ = _signature(op)  # type: ignore[attr-defined]
     registry.set_user_rule(op, rule, replace)
     ANY_FLOAT.discard(op)
@@ -282,12 +292,13 @@ def _check_line(op: Op, line: str, linear: str) -> None:
     tensors = {a.name: str(a.type) for a in schema.arguments if "Tensor" in str(a.type)}
     if any("List[" in kind for kind in tensors.values()):
         return
-    counts = (len(parsed.inputs), len(tensors)), (len(parsed.outputs), len(schema.returns))
+    results = OnCopies(op, _signature(op)).results if schema.is_mutable else len(schema.returns)
+    counts = (len(parsed.inputs), len(tensors)), (len(parsed.outputs), results)
     for what, (terms, have) in zip(("input terms", "output terms"), counts, strict=True):
         if terms != have:
             raise RuleError(
                 f"{op}: line = {line!r} has {terms} {what}, but the op has {have} (tensors {', '.join(tensors)} -> "
-                f"{len(schema.returns)} results); write one term for each, `x?` for one that may be missing"
+                f"{results} results); write one term for each, `x?` for one that may be missing"
             )
 
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-import torch.distributed.tensor as theirs
 
 from shardwise.errors import LayoutError, MeshError
-from shardwise.layout import Layout, Placement, Shard
+from shardwise.interop.adoption import loaded_original, original, ready_originals
+from shardwise.layout import Layout, Placement, Shard, StridedShard
 from shardwise.layout.gradient import grad_placements
 from shardwise.layout.layout import parent_sets
-from shardwise.layout.placement import as_placement
-from shardwise.layout.split import Intervals, chunk_pieces, compose, count, normalize
+from shardwise.layout.split import count
 from shardwise.mesh import as_mesh
 from shardwise.protocols import MeshLike
 from shardwise.tensor import DTensor
 from shardwise.torch_private import AsyncCollectiveTensor
 
-__all__ = ["from_torch", "to_torch"]
+if TYPE_CHECKING:
+    import torch.distributed.tensor as theirs
 
-_StridedShard = theirs.placement_types._StridedShard  # type: ignore[attr-defined]
+__all__ = ["from_torch", "is_torchs", "to_torch"]
 
 
 def from_torch(tensor: theirs.DTensor) -> DTensor:
@@ -33,10 +33,10 @@ def from_torch(tensor: theirs.DTensor) -> DTensor:
     Raises:
         LayoutError: If it is no DTensor of torch.
     """
-    if not isinstance(tensor, theirs.DTensor):
+    if not is_torchs(tensor):
         raise LayoutError(f"from_torch: expected a DTensor of torch.distributed.tensor, got {type(tensor).__name__}")
     shape, mesh = tuple(tensor.shape), as_mesh(tensor.device_mesh)
-    ours = _ours(mesh, tensor.placements, shape)
+    ours = Layout.make(mesh, tensor.placements, shape, tensor.dtype).placements
     grads = [_theirs(mesh, ours, axis, p, shape) for axis, p in enumerate(grad_placements(ours))]
     local = tensor.to_local(grad_placements=grads)
     if isinstance(local, AsyncCollectiveTensor):
@@ -62,49 +62,34 @@ def to_torch(tensor: DTensor) -> theirs.DTensor:
     placements = [_theirs(layout.mesh, layout.placements, a, p, layout.shape) for a, p in enumerate(layout.placements)]
     local, shape = tensor.to_local(), torch.Size(layout.shape)
     mesh = layout.mesh.source
-    return theirs.DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=layout.stride)
+    ready_originals()
+    torchs = original("torch.distributed.tensor")
+    return torchs.DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=layout.stride)
 
 
-def _ours(mesh: MeshLike, placements: Sequence[Any], shape: tuple[int, ...]) -> tuple[Placement, ...]:
-    out: list[Placement] = []
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, _StridedShard):
-            rows = _strided_rows(mesh, out, axis, placement.dim, shape, int(placement.split_factor))
-            out.append(Shard(placement.dim, pieces=rows))
-        else:
-            out.append(as_placement(placement, f"placements[{axis}]"))
-    return tuple(out)
+def is_torchs(tensor: object) -> TypeGuard[theirs.DTensor]:
+    """Whether it is a DTensor of torch's own class."""
+    torchs = loaded_original("torch.distributed.tensor")
+    return torchs is not None and isinstance(tensor, torchs.DTensor)
 
 
 def _theirs(
     mesh: MeshLike, placements: Sequence[Placement], axis: int, placement: Placement, shape: tuple[int, ...]
 ) -> theirs.placement_types.Placement:
     """torch's placement for ours on one axis, the axes before it being laid out as `placements` say."""
+    torchs = original("torch.distributed.tensor")
     if placement.is_replicate():
-        return theirs.Replicate()
+        return torchs.Replicate()
     if not isinstance(placement, Shard):
-        return theirs.Partial(placement.reduce_op)  # type: ignore[attr-defined]
+        return torchs.Partial(placement.reduce_op)  # type: ignore[attr-defined]
     if placement.pieces is None:
-        return theirs.Shard(placement.dim)
+        return torchs.Shard(placement.dim)
     factor = max(len(part) for row in placement.pieces for part in row)
-    rows = _strided_rows(mesh, placements[:axis], axis, placement.dim, shape, factor)
-    if factor > 1 and rows == placement.pieces:
-        return _StridedShard(placement.dim, split_factor=factor)
+    parents = parent_sets(mesh, placements[:axis], placement.dim, shape[placement.dim])
+    strided = StridedShard(placement.dim, split_factor=factor)
+    if factor > 1 and tuple(strided.row(count(parent), mesh.shape[axis]) for parent in parents) == placement.pieces:
+        return torchs.placement_types._StridedShard(placement.dim, split_factor=factor)
     raise LayoutError(
         f"to_torch: placements[{axis}] = {placement!r} has no counterpart in torch.distributed.tensor; "
         f"redistribute axis {axis} to Shard({placement.dim}) or Replicate() first"
     )
-
-
-def _strided_rows(
-    mesh: MeshLike, outer: Sequence[Placement], axis: int, dim: int, shape: tuple[int, ...], factor: int
-) -> tuple[tuple[Intervals, ...], ...]:
-    """The pieces of torch's _StridedShard: each parent is cut into `factor` chunks, and each chunk over the axis."""
-    parts, rows = mesh.shape[axis], []
-    for parent in parent_sets(mesh, outer, dim, shape[dim]):
-        cut = [
-            [compose(chunk, part) for part in chunk_pieces(count(chunk), parts)]
-            for chunk in chunk_pieces(count(parent), factor)
-        ]
-        rows.append(tuple(normalize(interval for row in cut for interval in row[i]) for i in range(parts)))
-    return tuple(rows)

@@ -1,7 +1,7 @@
 """Layouts: pure integers. Imports nothing above it."""
 
 from shardwise.layout.layout import Layout
-from shardwise.layout.placement import Partial, Placement, Replicate, Shard, as_placement, as_placements
+from shardwise.layout.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement, as_placements
 from shardwise.layout.region import Region, contiguous_stride
 from shardwise.layout.tiles import Tile
 
@@ -12,6 +12,7 @@ __all__ = [
     "Region",
     "Replicate",
     "Shard",
+    "StridedShard",
     "Tile",
     "as_placement",
     "as_placements",

@@ -16,8 +16,8 @@ from zlib import crc32
 
 import torch
 
-from shardwise.errors import DimError, LayoutError
-from shardwise.layout.placement import Partial, Placement, Shard, as_placements
+from shardwise.errors import DimError, LayoutError, out_of_range
+from shardwise.layout.placement import Partial, Placement, Shard, StridedShard, as_placements
 from shardwise.layout.region import Region, contiguous_stride
 from shardwise.layout.split import Intervals, chunk_pieces, chunk_size, compose, count, intersect, normalize, positions
 from shardwise.layout.tiles import Tile
@@ -67,6 +67,8 @@ class Layout:
     stride: tuple[int, ...]
     dtype: Any
     device: Any
+    _repr_html_: Callable[[], str]  # `picture.py`
+    __rich__: Callable[[], str]
     _sets: dict[Any, Intervals]  # what `held` has found
     _digest: int | None
     is_plain: bool  # every axis of more than one coordinate is Replicate
@@ -195,7 +197,7 @@ class Layout:
         )
 
     def __repr__(self) -> str:
-        places = ", ".join(map(str, self.placements))
+        places = ", ".join(said if len(said) < 160 else f"{said[:150]}...)" for said in map(str, self.placements))
         return f"Layout({self.shape} {str(self.dtype).removeprefix('torch.')} [{places}] on {self.mesh!r})"
 
     @property
@@ -254,18 +256,28 @@ def check_placements(mesh: Any, placements: tuple[Placement, ...], shape: tuple[
             f"{len(mesh.shape)} axes {tuple(mesh.shape)}; give one an axis"
         )
     _check_reductions_commute(mesh, placements)
-    if not any(isinstance(p, Shard) and (p.pieces is not None or p.dim < 0 or p.dim >= len(shape)) for p in placements):
+    if not any(
+        (isinstance(p, Shard) and (p.pieces is not None or p.dim < 0 or p.dim >= len(shape)))
+        or isinstance(p, StridedShard)
+        for p in placements
+    ):
         return placements
     out: list[Placement] = []
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+        if isinstance(placement, (Shard, StridedShard)):
             dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
             if not 0 <= dim < len(shape):
                 raise DimError(
                     f"placements[{axis}] = {placement!r}: dim {placement.dim} is out of range for a tensor of shape "
-                    f"{shape}; " + (f"use {-len(shape)} to {len(shape) - 1}" if shape else "it has no dim to shard")
+                    f"{shape}; "
+                    + (f"use {-len(shape)} to {len(shape) - 1}" if shape else "it has no dim to shard")
+                    + f". {out_of_range(placement.dim, len(shape))}"
                 )
             placement = placement.at(dim)
+            if isinstance(placement, StridedShard):
+                parents = parent_sets(mesh, out, dim, shape[dim])
+                rows = [placement.row(count(parent), mesh.shape[axis]) for parent in parents]
+                placement = Shard(dim, pieces=rows)
             if placement.pieces is not None:
                 placement = _check_pieces(mesh, tuple(out), axis, placement, shape)
         out.append(placement)
@@ -331,6 +343,11 @@ def parent_sets(mesh: Any, outer: Sequence[Placement], dim: int, n: int) -> list
 
 
 # -- from a table of sets back to one placement an axis ----------------------------------------------------
+def living_layouts() -> list[Layout]:
+    """Every layout that somebody uses now."""
+    return list(_interned.values())
+
+
 def shards_from_table(
     axis_sizes: Sequence[int], n: int, table: Callable[[tuple[int, ...]], Intervals], dim: int
 ) -> tuple[Shard, ...]:

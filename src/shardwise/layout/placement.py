@@ -1,4 +1,7 @@
-"""What one mesh axis does to a tensor: ``Replicate()``, ``Shard(dim, ...)`` or ``Partial(op)``. Immutable values."""
+"""What one mesh axis does to a tensor: ``Replicate()``, ``Shard(dim, ...)`` or ``Partial(op)``. Immutable values.
+
+A placement equals the one of torch.distributed.tensor that says the same, and has its hash.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardwise.errors import LayoutError
-from shardwise.layout.split import Intervals, chunk_bounds, chunk_pieces, normalize, sizes_to_pieces
+from shardwise.layout.split import Intervals, chunk_bounds, chunk_pieces, compose, count, normalize, sizes_to_pieces
 
+_ALIASES = {"prod": "product"}  # the name that torch.Tensor has for it
 REDUCE_OPS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
 
 Pieces = tuple[tuple[Intervals, ...], ...]  # [outer coordinate on the same dim][coordinate] -> intervals in the parent
@@ -30,6 +34,10 @@ class Placement:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{self!r} is immutable; make a new placement instead of setting {name!r}")
 
+    def _equals_foreign(self, other: object) -> bool:
+        """Whether a placement that is not ours says the same."""
+        return not isinstance(other, Placement) and _is_placement(other) and as_placement(other) == self
+
 
 class Replicate(Placement):
     """Every coordinate of the axis holds the same values."""
@@ -40,10 +48,10 @@ class Replicate(Placement):
         return True
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Replicate)
+        return isinstance(other, Replicate) or self._equals_foreign(other)
 
     def __hash__(self) -> int:
-        return hash("Replicate")
+        return hash(-1)
 
     def __repr__(self) -> str:
         return "Replicate()"
@@ -81,7 +89,7 @@ class Shard(Placement):
             pieces = _checked_pieces(pieces)
         object.__setattr__(self, "dim", dim)
         object.__setattr__(self, "pieces", pieces)
-        object.__setattr__(self, "_hash", hash(("Shard", dim, pieces)))
+        object.__setattr__(self, "_hash", hash(dim if pieces is None else ("Shard", dim, pieces)))
 
     @property
     def sizes(self) -> tuple[Any, ...] | None:
@@ -120,7 +128,9 @@ class Shard(Placement):
         return dim is None or dim == self.dim
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shard) and self.dim == other.dim and self.pieces == other.pieces
+        if isinstance(other, Shard):
+            return self.dim == other.dim and self.pieces == other.pieces
+        return self._equals_foreign(other)
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -144,25 +154,76 @@ class Shard(Placement):
         return _rebuild_shard, (self.dim, self.pieces)
 
 
+class StridedShard(Placement):
+    """The indices of a dim are cut into `split_factor` chunks, and the axis deals out each of them.
+
+    What a coordinate gets depends on the tensor's size, so a layout turns it into the Shard that says it. A coordinate
+    holds its part of every chunk: the parts of two axes that cut a dim in the order opposite to the mesh's, or those of
+    several matrices that are stored as one.
+    """
+
+    __slots__ = ("dim", "split_factor")
+    dim: int
+    split_factor: int
+
+    def __init__(self, dim: int, *, split_factor: int) -> None:
+        for name, value, least in (("dim", dim, None), ("split_factor", split_factor, 1)):
+            if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+                raise LayoutError(f"_StridedShard: {name} must be an int{' >= 1' if least else ''}, got {value!r}")
+            object.__setattr__(self, name, value)
+
+    def at(self, dim: int) -> StridedShard:
+        """The same on another dim."""
+        return self if dim == self.dim else StridedShard(dim, split_factor=self.split_factor)
+
+    def row(self, n: int, parts: int) -> tuple[Intervals, ...]:
+        """The intervals of all coordinates within a parent of `n` indices."""
+        chunks = chunk_pieces(n, self.split_factor)
+        cut = [[compose(chunk, part) for part in chunk_pieces(count(chunk), parts)] for chunk in chunks]
+        return tuple(normalize(interval for row in cut for interval in row[i]) for i in range(parts))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, StridedShard):
+            return (self.dim, self.split_factor) == (other.dim, other.split_factor)
+        return self._equals_foreign(other)
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.split_factor))
+
+    def __repr__(self) -> str:
+        return f"_StridedShard(dim={self.dim}, sf={self.split_factor})"
+
+    def __str__(self) -> str:
+        return f"_S({self.dim}, {self.split_factor})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_strided, (self.dim, self.split_factor)
+
+
 class Partial(Placement):
     """Every coordinate holds a part; the value is the parts reduced by `reduce_op`."""
 
     __slots__ = ("reduce_op",)
     reduce_op: str
+    ALL_REDUCE_OPS = REDUCE_OPS
+    LINEAR_REDUCE_OPS = ("sum", "avg")
 
     def __init__(self, reduce_op: str = "sum") -> None:
+        reduce_op = _ALIASES.get(reduce_op, reduce_op) if isinstance(reduce_op, str) else reduce_op
         if reduce_op not in REDUCE_OPS:
             raise LayoutError(f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, got {reduce_op!r}")
         object.__setattr__(self, "reduce_op", reduce_op)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        return reduce_op is None or reduce_op == self.reduce_op
+        return reduce_op is None or _ALIASES.get(reduce_op, reduce_op) == self.reduce_op
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Partial) and self.reduce_op == other.reduce_op
+        if isinstance(other, Partial):
+            return self.reduce_op == other.reduce_op
+        return self._equals_foreign(other)
 
     def __hash__(self) -> int:
-        return hash(("Partial", self.reduce_op))
+        return 1 + hash(self.reduce_op)
 
     def __repr__(self) -> str:
         return f"Partial({self.reduce_op})"
@@ -179,6 +240,10 @@ REPLICATE = Replicate()
 
 def _rebuild_shard(dim: int, pieces: Any) -> Shard:
     return Shard(dim, pieces=pieces)
+
+
+def _rebuild_strided(dim: int, split_factor: int) -> StridedShard:
+    return StridedShard(dim, split_factor=split_factor)
 
 
 def _pieces_of_sizes(sizes: Any) -> Pieces:
@@ -209,20 +274,22 @@ def _checked_pieces(pieces: Any) -> Pieces:
         ) from error
 
 
+def _is_placement(value: object) -> bool:
+    """Whether it is a placement, ours or torch's."""
+    return hasattr(value, "is_shard") and hasattr(value, "is_replicate") and not isinstance(value, type)
+
+
 def as_placement(value: Any, name: str = "placement") -> Placement:
     """Our placement for `value`: one of ours as it is, one of torch's by what it says of itself."""
     if isinstance(value, Placement):
         return value
-    if hasattr(value, "is_shard") and hasattr(value, "is_replicate") and not isinstance(value, type):
+    if _is_placement(value):
         if value.is_replicate():
             return REPLICATE
         if value.is_partial():
             return Partial(str(getattr(value, "reduce_op", "sum")))
         if hasattr(value, "split_factor"):
-            raise LayoutError(
-                f"{name} = {value!r}: what a strided placement deals out depends on the tensor; convert the one that "
-                f"has it with shardwise.interop.from_torch, or say what each rank holds with Shard(dim, pieces=...)"
-            )
+            return StridedShard(value.dim, split_factor=int(value.split_factor))
         if hasattr(value, "dim"):
             return Shard(value.dim)
     raise LayoutError(f"{name} = {value!r} is not a placement; use Replicate(), Shard(dim) or Partial(op)")

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from shardwise.comm.base import Coords
 from shardwise.comm.bridge import regroup, share
 from shardwise.comm.guard import Guard
 from shardwise.comm.messages import along_ranks
+from shardwise.comm.outline import OutlineComm
 from shardwise.comm.record import Note
 from shardwise.errors import MoveError
 from shardwise.layout import Layout
@@ -53,7 +55,12 @@ class CrossStep(Step):
         return self.dst.mesh.comm
 
     def bytes_received(self, comm: Any) -> int:
+        if comm.outlined:
+            return self.bytes_in(comm.rank)
         return sum(map(self.bytes_in, self.dst.mesh.ranks if comm.simulated else (dist.get_rank(),)))
+
+    def bytes_here(self) -> int:
+        return self.bytes_received(self.dst.mesh.comm)
 
     def bytes_in(self, rank: int) -> int:
         return self.plan.bytes_in(rank)
@@ -71,10 +78,18 @@ class CrossStep(Step):
     def run(self, comm: Any, local: Any) -> Any:
         if comm.simulated:
             return self._at_hand(comm, local)
+        if comm.outlined:
+            return self._outlined(comm, local)
         me, along = dist.get_rank(), along_ranks(self.ranks, local.device)
         with Guard(along, self.kind, f"meshes of {len(self.ranks)} ranks", f" on rank {me}"):
             out = Transfer(self.plan, (local,), me, along).finish()
         return out[0] if out else local.new_empty(0)
+
+    def _outlined(self, comm: OutlineComm, local: torch.Tensor) -> torch.Tensor:
+        if comm.rank not in self.dst.mesh.ranks:
+            raise MoveError(f"rank {comm.rank}, which is played, is not in {self.dst.mesh!r}; play one that is in both")
+        shape, axes = self.dst.local_shape(comm.rank), range(len(comm.shape))
+        return comm.exchange(local, self.kind, axes, self.bytes_in(comm.rank), shape, self.buffer_bytes(comm.rank))[1]()
 
     def _at_hand(self, comm: Any, local: Any) -> Any:
         before = {c: self.src.region(c) for c in map(self.src.mesh.coords, self.src.mesh.ranks)}
@@ -103,7 +118,7 @@ def plan_across(src: Layout, dst: Layout) -> Crossing:
     """What a move between two meshes does."""
     if src.shape != dst.shape or src.dtype != dst.dtype:
         raise MoveError(f"a move keeps shape and dtype, but {src} and {dst} differ")
-    if src.mesh.comm.simulated != dst.mesh.comm.simulated:
+    if (src.mesh.comm.simulated, src.mesh.comm.outlined) != (dst.mesh.comm.simulated, dst.mesh.comm.outlined):
         raise MoveError(f"cannot move between simulated and real ranks: from {src.mesh!r} to {dst.mesh!r}")
     leaving = without_sums(src)
     arriving = dst.placed({a: REPLICATE for a, p in enumerate(dst.placements) if p.is_partial()})
@@ -135,19 +150,20 @@ def move_across(local: Any, src: Layout, dst: Layout, note: Note) -> Any:
 
 def _on_one_mesh(src: Layout, dst: Layout) -> tuple[Layout, Layout] | None:
     """Both layouts on the larger of a mesh and its sub-mesh, where one is the other's."""
-    if _is_view(dst.mesh, src.mesh):
-        return src, _spelled_out(dst, src.mesh)
-    if _is_view(src.mesh, dst.mesh):
-        return _spelled_out(src, dst.mesh), dst
+    if is_part_of(dst.mesh, src.mesh):
+        return src, spelled_out(dst, src.mesh)
+    if is_part_of(src.mesh, dst.mesh):
+        return spelled_out(src, dst.mesh), dst
     return None
 
 
-def _is_view(part: Any, whole: Any) -> bool:
+def is_part_of(part: Any, whole: Any) -> bool:
     """Whether `part` is what `whole[names]` gives: this rank's own line of it."""
     if len(part.shape) >= len(whole.shape) or not set(part.axis_names) <= set(whole.axis_names):
         return False
-    if part.comm.simulated:
-        return whole.source[part.axis_names] is part.source
+    if part.comm.simulated or part.comm.outlined:
+        family = getattr(whole.source, "_family", None) is getattr(part.source, "_family", ())
+        return family and whole.source[part.axis_names] is part.source
     if whole.source.mesh_dim_names is None or whole.comm.outside or part.comm.outside:
         return False
     inside = [a for a, name in enumerate(whole.axis_names) if name in part.axis_names]
@@ -159,7 +175,7 @@ def _agree(one: Coords, other: Coords, except_on: list[int]) -> bool:
     return all(c == d for a, (c, d) in enumerate(zip(one, other, strict=True)) if a not in except_on)
 
 
-def _spelled_out(layout: Layout, whole: Any) -> Layout:
+def spelled_out(layout: Layout, whole: Any) -> Layout:
     """The layout of a sub-mesh's tensor on the whole mesh: replicated on the axes the sub-mesh does not have."""
     places = dict(zip(layout.mesh.axis_names, layout.placements, strict=True))
     return layout.replace(mesh=whole, placements=tuple(places.get(name, REPLICATE) for name in whole.axis_names))

@@ -35,6 +35,11 @@ class Arrival:
         self._error: Exception | None = None
         self._lock = threading.Lock()
 
+    @property
+    def failed(self) -> bool:
+        """Whether it is known that the value will not come."""
+        return self._error is not None
+
     def wait(self) -> LocalValue:
         """The value, once it is there. Every call raises what the first one raised."""
         with self._lock:

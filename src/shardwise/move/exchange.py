@@ -19,6 +19,7 @@ import torch
 
 from shardwise.comm.base import Coords
 from shardwise.comm.messages import WIRE, Along, begun, waited_for
+from shardwise.comm.outline import OutlineComm
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.reduction import REDUCTIONS
 from shardwise.errors import MoveError
@@ -90,12 +91,16 @@ class RoutedStep(Exchanged, MeshStep):
     def run(self, comm: Any, local: Any) -> Any:
         if comm.simulated:
             return comm.per_group(self._among, local, self.axes)
+        if comm.outlined:
+            return self._outlined(comm, local)[1]()
         if self.kind == "local":
             return self._made(pick(local, self._own(comm.coords)), comm.coords)  # type: ignore[arg-type]
         with comm.guard(self.kind, self.crossed):
             return Transfer(self, (local,), comm.coords, comm.along(self.crossed)).finish()[0]
 
-    def start(self, comm: ProcessGroupComm, local: Any, owned: bool) -> Begun | None:
+    def start(self, comm: ProcessGroupComm | OutlineComm, local: Any, owned: bool) -> Begun | None:
+        if isinstance(comm, OutlineComm):
+            return self._outlined(comm, local)
         guard = comm.guard(self.kind, self.crossed)
         with guard:
             transfer = Transfer(self, (local,), comm.coords, comm.along(self.crossed))
@@ -108,6 +113,23 @@ class RoutedStep(Exchanged, MeshStep):
                 return transfer.finish()[0]
 
         return transfer.out[0], finish
+
+    def _outlined(self, comm: OutlineComm, local: torch.Tensor) -> Begun:
+        """What the rank that is played allocates and receives, where there are no values."""
+        me = comm.coords
+        if self.kind == "local":
+            with comm.making():
+                made = self._made(pick(comm.shared(local), self._own(me)), me)  # type: ignore[arg-type]
+            return made, lambda: made
+        room = self.room_for(me)
+        shape = region_shape(self.needed(me)) if room is None else room[0]
+        return comm.exchange(
+            local, self.kind, self.crossed, self.bytes_in(me), shape, self.outlined_buffers(me), self.zeros
+        )
+
+    def outlined_buffers(self, coords: Coords) -> int:
+        """Bytes of packed parts, out and in, worked out without looking at every peer."""
+        return 2 * self.bytes_in(coords)
 
     def _among(self, values: Sequence[torch.Tensor], coords: Sequence[Coords]) -> list[torch.Tensor]:
         """What ranks along the axes hold afterwards, from what they hold before."""
@@ -365,6 +387,19 @@ class Exchange(RoutedStep):
             return 0
         sent = (region_size(region) for peer, region in self.outgoing(coords).items() if peer != coords)
         return sum(sent) * self.dst.dtype.itemsize
+
+    def outlined_buffers(self, coords: Coords) -> int:
+        """Those of a backend that gathers and reduces natively where parts lie one after another, as NCCL does."""
+        received = self.bytes_in(coords)
+        if self.kind == "reduce_scatter" and self.even and self.rounds == 1 and self.reduce_op == "sum":
+            return self.bytes_at(coords)
+        if self.reduces:
+            return (received + self.bytes_at(coords)) // self.rounds
+        if self.kind == "all_gather":
+            dims = {self.src.placements[a].dim for a in self.axes}  # type: ignore[attr-defined]
+            in_order = self.even and len(dims) == 1 and math.prod(self.dst.local_shape_at(coords)[: min(dims)]) == 1
+            return 0 if in_order else received // self.rounds
+        return 2 * received // self.rounds
 
     def buffer_bytes(self, coords: Coords) -> int:
         """Those of the last round, which is the largest."""

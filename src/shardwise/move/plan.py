@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 from typing import Any
 
+from shardwise.drawing import Picture, figure, markup, page_table
 from shardwise.errors import MoveError, check_type
 from shardwise.layout import Layout
 from shardwise.layout.layout import holders_of
+from shardwise.layout.picture import picture_of
 from shardwise.layout.split import count, normalize
 from shardwise.move.across import CrossStep, plan_across
 from shardwise.move.planner import plan_steps, sample_coords
 from shardwise.move.steps import MeshStep
 
-_MOST_RANKS = 1024  # of larger meshes, explain() looks at a few ranks
+_MOST_RANKS = 64  # of larger meshes, explain() looks at a few ranks: each has all others as peers
 
 
 class MovePlan:
@@ -84,6 +87,11 @@ class MovePlan:
 
     def explain(self) -> str:
         """The plan as a table: steps with their bytes and memory, for the busiest rank, and the lower bound."""
+        title, rows, foot = self._table()
+        return "\n".join([title, *_aligned(rows), f"  {foot}"])
+
+    def _table(self) -> tuple[str, list[tuple[str, ...]], str]:
+        """The title, the rows with their header, and the line below."""
         mesh, other = self.src.mesh, self.dst.mesh
         ranks = list(dict.fromkeys((*_shown(self.src), *_shown(self.dst))))
         costs: dict[Any, list[list[int]]] = {step: [] for step in self.steps}
@@ -98,11 +106,23 @@ class MovePlan:
         bound, most_held = max(map(self.lower_bound, ranks)), max(map(self.peak_bytes, ranks))
         meshes = repr(mesh) if mesh is other else f"{mesh!r} -> {other!r}"
         title = f"{_places(self.src)} -> {_places(self.dst)}, shape {self.src.shape}, {meshes}"
-        foot = f"  lower bound {bound:,} bytes in; at most {most_held:,} bytes of memory beyond the source"
-        return "\n".join([title, *_aligned(rows), foot])
+        return title, rows, f"lower bound {bound:,} bytes in; at most {most_held:,} bytes of memory beyond the source"
 
     def __repr__(self) -> str:
         return self.explain()
+
+    def _pictures(self) -> tuple[Picture, Picture]:
+        return picture_of(self.src, f"from {_places(self.src)}"), picture_of(self.dst, f"to {_places(self.dst)}")
+
+    def _repr_html_(self) -> str:
+        title, (header, *rows), foot = self._table()
+        before, after = map(figure, self._pictures())
+        pair = f'<div style="display:flex;flex-wrap:wrap;gap:24px">{before}{after}</div>'
+        table = page_table(header, rows, numbers=(1, 2, 3))
+        return f'<div style="font:13px monospace">{escape(title)}</div>{pair}{table}<div>{escape(foot)}</div>'
+
+    def __rich__(self) -> str:
+        return "\n".join([*map(markup, self._pictures()), self.explain().replace("[", r"\[")])
 
 
 def plan_move(src_layout: Layout, dst_layout: Layout, *, memory: int | None = None) -> MovePlan:

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from shardwise.comm.capturing import tape_here, tapes
+from shardwise.comm.flight import flights
 from shardwise.comm.guard import compare
 from shardwise.comm.record import Note, Recorder, for_backward, of_thread, recorders, recording_to, tell, user_line
 from shardwise.layout import Layout
@@ -16,7 +18,7 @@ from shardwise.move.limit import current_cap
 from shardwise.move.planner import plan_steps
 from shardwise.move.steps import AllReduce, Begun, GatherParts, MeshStep, Spread, Step
 from shardwise.protocols import Ctx, Structure, Tensors, VmapInfo
-from shardwise.torch_private import is_transforming, storage_id
+from shardwise.torch_private import in_memory, is_transforming, storage_id
 
 Value: TypeAlias = Any  # a local value, or the list of a ShardedTensor's tensors
 Run = Callable[[Any, Sequence[Step], Any, Note, list[Recorder]], Any]
@@ -36,7 +38,7 @@ class _Move(torch.autograd.Function):
         if any(out is value for out in outs for value in values):  # autograd wants outputs of its own
             outs = tuple(out.view_as(out) for out in outs)
         ctx.before, ctx.after = comm.structure(local), after.structure(result)
-        ctx.recorders, ctx.source = to, user_line() if to or compare else None
+        ctx.recorders, ctx.source = to, user_line() if to or compare or flights else None
         call.append(ctx.after)
         return outs
 
@@ -44,7 +46,7 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[Any, ...]:
         partners = [step.partner for step in reversed(ctx.steps)]
         note = for_backward(ctx.note, ctx.source)
-        local = ctx.comm_after.assemble(ctx.after, grads)
+        local = ctx.comm_after.assemble(ctx.after, tuple(map(in_memory, grads)))
         with recording_to(ctx.recorders):
             back = run_steps(ctx.comm_after, partners, local, note)
         return None, *ctx.comm.pick_gradients(ctx.before, back)
@@ -78,7 +80,8 @@ class _TransformedMove(torch.autograd.Function):
     def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[Any, ...]:
         call = ctx.call
         partners = [step.partner for step in reversed(call.steps)]
-        note, local = for_backward(call.note, call.source), call.comm_after.assemble(call.after, grads)
+        note = for_backward(call.note, call.source)
+        local = call.comm_after.assemble(call.after, tuple(map(in_memory, grads)))
         with recording_to(call.recorders):
             back = run_steps(call.comm_after, partners, local, note)
         return None, *call.comm.pick_gradients(call.before, back)
@@ -94,12 +97,20 @@ class _TransformedMove(torch.autograd.Function):
         info: VmapInfo, in_dims: tuple[int | None, ...], call: _Transformed, *values: torch.Tensor
     ) -> tuple[Tensors, tuple[int, ...]]:
         outs: list[Tensors] = []
-        for i in range(info.batch_size):
-            each = [v if dim is None else v.select(dim, i) for v, dim in zip(values, in_dims[1:], strict=True)]
+        for i in range(max(1, info.batch_size)):
+            each = [_example(v, dim, i) for v, dim in zip(values, in_dims[1:], strict=True)]
             moved = run_steps(call.comm, call.steps, call.comm.assemble(call.before, each), call.note)
             call.after = call.comm_after.structure(moved)
             outs.append(call.comm_after.values(moved))
-        return tuple(map(torch.stack, zip(*outs, strict=True))), (0,) * len(outs[0])
+        stacked = (torch.stack(parts)[: info.batch_size] for parts in zip(*outs, strict=True))
+        return tuple(stacked), (0,) * len(outs[0])
+
+
+def _example(value: torch.Tensor, dim: int | None, i: int) -> torch.Tensor:
+    """One example of a batch; of a batch of none, something of its shape."""
+    if dim is None:
+        return value
+    return value.select(dim, i) if value.shape[dim] else value.new_zeros(value.shape[:dim] + value.shape[dim + 1 :])
 
 
 def _is_among(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
@@ -121,7 +132,7 @@ def _comm_after(comm: Any, steps: Sequence[Step]) -> Any:
 
 def run_steps(comm: Any, steps: Sequence[Step], local: Value, note: Note, run: Run | None = None) -> Value:
     """The local value after the steps; recorded by autograd where its tensors are. `run` is how steps are run: now."""
-    if not steps:
+    if not steps or (isinstance(steps[0], MeshStep) and comm.outside):
         return local
     if is_transforming():
         return run_transformed(comm, steps, local, note)
@@ -140,11 +151,20 @@ def run_steps(comm: Any, steps: Sequence[Step], local: Value, note: Note, run: R
 
 def run_now(comm: Any, steps: Sequence[Step], local: Value, note: Note, to: list[Recorder]) -> Value:
     """The local value after the steps, outside of autograd."""
+    if tapes and (tape := tape_here()) is not None:
+        return tape.move(_run_now, comm, steps, local, note, to)
+    return _run_now(comm, steps, local, note, to)
+
+
+def _run_now(comm: Any, steps: Sequence[Step], local: Value, note: Note, to: list[Recorder]) -> Value:
     if comm.simulated:
         for step in steps:
             if to:
                 _record(comm, step, note, to)
+            slot = flights[0].enter_step(comm, step, note) if flights and step.kind != "local" else -1
             local = step.run(comm, local)
+            if slot >= 0:
+                flights[0].leave(slot, None)
         return local
     try:
         for step in steps:
@@ -232,7 +252,7 @@ def start_move(
     it may be reduced in place."""
     comm, steps = src.mesh.comm, plan_steps(src, dst, memory=current_cap())
     is_other = any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps)
-    if comm.simulated or is_other or is_transforming():
+    if comm.simulated or is_other or is_transforming() or (tapes and tape_here() is not None):
         return run_move(local, comm, steps, note), is_done
     started = Started(owned)
     return run_steps(comm, steps, local, note, run=started), started.finish

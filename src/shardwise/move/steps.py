@@ -59,6 +59,10 @@ class Step(ABC):
     def bytes_received(self, comm: Any) -> int:
         """Bytes that the ranks of this process receive."""
 
+    def bytes_here(self) -> int:
+        """The same, by the backend that the step itself knows."""
+        return self.bytes_received(None)
+
     digest: int = 0  # the same number on all ranks; mostly another one for what moves something else
 
     def describe(self) -> str:
@@ -97,6 +101,9 @@ class MeshStep(Step):
 
     def bytes_received(self, comm: Comm) -> int:
         return sum(map(self.bytes_in, comm.coords_here()))
+
+    def bytes_here(self) -> int:
+        return self.bytes_received(self.layout.mesh.comm)
 
     def buffer_bytes(self, coords: Coords) -> int:
         """The most bytes of packed parts, out and in, that are alive at once."""

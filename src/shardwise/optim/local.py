@@ -13,7 +13,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.autograd.leaves import leaf_values
+from shardwise.comm.capturing import tape_here, tapes
 from shardwise.errors import AutogradError, LayoutError, RuleError
+from shardwise.optim.replaced import check_parameters
 from shardwise.optim.twin import ELEMENTWISE, Twin
 from shardwise.random.agreement import anything_drawn, compare_before_step
 from shardwise.tensor import DTensor
@@ -121,6 +123,9 @@ def _twin_of(optimizer: AnyOptimizer) -> Twin | None:
 
 def _before_step(optimizer: AnyOptimizer, args: Args, kwargs: Kwargs) -> Replaced:
     """Called before every step of every optimizer, ahead of the hooks of that one optimizer."""
+    if tapes and (tape := tape_here()) is not None:
+        tape.begin_step(optimizer, args, kwargs)
+    check_parameters(optimizer)
     if anything_drawn():
         params = (p for group in optimizer.param_groups for p in group["params"])
         compare_before_step(dict.fromkeys(p._layout.mesh for p in params if isinstance(p, DTensor)))
@@ -161,6 +166,8 @@ def _after_step(optimizer: AnyOptimizer, args: Args, kwargs: Kwargs) -> None:
             for param in group["params"]:
                 if isinstance(param, DTensor):
                     torch.autograd.graph.increment_version(leaf_values(param))
+    for tape in tapes:
+        tape.end_step(optimizer)
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -12,6 +12,16 @@ from shardwise.parallel.context import (
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.expert.dispatch import Routed, combine, dispatch
 from shardwise.parallel.expert.layer import MixtureOfExperts, balance_loss, grouped_linear, top_k
+from shardwise.parallel.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from shardwise.parallel.loss import loss_parallel
 from shardwise.parallel.plan import PlanError, parallelize_module
 from shardwise.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -20,8 +30,12 @@ from shardwise.parallel.styles.base import ParallelStyle
 from shardwise.parallel.styles.layers import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 __all__ = [
+    "CPUOffloadPolicy",
     "ColwiseParallel",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
     "MixtureOfExperts",
+    "OffloadPolicy",
     "ParallelStyle",
     "PlanError",
     "PrepareModuleInput",
@@ -30,6 +44,7 @@ __all__ = [
     "Routed",
     "RowwiseParallel",
     "SequenceParallel",
+    "UnshardHandle",
     "balance_loss",
     "combine",
     "context_parallel",
@@ -37,12 +52,15 @@ __all__ = [
     "context_parallel_unshard",
     "data_parallel",
     "dispatch",
+    "fully_shard",
     "grouped_linear",
     "input_reshard",
     "loss_parallel",
     "parallelize_module",
+    "register_fsdp_forward_method",
     "sequence_exchange",
     "set_rotate_method",
+    "share_comm_ctx",
     "top_k",
     "zigzag",
 ]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Partial
+from shardwise.layout import Partial, Replicate
 from shardwise.rules.loss import classes_of
 from shardwise.tensor import DTensor
 
@@ -24,6 +24,9 @@ _SIGNATURE = inspect.signature(F.cross_entropy)
 
 class loss_parallel(TorchFunctionMode):
     """A context manager: inside, `F.cross_entropy` of DTensors never moves logits, only a few numbers for each sample.
+
+    The loss is Replicate on the axes that cut the classes, whatever its reduction. On an axis that cuts the batch it is
+    what `F.cross_entropy` gives outside: for `reduction="sum"` a pending sum, for `"none"` cut as the batch is.
 
     Logits whose classes no mesh axis cuts, as ColwiseParallel(use_local_output=False) does, raise LayoutError.
 
@@ -36,13 +39,22 @@ class loss_parallel(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.cross_entropy:
             arguments = _SIGNATURE.bind(*args, **kwargs).arguments
-            if isinstance(arguments["input"], DTensor):
-                _check(arguments["input"], arguments["target"])
+            logits = arguments["input"]
+            if isinstance(logits, DTensor):
+                return _summed(func(*args, **kwargs), _check(logits, arguments["target"]))
         return func(*args, **kwargs)
 
 
-def _check(logits: DTensor, target: object) -> None:
-    """Raise where logits, or class probabilities of the same size, would have to move."""
+def _summed(loss: DTensor, axes: list[int]) -> DTensor:
+    """The loss, each rank's own where the classes are cut added up: `loss.to_local()` is the loss itself."""
+    pending = {axis for axis in axes if loss.placements[axis].is_partial()}
+    places = [Replicate() if axis in pending else p for axis, p in enumerate(loss.placements)]
+    return loss.redistribute(placements=places) if pending else loss
+
+
+def _check(logits: DTensor, target: object) -> list[int]:
+    """The mesh axes that cut the classes. Raises where logits, or class probabilities of the same size, would have to
+    move."""
     places, dim = logits.placements, classes_of(logits)
     cut = [axis for axis, p in enumerate(places) if p.is_shard(dim)]
     pending = [axis for axis, p in enumerate(places) if isinstance(p, Partial)]
@@ -60,3 +72,4 @@ def _check(logits: DTensor, target: object) -> None:
                 f"loss_parallel: target, of probabilities, has placements {list(theirs)}, input has {list(places)}; "
                 f"redistribute target to those of input"
             )
+    return cut

@@ -55,7 +55,7 @@ def parallelize_module(
         return module
     work = list(_resolve(module, parallelize_plan))
     shared = _shared_parameters(module)
-    with unchanged_on_error(module):
+    with unchanged_on_error(module, "parallelize_module"):
         for target, style in work:
             style.src_data_rank, style.axis = src_data_rank, axis
             style._apply(target, device_mesh)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.comm.capturing import unwritten
 from shardwise.random.elementary import exp, log, turn
 from shardwise.random.philox import SCRATCH, Words, in_turn
 
@@ -43,7 +44,8 @@ class Distribution:
     def check(self, dtype: torch.dtype) -> None:
         """Raise torch's own error where its method does not take these arguments or this dtype."""
         name, *args = self.torch_call
-        getattr(torch.empty(1, dtype=dtype), name)(*args, generator=torch.Generator())
+        with unwritten():
+            getattr(torch.empty(1, dtype=dtype), name)(*args, generator=torch.Generator())
 
     def values(self, words: Words, dtype: torch.dtype) -> np.ndarray:
         """The numbers for all elements of these blocks, in order; to be cast to `dtype`."""

@@ -15,7 +15,7 @@ from shardwise.layout.region import Region
 from shardwise.random.distributions import Distribution
 from shardwise.random.philox import CHUNK, words
 from shardwise.random.walk import Walk, walk_over
-from shardwise.torch_private import FakeTensor
+from shardwise.torch_private import is_abstract
 
 _WORTH_THREADS = 1 << 19  # elements: with fewer, starting threads costs more than they save
 
@@ -55,11 +55,6 @@ def fill_tile(
     else:
         target.copy_(fill_tile(torch.empty_like(target, device="cpu"), offsets, shape, what, key, draw))
     return whole
-
-
-def is_abstract(x: torch.Tensor) -> bool:
-    """Whether a tensor has no values to fill."""
-    return x.device.type == "meta" or isinstance(x, FakeTensor)
 
 
 def _fill_cpu(target: torch.Tensor, walk: Walk, what: Distribution, key: int, draw: int) -> None:

@@ -59,10 +59,19 @@ def _replicated(local: Any, mesh: Mesh) -> Wrapper:
     return wrap(local, Layout.make(mesh, places, tuple(first.shape), first.dtype, first.stride(), first.device))
 
 
+def _holds(condition: Any) -> bool:
+    """Whether it is true everywhere. A rank outside of the mesh leaves it to the ranks of the mesh, and without values
+    it is taken to be true."""
+    comm = condition._layout.mesh.comm
+    if comm.outlined:
+        condition.all().full_tensor()  # ranks with values exchange it
+    return comm.outside or comm.outlined or bool(condition.all())
+
+
 def bernoulli_of(p: Any, generator: Drawer = None, like: Wrapper | None = None) -> Any:
     """1 with the probability that each element of p (as large as `like`, if given) says."""
     p = p.detach()
-    if not bool(((p >= 0) & (p <= 1)).all()):
+    if not _holds((p >= 0) & (p <= 1)):
         raise RuntimeError("Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
     layout = (p if like is None else like)._layout
     real = torch.float64 if p.dtype == torch.float64 else torch.float32
@@ -73,7 +82,7 @@ def bernoulli_of(p: Any, generator: Drawer = None, like: Wrapper | None = None) 
 def normal_of(mean: Operand, std: Operand, generator: Drawer = None) -> Any:
     """Normal numbers whose means, standard deviations or both are tensors."""
     mean, std = (reduced(x.detach()) if isinstance(x, Wrapper) else x for x in (mean, std))
-    if isinstance(std, Wrapper) and not bool((std >= 0).all()):
+    if isinstance(std, Wrapper) and not _holds(std >= 0):
         raise RuntimeError("normal expects all elements of std >= 0.0")
     if not isinstance(std, Wrapper) and not std >= 0:
         raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
@@ -92,11 +101,11 @@ def multinomial_of(p: Any, num_samples: int, replacement: bool = False, *, gener
     categories = p.shape[-1]
     if not replacement and num_samples > categories:
         raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples without replacement")
-    if not bool(((p >= 0) & p.isfinite()).all()):
+    if not _holds((p >= 0) & p.isfinite()):
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-    if not bool((p.sum(-1) > 0).all()):
+    if not _holds(p.sum(-1) > 0):
         raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
-    if not replacement and bool(((p > 0).sum(-1) < num_samples).any()):
+    if not replacement and not _holds((p > 0).sum(-1) >= num_samples):
         raise RuntimeError("invalid multinomial distribution (not enough categories of positive weight)")
     shape = (*p.shape[:-1], num_samples)
     out = p._layout.replace(shape=shape, dtype=torch.int64)

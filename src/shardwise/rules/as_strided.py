@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from shardwise.context import relaxed
 from shardwise.errors import RuleError
-from shardwise.layout import Partial
+from shardwise.layout import Partial, contiguous_stride
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
 from shardwise.strategy import Algorithm, Answer, Operand, Tensor, run_local, whole
@@ -43,19 +43,33 @@ def viewed(x: Tensor, size: Sizes, stride: Sizes, storage_offset: int | None = N
     """A view where all ranks have the whole memory as one device has it; else a copy, which the engine notes."""
     offset = x._offset if storage_offset is None else storage_offset
     comm, layout = x._layout.mesh.comm, x._layout
+    if (tuple(size), tuple(stride), offset) == (layout.shape, layout.stride, x._offset):
+        return torch.ops.aten.alias(x)  # what it is already
     whole_here = all(p.is_replicate() for p in layout.placements)
     if whole_here and all(
         (v.stride(), v.storage_offset()) == (layout.stride, x._offset) for v in comm.values(x._local)
     ):
         local = comm.bind(torch.as_strided)(x._local, size, stride, offset)
         return wrap(local, layout.replace(shape=tuple(size), stride=tuple(stride)), offset)
+    begins_there = offset == x._offset and layout.stride == dense_stride(layout.shape, layout.stride)
+    if begins_there and tuple(stride) == contiguous_stride(size) and 0 < math.prod(size) <= x.numel():
+        return in_memory_order(x).view(-1)[: math.prod(size)].view(tuple(size))
     result = picked(x, size, stride, storage_offset)
     restride(result, tuple(stride), offset)
     return result
 
 
+def in_memory_order(x: Tensor) -> Tensor:
+    """A view whose dims are in the order in which they lie in memory."""
+    stride = x._layout.stride
+    return x.permute(sorted(range(x.dim()), key=lambda d: (-stride[d], d)))
+
+
 def picked(x: Tensor, size: Sizes, stride: Sizes, storage_offset: int | None = None) -> Tensor:
     """The elements that stand there in memory, in memory of their own."""
+    own = (x._layout.shape, x._layout.stride, storage_offset if storage_offset is None else x._offset)
+    if (tuple(size), tuple(stride), storage_offset) == own:
+        return x.clone(memory_format=torch.contiguous_format)
     at = places(x, size, stride, storage_offset)
     layout = x._layout.replace(shape=tuple(size), placements=[REPLICATE] * len(x.placements))
     return run_local(lambda v: v.reshape(-1)[at.to(v.device)], [whole(x)], layout)
@@ -104,9 +118,6 @@ def addresses(size: Sizes, stride: Sizes, offset: int) -> torch.Tensor:
     return at
 
 
-program("as_strided_", writes=True)(lambda x, *args, **kwargs: rebind(x, x.as_strided(*args, **kwargs)))
-
-
 # -- what memory a tensor has ----------------------------------------------------------------------------------------
 @program("resize resize_as", writes=True)
 def resize(x: Tensor, *size: object, **kwargs: object) -> Tensor:
@@ -118,12 +129,14 @@ def resize(x: Tensor, *size: object, **kwargs: object) -> Tensor:
     if wanted == tuple(x.shape):
         return x
     stride, room = x._layout.stride, math.prod(wanted)
-    if stride != dense_stride(x.shape, stride) or x._offset or is_part(x):
+    if is_part(x) or stride != dense_stride(x.shape, stride) or x._offset:  # the first asks all ranks
         raise RuleError(
             f"resize_ of a distributed tensor from {tuple(x.shape)} to {wanted}: it is part of another; use reshape, "
             f"F.pad or a new tensor"
         )
-    flat = x.permute(sorted(range(x.dim()), key=lambda d: -stride[d])).reshape(-1)
+    if room <= x.numel():  # in the memory that it has, which others may share
+        return x.as_strided_(wanted, contiguous_stride(wanted))
+    flat = in_memory_order(x).reshape(-1)
     return rebind(x, F.pad(flat, (0, room - flat.numel())).reshape(wanted))
 
 
@@ -132,7 +145,11 @@ def is_part(x: Tensor) -> bool:
     layout = x._layout.replace(shape=(), dtype=torch.int64, placements=[Partial("max")] * len(x.placements))
     larger = lambda v: torch.tensor(int(v.untyped_storage().nbytes() > v.numel() * v.itemsize), device=v.device)
     with relaxed():
-        return bool(run_local(larger, [x.detach()], layout))
+        found = run_local(larger, [x.detach()], layout)
+        if layout.mesh.comm.outlined:
+            found.full_tensor()  # ranks with values exchange it
+            return bool(larger(x._local))
+        return bool(found)
 
 
 @program("is_set_to")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,16 +32,44 @@ def attention(
     q, k, v, out = [f"(g {h})" for h in "qkvq"] if grouped else [""] * 4  # heads of a group are cut together
     masked = "s!" if operands[-1].ndim == 1 else "*b h! l s!" if grouped and operands[-1].ndim > 2 else "*b l s!"
     text = f"*b {q} l e!, *b {k} s! e!, *b {v} s! v, {masked}? -> *b {out} l v"
+    is_empty = 0 in query.shape or 0 in value.shape
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = mask) -> torch.Tensor:
-        # fused kernels drop the graph of an empty shard; every rank must build the same one
-        kernel = F.scaled_dot_product_attention if q.numel() and v.numel() else attention_by_definition
-        return kernel(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        kernel = partial(
+            F.scaled_dot_product_attention, dropout_p=0.0, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        if is_empty:
+            return attention_by_definition(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return kernel(q, k, v, mask) if q.numel() and v.numel() else _of_nothing(kernel, q, k, v, mask)
 
     spec = factors(text, operands, "each", joint={2}, call=attend, result=_result(*three))
-    if not along_cuts(*three, attn_mask, is_causal):
+    if is_empty or not along_cuts(*three, attn_mask, is_causal):
         return spec
     return Algorithm(partial(_over_cuts, CutAttention(spec, How(scale, grouped), is_causal)), knows_memory=True)
+
+
+def _of_nothing(
+    kernel: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """What a rank computes that holds no queries or no values. Fused kernels drop the graph of empty tensors, but every
+    rank must build the same one, down to which derivatives torch has: the kernel is called on tensors made one longer
+    where they are empty, of whose result nothing is kept."""
+    found = kernel(*(t if t is None else _never_empty(t) for t in (q, k, v, mask)))
+    batch = len(found.shape) - 2
+    empty = [0 in sizes for sizes in zip(*(_aligned(t.shape[:-2], batch) for t in (q, v)), strict=True)]
+    empty += [q.shape[-2] == 0, v.shape[-1] == 0]
+    return found[tuple(slice(0, 0) if gone else slice(None) for gone in empty)]
+
+
+def _aligned(sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    """With ones before, as torch aligns the dims of several tensors."""
+    return (1,) * (count - len(sizes)) + tuple(sizes)
+
+
+def _never_empty(x: torch.Tensor) -> torch.Tensor:
+    """With one zero, or one True, along dims without elements."""
+    more = [amount for n in reversed(x.shape) for amount in (0, int(n == 0))]
+    return F.pad(x, more, value=x.dtype is torch.bool)
 
 
 def _over_cuts(
@@ -68,16 +97,18 @@ def cpu_kernel(
 ) -> Factors:  # fmt: skip
     """What torch makes of attention inside its own functions (multi_head_attention_forward): batch and heads pass."""
 
-    def attend(dtype: torch.dtype | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> Any:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> Any:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        given = (q, k, v) if q.numel() else map(_never_empty, (q, k, v))  # the kernel divides by the number of heads
+        more = mask if mask is None or q.numel() else _never_empty(mask)
+        out, log = kernel(*given, dropout_p, is_causal, attn_mask=more, scale=scale)
         if q.numel():
-            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            return kernel(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)
-        out = attention_by_definition(q, k, v, mask, 0.0, is_causal, scale=scale)  # the kernel divides by the heads
-        return out, q.new_zeros(q.shape[:3], dtype=dtype)
+            return out, log
+        here = tuple(slice(0, n) for n in q.shape[:-1])
+        return out[(*here, slice(0, v.shape[-1]))], log[here]
 
     text = "*b l! e!, *b s! e!, *b s! v!, *b l! s!? -> *b l! v!, *b l!"
-    local = lambda inputs, outputs: partial(attend, outputs[1].dtype)
-    return factors(text, list(operands_in((q, k, v, attn_mask))), local=local)
+    return factors(text, list(operands_in((q, k, v, attn_mask))), call=attend)
 
 
 def attention_by_definition(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.comm.base import Coords
+from shardwise.comm.bridge import zeros_of
 from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Interval, Intervals, count
 from shardwise.rules.view import dim_of
@@ -56,11 +58,16 @@ class Conv:
         """Give the result on meta tensors the strides it has on this device: with channels innermost where one of the
         operands has them there, and the kernel keeps that."""
         x = x if x.dim() == weight.dim() else x[None]
+        flat = weight.dim() == 3  # which torch computes as an image of one row
+        if flat:
+            x, weight = x.contiguous().unsqueeze(2), weight.unsqueeze(2)
         last = [f for f in map(suggested, (x, weight)) if f != torch.contiguous_format]
         if not last or (last[0] == torch.channels_last_3d and device == "cpu" and not self._by_onednn(x, weight)):
             return
-        whole = out if out.dim() == x.dim() else out[None]
+        whole = out.unsqueeze(-2) if flat else out
+        whole = whole if whole.dim() == x.dim() else whole[None]
         stride = torch.empty(whole.shape, device="meta", memory_format=last[0]).stride()
+        stride = (*stride[:2], stride[3]) if flat else stride
         restrided(out, stride[-out.dim() :])
 
     def _by_onednn(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -90,8 +97,10 @@ class Conv:
             *bias, (shape, edges) = rest
             x = _padded(x, {d: (low, high) for d, low, high, _ in edges})
             added = bias[0].view(-1, *[1] * spatial) if bias else 0
-            if 0 in shape or not x.numel():  # torch takes no empty channels: the sum of nothing, connected to all
-                return (x.sum() + weight.sum()).to(x.dtype).expand(shape) + added
+            if 0 in shape or not x.numel():  # torch takes no empty channels: a sum of no products
+                _check_there_is_a_kernel(x.dtype, x.device, spatial)
+                nothing = zeros_of([(shape, x.dtype)], [x, weight, *bias], seen=2, bilinear=True)[0]
+                return nothing if 0 in shape else nothing + added
             groups = max(self.groups * x.shape[-spatial - 1] // channels, 1)
             cut = [d - x.dim() + spatial for d, *_ in edges]
             if not self.transposed or not cut:
@@ -100,6 +109,14 @@ class Conv:
             return _padded(out, {d: (-at, at + shape[d] - out.shape[d]) for d, _, _, at in edges}) + added
 
         return PerCoords(convolve, lambda coords: (output.local_shape_at(coords), edges_of(coords)))
+
+
+@functools.cache
+def _check_there_is_a_kernel(dtype: torch.dtype, device: torch.device, spatial: int) -> None:
+    """Raise what ranks that hold something raise where torch has no convolution of this dtype."""
+    if device.type != "meta":
+        one = torch.zeros([1] * (spatial + 2), dtype=dtype, device=device)
+        (F.conv1d, F.conv2d, F.conv3d)[spatial - 1](one, one)
 
 
 def _edges(halo: Halo, coords: Coords) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ import torch
 from shardwise.errors import RuleError
 from shardwise.functions import without_size
 from shardwise.layout import Layout, Replicate
+from shardwise.rules.order import rising
 from shardwise.rules.pointwise import broadcast
-from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, operands_in, run_local
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, Order, Tensor, factors, operands_in, run_local
 from shardwise.strategy.memory import copied_stride
 from shardwise.strategy.registry import program, rule
 from shardwise.wrapper import wrap
@@ -30,7 +31,14 @@ def cast(x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm | None:
     same = all(d == x.dtype for d in wanted)
     holds = lambda d: d.itemsize > 1 and (x.dtype.itemsize == 1 or torch.promote_types(d, x.dtype) == d)  # not float8
     keeps = same or (x.dtype.to_real().is_floating_point and all(map(holds, wanted)))
-    return broadcast([x], linear="joint" if keeps else "none", any_partial=same, may_alias="memory_format" in kwargs)
+    order = Order(rising, one_to_one=keeps) if all(_keeps_order(x.dtype, d) for d in wanted) else None
+    linear = "joint" if keeps else "none"
+    return broadcast([x], linear=linear, any_partial=same, may_alias="memory_format" in kwargs, order=order)
+
+
+def _keeps_order(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Whether a cast never turns two numbers around, nor makes a NaN: not of floats to integers or to a byte."""
+    return to.is_floating_point and to.itemsize > 1 and not dtype.is_complex
 
 
 def cast_to(dtype: torch.dtype, x: Operand, *args: object, **kwargs: object) -> Any:
@@ -82,7 +90,7 @@ def to_cuda(x: Tensor, device: Any = None, **kwargs: Any) -> Tensor:
 def new(method: Any, sized: bool, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     mesh, one = x._layout.mesh, x._layout.mesh.comm.first(x._local)
     like = method(one.new_empty(0, device="meta"), *args, **(kwargs | {"device": "meta"}))
-    alike, device = sized and like.shape == x.shape, kwargs.get("device") or one.device
+    alike, device = sized and like.shape == x.shape, torch.device(kwargs.get("device") or one.device)
     places = [p if alike and p.is_shard() else Replicate() for p in x._layout.placements]
     layout = Layout.make(mesh, places, like.shape, like.dtype, like.stride(), device)
     rest, named = without_size(args, kwargs) if alike else (args, kwargs)

@@ -47,7 +47,8 @@ def with_counted_size(out: Tensor, dim: int, axes: Sequence[int]) -> Tensor:
     one_each = layout.replace(shape=(len(cells),), dtype=torch.int64, placements=places)
     with relaxed(), torch.no_grad():  # under strict() too: such an op is nothing without this exchange
         counts = whole(run_local(lambda v: torch.tensor([v.shape[dim]], device=v.device), [out], one_each))
-        found = mesh.comm.first(counts._local).tolist()
+        alike = [mesh.comm.first(out._local).shape[dim]] * len(cells)  # without values, all are taken to find as many
+        found = alike if mesh.comm.outlined else mesh.comm.first(counts._local).tolist()
     pieces = dict(zip(cells, sizes_to_pieces(found), strict=True))
     shards = shards_from_table(sizes, sum(found), lambda cell: pieces[cell], dim)
     new = dict(zip(axes, shards, strict=True))
@@ -142,6 +143,20 @@ def bincount(x: Tensor, weights: Any = None, minlength: int = 0) -> Tensor:
     return run_local(lambda *held: count(*held, minlength=size).to(dtype), operands, target)
 
 
+stored("one_hot")(contiguous)
+
+
+def _edges(x: Tensor, classes: int) -> tuple[int, int]:
+    """The least and the greatest class; without values, and where the program says how many there are, these."""
+    edges = x.aminmax()
+    if x._layout.mesh.comm.outlined and classes != -1:
+        for edge in edges:
+            edge.full_tensor()  # ranks with values exchange them
+        return 0, classes - 1
+    lowest, highest = (int(edge) for edge in edges)
+    return lowest, highest
+
+
 @program("one_hot")
 def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
     """All ranks look at the least and the greatest class of all, and raise as torch does on one device."""
@@ -150,7 +165,7 @@ def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
     x = reduced(x)
     if x.numel():
         with relaxed():  # as in with_counted_size
-            lowest, highest = (int(edge) for edge in x.aminmax())
+            lowest, highest = _edges(x, num_classes)
         if lowest < 0:
             raise RuntimeError("Class values must be non-negative.")
         num_classes = highest + 1 if num_classes == -1 else num_classes
@@ -199,6 +214,8 @@ def distinct(func: Callable[..., Any], x: Tensor, dim: int | None, where: bool =
         candidates = run_local(torch.add, [inverse], inverse._layout, start)
         merged, again, _ = distinct(func, whole(merged), None if dim is None else 0)
         inverse, many = again[candidates], many.new_zeros(merged.shape[0]).index_add(0, again, many)
-    results = merged if not dim else merged.movedim(0, dim), inverse, many
+    merged = merged if not dim else merged.movedim(0, dim)
+    merged = merged if merged.numel() else merged.clone(memory_format=torch.contiguous_format)  # so torch stores it
+    results = merged, inverse, many
     asked = tuple(itertools.compress(results, (True, where, how_many)))
     return asked if len(asked) > 1 else asked[0]

@@ -110,3 +110,9 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Answer:
     local = by_holders([0], bags_of_mine, lambda *values: bags_of(values), table.index)
     how = "none" if mode == "max" else "each"
     return Factors([names[i] for i in sorted(names)], [(bags, "d")], how, linear, local=local)
+
+
+@program("_embedding_bag_forward_only")
+def forward_only(*args: Any, **kwargs: Any) -> Tensor:
+    """Torch takes F.embedding_bag apart into this where no gradient is asked for, which it cannot see of ours."""
+    return torch.ops.aten._embedding_bag(*args, **kwargs)

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy
 import torch
+import torch.nn.functional as F
 
+from shardwise.comm.capturing import tape_here, tapes, unwritten
 from shardwise.layout import Layout
 from shardwise.layout.layout import contiguous_stride
 from shardwise.layout.split import Intervals
@@ -20,7 +22,7 @@ from shardwise.rules.view import adds_up, clipped, dim_of, select, slice_, sum_o
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Tensor, factors
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import LocalCall
-from shardwise.torch_private import assert_async
+from shardwise.torch_private import assert_async, is_abstract
 from shardwise.wrapper import Wrapper, shares_memory
 
 Action = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]  # rule, function, arguments
@@ -129,6 +131,17 @@ def put_item(x: Tensor, index: Tensor, value: Tensor) -> Tensor:
     return view.copy_(value.to(view.dtype, copy=same))
 
 
+def _is_any(outside: torch.Tensor) -> bool:
+    """Whether any is true; where a program is captured, each run of it looks, and raises if one is."""
+    if not tapes or tape_here() is None:
+        return bool(outside.any())
+    with unwritten():
+        found = bool(outside.any())
+    if not found:
+        assert_async(~outside.any())
+    return found
+
+
 # -- who holds what an index asks for ----------------------------------------------------------------------
 def located(
     index: torch.Tensor, held: Intervals, size: int, error: type[Exception] = IndexError, from_end: bool = False
@@ -136,9 +149,11 @@ def located(
     """Where indices of a dim of `size` stand in what a rank holds, and whether it holds them (if not, they stand at 0).
     With `from_end`, negative indices count from the end."""
     outside = (index < (-size if from_end else 0)) | (index >= size)
-    if index.is_cuda:
+    if is_abstract(index):
+        pass
+    elif index.is_cuda:
         assert_async(~outside.any())  # as torch does there: without waiting for the answer
-    elif outside.any():
+    elif _is_any(outside):
         raise error(f"index {int(index[outside][0])} is out of bounds for a dimension with size {size}")
     if from_end:
         index = torch.where(index < 0, index + size, index)
@@ -165,7 +180,7 @@ def located_all(indices: Sequence[Any], held: Sequence[Any], sizes: Sequence[int
 
 def pointable(x: torch.Tensor, dim: int) -> torch.Tensor:
     """`x`, with something to point at where a rank holds nothing of `dim`."""
-    return x if x.shape[dim] else torch.cat([x, x.new_zeros((*x.shape[:dim], 1, *x.shape[dim + 1 :]))], dim)
+    return x if x.shape[dim] else F.pad(x, (*(0, 0) * (x.dim() - 1 - dim), 0, 1))
 
 
 def by_holders(dims: Sequence[int], mine: Callable[..., Any], whole: Callable[..., Any], operand: int = 0) -> Any:

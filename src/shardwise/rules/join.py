@@ -15,7 +15,8 @@ from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.split import Intervals, normalize, shift
 from shardwise.rules.view import dim_of
-from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, line, operands_in
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, operands_in
+from shardwise.strategy.program import constant, leaves_empty
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Assignment, Spec
 
@@ -58,17 +59,39 @@ class Cat(Spec):
 def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Answer:
     operands, dim = list(operands_in(tensors)), dim if axis is None else axis
     if len({op.ndim for op in operands}) != 1:
-        # torch lets an empty 1-D tensor join anything: it counts for the dtype of the result only
+        # torch lets an empty 1-D tensor join anything: it counts for the result's dtype and requires_grad only
         kept = [i for i, op in enumerate(operands) if op.shape != (0,)]
         if len({operands[i].ndim for i in kept}) != 1:
             return None  # torch's own error
         dtype = functools.reduce(torch.promote_types, (op.dtype for op in operands))
-        return Algorithm(lambda tensors, *args, **kwargs: torch.cat([tensors[i] for i in kept], dim).to(dtype))
+
+        def join(tensors: Sequence[Tensor], *args: object, **kwargs: object) -> Tensor:
+            joined = torch.cat([tensors[i] for i in kept], dim).to(dtype)
+            return joined if joined.requires_grad else constant(joined, tensors)
+
+        return Algorithm(join)
     d = dim_of(dim, operands[0].ndim)
-    return Cat(d, factors("*d!dim, .. -> *d", operands, "joint", dim=d))
+    some_empty = operands[0].ndim == 1 and any(leaves_empty(op.layout) for op in operands)
+    call, alike = _end_to_end if some_empty else None, _are_alike(operands)
+    return Cat(d, factors("*d!dim, .. -> *d", operands, "joint", dim=d, call=call, any_partial=alike))
 
 
-line("stack", "*d, .. -> *d+dim", "joint", takes="tensors dim=0")
+def _are_alike(operands: Sequence[Operand]) -> bool:
+    """Whether parts of any reduction may stay: all are parts of the same one, and elements are only copied."""
+    return len({(op.dtype, op.layout.placements) for op in operands}) == 1
+
+
+def _end_to_end(*parts: torch.Tensor) -> torch.Tensor:
+    """cat of 1-D tensors. Torch's own has no second derivatives for those without elements."""
+    return torch.cat([part[None] for part in parts], 1)[0]
+
+
+@rule("stack")
+def stack(tensors: Sequence[Operand], dim: int = 0) -> Answer:
+    operands = list(operands_in(tensors))
+    if len({op.shape for op in operands}) != 1:
+        return None  # torch's own error
+    return factors("*d, .. -> *d+dim", operands, "joint", dim=dim, any_partial=_are_alike(operands))
 
 
 @program("pad_sequence")

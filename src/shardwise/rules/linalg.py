@@ -134,9 +134,18 @@ for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
 
 
 def transformed(result: torch.Tensor, x: torch.Tensor, dims: Sequence[int]) -> None:
-    """What was transformed last lies innermost; around it the other dims, in the order in which they lie in `x`."""
-    rest = sorted((d for d in range(x.dim()) if d not in dims), key=lambda d: -x.stride()[d])
-    restrided(result, dense_stride(result.shape, [-[*rest, *dims].index(d) for d in range(x.dim())]))
+    """What was transformed last lies innermost; around it the other dims, in the order in which they lie in `x`. Where
+    that says nothing, the last ones come first, as far as there are transformed ones before them."""
+    n = x.dim() - len(dims)
+    late = [d for d in range(n, x.dim()) if d not in dims]
+    rest = [late.pop() if d in dims else d for d in range(n)]
+    order = [*sorted(rest, key=lambda d: -x.stride()[d]), *dims]
+    restrided(result, dense_stride(result.shape, [-order.index(d) for d in range(x.dim())]))
+
+
+@stored("_fft_c2c", device="cpu")
+def of_c2c(result: torch.Tensor, x: torch.Tensor, dim: Sequence[int], *_: object, **__: object) -> None:
+    transformed(result, x, sorted((range(x.dim())[d] for d in dim), key=lambda d: -x.stride()[d]))
 
 
 @stored("_fft_r2c", device="cpu")
@@ -149,7 +158,9 @@ def of_r2c(result: torch.Tensor, x: torch.Tensor, dim: Sequence[int], *_: object
 def of_c2r(result: torch.Tensor, x: torch.Tensor, dim: Sequence[int], *_: object, **__: object) -> None:
     """The last dim after all others."""
     if len(dim) > 1:
-        x = torch.fft.fftn(x, dim=dim[:-1])
+        halfway = torch.empty_like(x)
+        of_c2c(halfway, x, dim[:-1])
+        x = halfway
     transformed(result, x, [range(x.dim())[dim[-1]]])
 
 

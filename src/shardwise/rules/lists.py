@@ -13,6 +13,7 @@ import torch
 from shardwise.layout.placement import REPLICATE, Partial
 from shardwise.rules.pointwise import broadcast, is_endless
 from shardwise.strategy import Algorithm, Factors, Operand, factors, operands_in
+from shardwise.strategy.memory import correct_thin
 from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced
 from shardwise.strategy.registry import named, rule
 from shardwise.strategy.spec import Assignment, Places, Spec
@@ -53,7 +54,9 @@ class Columns(Spec):
                 return some or value
             return [torch.empty_strided(op.shape, op.layout.stride, dtype=op.dtype, device="meta") for op in some]
 
-        found = func(*map(meta, self.args), **{name: meta(value) for name, value in self.kwargs.items()})
+        args, kwargs = [meta(value) for value in self.args], {name: meta(value) for name, value in self.kwargs.items()}
+        found = func(*args, **kwargs)
+        correct_thin(func, self.members[0][0].layout.device.type, found, args, kwargs)
         of_kind = dict(zip(self.specs, found, strict=True))
         return type(found)([of_kind[kind] for kind in self.kinds])
 

@@ -15,6 +15,7 @@ from shardwise.layout.split import Intervals
 from shardwise.rules.pointwise import broadcast
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, operands_in
 from shardwise.strategy.memory import contiguous, stored
+from shardwise.strategy.program import zero_of
 from shardwise.strategy.registry import program, rule
 from shardwise.torch_private import assert_async, schema_of
 
@@ -81,7 +82,7 @@ def per_alignment(operands: list[Operand], statics: dict[str, Any], reduction: s
 
     def aligned(logs: Any, targets: Any, lengths: Any, target_lengths: Any) -> torch.Tensor:
         if not logs.shape[1]:
-            return logs.sum((0, 2))  # torch takes no empty batch
+            return logs.sum((0, 2)) * zero_of(logs)  # torch takes no empty batch
         return F.ctc_loss(logs, targets, lengths, target_lengths, reduction="none", **statics)
 
     logs, shape = operands[0], operands[0].shape[1:-1]
@@ -115,7 +116,7 @@ def per_target(operands: list[Operand], statics: Any, reduction: str) -> Factors
         def pick(x: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
             *weight, held = rest
             if not held:
-                return x.sum(dim) if reduction == "none" else x.sum()
+                return x.sum(dim) + zero_of(x) if reduction == "none" else zero_of(x)
             return F.nll_loss(x, among(held, target, size, ignored), (*weight, None)[0], reduction=reduction)
 
         if inputs[0].is_cut(dim):
@@ -142,7 +143,8 @@ def over_count(func: Any, x: Any, target: Any, weight: Any = None, *, ignore_ind
     """The mean, as a sum over the global count."""
     total = func(x, target, weight, ignore_index=ignore_index, **kwargs | {"reduction": "sum"})
     if target.dtype.is_floating_point:
-        return total / (target.numel() // x.shape[classes_of(x)])
+        classes = x.shape[classes_of(x)]
+        return total / (target.numel() // classes if classes else 0)
     return total / counted_weight(target, weight, ignore_index, total.dtype)
 
 

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 
 from shardwise.functions import also_writes
 from shardwise.layout.placement import REPLICATE
+from shardwise.protocols import Ctx
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
+from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, operands_in
 from shardwise.strategy.memory import as_first_suggests, stored
-from shardwise.strategy.program import Tensor, leaves_empty, reduced, run_local, sum_dtype, whole
+from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
 
 
@@ -52,12 +53,14 @@ def trailing(name: str, normed: Callable[..., Any]) -> None:
             average = over(range(kept, x.ndim))
             return Algorithm(lambda x, normalized_shape, *args, **kwargs: normed(reduced(x), average, *args, **kwargs))
         operands = [x, *operands_in((*args, *kwargs.values()))]
-        return factors("*d!dim, *w!, .. -> *d", operands, dim=range(kept, x.ndim), contiguous=True)
+        dense = name != "rms_norm"  # which torch computes elementwise, in the order of the input's memory
+        return factors("*d!dim, *w!, .. -> *d", operands, dim=range(kept, x.ndim), contiguous=dense)
 
 
 def _native_layer_norm(x: Any, average: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
     out, mean, _, inverse = scaled(x, average, eps, weight, bias)
     dtype = x.dtype if weight is None else weight.dtype
+    mean = mean if x.numel() else torch.zeros_like(mean)  # as torch's kernel says of rows without elements
     return out, *(t.detach().to(dtype) for t in (mean, inverse))
 
 
@@ -88,7 +91,30 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, N: int, C: int, HxW: int
 
     weight, bias = (t if t is None else t.reshape(C, *ones) for t in (weight, bias))
     out, mean, _, inverse = scaled(x, average, eps, weight, bias)
-    return out, *(t.reshape(N, group, C // group)[:, :, 0].to(dtype) for t in (mean, inverse))
+    return _WithStatistics.apply(out, *(t.reshape(N, group, C // group)[:, :, 0].to(dtype) for t in (mean, inverse)))
+
+
+class _WithStatistics(torch.autograd.Function):
+    """Values pass. Of the gradients, as in torch's kernel, those of the statistics count only if there are both, and
+    one of the normalised tensor."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(value.clone() for value in values)
+
+    @staticmethod
+    def setup_context(ctx: Ctx, inputs: tuple[torch.Tensor, ...], output: object) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Ctx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (grads[0], None, None) if any(grad is None for grad in grads) else grads
+
+    @staticmethod
+    def jvp(ctx: Ctx, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tangent.clone() for tangent in tangents)
 
 
 # -- over the batch ----------------------------------------------------------------------------------------
@@ -134,6 +160,9 @@ _keeps_statistics(torch.instance_norm, 3, "use_input_stats", True)
 
 def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: Any, eps: Any) -> Any:
     """Channels pass, the running statistics follow them, and what was moved of those is written back."""
+    for name, statistics in (("running_mean", mean), ("running_var", var)):
+        if statistics is not None and needs_grad(statistics):
+            raise RuntimeError(f"batch_norm is not differentiable with respect to {name}, which requires grad")
     layout, dims = x._layout, [d for d in range(x.ndim) if d != 1]
     follow = [p.at(0) if p.is_shard(1) else REPLICATE for p in layout.placements]
     moved = [t if t is None else t.redistribute(placements=follow) for t in (weight, bias, mean, var)]
@@ -167,7 +196,15 @@ def _renew(kept: Tensor, value: Tensor) -> None:
 
 
 # -- by neighbours, or by a vector's length ----------------------------------------------------------------
-line("local_response_norm", "n c! *d -> n c *d")
+
+
+@rule("local_response_norm")
+def local_response_norm(x: Operand, *args: Any, **kwargs: Any) -> Answer:
+    """Of nothing, torch returns its argument; of something, all ranks must have a quotient."""
+    if 0 in x.shape:
+        return Algorithm(lambda x, *args, **kwargs: x)
+    call = lambda v: F.local_response_norm(v, *args, **kwargs) if v.numel() else v / v
+    return factors("n c! *d -> n c *d", [x], call=call)
 
 
 @rule("normalize")

@@ -16,6 +16,7 @@ from shardwise.strategy.memory import as_first_suggests, stored
 from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, unchanged
+from shardwise.torch_private import without_fake_mode
 
 Sources = dict[int, torch.Tensor]  # dim -> for every output index, the input index it reads
 
@@ -30,8 +31,9 @@ def copied(x: Operand, sources: Sources) -> Any:
     @torch.inference_mode(False)  # for a later backward too
     def picks(dim: int, held: Intervals) -> torch.Tensor:
         """Where what my outputs read stands in what I hold."""
-        mine, read = indices(held), sources[dim]
-        return torch.searchsorted(mine, read[torch.isin(read, mine)]).to(x.layout.device)
+        with without_fake_mode():  # these are integers of the plan
+            mine, read = indices(held), sources[dim]
+            return torch.searchsorted(mine, read[torch.isin(read, mine)]).to(x.layout.device)
 
     def pick(v: torch.Tensor, held: tuple[Intervals, ...]) -> torch.Tensor:
         for dim, mine in zip(sources, held, strict=True):

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from shardwise.layout.layout import dense_stride
+from shardwise.layout.placement import Partial
+from shardwise.rules.order import added, falling, rising, rising_alone, rising_by, rising_threshold, scaled
 from shardwise.rules.view import dim_of
-from shardwise.strategy import Algorithm, Factors, Operand, Result, factors, operands_in, unfinished
+from shardwise.strategy import Algorithm, Factors, Operand, Order, Result, factors, operands_in, unfinished
 from shardwise.strategy.memory import contiguous, like_a_sum, restrided, stored
 from shardwise.strategy.registry import rule
 
@@ -21,31 +23,49 @@ def broadcast(values: Iterable[object], outputs: int = 1, **more: Any) -> Factor
     return factors("*d, .. -> *d", list(operands_in(values)), outputs=outputs, **more)
 
 
-def pointwise(names: str, *, keeps_float: bool = False, outputs: int = 1, numbers: tuple[str, ...] = ()) -> None:
-    """Ops that are linear in nothing. With `keeps_float`, one float operand without holes gives a result like it."""
+def pointwise(
+    names: str,
+    *,
+    keeps_float: bool = False,
+    outputs: int = 1,
+    numbers: tuple[str, ...] = (),
+    order: Order | None = None,
+) -> None:
+    """Ops that are linear in nothing. With `keeps_float`, one float operand without holes gives a result like it; the
+    strides of dims of size 1 follow rules of their own, which torch's meta kernels know."""
 
     @rule(names, any_float=True, numbers=numbers)
     def elementwise(*args: Any, **kwargs: Any) -> Factors:
         x, *others = operands_in((*args, *kwargs.values()))
         alone, stride = keeps_float and not others and x.dtype.is_floating_point, x.layout.stride
-        like_x = Result(x.shape, x.dtype, stride) if alone and stride == dense_stride(x.shape, stride) else None
-        return broadcast([x, *others], outputs, result=like_x)
+        dense = stride == dense_stride(x.shape, stride) and 1 not in x.shape
+        like_x = Result(x.shape, x.dtype, stride) if alone and dense else None
+        return broadcast([x, *others], outputs, result=like_x, order=order)
 
 
 pointwise(
-    "abs acos acosh asin asinh atan atanh arccos arccosh arcsin arcsinh arctan arctanh ceil cos cosh digamma erf erfc "
-    "erfinv exp exp2 expm1 fix floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0 i0e i1 i1e leaky_relu "
-    "lgamma log log10 log1p log2 log_sigmoid logit logsigmoid mish ndtri nan_to_num reciprocal relu relu6 round rsqrt "
-    "selu elu celu sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh tanhshrink "
-    "threshold trunc bessel_j0 bessel_j1 bessel_y0 bessel_y1 erfcx log_ndtr ndtr entr expit psi gammaln clip clamp "
-    "clamp_min clamp_max airy_ai modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 "
+    "abs acos acosh asin atanh arccos arccosh arcsin arctanh cos cosh digamma erfinv frac gelu hardswish i0 i0e "
+    "i1 i1e lgamma log log10 log1p log2 logit mish ndtri nan_to_num reciprocal rsqrt sgn sign silu sin sinc "
+    "softplus softsign sqrt square tan tanhshrink bessel_j0 bessel_j1 bessel_y0 bessel_y1 erfcx log_ndtr entr "
+    "psi gammaln airy_ai modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 "
     "scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0",
     keeps_float=True,
 )
 pointwise(
+    "asinh atan arcsinh arctan ceil erf exp exp2 expm1 fix floor hardshrink hardsigmoid hardtanh log_sigmoid "
+    "logsigmoid relu relu6 selu sigmoid sinh softshrink tanh trunc ndtr expit clip clamp clamp_min "
+    "clamp_max",
+    keeps_float=True,
+    order=Order(rising),
+)
+pointwise("round", keeps_float=True, order=Order(rising_alone))
+pointwise("leaky_relu elu celu", keeps_float=True, order=Order(rising_by))
+pointwise("threshold", keeps_float=True, order=Order(rising_threshold))
+pointwise("erfc", keeps_float=True, order=Order(falling))
+pointwise(
     "angle bitwise_not isfinite isinf isnan isneginf isposinf isreal logical_not signbit polygamma multigammaln "
     "mvlgamma atan2 arctan2 bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift copysign eq ne "
-    "lt le gt ge floor_divide fmod remainder fmax fmin maximum minimum gcd lcm heaviside hypot igamma igammac ldexp "
+    "lt le gt ge floor_divide fmod remainder fmax fmin gcd lcm heaviside hypot igamma igammac ldexp "
     "logaddexp logaddexp2 logical_and logical_or logical_xor nextafter rdiv pow float_power xlogy xlog1py zeta "
     "isclose polar gammainc gammaincc sigmoid_backward tanh_backward gelu_backward silu_backward threshold_backward "
     "softplus_backward _prelu_kernel chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v "
@@ -53,7 +73,9 @@ pointwise(
     "shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u masked_fill fill shifted_chebyshev_polynomial_v "
     "shifted_chebyshev_polynomial_w native_dropout_backward"
 )
-stored("copysign floor_divide logaddexp logaddexp2 logical_and logical_or logical_xor heaviside")(like_a_sum)
+stored("xlogy xlog1py copysign floor_divide logaddexp logaddexp2 logical_and logical_or logical_xor heaviside")(
+    like_a_sum
+)
 stored("div true_divide divide native_dropout_backward")(like_a_sum)
 
 
@@ -63,6 +85,8 @@ def of_angle(result: object, x: torch.Tensor) -> None:
         contiguous(result)
 
 
+pointwise("maximum", order=Order(rising, in_each=True, together=Partial("max")))
+pointwise("minimum", order=Order(rising, in_each=True, together=Partial("min")))
 pointwise("addcmul addcdiv", numbers=("value",))
 pointwise("frexp log_sigmoid_forward", outputs=2)
 
@@ -75,7 +99,9 @@ def linear(names: str, **more: Any) -> None:
         return broadcast([x], linear="joint", **more)
 
 
-linear("neg imag deg2rad rad2deg")
+linear("imag")
+linear("deg2rad rad2deg", order=Order(rising))
+linear("neg", order=Order(falling, one_to_one=True))
 
 
 @rule("real conj conj_physical resolve_conj")
@@ -104,6 +130,14 @@ def filled_like(func: Any, x: Operand, *args: Any, **kwargs: Any) -> Factors | A
     return broadcast([x])
 
 
+@rule("empty_like", any_float=True)
+def empty_like(x: Operand, *, dtype: torch.dtype | None = None, **kwargs: object) -> Factors | Algorithm:
+    """Memory for a tensor like this one: parts for its parts, where the dtype can be reduced as they are."""
+    if x.layout.is_partial and dtype not in (None, x.dtype):
+        return filled_like(torch.empty_like, x)
+    return broadcast([x], linear="joint", any_partial=True)
+
+
 @stored("zeros_like ones_like full_like empty_like rand_like randn_like randint_like")
 def of_like(
     result: torch.Tensor, x: torch.Tensor, *args: object, memory_format: object = None, **kwargs: object
@@ -112,7 +146,7 @@ def of_like(
         restrided(result, x.clone().stride())
 
 
-for _func in (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like):
+for _func in (torch.zeros_like, torch.ones_like, torch.full_like):
     rule(_func.__name__, any_float=True)(partial(filled_like, _func))
 
 
@@ -121,13 +155,14 @@ def add(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
     """Linear in both together; a number counts as a constant, so it is not. A weight that is a tensor is a factor."""
     values = (x, other, *args, *kwargs.values())
     operands = list(operands_in(values))
-    return broadcast(operands, linear="joint" if len(operands) == 2 and not is_endless(*values) else "none")
+    linear = "joint" if len(operands) == 2 and not is_endless(*values) else "none"
+    return broadcast(operands, linear=linear, order=Order(added))
 
 
 @rule("mul multiply", any_float=True)
 def mul(x: Any, other: Any, *args: object, **kwargs: object) -> Factors:
     """Linear in each, also by a number."""
-    return broadcast([x, other], linear="none" if is_endless(x, other) else "each")
+    return broadcast([x, other], linear="none" if is_endless(x, other) else "each", order=Order(scaled))
 
 
 def is_endless(*values: object) -> bool:
@@ -139,7 +174,7 @@ def is_endless(*values: object) -> bool:
 def div(x: Any, other: Any, *, rounding_mode: Any = None, **kwargs: object) -> Factors:
     """Linear in what a number divides. Parts of both signs over zero have no sum, and a tensor may hold zeros."""
     over = rounding_mode is None and not isinstance(other, Operand) and other != 0 and x.dtype.is_floating_point
-    return broadcast([x, other], linear="joint" if over else "none")
+    return broadcast([x, other], linear="joint" if over else "none", order=Order(scaled))
 
 
 @rule("glu")

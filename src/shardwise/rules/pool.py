@@ -20,7 +20,9 @@ from shardwise.layout.split import Interval
 from shardwise.rules.pad import copied
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, factors, line, operands_in, rearrangement
 from shardwise.strategy.memory import as_first_suggests, stored
-from shardwise.strategy.program import Halo, Reach, cut_like, each, reduced, run_local, windowed
+from shardwise.strategy.notation import parse
+from shardwise.strategy.program import Halo, Reach, cut_like, each, reduced, run_local, windowed, zero_of
+from shardwise.strategy.reading import rearranged
 from shardwise.strategy.registry import rule
 
 ATEN = torch.ops.aten
@@ -61,15 +63,17 @@ def resizing(n: int, outputs: int, margin: int = 0) -> Units:
     return Units(n, outputs, 1, n // units, per=outputs // units, around=(extra, extra))
 
 
-def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], Units], **more: Any) -> Any:
+def spatial(
+    x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], Units], seen: bool = True, **more: Any
+) -> Any:
     """An op on the last `dims` dims: call(x, sizes), with () for the sizes the call asks for, and reach(i, n, outputs)
-    for the i-th of these dims. Of two results the second has flat positions in a plane of x."""
+    for the i-th of these dims. Of two results the second has flat positions in a plane of x. `seen`: see `leading`."""
     planes = range(x.ndim - dims, x.ndim)
     metas = tree_leaves(call(torch.empty_strided(x.shape, x.layout.stride, dtype=x.dtype, device="meta"), ()))
     sizes = metas[0].shape
     cut = [d for d in planes if x.layout.is_cut(d)]
     if not cut or any(0 in (x.shape[d], sizes[d]) for d in planes):
-        return leading(lambda v: call(v, ()), [x], [dims], **more)
+        return leading(lambda v: call(v, ()), [x], [dims], seen=seen, **more)
     if x.layout.is_partial:
         return Algorithm(lambda x, *args, **kwargs: call(reduced(x), ()))
     halos = {d: Halo(x.layout, d, reach(d - planes[0], x.shape[d], sizes[d])) for d in cut}
@@ -83,7 +87,7 @@ def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], U
     def local(v: torch.Tensor, mine: Any) -> Any:
         shape, rows, made, skips = mine
         if 0 in shape:
-            return nothing(shape, [v], outs)
+            return nothing(shape, [v], outs, seen)
         found = tree_leaves(call(v, made))
         for d, skip in zip(planes, skips):
             found = [out.narrow(d, skip, shape[d]) for out in found]
@@ -99,9 +103,12 @@ def one_or_all(results: Sequence[Any]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def leading(call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1, linear: str = "none") -> Factors:
+def leading(
+    call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1, linear: str = "none", seen: bool = True
+) -> Factors:
     """call(*operands): the last `last[i]` dims of operand i are whole, those before them pass. `linear` in the first.
-    Kernels refuse tensors without elements, so a rank that has nothing to compute does not call it."""
+    Kernels refuse tensors without elements, so a rank that has nothing to compute does not call it. `seen`: whether
+    torch's backward looks at the operands, and so records what it does."""
     most = operands[0].ndim - last[0]
     more = [max(op.ndim - end - most, 0) for op, end in zip(operands, last)]  # dims in front that x does not have
     whole = lambda i, count, name: " ".join(f"{name}{i}_{d}!" for d in range(count))
@@ -109,17 +116,18 @@ def leading(call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1,
 
     def local(inputs: list[Layout], outs: list[Layout]) -> Any:
         sizes = outs[0].shape[most:]
-        return lambda *v: call(*v) if v[0].numel() else nothing((*v[0].shape[:most], *sizes), v, outs)
+        return lambda *v: call(*v) if v[0].numel() else nothing((*v[0].shape[:most], *sizes), v, outs, seen)
 
     rounds = not operands[0].dtype.is_floating_point
     text = f"{', '.join(terms)} -> {terms[0]}"
     return factors(text, operands, "none" if rounds else linear, joint={0}, outputs=outputs, local=local)
 
 
-def nothing(shape: Sequence[int], values: Sequence[torch.Tensor], outs: Sequence[Layout]) -> Any:
-    """Results without elements that come from these values, so that gradients go their way on all ranks; in memory of
-    their own, so that all ranks may write into them."""
-    empty = reduce(torch.add, (v.flatten()[:0] for v in values if v.dtype == values[0].dtype))
+def nothing(shape: Sequence[int], values: Sequence[torch.Tensor], outs: Sequence[Layout], seen: bool) -> Any:
+    """Results without elements that come from these values, so that gradients go their way on all ranks, and if they
+    are `seen`, those of gradients; in memory of their own, so that all ranks may write into them."""
+    alike = [v for v in values if v.dtype == values[0].dtype]
+    empty = zero_of(*alike).expand(0) if seen else reduce(torch.add, (v.flatten()[:0] for v in alike))
     return one_or_all([empty.to(out.dtype, copy=True).reshape(shape) for out in outs])
 
 
@@ -163,8 +171,8 @@ for _d in (2, 3):
     adapts(f"_adaptive_avg_pool{_d}d", _d, linear="joint")
     adapts(f"adaptive_max_pool{_d}d", _d, outputs=2)
     on_planes(f"fractional_max_pool{_d}d", _d, 1, outputs=2)
-    on_planes(f"max_unpool{_d}d", _d, _d, linear="each")
-    on_planes(f"max_pool{_d}d_with_indices_backward", _d, _d, _d)
+    on_planes(f"max_unpool{_d}d", _d, _d, linear="each", seen=False)
+    on_planes(f"max_pool{_d}d_with_indices_backward", _d, _d, _d, seen=False)
 
 
 # -- resampling --------------------------------------------------------------------------------------------
@@ -192,10 +200,10 @@ def smooth(name: str, dims: int, radius: int, antialias: bool = False) -> None:
         sizes = zip(x.shape[-dims:], output_size, scales, strict=False)
         if align_corners or any(scale is not None and n * scale != m for n, m, scale in sizes):
             call = lambda v: getattr(ATEN, name)(v, output_size, align_corners, *scales)  # no units: nothing repeats
-            return leading(call, [x], [dims], linear="joint")
+            return leading(call, [x], [dims], linear="joint", seen=False)
         reach = lambda i, n, m: resizing(n, m, math.ceil(radius * max(n / m, 1)) + 1 if antialias else radius)
         resize = lambda v, sizes: getattr(ATEN, name)(v, sizes or output_size, align_corners)
-        return spatial(x, dims, resize, reach, linear="joint")
+        return spatial(x, dims, resize, reach, linear="joint", seen=False)
 
 
 for _dims in (1, 2, 3):
@@ -222,5 +230,14 @@ def affine_grid(theta: Operand, size: Sequence[int], align_corners: bool) -> Fac
 # -- pixels and channels -----------------------------------------------------------------------------------
 stored("max_unpool2d pixel_shuffle channel_shuffle native_channel_shuffle", device="cpu")(as_first_suggests)
 rearrangement("pixel_shuffle", "*b (c r r) h w -> *b c (h r) (w r)", takes="x r")
-rearrangement("pixel_unshuffle", "*b c (h r) (w r) -> *b (c r r) h w", takes="x r")
+
+_UNSHUFFLED = parse("*b c (h r) (w r) -> *b (c r r) h w")
+
+
+@rule("pixel_unshuffle")
+def pixel_unshuffle(x: Operand, r: int) -> Algorithm:
+    """Of an empty tensor, plain torch returns a copy, whatever its shape."""
+    return Algorithm(lambda x, _: x.clone()) if 0 in x.shape else rearranged(_UNSHUFFLED, x, {"r": r})
+
+
 rearrangement("channel_shuffle native_channel_shuffle", "n (g c) *s -> n (c g) *s", takes="x g")

@@ -136,6 +136,9 @@ def native_dropout(x: Tensor, p: float, train: bool | None = None) -> Tensor:
     return x * kept * (1 / (1 - p) if train is not False and p < 1 else 1.0), kept
 
 
+stored("rrelu")(contiguous)
+
+
 @program("rrelu")
 def rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: Any, **kw: Any) -> Tensor:
     """Slopes are drawn for the negative elements; without training there is one slope."""

@@ -14,8 +14,9 @@ from shardwise.layout import Partial, Placement, Shard
 from shardwise.layout.layout import Layout, parent_sets, shards_from_table
 from shardwise.layout.split import Intervals, count, normalize
 from shardwise.protocols import Ctx
+from shardwise.rules.order import of_the_same, rising
 from shardwise.rules.pointwise import broadcast
-from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line
+from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, Order, factors, line
 from shardwise.strategy.program import Tensor, needs_grad, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import rule
 from shardwise.wrapper import wrap
@@ -113,11 +114,18 @@ def gather_parts(
     return [whole(wrap(part, stage.replace(dtype=comm.first(part).dtype)), dims) for part in results]
 
 
-def staged(x: Operand, dims: tuple[int, ...], keepdim: bool, run: Callable[[Any], Any], outputs: int = 1) -> Any:
+def staged(
+    x: Operand,
+    dims: tuple[int, ...],
+    keepdim: bool,
+    run: Callable[[Any], Any],
+    outputs: int = 1,
+    order: Order | None = None,
+) -> Answer:
     """run(x), nothing pending in it, where there is something to reduce and it is cut; else the op as it is."""
     if any(x.layout.is_cut(d) for d in dims) and all(x.shape[d] for d in dims):
         return Algorithm(lambda x, *args, **kwargs: run(reduced(x)))
-    return whole_along(x, dims, keepdim, outputs)
+    return whole_along(x, dims, keepdim, outputs, order=order)
 
 
 def whole_along(x: Operand, dims: tuple[int, ...], keepdim: bool, outputs: int = 1, **more: Any) -> Factors:
@@ -204,11 +212,12 @@ def selected(pick: Callable[[Any, int], Any], x: Tensor, dims: Dims, keepdim: bo
 def _extremes(name: str) -> None:
     """The rules of all ops named after max or min."""
     func, along, place = (getattr(torch, f"{prefix}{name}") for prefix in ("", "a", "arg"))
+    order = Order(of_the_same(name))
 
     @rule(f"a{name}")
     def over_dims(x: Operand, dim: Named = (), keepdim: bool = False) -> Answer:
         dims = dims_of(dim, x.ndim)
-        return staged(x, dims, keepdim, lambda x: shared_extreme(along, x, dims, keepdim))
+        return staged(x, dims, keepdim, lambda x: shared_extreme(along, x, dims, keepdim), order=order)
 
     @rule(f"arg{name}")
     def places(x: Operand, dim: Named = None, keepdim: bool = False) -> Answer:
@@ -219,10 +228,12 @@ def _extremes(name: str) -> None:
     def either(x: Operand, dim: Named = None, keepdim: bool = False, *, other: Any = None) -> Answer:
         """Of all elements one value; along a dim values and indices; of two tensors elementwise."""
         if isinstance(dim, Operand) or other is not None:
-            return broadcast([x, dim if other is None else other])
+            return broadcast(
+                [x, dim if other is None else other], order=Order(rising, in_each=True, together=Partial(name))
+            )
         dims, kind, pick = dims_of(dim, x.ndim), getattr(torch.return_types, name), lambda v, d: func(v, d, True)[1]
         if dim is None:
-            return staged(x, dims, keepdim, lambda x: shared_extreme(of_all, x, dims, False))
+            return staged(x, dims, keepdim, lambda x: shared_extreme(of_all, x, dims, False), order=order)
         return staged(x, dims, keepdim, lambda x: kind(selected(pick, x, dims, keepdim)), outputs=2)
 
     def of_all(v: Any, dims: Dims, keepdim: bool) -> Any:

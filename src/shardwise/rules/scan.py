@@ -26,6 +26,7 @@ from shardwise.strategy import (
     run_local,
     sum_dtype,
 )
+from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.registry import rule
 
 
@@ -66,7 +67,10 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
         few = scan is not torch.cumsum and math.prod(min(map(count, held)) for held in sets) < 2
         if x.ndim and not branches and not x.layout.is_plain and (few or x.layout.is_cut(along)):
             return Algorithm(lambda x, *args, **kwargs: by_pieces(x, along, kept))
-        return whole_along(x, (along,), True, linear="joint" if scan is torch.cumsum and kept == x.dtype else "none")
+        linear = "joint" if scan is torch.cumsum and kept == x.dtype else "none"
+        if branches and leaves_empty(x.layout):  # of nothing torch's scan has no second derivatives
+            return whole_along(x, (along,), True, call=lambda v: scan(v, along) if v.numel() else v * v)
+        return whole_along(x, (along,), True, linear=linear)
 
     def by_pieces(x: Tensor, dim: int, kept: Any) -> Tensor:
         x = reduced(x).to(sum_dtype(kept))

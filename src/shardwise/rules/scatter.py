@@ -156,6 +156,8 @@ def _put_by_masks(x: Any, indices: Sequence[Any], values: Any, accumulate: bool 
 
 @program("put")
 def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    if index.dtype is not torch.int64:
+        raise RuntimeError(f"put: index has the dtype {index.dtype}; torch takes torch.int64 here, as index.long() is")
     if source.numel() != index.numel():
         raise IndexError(
             f"put: source has {source.numel()} elements and index {index.numel()}; give one element for each index"
@@ -176,5 +178,9 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     x, mask = x.expand(shape), mask.expand(shape)
     if not source.numel() and not mask.any():
         return x + source.sum() * 0 if needs_grad(source) else x.clone()
+    if source.numel() < mask.numel() and source.device.type == "cpu" and (ones := int(mask.sum())) > source.numel():
+        raise RuntimeError(f"masked_scatter: source has {source.numel()} elements, fewer than the {ones} ones in mask")
     order = (mask.reshape(-1).cumsum(0) - 1).reshape(shape)
-    return torch.where(mask, torch.take(source, order.masked_fill(~mask, 0)), x)
+    line = source if source.dim() else source.reshape(1)
+    taken = torch.ops.aten.index(line, unravelled(order.masked_fill(~mask, 0), line.shape))  # keeps no values
+    return torch.where(mask, taken, x)

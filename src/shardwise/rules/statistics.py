@@ -3,6 +3,7 @@ within a dim, and finding places in sorted values: what is sorted is whole, the 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.rules.reduce import Dims, dims_of, gather_parts, shared_extreme, staged, whole_along
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
+from shardwise.strategy.memory import contiguous, stored
 from shardwise.strategy.program import Tensor, needs_grad, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
 from shardwise.torch_private import are_transforms_active
@@ -43,7 +45,7 @@ def _deviation(name: str) -> None:
             total = ((var + (distance * distance.conj()).real) * n).sum(dims, True) / (size - less)
             if name.startswith("std"):  # torch has no gradient where it is 0
                 total = total.masked_fill(total == 0, 1).sqrt().masked_fill(total == 0, 0)
-            found = total.to(x.dtype.to_real()), centre.to(x.dtype)
+            found = total.to(x.dtype.to_real()), centre.to(x.dtype, copy=True)  # no part of the variance's graph
             found = found if keepdim else tuple(part.squeeze(dims) for part in found)
             return found if means else found[0]
 
@@ -59,6 +61,9 @@ for _name in ["var", "std", "var_mean", "std_mean"]:
 def vector_norm(x: Operand, ord: Any = 2, dim: Named = None, keepdim: bool = False, *, dtype: Any = None) -> Answer:
     """Norms of norms; the largest or smallest magnitude as an extreme; and a count."""
     dims = dims_of(dim, x.ndim)
+    named = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    if min(named, default=0) < 0 and _dims_must_be_positive():
+        return Algorithm(lambda x, *args, **named: torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype))
     if ord == 0:
         return factors("*d -> *d-dim", [x], dim=dims, keepdim=keepdim)
     if -math.inf < ord < 0:
@@ -78,6 +83,12 @@ def vector_norm(x: Operand, ord: Any = 2, dim: Named = None, keepdim: bool = Fal
         return norm_of(parts, dims, keepdim)
 
     return staged(x, dims, keepdim, run)
+
+
+@functools.cache
+def _dims_must_be_positive() -> bool:
+    """Whether this torch (2.11) tells a wrong shape where a dim of one element is counted from the end."""
+    return torch.linalg.vector_norm(torch.empty(1, 1, device="meta"), 1, -1).ndim != 1
 
 
 class _Norm(torch.autograd.Function):
@@ -181,6 +192,9 @@ line("mode", "*d!dim -> *d-dim, *d-dim", takes="x dim=-1 keepdim=False")
 def median(x: Operand, dim: int | None = None, keepdim: bool = False) -> Factors:
     """Of all elements one value; along a dim values and indices."""
     return whole_along(x, dims_of(dim, x.ndim), keepdim, outputs=1 if dim is None else 2)
+
+
+stored("isin")(contiguous)
 
 
 @rule("bucketize isin")

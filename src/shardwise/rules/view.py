@@ -8,23 +8,25 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from shardwise.errors import dim_from_front
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, count, intersect, normalize, positions
 from shardwise.move.pack import BITS
 from shardwise.strategy import Algorithm, Factors, Named, Operand, Relayout, Tensor, call_with, factors, line, same_call
+from shardwise.strategy.memory import as_first_suggests, stored
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.relayout import Carried, SetMap, flipped, regrouped, repeated, rolled, sliced, unchanged
 from shardwise.strategy.spec import LocalCall, PerCoords
 
 
 def dim_of(dim: int, ndim: int) -> int:
-    """A dim counted from the front. One out of range raises, and the engine shows torch's own error instead."""
-    return range(ndim or 1)[dim]
+    """A dim counted from the front."""
+    return dim_from_front(dim, ndim)
 
 
 def dims_of(dims: int | Sequence[int], ndim: int) -> list[int]:
@@ -45,8 +47,8 @@ def carried(where: Mapping[int, int] | range, local: Any, changes: Mapping[int, 
 
 
 def permutation(order: Sequence[int]) -> Relayout:
-    """Output dim i is input dim order[i]."""
-    return carried({d: i for i, d in enumerate(order)}, same_call(torch.Tensor.permute, tuple(order)))
+    """Output dim i is input dim order[i]. Ranks run the op that was called: a tensor class may know just that one."""
+    return carried({d: i for i, d in enumerate(order)}, None)
 
 
 def to_shape(x: Operand, shape: Sequence[int], may_alias: bool = True) -> Relayout:
@@ -80,7 +82,14 @@ def reshape(x: Operand, *shape: Any, may_alias: bool = True, **named: Any) -> Re
 
 
 rule("_unsafe_view _reshape_alias")(functools.partial(reshape, may_alias=False))
-line("view_as_real view_as_real_copy", "*b -> *b pair", linear="joint")
+
+
+def _as_pairs(x: torch.Tensor) -> torch.Tensor:
+    """Of nothing, torch's gradient of view_as_real refuses an expanded tensor."""
+    return torch.view_as_real(x) if x.numel() else torch.stack([x.real, x.imag], -1)
+
+
+line("view_as_real view_as_real_copy", "*b -> *b pair", linear="joint", call=_as_pairs)
 _as_complex = lambda v: torch.view_as_complex(v.contiguous())
 _pairs: dict[str, Any] = {"call": _as_complex, "view": torch.view_as_complex, "may_alias": True}
 line("view_as_complex view_as_complex_copy", "*b pair! -> *b", linear="joint", **_pairs)
@@ -170,18 +179,19 @@ def repeat(x: Operand, *repeats: Any, **named: Any) -> Relayout:
 Range = tuple[int, int, int]  # start, stop, step
 
 
-def slices(dim: int, ranges: Sequence[Range], separate: bool = False) -> Relayout:
-    """One output for each range of `dim`. `separate` ones are no views to autograd: each may be written without the
-    others counting as changed."""
+def slices(dim: int, ranges: Sequence[Range], split: Callable[..., Sequence[torch.Tensor]] | None = None) -> Relayout:
+    """One output for each range of `dim`. Ranges that follow each other may be made by `split`, a function of torch
+    that takes their sizes: autograd then knows that they are views of one call, or no views at all."""
     carry = lambda d: [[Carried(d, sliced(*r) if d == dim else unchanged)] for r in ranges]
     local_ranges = lambda source, outputs, coords: tuple(_local_range(source, dim, r, coords) for r in ranges)
 
     def cut(v: torch.Tensor, ranges: Sequence[Range]) -> Sequence[torch.Tensor]:
-        if separate:
-            return torch.unsafe_split_with_sizes(v, [stop - start for start, stop, _ in ranges], dim)
+        if split is not None:
+            return split(v, [stop - start for start, stop, _ in ranges], dim)
         return tuple(_slice(v, dim, *r) for r in ranges)
 
-    return Relayout(len(ranges), carry, call_with(cut, local_ranges), may_alias=not separate)
+    may_alias = split is not torch.unsafe_split_with_sizes
+    return Relayout(len(ranges), carry, call_with(cut, local_ranges), may_alias=may_alias)
 
 
 def _local_range(source: Layout, dim: int, wanted: Range, coords: tuple[int, ...]) -> Range:
@@ -225,7 +235,8 @@ def split(x: Operand, sizes: Any = None, dim: int = 0, separate: bool = False, *
     if isinstance(wanted, int):
         n = x.shape[d]
         wanted = [min(wanted, n - start) for start in range(0, n, wanted)] if wanted and n else [n]
-    return slices(d, [(end - size, end, 1) for size, end in zip(wanted, itertools.accumulate(wanted))], separate)
+    ranges = [(end - size, end, 1) for size, end in zip(wanted, itertools.accumulate(wanted))]
+    return slices(d, ranges, torch.unsafe_split_with_sizes if separate else torch.split_with_sizes)
 
 
 @rule("chunk")
@@ -266,6 +277,9 @@ def flip(x: Operand, *dims: Any, **named: Any) -> Relayout:
 
 rule("fliplr")(functools.partial(flip, dims=1))
 rule("flipud")(functools.partial(flip, dims=0))
+
+
+stored("roll", device="cpu")(as_first_suggests)
 
 
 @rule("roll")

@@ -7,11 +7,13 @@ from typing import Any, TypedDict
 
 import torch
 
+from shardwise.drawing import figure, markup
 from shardwise.errors import DimError
 from shardwise.sharded.checks import check_strided, checked_properties
 from shardwise.sharded.groups import Group
 from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties, as_size
 from shardwise.sharded.shard import Shard
+from shardwise.sharded.showing import picture_of, text_of
 from shardwise.sharded.spec import ShardingSpec, spec_of
 from shardwise.torch_private import ignore_torch_function, make_wrapper
 
@@ -122,7 +124,13 @@ class ShardedTensorBase(torch.Tensor):
     __torch_function__: Any = ignore_torch_function
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"{type(self).__name__}({self._metadata})"
+        return text_of(type(self).__name__, self._metadata, self._local_shards)
+
+    def _repr_html_(self) -> str:
+        return figure(picture_of(self._metadata))
+
+    def __rich__(self) -> str:
+        return markup(picture_of(self._metadata))
 
     def __hash__(self) -> int:
         return id(self)

@@ -185,12 +185,13 @@ def in_order(local_shards: Sequence[Shard], mine: Sequence[ShardMetadata]) -> li
 
 
 # -- the metadata of all ranks: gathered, and every mismatch named on all ------------------------------------------
-def agreed_parts(local_shards: list[Shard], global_size: Sequence[int | Sequence[int]], group: Group) -> Parts:
+def agreed_parts(local_shards: list[Shard], global_size: Sequence[int | Sequence[int] | None], group: Group) -> Parts:
     """Return what a tensor is made of whose shards on each rank are those that the rank passes. An error of one
-    rank is raised on all."""
+    rank is raised on all. A size with a None in it is found from the shards, as rows one after the other by rank."""
     known: ShardedTensorMetadata | Exception
+    stacked = any(n is None for n in global_size)
     try:
-        known = local_metadata(local_shards, as_size(global_size), group)
+        known = local_metadata(local_shards, torch.Size() if stacked else as_size(global_size), group)
     except (ValueError, TypeError, RuntimeError) as error:
         known = error
     gathered = all_gather_objects(known, group)
@@ -199,7 +200,12 @@ def agreed_parts(local_shards: list[Shard], global_size: Sequence[int | Sequence
     for rank, other in zip(ranks_of(group), gathered):
         if isinstance(other, Exception):
             raise type(other)(f"rank {rank}: {other}")
-    metadata = global_metadata(gathered, ranks=ranks_of(group))
+    metadata = global_metadata(gathered, stacked, ranks=ranks_of(group))
+    if stacked and local_shards:
+        before = gathered[: ranks_of(group).index(dist.get_rank())]
+        first = sum(len(other.shards_metadata) for other in before)
+        placed = metadata.shards_metadata[first : first + len(local_shards)]
+        local_shards = [Shard.unchecked(shard.tensor, where) for shard, where in zip(local_shards, placed, strict=True)]
     spec = spec_of(metadata.shards_metadata)
     metadata.shards_metadata = in_order_of(spec, metadata.shards_metadata)
     mine = in_order(local_shards, in_order_of(spec, [shard.metadata for shard in local_shards]))
@@ -254,6 +260,7 @@ def global_metadata(
         raise ValueError("ShardedTensor have no local shards on all ranks!")
     made = ShardedTensorMetadata(shards, size[1], copy.copy(first[1].tensor_properties))
     if recalc_metadata:
+        made.size = made.size or torch.Size(shards[0].shard_sizes)
         made.shards_metadata = [copy.deepcopy(shard) for shard in shards]
         put_one_after_the_other(made, 0)
     check_disjoint(made.shards_metadata)

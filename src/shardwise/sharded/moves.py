@@ -94,7 +94,9 @@ def move_to(
     tensor._metadata = ShardedTensorMetadata(metadata.shards_metadata, tensor.size(), metadata.tensor_properties)
     tensor._sharding_spec, tensor._tiles_kept, tensor._grad_kept = spec, tiles, None
     if tensor._init_rrefs:
-        tensor._remote = remote.RemoteShards(tensor, group)
+        before, tensor._remote = tensor._remote, remote.RemoteShards(tensor)
+        if before is not None:
+            before.end()
     return tensor
 
 

@@ -123,9 +123,9 @@ class ChunkShardingSpec(ShardingSpec):
         sizes, zeros = list(tensor_sizes), [0] * ndim
         shards = []
         for i, placement in enumerate(self.placements):
-            start, end = min(i * step, n), min((i + 1) * step, n)
+            start, end = i * step, min((i + 1) * step, n)  # an empty chunk may start behind the end, as in torch
             offsets, lengths = zeros.copy(), sizes.copy()
-            offsets[dim], lengths[dim] = start, end - start
+            offsets[dim], lengths[dim] = start, max(end - start, 0)
             shards.append(ShardMetadata(offsets, lengths, placement))
         return ShardedTensorMetadata(shards, torch.Size(tensor_sizes), tensor_properties)
 
@@ -196,11 +196,11 @@ def _as_chunks(shards: Sequence[ShardMetadata]) -> ChunkShardingSpec | None:
         return None
     (dim,) = cut
     order = _along(dim, shards)
-    n = max(s.shard_offsets[dim] + s.shard_sizes[dim] for s in shards)
+    n = max((s.shard_offsets[dim] + s.shard_sizes[dim] for s in shards if s.shard_sizes[dim]), default=0)
     step = chunk_size(n, len(shards))
     for i, shard in enumerate(order):
-        start = min(i * step, n)
-        if shard.shard_offsets[dim] != start or shard.shard_sizes[dim] != min(start + step, n) - start:
+        start, end = i * step, min((i + 1) * step, n)
+        if shard.shard_offsets[dim] not in (start, min(start, n)) or shard.shard_sizes[dim] != max(end - start, 0):
             return None
         if any(s != f for d, (s, f) in enumerate(zip(shard.shard_sizes, first.shard_sizes)) if d != dim):
             return None

@@ -98,7 +98,7 @@ class ShardedTensor(ShardedTensorBase):
         """Set the process group. The last step of every way of making a tensor."""
         self._process_group, self._init_rrefs = group, init_rrefs
         if init_rrefs:
-            self._remote = remote.RemoteShards(self, group)
+            self._remote = remote.RemoteShards(self)
 
     @staticmethod
     def _from_parts(
@@ -121,7 +121,7 @@ class ShardedTensor(ShardedTensorBase):
     def _init_from_local_shards(
         cls,
         local_shards: list[Shard],
-        *global_size: int | Sequence[int],
+        *global_size: int | Sequence[int] | None,
         process_group: Group | None = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
@@ -129,7 +129,8 @@ class ShardedTensor(ShardedTensorBase):
 
         Args:
             local_shards: The shards this rank holds; an empty list where it holds none.
-            *global_size: The global size, as ints or as one sequence of ints; the same on every rank.
+            *global_size: The global size, as ints or as one sequence of ints; the same on every rank. With a None in
+                it, the shards count as rows one after the other, by rank, whatever their offsets say.
             process_group: The default is the default process group.
             init_rrefs: Whether `remote_shards` works; `torch.distributed.rpc` must run.
 

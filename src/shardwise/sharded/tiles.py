@@ -124,7 +124,8 @@ def check_cover(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[
     ndim = boxes.starts.shape[1]
     if ndim != len(tensor_dims):
         raise ValueError(f"Rank of tensor is {len(tensor_dims)}, but shards rank is {ndim}")
-    outside = np.argwhere(boxes.ends > np.array(tensor_dims, dtype=np.int64).reshape(1, ndim))
+    beyond = boxes.ends > np.array(tensor_dims, dtype=np.int64).reshape(1, ndim)
+    outside = np.argwhere(beyond & (boxes.ends > boxes.starts))  # a dim that a chunk has nothing of may lie behind
     if len(outside):
         row, dim = outside[0].tolist()
         start, end = int(boxes.starts[row, dim]), int(boxes.ends[row, dim])

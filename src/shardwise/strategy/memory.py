@@ -7,14 +7,15 @@ compares the strides of every result with plain torch's, and so finds what is mi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.strategy.registry import SPELLINGS
-from shardwise.torch_private import schema_of
+from shardwise.torch_private import schema_of, storage_id
 
 Correction = Callable[..., None]  # (the result on meta tensors, the call's arguments): changes the result's strides
 C = TypeVar("C", bound=Correction)
@@ -26,6 +27,7 @@ class _Kept(NamedTuple):
 
 
 _corrections: dict[str, _Kept] = {}  # by the name of an op
+_SMALL = 2**12  # elements
 
 
 def stored(names: str, device: str | None = None) -> Callable[[C], C]:
@@ -39,7 +41,9 @@ def stored(names: str, device: str | None = None) -> Callable[[C], C]:
     return register
 
 
-def correct_memory(func: object, device: str, result: object, args: Sequence[object], kwargs: dict[str, Any]) -> None:
+def correct_memory(
+    func: Callable[..., object], device: str, result: object, args: Sequence[object], kwargs: dict[str, Any]
+) -> None:
     """Give the results of a call on meta tensors the strides that they have on this kind of device."""
     schema = schema_of(func)
     name = schema.name.removeprefix("aten::") if schema is not None else getattr(func, "__name__", "")
@@ -47,6 +51,34 @@ def correct_memory(func: object, device: str, result: object, args: Sequence[obj
     kept = _corrections.get(name)
     if kept is not None and kept.device in (None, device):
         kept.correct(result, *args, **kwargs)
+    if schema is None or schema.name.startswith("aten::"):
+        correct_thin(func, device, result, args, kwargs)
+
+
+def correct_thin(
+    func: Callable[..., object], device: str, result: object, args: Sequence[object], kwargs: dict[str, Any]
+) -> None:
+    """Give results with dims of size 0 or 1, whose strides follow no rule that meta kernels know, those of torch's
+    other kernels: on small tensors these cost next to nothing. On large ones such strides, which say nothing about
+    where elements are, stay what the meta kernels say."""
+    thin = [out for out in tensors_among(result) if not {0, 1}.isdisjoint(out.shape)]
+    if not any(device == "cpu" or not out.numel() for out in thin):
+        return
+    given = tensors_among(args, kwargs)
+    if max((t.numel() for t in given), default=0) > _SMALL or not {"device", "generator", "out"}.isdisjoint(kwargs):
+        return
+    zeros = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).zero_() if t.is_meta else t
+    real_args, real_kwargs = tree_map_only(torch.Tensor, zeros, (tuple(args), kwargs))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            real = tensors_among(func(*real_args, **real_kwargs))
+    except (RuntimeError, IndexError):  # a call that refuses zeros, as a Cholesky decomposition
+        return
+    memory = {storage_id(t) for t in given}
+    for out, like in zip(tensors_among(result), real, strict=False):
+        if out.shape == like.shape and storage_id(out) not in memory:
+            restrided(out, like.stride())
 
 
 def restrided(meta: torch.Tensor, stride: Sequence[int]) -> None:

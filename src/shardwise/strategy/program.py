@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 import torch
 
 from shardwise.comm.base import Coords
-from shardwise.comm.bridge import constant_of, share
+from shardwise.comm.bridge import constant_of, share, zeros_of
+from shardwise.comm.outside import held_of
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, running_op
 from shardwise.layout import Layout
@@ -21,6 +22,7 @@ from shardwise.move import plan_steps
 from shardwise.move.pack import take
 from shardwise.move.run import run_steps
 from shardwise.move.window import Needs, windows_of
+from shardwise.strategy.empty_ranks import is_empty_here_alone, refuse_as_others_do
 from shardwise.torch_private import is_any_autocast_enabled, is_recorded
 from shardwise.wrapper import Wrapper, wrap
 
@@ -53,9 +55,17 @@ def run_local(
     mesh = wanted[0].mesh
     along = zip(*(layout.placements for layout in (*layouts, *wanted)))
     split = tuple(axis for axis, places in enumerate(along) if not all(p.is_replicate() for p in places))
+    if mesh.comm.outside:
+        held = [t._local for t in tensors if isinstance(t, Wrapper)]
+        made = tuple(wrap(held_of(layout, held), layout) for layout in wanted)
+        return made[0] if isinstance(outputs, Layout) else made
     values = [_local(op, split) for op in operands]
     if value_at is not None:
         values.append(mesh.comm.per_rank(value_at))
+    if not mesh.comm.simulated and (key := (running_op(), *layouts)) not in mesh.tried:
+        if is_empty_here_alone(layouts):
+            refuse_as_others_do(func, values, {})
+        mesh.tried.add(key, True)
     result = mesh.comm.bind(func, split)(*values)
     if isinstance(outputs, Layout):
         return _wrapped(result, outputs)
@@ -119,6 +129,13 @@ def constant(value: Tensor, sources: Sequence[Tensor], missing: str = "") -> Ten
     if not needs_grad(*sources):
         return value
     return run_local(lambda v, *held: constant_of(v, held, missing), [value, *sources], value._layout)
+
+
+def zero_of(*tensors: torch.Tensor) -> torch.Tensor:
+    """Zero, for a rank that has nothing to compute with. In autograd's graphs, also in those of derivatives, it is
+    connected to all the tensors by one node, as what the kernels of the other ranks compute: the moves behind it must
+    come in the same order on all ranks."""
+    return zeros_of([((), tensors[0].dtype)], tensors)[0]
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

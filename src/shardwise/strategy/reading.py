@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import dim_from_front
 from shardwise.layout import Shard, contiguous_stride
 from shardwise.strategy.notation import Line, Term, Word, parse
 from shardwise.strategy.registry import R, rule
@@ -175,7 +176,7 @@ def dims_named(dim: Named, ndim: int) -> tuple[int, ...]:
     """The dims that `dim` names, counted from the front: all of them for None."""
     if dim is None:
         return tuple(range(ndim))
-    found = tuple(range(ndim or 1)[d] for d in ([dim] if isinstance(dim, int) else dim))
+    found = tuple(dim_from_front(d, ndim) for d in ([dim] if isinstance(dim, int) else dim))
     return found if ndim else ()
 
 

@@ -101,6 +101,11 @@ def set_user_rule(op: Function, function: Rule, replace: bool) -> None:
     _by_function.clear()
 
 
+def is_users(func: Function) -> bool:
+    """Whether a user has given this function a rule."""
+    return func in _user_rules
+
+
 def named(name: str) -> Rule:
     """The rule of an op that has one, for rules built on it."""
     return _rules[name].rule
@@ -140,7 +145,8 @@ def refuse_collective(*args: object, **kwargs: object) -> Answer:
     """A collective is for what a rank holds; on a whole tensor it would mean nothing, or lose its result."""
     raise RuleError(
         "a collective of torch.distributed was called on a distributed tensor; call it on x.to_local(), or say the "
-        "layout you want: x.redistribute(placements=...)"
+        "layout you want: x.redistribute(placements=...). torch's own distribute_tensor and parallelize_module call "
+        "collectives: use those of shardwise"
     )
 
 

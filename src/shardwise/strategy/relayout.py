@@ -30,7 +30,7 @@ class Carried:
 
     def fits(self, sets: set[Intervals]) -> bool:
         """Whether every one of these sets can go there."""
-        changed = [self.change(held) for held in sets]
+        changed = map(self.change, sets)  # one after another: most that do not fit show it at the first set
         return all(c is not None and len(c) <= MOST_PIECES for c in changed)
 
 
@@ -41,7 +41,7 @@ class Relayout(Spec):
 
     outputs: int
     carry: Callable[[int], Sequence[Sequence[Carried]]]
-    local: MakeLocal
+    local: MakeLocal | None  # None: the call itself
     may_alias: bool = True
     view: Callable[..., Any] | None = None
 
@@ -72,7 +72,8 @@ class Relayout(Spec):
 
     def _goes(self, cut: _Cut) -> list[Carried] | None:
         sets = {cut.held(coords) for coords in _grid(cut.layout, cut.axes)}
-        goes = [way for ways in self.carry(cut.dim) for way in [c for c in ways if c.fits(sets)][:1]]
+        found = (next((c for c in ways if c.fits(sets)), None) for ways in self.carry(cut.dim))
+        goes = [way for way in found if way is not None]
         return goes if len(goes) == self.outputs else None
 
     def _places(

@@ -132,6 +132,16 @@ class Choice(NamedTuple):
     name: str
 
 
+@dataclass(frozen=True)
+class Order:
+    """How an elementwise op treats the order of numbers: greatest and least values may stay pending through it."""
+
+    way: Callable[..., int]  # of the op's name and the call's own arguments: 1 keeps it, -1 turns it around, 0 neither
+    one_to_one: bool = False  # different numbers stay different: then the gradient goes where it would have gone before
+    in_each: bool = False  # it is so for every operand alone, not only for the first
+    together: Partial | None = None  # of this kind, parts of all operands give parts of the result
+
+
 @dataclass
 class Factors(Spec):
     """Named factors, one per dim: a factor that is cut passes through every operand and output that has it.
@@ -145,6 +155,8 @@ class Factors(Spec):
     linear: str = "none"
     joint: frozenset[int] | None = None  # the operands that `linear` is about; None: all
     any_partial: bool = False  # parts of any reduction may stay, not only of sums: elements are only copied
+    order: Order | None = None
+    extremes: bool = False  # greatest and least values stay pending, as `order` allows
     reduce: dict[str, str] = field(default_factory=dict)
     # no result is a sum of parts: one without the cut factor is the same on all ranks, or empty if not asked for
     same: bool = False
@@ -221,6 +233,8 @@ class Factors(Spec):
     ) -> frozenset[int]:
         """The operands that stay pending where operand `i` does; none if it may not. `kinds`: dtypes of the results."""
         among = frozenset(range(len(operands))) if self.joint is None else self.joint
+        if self.extremes and i in among and placement.reduce_op in ("max", "min"):
+            return among
         sums = self.any_partial or placement.reduce_op in ("sum", "avg")
         alone = self.linear == "each"
         if self.linear == "none" or not sums or i not in among or (alone and i in self.addends):

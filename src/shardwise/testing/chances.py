@@ -13,6 +13,7 @@ from shardwise.argument_types import MeshArgument
 from shardwise.comm.reduction import reduce_parts
 from shardwise.layout import Layout, Partial, Shard
 from shardwise.mesh import as_mesh
+from shardwise.testing.seeding import seed_torch
 from shardwise.testing.spread import Combination, Parts, can_add
 from shardwise.testing.trial import Outcome, Reference, different, move_bytes
 
@@ -35,7 +36,7 @@ def missed_chance(expected: Reference, mesh: MeshArgument, layouts: Combination,
     ranks = []
     try:
         for rank in inner.ranks:
-            torch.manual_seed(0)
+            seed_torch()
             with torch.no_grad():
                 ranks.append(tree_flatten(sample.call([parts.at(inner.coords(rank)) for parts in held]))[0])
     except Exception:  # the op does not accept what a rank holds

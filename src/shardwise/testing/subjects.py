@@ -13,6 +13,7 @@ from torch.func import functional_call
 from shardwise.layout import Replicate, Shard
 from shardwise.tensor import DTensor
 from shardwise.testing.check import as_sample
+from shardwise.testing.seeding import database_samples, seed_torch
 from shardwise.testing.spread import channels_last, is_float, repeated_in_memory, reversed_in_memory, with_holes
 from shardwise.testing.trial import Sample
 
@@ -126,10 +127,10 @@ class Operator:
         if form == "in-place" and op.name.startswith("_foreach"):  # torch's gradients of empty tensors in lists raise
             call = torch.no_grad()(call)
         grad = op.supports_autograd and form not in ("out=", "bfloat16", "nan", "expanded") and is_float(dtype)
-        torch.manual_seed(0)  # the database draws from torch's own stream
+        seed_torch()  # the database draws from torch's own stream
         found = []
         more = {"grad": grad, "values": op.name not in _UNINITIALIZED, "holes": form == "holes in memory"}
-        for raw in op.sample_inputs(device, dtype, requires_grad=False):
+        for raw in database_samples(op, device, dtype):
             if form == "in-place" and raw.broadcasts_input:
                 continue
             run = _processed(call, raw.output_process_fn_grad)
@@ -199,7 +200,7 @@ class Module:
     def samples(self, form: str, limit: int, device: str = "cpu") -> list[Sample]:
         if form != "function" or torch.float64 not in self.info.dtypes:
             return []
-        torch.manual_seed(0)
+        seed_torch()
         inputs_of = self.info.module_inputs_func(
             self.info, device=device, dtype=torch.float64, requires_grad=False, training=self.training
         )

@@ -18,7 +18,9 @@ from shardwise.layout import Layout, Partial, Replicate
 from shardwise.mesh import as_mesh
 from shardwise.move import plan_move
 from shardwise.random import use
+from shardwise.strategy.program import leaves_empty
 from shardwise.tensor import DTensor
+from shardwise.testing.seeding import seed_torch
 from shardwise.testing.spread import Combination, is_float, spread_out, stored_alike
 
 RIGHT, REFUSED, WRONG, RAISED = "right", "refused", "wrong", "raised"
@@ -99,7 +101,7 @@ def reference(sample: Sample, seed: int = 0) -> Reference | None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                torch.manual_seed(0)
+                seed_torch()
                 outputs = tree_flatten(sample.call(leaves))[0]
                 generator = torch.Generator().manual_seed(seed + 1)
                 roots = [o for o in outputs if _needs_grad(o)]
@@ -127,7 +129,7 @@ def attempt(expected: Reference, mesh: MeshArgument, layouts: Combination, seed:
                 spread_out(t, mesh, places, seed=seed + i, requires_grad=d, holes=sample.holes)
                 for i, (t, places, d) in enumerate(zip(sample.tensors, layouts, sample.differentiable, strict=True))
             ]
-            torch.manual_seed(0)
+            seed_torch()
             with log, use("torch"):  # the same random numbers as plain torch
                 got = tree_flatten(sample.call(mine))[0]
             factors = any(Partial("product") in places for places in layouts)  # which are leaves, not the product
@@ -140,7 +142,10 @@ def attempt(expected: Reference, mesh: MeshArgument, layouts: Combination, seed:
                 ]
                 wanted = [m for m, yes in zip(mine, asked, strict=True) if yes]
                 roots = [got[i] for i in expected.roots]
-                found = iter(torch.autograd.grad(roots, wanted, starts, allow_unused=True) if wanted else ())
+                # ranks that hold nothing must record what the others do: they communicate in second derivatives too
+                twice = any(leaves_empty(m._layout) for m in wanted)
+                options: dict[str, bool] = {"allow_unused": True, "create_graph": twice}
+                found = iter(torch.autograd.grad(roots, wanted, starts, **options) if wanted else ())
                 grads = [next(found) if yes else None for yes in asked]
                 message = _gradient_difference(grads, expected.grads, layouts, sample)
     except ShardwiseError as error:
@@ -196,6 +201,12 @@ def _held_otherwise(tensor: DTensor) -> str:
     return ""
 
 
+def differ_in_recording(tensor: DTensor) -> bool:
+    """Whether autograd records what some ranks do with it, and not what others do."""
+    comm = tensor._layout.mesh.comm
+    return len({comm.at(tensor._local, coords).requires_grad for coords in comm.coords_here()}) > 1
+
+
 def _memory_difference(got: torch.Tensor, want: object) -> str:
     """How the reported memory of `got` differs from that of what plain torch gives; empty if it does not."""
     if not isinstance(want, torch.Tensor) or want.layout is not torch.strided:
@@ -214,7 +225,10 @@ def _gradient_difference(got: Sequence[Any], want: Sequence[Any], layouts: Combi
             continue
         if Partial("product") in places:  # each factor has its own gradient, which is no part of the product's
             continue
-        found = "there is none" if g is None else different(g, w, True, sample.least_exact, sample.tolerance)
+        if g is None:
+            return f"gradient of operand {i}: there is none"
+        found = different(g.detach(), w, True, sample.least_exact, sample.tolerance)
+        found = found or ("requires_grad differs between the ranks" if differ_in_recording(g) else "")
         if found:
             return f"gradient of operand {i}: {found}"
     return ""

@@ -8,6 +8,7 @@ functions that torch has and that nothing else in the library calls.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from shardwise.imports import when_imported
 from shardwise.torch_paths.table import TABLE
 
 __all__ = ["TABLE", "install"]
@@ -66,8 +68,18 @@ def _torch_path(path: str) -> str:
 
 
 def install() -> None:
-    """Make every module of the table importable, and an attribute of its package."""
+    """Make every module of the table importable, and an attribute of its package, as soon as that is imported."""
     if not any(isinstance(finder, TorchPathFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, TorchPathFinder())  # before folders of the same name that an older version left
+    folders: dict[str, list[str]] = {}
     for path in TABLE:
-        importlib.import_module(f"{_ROOT}.{path}")
+        folders.setdefault(path.partition(".")[0] if "." in path else "", []).append(f"{_ROOT}.{path}")
+    for path in folders.pop(""):
+        importlib.import_module(path)
+    for folder, paths in folders.items():
+        when_imported(f"{_ROOT}.{folder}", functools.partial(_import_all, paths))
+
+
+def _import_all(paths: Sequence[str], _: ModuleType) -> None:
+    for path in paths:
+        importlib.import_module(path)

@@ -1,10 +1,14 @@
 """Which names torch has at which paths, and where in this library the code behind each name is."""
 
 _HOMES = {
-    "layout": "Partial Placement Replicate",
+    "api": "distribute_module distribute_tensor",
+    "debug": "CommDebugMode visualize_sharding",
+    "experimental": "local_map register_sharding",
+    "layout": "_StridedShard=StridedShard _Partial=Partial Partial Placement Replicate",
     "mesh": "DeviceMesh init_device_mesh",
     "parallel": "ColwiseParallel parallelize_module ParallelStyle PrepareModuleInput PrepareModuleInputOutput "
     "PrepareModuleOutput RowwiseParallel SequenceParallel",
+    "parallel.context": "context_parallel context_parallel_unshard set_rotate_method",
     "sharded": "_collect_local_shard _reshard_output _shard_tensor _sharded_op_impl=custom_sharded_op_impl "
     "ChunkShardingSpec custom_sharded_op_impl custom_sharding_spec_op DevicePlacementSpec empty "
     "EnumerableShardingSpec full init_from_local_shards load_with_process_group named_params_with_sharded_tensor ones "
@@ -22,6 +26,11 @@ _HOMES = {
     "sharded.spec": "_infer_sharding_spec_from_shards_metadata=spec_of get_split_size=chunk_size",
     "sharded.tiles": "check_tensor=check_cover validate_non_overlapping_shards_metadata=check_disjoint",
     "spec": "compute_local_shape_and_global_offset DTensorSpec=Spec TensorMeta",
+    "tensor": "DTensor",
+    "experimental.context_names": "_context_parallel_shard _ContextParallel _cp_options "
+    "_enable_context_parallel_dispatcher _HeadTailLoadBalancer _PTRRLoadBalancer _RotateMethod",
+    "torch_paths.moving": "redistribute_local_tensor",
+    "torch_paths.op_schema": "OpSpec OpStrategy PlacementList RuntimeSchemaInfo",
     "torch_paths.registering": "_basic_validation _communicate_result _decorator_func _get_logging_handler "
     "_get_or_create_logger _log_handlers _register_default_op _register_op _register_sharded_op_on_local_shards "
     "_sharded_op_common allclose binary_cmp constant_ equal kaiming_uniform_ normal_ register_tensor_creation_op "
@@ -29,6 +38,7 @@ _HOMES = {
     "sharded_inplace_copy sharded_type_as sharded_type_as_check st_is_meta tensor_device "
     "tensor_has_compatible_shallow_copy_type tensor_like_creation_op_map tensor_requires_grad_set uniform_ "
     "validate_param",
+    "torch_paths.seeding": "is_rng_supported_mesh manual_seed",
     "torch_paths.tiles": "_check_shard_metadata_pair_overlap _create_tensor_from_params _find_1d_overlapping_shards "
     "_find_nd_overlapping_shards _validate_output_tensor_for_gather build_metadata_from_local_shards "
     "build_reshard_metadata get_chunk_sharding_params get_chunked_dim_size get_idx_from_placements narrow_tensor "
@@ -38,10 +48,29 @@ _HOMES = {
 
 _PATHS = {
     # torch.distributed.tensor
+    "_api": "compute_local_shape_and_global_offset DeviceMesh distribute_module distribute_tensor DTensor DTensorSpec "
+    "factories.empty factories.full factories.ones factories.rand factories.randn factories.zeros layout.Shard Partial "
+    "Placement redistribute_local_tensor Replicate TensorMeta",
     "_dtensor_spec": "DTensorSpec TensorMeta",
+    "_op_schema": "DTensorSpec OpSpec OpStrategy Placement PlacementList RuntimeSchemaInfo TensorMeta",
+    "_random": "is_rng_supported_mesh manual_seed",
+    "_redistribute": "redistribute_local_tensor",
     "_utils": "compute_local_shape_and_global_offset",
+    "debug._comm_mode": "CommDebugMode",
+    "debug._visualize_sharding": "visualize_sharding",
     "device_mesh": "DeviceMesh init_device_mesh",
-    "placement_types": "layout.Shard Partial Placement Replicate",
+    "experimental._attention": "_context_parallel_shard _cp_options _RotateMethod context_parallel "
+    "_ContextParallel _enable_context_parallel_dispatcher _HeadTailLoadBalancer _PTRRLoadBalancer "
+    "context_parallel_unshard set_rotate_method",
+    "experimental._context_parallel": "_context_parallel_shard _cp_options _RotateMethod context_parallel "
+    "_ContextParallel _enable_context_parallel_dispatcher _HeadTailLoadBalancer _PTRRLoadBalancer "
+    "context_parallel_unshard set_rotate_method",
+    "experimental._context_parallel._attention": "_context_parallel_shard _cp_options _RotateMethod context_parallel "
+    "_ContextParallel _enable_context_parallel_dispatcher _HeadTailLoadBalancer _PTRRLoadBalancer "
+    "context_parallel_unshard set_rotate_method",
+    "experimental._func_map": "local_map",
+    "experimental._register_sharding": "register_sharding",
+    "placement_types": "_Partial _StridedShard DTensorSpec layout.Shard Partial Placement Replicate TensorMeta",
     "parallel.api": "parallelize_module",
     "parallel.style": "ColwiseParallel ParallelStyle PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput "
     "RowwiseParallel SequenceParallel",

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 import torch
 
 from shardwise.autograd.leaves import leaf_local
+from shardwise.comm.capturing import tape_here, tapes
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note
 from shardwise.errors import AutogradError
 from shardwise.layout import Layout, Partial
 from shardwise.layout.placement import REPLICATE, Shard
 from shardwise.move import start_move
-from shardwise.parallel.data.layouts import DataAxis
-from shardwise.parallel.data.parameter import ManagedParameter
+from shardwise.parallel.data.layouts import DataMesh
+from shardwise.parallel.data.parameter import ManagedParameter, has_hooks
 from shardwise.parallel.data.rows import Rows
 from shardwise.parallel.data.states import GRADIENTS, Gradients, State
 from shardwise.tensor import DTensor
@@ -30,27 +31,29 @@ class GradBucket:
     for each part that a rank keeps. A row ends with one flag for each parameter: whether a rank had a gradient."""
 
     def __init__(
-        self, parameters: Sequence[ManagedParameter], data: DataAxis, reduce_dtype: torch.dtype | None
+        self, parameters: Sequence[ManagedParameter], data: DataMesh, reduce_dtype: torch.dtype | None
     ) -> None:
         self.parameters, self.data = list(parameters), data
-        self.cut = data.size > 1 and any(p.layouts.dim is not None for p in parameters)
+        self.cut = data.parts > 1 and any(p.layouts.dim is not None for p in parameters)
         kept = parameters[0].layouts.kept
-        self.kept_dtype, self.device = kept.dtype, kept.device
+        self.kept_dtype, self.kept_device, self.device = kept.dtype, kept.device, parameters[0].device
         self.dtype = reduce_dtype or parameters[0].dtype
-        parts = data.size if self.cut else 1
+        parts = data.parts if self.cut else 1
         dims = [p.layouts.dim if self.cut else None for p in parameters]
         ranks = range(len(data.coords))
         self.rows = [Rows([tuple(p.leaves[r].shape) for p in parameters], dims, parts) for r in ranks]
         self.even = all(rows.even and rows.length == self.rows[0].length for rows in self.rows)
         self.flags_at = max(rows.length for rows in self.rows)
         shape = (parts, self.flags_at + len(parameters))
-        self.unreduced = Layout.make(data.mesh, [Partial()], shape, self.dtype, None, self.device)
-        self.reduced = self.unreduced.replace(placements=[Shard(0) if self.cut else REPLICATE])
+        summed = data.placements(REPLICATE, Shard(0) if self.cut else REPLICATE)
+        self.unreduced = Layout.make(data.mesh, [Partial()] * len(summed), shape, self.dtype, None, self.device)
+        self.reduced = self.unreduced.replace(placements=summed)
         self.places: dict[int, list[tuple[int, int]]] = {}  # by id of a leaf: ranks, and the number of its parameter
         for i, p in enumerate(parameters):
             for r, leaf in enumerate(p.leaves):
                 self.places.setdefault(id(leaf), []).append((r, i))
         self.state = State("a bucket of gradients", Gradients.COLLECTING, GRADIENTS)
+        self.scale = 1.0  # what gradients are multiplied with before they are summed
         self.begin()
 
     def begin(self) -> None:
@@ -62,16 +65,15 @@ class GradBucket:
 
     # -- taking ---------------------------------------------------------------------------------------------
     @torch.no_grad()
-    def take(self, leaf: torch.Tensor, scale: float) -> None:
+    def take(self, leaf: torch.Tensor) -> None:
         if self.state.now is not Gradients.COLLECTING:
             raise AutogradError(
                 f"data_parallel: a parameter of shape {tuple(leaf.shape)} got another gradient in one backward pass "
                 f"after the first was sent: it is shared by reentrant checkpoints; use checkpoint(use_reentrant=False)"
             )
-        grad, leaf.grad = leaf.grad, None
+        grad, scale = self._gradient_of(leaf), self.scale
         if grad is None:
             return
-        grad = grad.to_dense() if grad.layout != torch.strided else grad
         for r, i in self.places[id(leaf)]:
             rows, matrix = self.rows[r], self._matrices()[r]
             for into, part in zip(rows.in_matrix(i, matrix), rows.in_whole(i, grad), strict=True):
@@ -83,6 +85,25 @@ class GradBucket:
                     into.copy_(part).mul_(scale) if scale != 1 else into.copy_(part)
         self.taken.add(id(leaf))
 
+    def _gradient_of(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        """What came for a leaf, and what has waited for this."""
+        grad, leaf.grad = leaf.grad, None
+        if grad is not None and grad.layout != torch.strided:
+            grad = grad.to_dense()
+        waiting = self.parameters[self.places[id(leaf)][0][1]].waiting.pop(id(leaf), None)
+        if waiting is None or grad is None:
+            return waiting if grad is None else grad
+        return waiting.add_(grad)
+
+    @torch.no_grad()
+    def set_aside(self, leaf: torch.Tensor) -> None:
+        """Nothing is reduced in this pass: the gradient waits, in the dtype of the reduction."""
+        if leaf.grad is not None and leaf.dtype != self.dtype:
+            p = self.parameters[self.places[id(leaf)][0][1]]
+            grad = self._gradient_of(leaf)
+            if grad is not None:
+                p.waiting[id(leaf)] = grad.to(self.dtype)
+
     def _matrices(self) -> list[torch.Tensor]:
         if self.matrices is None:
             make = torch.empty if self.even else torch.zeros  # holes between the parts of a row are summed too
@@ -90,12 +111,12 @@ class GradBucket:
             self.matrices = [make(shape, dtype=self.dtype, device=self.device) for _ in self.rows]
         return self.matrices
 
-    def _take_the_rest(self, scale: float) -> None:
+    def _take_the_rest(self) -> None:
         """Take what has waited since earlier passes, and zeros where there is nothing."""
         for p in self.parameters:
             for leaf in p.leaves:
                 if id(leaf) not in self.taken:
-                    self.take(leaf, scale)
+                    self.take(leaf)
         matrices = self._matrices()
         lacking = [place for key, places in self.places.items() if key not in self.taken for place in places]
         for r, i in lacking:
@@ -104,9 +125,9 @@ class GradBucket:
 
     # -- reducing -------------------------------------------------------------------------------------------
     @torch.no_grad()
-    def start(self, scale: float) -> None:
+    def start(self) -> None:
         if len(self.taken) < len(self.places):
-            self._take_the_rest(scale)
+            self._take_the_rest()
         self.state.to(Gradients.REDUCING)
         matrices, self.matrices = self._matrices(), None
         for r, matrix in enumerate(matrices):
@@ -136,23 +157,33 @@ class GradBucket:
         arrived = [matrix[0] for matrix in (local.ranks if isinstance(local, RankTensor) else (local,))]
         places = self.data.coords if self.cut else [0] * len(self.data.coords)
         has_gradient = [True] * len(self.parameters)
-        if len(self.taken) < len(self.places):  # another rank may have had what this one lacks
+        if len(self.taken) < len(self.places) and not self.data.mesh.comm.outlined:  # another rank may have had it
             has_gradient = [flag > 0 for flag in arrived[0][self.flags_at :].tolist()]
         found = zip(self.rows, arrived, places, strict=True)
-        parts = [rows.kept(row.to(self.kept_dtype), place) for rows, row, place in found]
+        parts = [rows.kept(row.to(self.kept_device, self.kept_dtype), place) for rows, row, place in found]
         for i, p in enumerate(self.parameters):
             if has_gradient[i]:
+                p.unmark()
                 _add_gradient(p.param, [mine[i] for mine in parts])
 
 
 def _add_gradient(param: DTensor, parts: list[torch.Tensor]) -> None:
     comm, mine = param._layout.mesh.comm, leaf_local(param)
     local = RankTensor(parts) if comm.simulated else parts[0]
+    if has_hooks(param):
+        used = param._local  # behind the node where the gradients of simulated ranks meet, if there is one
+        torch.autograd.backward(comm.values(used), comm.pick(comm.structure(used), local))
+        return
     for value, part in zip(comm.values(mine), comm.pick(comm.structure(mine), local), strict=True):
-        if value.grad is None:
-            value.grad = part
-        else:
+        tape = tape_here() if tapes else None
+        if tape is not None:
+            tape.number_of(value)
+        if value.grad is not None:
             value.grad.add_(part)
+            continue
+        value.grad = part
+        if tape is not None:
+            tape.set_grad(value, part)
 
 
 def in_buckets(parameters: Iterable[ManagedParameter]) -> Iterator[list[ManagedParameter]]:
@@ -178,36 +209,46 @@ class Reduction:
     def __init__(self, buckets: Sequence[GradBucket], one_at_a_time: bool) -> None:
         self.buckets, self.one_at_a_time = list(buckets), one_at_a_time
         self._bucket_of = {leaf: bucket for bucket in buckets for leaf in bucket.places}
-        self._started = 0
+        self._started, self._active = 0, self.buckets
         self._in_flight: list[GradBucket] = []
 
-    def begin(self) -> None:
+    def begin(self, active: Set[GradBucket]) -> None:
+        """A backward pass begins, that reduces these buckets; the gradients of the others wait."""
         self._started = 0
+        self._active = [bucket for bucket in self.buckets if bucket in active]
         for bucket in self.buckets:
             bucket.begin()
 
-    def take(self, leaf: torch.Tensor, scale: float) -> None:
-        bucket = self._bucket_of[id(leaf)]
-        bucket.take(leaf, scale)
+    def take(self, leaf: torch.Tensor) -> None:
+        bucket = self._bucket_of.get(id(leaf))
+        if bucket is None:
+            raise AutogradError(
+                f"data_parallel: a parameter of shape {tuple(leaf.shape)} was cast, moved or replaced between the "
+                f"forward and the backward pass; do it before the forward"
+            )
+        if bucket not in self._active:
+            bucket.set_aside(leaf)
+            return
+        bucket.take(leaf)
         bucket.missing.discard(id(leaf))
         if self.one_at_a_time and 2 * len(bucket.missing) < len(bucket.places):  # the one before has had its time
             self._finish_all()
         if not bucket.missing:
-            self._start(scale, everything=False)
+            self._start(everything=False)
 
-    def _start(self, scale: float, everything: bool) -> None:
+    def _start(self, everything: bool) -> None:
         """Start the reductions whose turn it is and that miss nothing, or all that are left."""
-        while self._started < len(self.buckets) and (everything or not self.buckets[self._started].missing):
-            bucket = self.buckets[self._started]
+        while self._started < len(self._active) and (everything or not self._active[self._started].missing):
+            bucket = self._active[self._started]
             self._started += 1
             if self.one_at_a_time:
                 self._finish_all()
-            bucket.start(scale)
+            bucket.start()
             self._in_flight.append(bucket)
 
-    def finish(self, scale: float) -> None:
-        """Reduce what is left; afterwards every parameter has its gradient."""
-        self._start(scale, everything=True)
+    def finish(self) -> None:
+        """Reduce what is left; afterwards every parameter of the active buckets has its gradient."""
+        self._start(everything=True)
         self._finish_all()
 
     def _finish_all(self) -> None:

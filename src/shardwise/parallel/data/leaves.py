@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -11,18 +12,19 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves
 
 from shardwise.autograd.leaves import loose_writes
+from shardwise.comm.capturing import tape_here, tapes
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note
-from shardwise.errors import AutogradError, LayoutError
+from shardwise.errors import AutogradError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE, Shard
 from shardwise.move import start_move
-from shardwise.parallel.data.layouts import DataAxis
+from shardwise.parallel.data.layouts import DataMesh
 from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.rows import Rows
 from shardwise.parallel.data.states import MEMORY, Memory, State
 from shardwise.tensor import DTensor
-from shardwise.torch_private import foreach_copy_
+from shardwise.torch_private import foreach_copy_, is_abstract, storage_id
 
 # What a tensor without memory can still answer.
 _KNOWN = {
@@ -66,6 +68,11 @@ def _describe(freed: torch.Tensor) -> str:
     )
 
 
+def _is_there(value: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether a tensor begins where a view of some memory does."""
+    return storage_id(value) == storage_id(view) and value.storage_offset() == view.storage_offset()
+
+
 def mark_freed(tensor: DTensor) -> None:
     for value in tensor._layout.mesh.comm.values(tensor._local):
         if type(value) is torch.Tensor and not value.untyped_storage().nbytes():
@@ -77,19 +84,22 @@ class LeafGroup:
     """The leaves of some parameters of one dtype, gathered and freed together.
 
     Where nothing is cut and the dtypes agree, they live in the memory of the parameters (`in_place`) and are whole
-    always. Else they live in one buffer for each rank that this process runs, with memory only while it is WHOLE."""
+    always; of a rank that `is_alone`, they are the parameters' own tensors. Else they live in one buffer for each rank
+    that this process runs, with memory only while it is WHOLE."""
 
-    def __init__(self, parameters: Sequence[ManagedParameter], data: DataAxis) -> None:
-        self.parameters, self.data = list(parameters), data
+    def __init__(self, parameters: Sequence[ManagedParameter], data: DataMesh, is_alone: bool) -> None:
+        self.parameters, self.data, self._is_alone = list(parameters), data, is_alone
         kept = parameters[0].layouts.kept
-        self.dtype, self.kept_dtype, self.device = parameters[0].dtype, kept.dtype, kept.device
-        self.cut = data.size > 1 and any(p.layouts.dim is not None for p in parameters)
-        self.in_place = not self.cut and self.dtype == self.kept_dtype
+        self.dtype, self.kept_dtype = parameters[0].dtype, kept.dtype
+        self.device, self.kept_device = parameters[0].device, kept.device
+        self.cut = data.parts > 1 and any(p.layouts.dim is not None for p in parameters)
+        self.in_place = not self.cut and (self.dtype, self.device) == (self.kept_dtype, self.kept_device)
         self.memory = State("leaves", Memory.WHOLE if self.in_place else Memory.PARTS, MEMORY)
         self.buffers: list[torch.Tensor] = []
         self._arriving: tuple[torch.Tensor | None, Callable[[], object]] = None, _wait_for_nothing
         self._gathered_versions: tuple[int, ...] | None = None
         self._loose_writes = [loose_writes(p.param) for p in self.parameters]
+        self._gathered_by: Callable[[], object] = _nobody  # the capture that is under way, if it has gathered
         self._values = [value for p in self.parameters for value in p.values]
         if self.in_place:
             self._alias_parameters()
@@ -101,7 +111,7 @@ class LeafGroup:
         """Make leaves in the memory of the parameters, or let those there are follow it."""
         for p in self.parameters:
             values = p.values_by_rank()
-            if self.data.size == 1:
+            if self._is_alone:
                 p.set_leaves(list(values))
             elif "leaves" in p.__dict__:
                 for leaf, value in zip(p.leaves, values, strict=True):
@@ -115,10 +125,12 @@ class LeafGroup:
         ranks = range(len(self.data.coords))
         shapes = [[whole.local_shape_at(coords[r]) for whole, coords in wholes] for r in ranks]
         dims = [p.layouts.dim for p in self.parameters]
-        self._rows = [Rows(mine, dims, self.data.size) for mine in shapes]
+        self._rows = [Rows(mine, dims, self.data.parts) for mine in shapes]
         self._length = max(rows.length for rows in self._rows)
-        shape = (self.data.size, self._length)
-        self._layout = Layout.make(self.data.mesh, [Shard(0)], shape, self.dtype, None, self.device)
+        shape = (self.data.parts, self._length)
+        in_parts, whole = self.data.placements(REPLICATE, Shard(0)), self.data.placements(REPLICATE, REPLICATE)
+        self._layout = Layout.make(self.data.mesh, in_parts, shape, self.dtype, None, self.device)
+        self._whole = self._layout.replace(placements=whole)
         self._targets: list[list[torch.Tensor]] = []  # for each rank, the parts of the leaves that a gather fills
         leaves = [self._buffer_of(rows, mine) for rows, mine in zip(self._rows, shapes, strict=True)]
         for i, p in enumerate(self.parameters):
@@ -129,7 +141,8 @@ class LeafGroup:
 
     def _buffer_of(self, rows: Rows, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         """Make the buffer of one rank and note what a gather fills in it; gives the leaves, which are views of it."""
-        buffer = torch.empty(sum(map(math.prod, shapes)), dtype=self.dtype, device=self.device)
+        with self.data.mesh.comm.making():
+            buffer = torch.empty(sum(map(math.prod, shapes)), dtype=self.dtype, device=self.device)
         sizes = [math.prod(shape) for shape in shapes]
         # .data: a version counter of its own, so that filling the buffer again does not look like a write to a tensor
         # that autograd has saved
@@ -145,7 +158,9 @@ class LeafGroup:
 
     def _flatten(self) -> list[torch.Tensor]:
         """Put the parameters' own values into one row, so that gathering needs no copy; gives their views of it."""
-        self._row = torch.zeros(self._length, dtype=self.kept_dtype, device=self.device)
+        pinned = any(value.is_pinned() for value in self._values if value.numel())
+        with self.data.mesh.comm.making():
+            self._row = torch.zeros(self._length, dtype=self.kept_dtype, device=self.kept_device, pin_memory=pinned)
         views = self._rows[0].kept(self._row, self.data.coords[0])
         for p, view in zip(self.parameters, views, strict=True):
             (value,) = p.values
@@ -156,7 +171,8 @@ class LeafGroup:
     def _set_class(self, kind: type[torch.Tensor]) -> None:
         for p in self.parameters:
             for leaf in p.leaves:
-                leaf.__class__ = kind
+                if not is_abstract(leaf):  # those are of a class of their own
+                    leaf.__class__ = kind
 
     # -- noticing writes ------------------------------------------------------------------------------------
     def _versions(self) -> tuple[int, ...]:
@@ -168,42 +184,40 @@ class LeafGroup:
         return (*loose, *(value._version for value in self._values))
 
     def _follow_loose_writes(self) -> None:
-        """After ``param.data = ...``: the parameter must be laid out as before, and leaves in its memory follow it."""
-        for p in self.parameters:
-            now, kept = p.param._layout, p.layouts.kept
-            if (now.placements, now.shape, now.dtype) != (kept.placements, kept.shape, kept.dtype):
-                raise LayoutError(
-                    f"data_parallel: a parameter of shape {kept.shape}, {kept.dtype}, {list(kept.placements)} became "
-                    f"{now.shape}, {now.dtype}, {list(now.placements)}; change it (model.to(...), param.data = ...) "
-                    f"before data_parallel()"
-                )
+        """After ``param.data = ...``: leaves in the memory of a parameter follow it."""
         self._values = [value for p in self.parameters for value in p.values]
         if self.in_place:
             self._alias_parameters()
         elif self._kept_views is not None:
             views = zip(self._values, self._kept_views, strict=True)
-            self._is_flat = all(v.data_ptr() == view.data_ptr() or not view.numel() for v, view in views)
+            self._is_flat = all(_is_there(v, view) or not view.numel() for v, view in views)
 
     # -- gathering and freeing ------------------------------------------------------------------------------
     @torch.no_grad()
     def start(self) -> None:
         versions = self._versions()
-        if self.in_place or (self.memory.now is not Memory.PARTS and self._gathered_versions == versions):
+        is_current = self.memory.now is not Memory.PARTS and self._gathered_versions == versions
+        tape = tape_here() if tapes else None
+        if self.in_place or (is_current and (tape is None or self._gathered_by() is tape)):
             return
+        # each run of a captured program gathers, also where an earlier call had gathered what the first run needs
+        self._gathered_by = _nobody if tape is None else weakref.ref(tape)
+        if self.memory.now is Memory.GATHERING:
+            self._arrived()
         self.memory.to(Memory.GATHERING)
         self._gathered_versions = versions
         self._arriving = None, _wait_for_nothing
         if self.cut:
             mine = [row.unsqueeze(0) for row in self._own_rows()]
             local = RankTensor(mine) if self.data.mesh.comm.simulated else mine[0]
-            whole = self._layout.replace(placements=[REPLICATE])
-            self._arriving = start_move(local, self._layout, whole, Note("data_parallel"))
+            self._arriving = start_move(local, self._layout, self._whole, Note("data_parallel"))
 
     def _own_rows(self) -> list[torch.Tensor]:
         """What each rank that this process runs keeps, as a row."""
         if self._is_flat:
-            return [self._row.to(self.dtype)]
-        made = [torch.zeros(self._length, dtype=self.dtype, device=self.device) for _ in self._rows]
+            return [self._row.to(self.device, self.dtype)]
+        with self.data.mesh.comm.making():
+            made = [torch.zeros(self._length, dtype=self.dtype, device=self.device) for _ in self._rows]
         for r, (rows, row) in enumerate(zip(self._rows, made, strict=True)):
             foreach_copy_(rows.kept(row, self.data.coords[r]), self._kept_by(r))
         return made
@@ -243,10 +257,10 @@ class LeafGroup:
         ]
 
     def storages(self) -> set[int]:
-        """The addresses of the memory that the leaves have for themselves now."""
+        """The numbers (`storage_id`) of the memory that the leaves have for themselves now."""
         if self.memory.now is not Memory.WHOLE:
             return set()
-        return {buffer.untyped_storage().data_ptr() for buffer in self.buffers}
+        return set(map(storage_id, self.buffers))
 
     def free(self) -> None:
         """Give the memory back; what autograd has saved finds it filled again before it is used."""
@@ -258,6 +272,10 @@ class LeafGroup:
             buffer.untyped_storage().resize_(0)
         self.memory.to(Memory.PARTS)
         self._set_class(Freed)
+
+
+def _nobody() -> None:
+    return None
 
 
 def _wait_for_nothing() -> None:

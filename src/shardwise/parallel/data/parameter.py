@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +14,23 @@ from shardwise.autograd.leaves import leaf_local, leaf_values
 from shardwise.comm.bridge import share
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note
+from shardwise.errors import LayoutError
 from shardwise.move import run_move
 from shardwise.move.steps import Spread
-from shardwise.parallel.data.layouts import DataAxis, ParameterLayouts
+from shardwise.parallel.data.layouts import ParameterLayouts, moved
+from shardwise.protocols import LocalValue
 from shardwise.tensor import DTensor
+from shardwise.torch_private import has_gradient_hooks
 from shardwise.wrapper import wrap
 
 Owners = list[tuple[torch.nn.Module, str]]  # the modules that have a parameter, and under which name
+
+
+def has_hooks(param: torch.Tensor) -> bool:
+    """Whether a hook waits for the gradient of a parameter."""
+    if isinstance(param, DTensor):
+        return bool(param._hooks) or any(map(has_gradient_hooks, leaf_values(param)))
+    return has_gradient_hooks(param)
 
 
 class ManagedParameter:
@@ -26,10 +39,16 @@ class ManagedParameter:
     # The tensors that stand in for it, one for each rank that this process runs; each collects its rank's gradient.
     leaves: list[torch.Tensor]
 
-    def __init__(self, param: DTensor, layouts: ParameterLayouts, owners: Owners, dtype: torch.dtype) -> None:
-        self.param, self.layouts, self.owners, self.dtype = param, layouts, owners, dtype
+    def __init__(
+        self, param: DTensor, layouts: ParameterLayouts, owners: Owners, dtype: torch.dtype | None, device: torch.device
+    ) -> None:
+        self.param, self.layouts, self.owners = param, layouts, owners
+        self.compute_dtype, self.device = dtype, device  # of the leaves; a dtype of None: that of the parameter
         # The gradients that the optimizer sees, and their versions, when `no_sync` left some of a gradient unreduced.
         self.unreduced: list[tuple[torch.Tensor, int]] | None = None
+        # Gradients that wait in the dtype in which they are reduced, by id of a leaf, where that is not the leaf's own.
+        self.waiting: dict[int, torch.Tensor] = {}
+        self.has_new_owners = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> ManagedParameter:
         made = ManagedParameter.__new__(ManagedParameter)
@@ -40,7 +59,13 @@ class ManagedParameter:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy gets leaves of its own when it is first used."""
-        return {k: v for k, v in self.__dict__.items() if k != "leaves"} | {"unreduced": None}
+        return {k: v for k, v in self.__dict__.items() if k != "leaves"} | {"unreduced": None, "waiting": {}}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the module computes."""
+        kept = self.layouts.kept.dtype
+        return kept if self.compute_dtype is None or not kept.is_floating_point else self.compute_dtype
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
@@ -49,6 +74,69 @@ class ManagedParameter:
     def values_by_rank(self) -> tuple[torch.Tensor, ...]:
         local = leaf_local(self.param)
         return local.ranks if isinstance(local, RankTensor) else (local,)
+
+    # -- parameters that the program changes ----------------------------------------------------------------
+    def is_changed(self) -> bool:
+        """Whether a module has another parameter, or it was cast or moved."""
+        if self.has_new_owners:
+            return True
+        param, kept = self.param, self.layouts.kept
+        here = param._layout
+        if here is not kept and here.replace(stride=kept.stride) is not kept:
+            return True
+        return any(module._parameters.get(name) is not param for module, name in self.owners)  # type: ignore[comparison-overlap]
+
+    def add_owners(self, owners: Owners) -> None:
+        """More modules that had this parameter before it was laid out."""
+        for module, name in owners:
+            module._parameters[name] = self.param  # type: ignore[assignment]
+        self.owners += owners
+        self.has_new_owners = True
+
+    def tie_again(self) -> None:
+        """After ``module.to_empty()`` and its kin, which make a new parameter for each owner: they share the first."""
+        module, name = self.owners[0]
+        now = module._parameters.get(name)
+        if now is not self.param:  # type: ignore[comparison-overlap]
+            for other, key in self.owners[1:]:
+                if other._parameters.get(key) is not self.param:  # type: ignore[comparison-overlap]
+                    other._parameters[key] = now
+
+    def follow(self, caller: str) -> None:
+        """Take up what the modules have now: to_empty(), to(dtype), load_state_dict(assign=True), materialize()."""
+        module, name = self.owners[0]
+        now = module._parameters.get(name)
+        was = self.layouts.kept
+        what = f"{caller}: parameter {name!r} of shape {was.shape}"
+        for other, key in self.owners[1:]:
+            if other._parameters.get(key) is not now:
+                raise LayoutError(
+                    f"{what} was one with {key!r} of {type(other).__name__}, and they are two now; tie them again: "
+                    f"other.{key} = module.{name}"
+                )
+        if not isinstance(now, DTensor):
+            raise LayoutError(
+                f"{what} was taken away or replaced by a tensor that is not distributed; replace it by a DTensor on "
+                f"{was.mesh!r} with placements {list(was.placements)}, or write into it: param.copy_(...), "
+                f"load_state_dict(...)"
+            )
+        here = now._layout
+        if (here.mesh, here.placements, here.shape) != (was.mesh, was.placements, was.shape):
+            raise LayoutError(
+                f"{what} on {was.mesh!r} with placements {list(was.placements)} was replaced by one of shape "
+                f"{here.shape} on {here.mesh!r} with placements {list(here.placements)}; lay it out as it was: "
+                f"distribute_tensor(value, mesh, placements)"
+            )
+        if self.unreduced is not None:
+            raise LayoutError(
+                f"{what} was cast, moved or replaced while gradients of it wait to be reduced; do it before the first "
+                f"backward pass of an accumulation, or after the last"
+            )
+        if self.device == was.device:
+            self.device = here.device
+        self.param, self.layouts = now, moved(self.layouts, here.dtype, here.device)
+        self.has_new_owners = False
+        self.__dict__.pop("leaves", None)
 
     def distinct_leaves(self) -> list[torch.Tensor]:
         """The leaves, each one once: simulated ranks may share one."""
@@ -68,7 +156,7 @@ class ManagedParameter:
     # gradient (zero_grad), what waits is dropped too.
     def mark_unreduced(self) -> None:
         """Remember the gradients that the optimizer sees, if the leaves have some that are not in them."""
-        if any(leaf.grad is not None for leaf in self.leaves):
+        if self.waiting or any(leaf.grad is not None for leaf in self.leaves):
             self.unreduced = []
             for value in self.values:
                 if value.grad is None:
@@ -87,41 +175,67 @@ class ManagedParameter:
             value.grad is grad and grad._version == version
             for value, (grad, version) in zip(self.values, self.unreduced, strict=True)
         ):
-            self.unmark()
-            for leaf in self.leaves:
-                leaf.grad = None
+            self.drop_waiting()
+
+    def drop_waiting(self) -> None:
+        self.unmark()
+        self.waiting.clear()
+        for leaf in self.leaves:
+            leaf.grad = None
 
     # -- standing in ----------------------------------------------------------------------------------------
     def _local(self) -> torch.Tensor:
+        if self.param._hooks and self.leaves[0] is self.values[0]:  # one rank: the node where simulated gradients meet
+            return self.param._local
         return RankTensor(self.leaves) if self.layouts.kept.mesh.comm.simulated else self.leaves[0]
 
     def stand_in(self) -> torch.Tensor:
         """What stands in for the parameter where every rank computes on a plain batch of its own."""
         inner = self.layouts.inner
-        return self._local() if inner is None else wrap(self._local(), inner.replace(dtype=self.dtype, stride=None))
+        if inner is None:
+            return self._local()
+        return wrap(self._local(), inner.replace(dtype=self.dtype, stride=None, device=self.device))
 
-    def distributed_stand_in(self, data: DataAxis) -> DTensor:
-        """What stands in for it where the batch is a DTensor: Replicate over the data axis.
+    @torch.enable_grad()  # the backward pass asks for one too, for forwards that are repeated
+    def distributed_stand_in(self) -> DTensor:
+        """What stands in for it where the batch is a DTensor: Replicate over the data axes.
 
-        Its gradient must reach the leaves as parts of a sum. A call that is split over the data axis gives parts: it
-        gets the leaf itself, the spread form of the tensor. Of the whole gradient of other uses, each takes a share."""
-        axis, layout = self.layouts.axis, self.layouts.whole.replace(dtype=self.dtype)
-        comm = layout.mesh.comm
+        Its gradient must reach the leaves as parts of a sum. A call that is split over the data axes gives parts: it
+        gets the leaf itself, the spread form of the tensor. Of the whole gradient of other uses, each takes a share;
+        so it is with the data axes that a call is not split over."""
+        layout = self.layouts.whole.replace(dtype=self.dtype, device=self.device)
+        comm, shape = layout.mesh.comm, layout.mesh.shape
+        axes = [a for a in self.layouts.axes if shape[a] > 1]
         replicas = [a for a, p in enumerate(layout.placements) if p.is_replicate()]
-        leaf = share(comm, self._local(), [a for a in replicas if a != axis])
-        if not self.leaves[0].requires_grad or data.size == 1:
+        others = [a for a in replicas if a not in axes and shape[a] > 1]
+        leaf = share(comm, self._local(), [a for a in replicas if a not in axes])
+        if not self.leaves[0].requires_grad or not axes:
             return wrap(share(comm, leaf, replicas), layout)
-        shares = [_with_share_of_gradient(value, 1 / data.size) for value in comm.values(leaf)]
-        local = share(comm, comm.rebuild(leaf, shares), replicas)
+
+        def unsplit_over(rest: Sequence[int]) -> LocalValue:
+            """The leaf for calls that are split over the data axes but these."""
+            if not rest:
+                return leaf
+            part = 1 / math.prod(shape[a] for a in rest)
+            shares = [_with_share_of_gradient(value, part) for value in comm.values(leaf)]
+            return share(comm, comm.rebuild(leaf, shares), rest)
+
+        local = unsplit_over(axes)
+        local = share(comm, local, replicas)
         tensor = wrap(local, layout)
         version = comm.first(local)._version
-        others = [a for a in replicas if a != axis and layout.mesh.shape[a] > 1]
         tensor._spreads = {}
-        for chosen in range(1 << len(others)):  # every set of the other axes that a call may be split over too
-            rest = tuple(a for i, a in enumerate(others) if chosen >> i & 1)
-            value = run_move(leaf, comm, (Spread(layout, rest),), Note("data_parallel")) if rest else leaf
-            tensor._spreads[(tuple(sorted((axis, *rest))),)] = (local, version, value)
+        for mine, theirs in itertools.product(_subsets(axes), _subsets(others)):
+            if mine:  # every set of axes that a call may be split over
+                value = unsplit_over([a for a in axes if a not in mine])
+                if theirs:
+                    value = run_move(value, comm, (Spread(layout, theirs),), Note("data_parallel"))
+                tensor._spreads[(tuple(sorted((*mine, *theirs))),)] = (local, version, value)
         return tensor
+
+
+def _subsets(axes: Sequence[int]) -> list[tuple[int, ...]]:
+    return [found for n in range(len(axes) + 1) for found in itertools.combinations(axes, n)]
 
 
 def _with_share_of_gradient(value: torch.Tensor, part: float) -> torch.Tensor:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from shardwise.comm.rank_tensor import RankTensor
-from shardwise.errors import LayoutError, check_type
+from shardwise.errors import LayoutError, MeshError, check_type
 from shardwise.mesh import DeviceMesh, SimulatedMesh
 from shardwise.modules import unchanged_on_error
-from shardwise.parallel.data.layouts import DataAxis, ParameterLayouts, layouts_of
-from shardwise.parallel.data.parameter import ManagedParameter, Owners
+from shardwise.parallel.data.lay_out import Making, lay_out, owners_in
+from shardwise.parallel.data.layouts import DataMesh, cut_best, cut_nothing
+from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.passes import DataParallel
-from shardwise.parallel.data.rows import Rows
+from shardwise.parallel.data.policy import Policy
 from shardwise.parallel.data.unit import Unit
-from shardwise.tensor import DTensor
-from shardwise.wrapper import wrap
 
 SHARDS = ("none", "optimizer", "gradients", "parameters")
 Units = Sequence[nn.Module] | Callable[[str, nn.Module], bool] | None
@@ -78,14 +77,22 @@ def data_parallel(
             raise LayoutError(f"data_parallel: {name}_dtype must be a floating-point torch.dtype, got {dtype!r}")
     if "_data_parallel" in module.__dict__:
         raise LayoutError("data_parallel: the module is data parallel already")
-    data = DataAxis(mesh)
+    data = DataMesh(mesh)
+    if len(data.mesh.shape) != 1:
+        raise MeshError(
+            f"data_parallel: mesh must have one axis, got {data.mesh!r}; give the one of the data, as in mesh['dp']. "
+            f"For copies along one axis and parts along another, use fully_shard"
+        )
     chosen = _chosen_units(module, units, unit_bytes) if data.size > 1 else []  # one rank has nothing to gather
     frees = shard == "parameters" and data.size > 1
     one_at_a_time = shard in ("gradients", "parameters")  # no rank has room for all gradients whole
-    with unchanged_on_error(module):
-        parameters = _lay_out(module, data, shard != "none", compute_dtype, master_dtype)
-        units_found = _group(module, chosen, parameters, data, frees)
-        passes = DataParallel(data, units_found, frees, one_at_a_time, compute_dtype, reduce_dtype)
+    with unchanged_on_error(module, "data_parallel"):
+        made_as = Making(
+            data, cut_nothing if shard == "none" else cut_best, compute_dtype, lambda p: master_dtype or p.dtype
+        )
+        parameters = lay_out(owners_in([module]), made_as)
+        units_found = _group(module, chosen, parameters, data, Policy(compute_dtype, reduce_dtype, frees=frees))
+        passes = DataParallel(units_found, one_at_a_time)
         module._data_parallel = passes  # type: ignore[assignment]
         module.no_sync = passes.no_sync  # type: ignore[assignment]
     return module
@@ -119,7 +126,7 @@ def _chosen_units(module: nn.Module, units: Units, unit_bytes: int) -> list[nn.M
 
 
 def _group(
-    root: nn.Module, chosen: list[nn.Module], parameters: Sequence[ManagedParameter], data: DataAxis, frees: bool
+    root: nn.Module, chosen: list[nn.Module], parameters: Sequence[ManagedParameter], data: DataMesh, policy: Policy
 ) -> list[Unit]:
     """The units with their parameters; last the module as a whole, with those that belong to no unit or to several."""
     unit_of = {id(m): unit for unit in chosen for m in unit.modules()}  # an inner unit comes later and wins
@@ -129,46 +136,5 @@ def _group(
         units = {id(unit_of.get(id(owner))) for owner, _ in p.owners}
         group = groups.get(units.pop()) if len(units) == 1 else None
         (rest if group is None else group).append(p)
-    found = [Unit(m, groups[id(m)], data, frees) for m in chosen if groups[id(m)]]
-    return [*found, Unit(root, rest, data, frees)]
-
-
-# -- parameters --------------------------------------------------------------------------------------------
-def _lay_out(
-    module: nn.Module, data: DataAxis, cut: bool, compute_dtype: torch.dtype | None, master_dtype: torch.dtype | None
-) -> list[ManagedParameter]:
-    owners: dict[nn.Parameter, Owners] = {}
-    for owner in module.modules():
-        for name, param in owner._parameters.items():
-            if param is not None:
-                owners.setdefault(param, []).append((owner, name))
-    common = data.mesh_for_plain(owners)
-    made = []
-    for param, users in owners.items():
-        floats = param.dtype.is_floating_point
-        kept_dtype = master_dtype if master_dtype is not None and floats else param.dtype
-        layouts = layouts_of(param, data, cut, kept_dtype, common)
-        new = nn.Parameter(_kept_value(param, layouts, data), requires_grad=param.requires_grad)
-        for user, name in users:
-            user._parameters[name] = new
-        dtype = compute_dtype if compute_dtype is not None and floats else kept_dtype
-        made.append(ManagedParameter(new, layouts, users, dtype))  # type: ignore[arg-type]
-    return made
-
-
-@torch.no_grad()
-def _kept_value(param: torch.Tensor, layouts: ParameterLayouts, data: DataAxis) -> DTensor:
-    """The parameter as it is kept, with the values of the first rank along the data axis."""
-    kept, comm = layouts.kept, layouts.kept.mesh.comm
-    local = param._local if isinstance(param, DTensor) else data.mesh.comm.shared(param.detach())
-    local = data.mesh.comm.first_of_replicas(local if isinstance(local, RankTensor) else local.detach(), (0,))
-    values = local.ranks if isinstance(local, RankTensor) else (local,)
-    pieces = []
-    for value, coords, place in zip(values, layouts.whole.mesh.comm.coords_here(), data.coords, strict=True):
-        rows = Rows([layouts.whole.local_shape_at(coords)], [layouts.dim], data.size)
-        piece = rows.piece(0, value.detach(), place)
-        pieces.append(piece.to(kept.dtype).clone(memory_format=torch.contiguous_format))
-    if not comm.simulated:
-        return wrap(pieces[0], kept)
-    replicas = [axis for axis, p in enumerate(kept.placements) if p.is_replicate()]
-    return wrap(comm.first_of_replicas(RankTensor(pieces), replicas), kept)
+    found = [Unit([m], groups[id(m)], data, replace(policy)) for m in chosen if groups[id(m)]]
+    return [*found, Unit([root], rest, data, policy)]

@@ -1,4 +1,4 @@
-"""A module whose parameters are gathered, used and freed together."""
+"""Modules whose parameters are gathered, used and freed together."""
 
 from __future__ import annotations
 
@@ -8,33 +8,44 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from shardwise.comm.capturing import unwritten
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import LayoutError
+from shardwise.layout import Layout
 from shardwise.parallel.data.gradients import GradBucket, in_buckets
-from shardwise.parallel.data.layouts import DataAxis
+from shardwise.parallel.data.layouts import DataMesh
 from shardwise.parallel.data.leaves import LeafGroup, mark_freed
 from shardwise.parallel.data.parameter import ManagedParameter
+from shardwise.parallel.data.policy import Policy
 from shardwise.parallel.data.states import USE, State, Use
 from shardwise.tensor import DTensor
-from shardwise.torch_private import weights_replaced
+from shardwise.torch_private import storage_id, weights_replaced
 from shardwise.wrapper import Wrapper
 
 
 class Unit:
-    """One module, the parameters it answers for, and where it stands between forward and backward (`use`).
+    """One module or several, the parameters they answer for, and where they stand between forward and backward (`use`).
 
     It knows nothing of other units: `DataParallel` says what it does when."""
 
     def __init__(
-        self, module: torch.nn.Module, parameters: Sequence[ManagedParameter], data: DataAxis, frees: bool
+        self,
+        modules: Sequence[torch.nn.Module],
+        parameters: Sequence[ManagedParameter],
+        data: DataMesh,
+        policy: Policy,
     ) -> None:
-        self.module, self.parameters, self.data, self.frees = module, list(parameters), data, frees
+        self.modules, self.parameters, self.data, self.policy = list(modules), list(parameters), data, policy
         self._reset()
 
     def _reset(self) -> None:
+        self.use = State(f"a unit ({type(self.modules[0]).__name__})", Use.IDLE, USE)
+        self.forget_leaves()
+
+    def forget_leaves(self) -> None:
+        """Make new leaves when they are next needed."""
         owners = {id(module): module for p in self.parameters for module, _ in p.owners}
         self._recurrent = [module for module in owners.values() if isinstance(module, torch.nn.RNNBase)]
-        self.use = State(f"a unit ({type(self.module).__name__})", Use.IDLE, USE)
         self.groups: list[LeafGroup] | None = None
         self.is_alone = False  # one rank, whose leaves are the parameters' own tensors: nothing is gathered or reduced
         self.buckets: list[GradBucket] = []
@@ -42,6 +53,7 @@ class Unit:
         self.all_trained = True
         # where each leaf stands in for which parameter: table of parameters, name in it, leaf, parameter
         self._slots: list[tuple[dict[str, Any], str, torch.Tensor, DTensor]] = []
+        self._laid_out: list[tuple[ManagedParameter, Layout]] = []
         self._distributed: list[DTensor] = []  # stand-ins for one forward of DTensors
         self._expected: frozenset[int] = frozenset()  # the leaves that need a gradient, by id
         self.missing: set[int] = set()  # those of which this backward pass has not computed the gradient yet
@@ -50,7 +62,7 @@ class Unit:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the module makes leaves of its own."""
-        return {name: self.__dict__[name] for name in ("module", "parameters", "data", "frees")}
+        return {name: self.__dict__[name] for name in ("modules", "parameters", "data", "policy")}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
@@ -66,34 +78,74 @@ class Unit:
         return self.is_in_backward and not self.missing and (self.all_trained or self.inputs_done)
 
     # -- the leaves -----------------------------------------------------------------------------------------
-    def prepare(self, reduce_dtype: torch.dtype | None) -> bool:
+    def prepare(self) -> bool:
         """Make leaves for all parameters, that need a gradient where these do, and buckets for their gradients; tell
         whether there are new buckets."""
+        if self.use.now is Use.IDLE:
+            self._follow()
         if self.groups is None:
-            with torch.inference_mode(False):  # they are for training too
+            with torch.inference_mode(False), unwritten():  # they are for training too, and made once for all
                 self._make_leaves()
         trained = [value.requires_grad for value in self._first_values]
         if trained == self._trained:
             return False
         self._trained, self.all_trained = trained, all(trained)
-        self._make_buckets(trained, reduce_dtype)
+        self._make_buckets(trained)
         return True
 
-    def _make_leaves(self) -> None:
-        by_kind: dict[tuple[torch.dtype, torch.dtype, torch.device], list[ManagedParameter]] = {}
+    def take_in(self, p: ManagedParameter) -> None:
+        """Answer for one more parameter."""
+        self.parameters.append(p)
+        self.forget_leaves()
+
+    def give_away(self, p: ManagedParameter) -> None:
+        """Another unit answers for this parameter from now on."""
+        self.parameters.remove(p)
+        self.forget_leaves()
+
+    def _follow(self) -> None:
+        """Take up parameters that the program has moved, cast or replaced since, if they are laid out as before."""
+        if self.groups is None:
+            unchanged = not any(p.is_changed() for p in self.parameters)
+        else:
+            unchanged = self._is_unchanged()
+        if unchanged:
+            return
         for p in self.parameters:
-            by_kind.setdefault((p.layouts.kept.dtype, p.dtype, p.layouts.kept.device), []).append(p)
-        self.groups = [LeafGroup(alike, self.data) for alike in by_kind.values()]
-        self.is_alone = self.data.size == 1 and all(group.in_place for group in self.groups)
+            p.follow(self.data.caller)
+        self.forget_leaves()
+
+    def _is_unchanged(self) -> bool:
+        """Whether the modules have the parameters that the leaves were made for, laid out as then."""
+        for parameters, name, _, param in self._slots:
+            if parameters.get(name) is not param:
+                return False
+        return all(p.param.__dict__["_layout"] is layout and not p.has_new_owners for p, layout in self._laid_out)
+
+    def _make_leaves(self) -> None:
+        for p in self.parameters:
+            if p.layouts.kept.device.type == "meta":
+                raise LayoutError(
+                    f"{self.data.caller}: parameter {p.owners[0][1]!r} of shape {p.layouts.kept.shape} is on the meta "
+                    f"device and has no values; call shardwise.materialize(model), or model.to_empty(device=...) and "
+                    f"initialise it"
+                )
+        by_kind: dict[Kind, list[ManagedParameter]] = {}
+        for p in self.parameters:
+            by_kind.setdefault(_kind(p), []).append(p)
+        alone = self.data.size == 1 and self.policy.divide_by is None and not any(map(_is_converted, by_kind))
+        self.groups = [LeafGroup(alike, self.data, alone) for alike in by_kind.values()]
+        self.is_alone = alone
         self._first_values = [p.values[0] for p in self.parameters]
+        self._laid_out = [(p, p.param._layout) for p in self.parameters]
         for p in self.parameters:
             for leaf in p.distinct_leaves():
                 leaf.requires_grad_(p.param.requires_grad)
             value = p.stand_in()
             self._slots += [(module._parameters, name, value, p.param) for module, name in p.owners]
 
-    def _make_buckets(self, trained: Sequence[bool], reduce_dtype: torch.dtype | None) -> None:
-        by_kind: dict[tuple[torch.dtype, torch.dtype], list[ManagedParameter]] = {}
+    def _make_buckets(self, trained: Sequence[bool]) -> None:
+        by_kind: dict[Kind, list[ManagedParameter]] = {}
         expected = []
         for p, needed in zip(reversed(self.parameters), reversed(trained), strict=True):  # as their gradients come
             for leaf in p.distinct_leaves():
@@ -101,9 +153,9 @@ class Unit:
                     leaf.requires_grad_(needed)
                 expected += [id(leaf)] if needed else []
             if needed and not self.is_alone:
-                by_kind.setdefault((p.layouts.kept.dtype, p.dtype), []).append(p)
+                by_kind.setdefault(_kind(p), []).append(p)
         parts = [part for alike in by_kind.values() for part in in_buckets(alike)]
-        self.buckets = [GradBucket(part, self.data, reduce_dtype) for part in parts]
+        self.buckets = [GradBucket(part, self.data, self.policy.reduce_dtype) for part in parts]
         self._expected = frozenset(expected)
 
     def new_leaves(self) -> list[torch.Tensor]:
@@ -127,7 +179,7 @@ class Unit:
 
     def free(self) -> None:
         """Give the memory of the leaves back, where parameters are kept in parts."""
-        if not self.frees:
+        if not self.policy.frees:
             return
         for group in self.groups or ():
             group.free()
@@ -138,7 +190,7 @@ class Unit:
     def lends(self, output: Any) -> bool:
         """Whether an output is a view of a leaf, so that its memory cannot be given back yet."""
         storages = {storage for group in self.groups or () for storage in group.storages()}
-        return any(v.untyped_storage().data_ptr() in storages for v in plain_tensors(output))
+        return any(storage_id(v) in storages for v in plain_tensors(output))
 
     # -- standing in ----------------------------------------------------------------------------------------
     def begin_forward(self, distributed: bool) -> None:
@@ -166,13 +218,6 @@ class Unit:
 
     def _begin(self, use: Use, distributed: bool) -> None:
         is_installed = self.use.now is not Use.IDLE
-        for parameters, name, _, param in () if is_installed else self._slots:
-            if parameters.get(name) is not param:
-                raise LayoutError(
-                    f"data_parallel: parameter {name!r} of shape {tuple(param.shape)} was replaced or taken away after "
-                    f"data_parallel(); change the module (dtype, parametrizations, new parameters) before, or write "
-                    f"into it: param.copy_(...), load_state_dict(...)"
-                )
         self.use.to(use)
         self.gather()
         if not is_installed:
@@ -181,14 +226,19 @@ class Unit:
     def _install(self, distributed: bool) -> None:
         if distributed:
             for p in self.parameters:
-                value = p.distributed_stand_in(self.data)
-                if self.frees:
+                value = p.distributed_stand_in()
+                if self.policy.frees:
                     self._distributed.append(value)
                 for module, name in p.owners:
                     module._parameters[name] = value  # type: ignore[assignment]
         else:
             for parameters, name, leaf, _ in self._slots:
                 parameters[name] = leaf
+            for p in self.parameters if self.is_alone else ():
+                if p.param._hooks:  # one rank: they wait behind the parameter itself
+                    behind = p.stand_in()
+                    for module, name in p.owners:
+                        module._parameters[name] = behind  # type: ignore[assignment]
         self._tell_recurrent()
 
     def _uninstall(self) -> None:
@@ -201,6 +251,18 @@ class Unit:
         """RNNs keep a list of their parameters beside them."""
         for module in self._recurrent:
             weights_replaced(module)
+
+
+Kind = tuple[torch.dtype, torch.dtype, torch.device, torch.device]  # of a parameter: kept and computed with
+
+
+def _kind(p: ManagedParameter) -> Kind:
+    return p.layouts.kept.dtype, p.dtype, p.layouts.kept.device, p.device
+
+
+def _is_converted(kind: Kind) -> bool:
+    """Whether a module computes in another dtype or on another device."""
+    return kind[0] != kind[1] or kind[2] != kind[3]
 
 
 def plain_tensors(tree: Any) -> list[torch.Tensor]:

@@ -3,6 +3,8 @@ all ranks work out alike from the number of tokens of each expert."""
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,7 +13,8 @@ import torch
 
 from shardwise.comm.base import Coords
 from shardwise.comm.record import Note
-from shardwise.errors import LayoutError, MeshError, check_type
+from shardwise.comm.without_values import assumption_of
+from shardwise.errors import LayoutError, MeshError, OutlineError, check_type
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, normalize
@@ -19,6 +22,7 @@ from shardwise.move import move
 from shardwise.sizes import coords_on, cut_as_held
 from shardwise.strategy.program import run_local
 from shardwise.tensor import DTensor
+from shardwise.torch_private import is_abstract
 from shardwise.wrapper import wrap
 
 _BAD = -(1 << 62)  # what a rank adds to the number of an expert that does not exist, in place of its counts
@@ -45,12 +49,15 @@ class Routes:
         self.sizes = tuple(int(n) for n in per_expert)  # how many rows each expert takes, over all ranks
         self.total = sum(self.sizes)
         self.first = (per_expert.cumsum() - per_expert)[None, :] + self.kept.cumsum(0) - self.kept
+        self._layouts: dict[tuple[str, Layout], Layout] = {}
         self.token_axes: tuple[int, ...] = ()
         self.expert_axes: tuple[int, ...] = ()
         self.experts_at: Callable[[Coords], Sequence[int]] = lambda coords: range(counts.shape[1])
 
     @staticmethod
     def on_one_device(chosen: torch.Tensor, experts: int, capacity: int | None) -> Routes:
+        if is_abstract(chosen):
+            return Routes([Run(0, ())], _assumed_counts(chosen, chosen.numel(), experts)[None], capacity)
         counts = _checked(_counted(chosen, experts, ((0, len(chosen)),), 1))
         return Routes([Run(0, ())], counts, capacity)
 
@@ -60,7 +67,11 @@ class Routes:
 
         The ranks exchange how often they chose each expert, so that all know what each of them holds."""
         runs, counts = _exchanged_counts(chosen, experts)
-        routes = Routes(runs, counts, capacity)
+        kept = _assumed_routes.setdefault(chosen._layout, {}) if chosen._layout.mesh.comm.outlined else {}
+        key = holders, experts, capacity  # what is assumed is the same every time
+        if key in kept:
+            return kept[key]
+        routes = kept[key] = Routes(runs, counts, capacity)
         routes.token_axes = chosen._layout.axes_of(0)
         if holders is not None:
             routes.expert_axes = holders.axes_of(0)
@@ -71,16 +82,22 @@ class Routes:
     def layout_by_token(self, tokens: Layout) -> Layout:
         """The layout in which each rank holds the rows of its own tokens; columns as those of `tokens`."""
         every = range(len(self.sizes))
-        return self._layout(tokens, self.token_axes, lambda coords: self._rows(self._own_runs(coords), every))
+        return self._layout("token", tokens, self.token_axes, lambda coords: self._rows(self._own_runs(coords), every))
 
     def layout_by_expert(self, tokens: Layout) -> Layout:
         """The layout in which each rank holds the rows of its experts, of all tokens along the axes that cut these."""
         axes = tuple(sorted({*self.token_axes, *self.expert_axes}))
-        return self._layout(tokens, axes, lambda coords: self._rows(self._runs_for(coords), self.experts_at(coords)))
+        return self._layout(
+            "expert", tokens, axes, lambda coords: self._rows(self._runs_for(coords), self.experts_at(coords))
+        )
 
-    def _layout(self, tokens: Layout, axes: tuple[int, ...], held: Callable[[Coords], Intervals]) -> Layout:
-        places = cut_as_held(tokens, axes, 0, self.total, held)
-        return tokens.replace(shape=(self.total, tokens.shape[1]), placements=places)
+    def _layout(self, by: str, tokens: Layout, axes: tuple[int, ...], held: Callable[[Coords], Intervals]) -> Layout:
+        found = self._layouts.get((by, tokens))
+        if found is None:
+            places = cut_as_held(tokens, axes, 0, self.total, held)
+            found = tokens.replace(shape=(self.total, tokens.shape[1]), placements=places)
+            self._layouts[by, tokens] = found
+        return found
 
     def _own_runs(self, coords: Coords) -> list[int]:
         mine = tuple(coords[a] for a in self.token_axes)
@@ -117,7 +134,13 @@ def _exchanged_counts(chosen: DTensor, experts: int) -> tuple[list[Run], numpy.n
     counts = run_local(count, [chosen], table, lambda coords: layout.held(0, coords))
     whole = table.replace(placements=[REPLICATE] * len(table.placements))
     known = mesh.comm.first(move(counts._local, table, whole, Note("dispatch", "sizes")))
-    numbers = _checked(known).reshape(len(holders), most, experts)
+    if is_abstract(known):
+        numbers = numpy.zeros((len(holders), most, experts), dtype=numpy.int64)
+        for i, holder in enumerate(holders):
+            for j, (a, b) in enumerate(pieces[holder]):
+                numbers[i, j] = _assumed_counts(known, (b - a) * math.prod(layout.shape[1:]), experts)
+    else:
+        numbers = _checked(known).reshape(len(holders), most, experts)
     found = sorted(
         (Run(start, holder), tuple(numbers[i, j]))
         for i, holder in enumerate(holders)
@@ -130,11 +153,22 @@ def _exchanged_counts(chosen: DTensor, experts: int) -> tuple[list[Run], numpy.n
 def _counted(chosen: torch.Tensor, experts: int, held: Intervals, most: int) -> torch.Tensor:
     """How often each expert is chosen in each run of tokens. There are `most` rows, zeros where there is no run."""
     counts = chosen.new_zeros(most, experts)
+    if is_abstract(chosen):
+        return counts
     if chosen.numel() and not (int(chosen.min()) >= 0 and int(chosen.max()) < experts):
         return counts + (_BAD + chosen[(chosen < 0) | (chosen >= experts)][0])
     for row, part in zip(counts, chosen.split([b - a for a, b in held]), strict=False):
         row += part.flatten().bincount(minlength=experts)
     return counts
+
+
+def _assumed_counts(chosen: torch.Tensor, choices: int, experts: int) -> numpy.ndarray:
+    """How often each expert is chosen where there are no values: what the program assumes."""
+    said = assumption_of(chosen, "experts", "how often each expert is chosen")
+    if said != "even":
+        raise OutlineError(f"assume={{'experts': {said!r}}}: must be 'even'")
+    each, rest = divmod(choices, experts)
+    return numpy.array([each + (e < rest) for e in range(experts)], dtype=numpy.int64)
 
 
 def _checked(counts: torch.Tensor) -> numpy.ndarray:
@@ -145,6 +179,10 @@ def _checked(counts: torch.Tensor) -> numpy.ndarray:
             f"dispatch: chosen has {known.min() - _BAD}, but there are {counts.shape[-1]} experts, numbered from 0"
         )
     return known
+
+
+_Key = tuple[Layout | None, int, int | None]
+_assumed_routes: weakref.WeakKeyDictionary[Layout, dict[_Key, Routes]] = weakref.WeakKeyDictionary()  # without values
 
 
 class Routed:
@@ -284,6 +322,8 @@ def _sorted_slots(chosen: torch.Tensor, groups: tuple[tuple[int, ...], tuple[int
     slots = chosen.flatten().argsort(stable=True)
     if counts == kept:
         return slots
+    if is_abstract(slots):
+        return slots[: sum(kept)].clone()
     sizes = torch.tensor(counts, device=slots.device)
     limit = (sizes.cumsum(0) - sizes + torch.tensor(kept, device=slots.device)).repeat_interleave(sizes)
     return slots[torch.arange(len(slots), device=slots.device) < limit]

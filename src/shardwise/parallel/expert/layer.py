@@ -174,4 +174,5 @@ def _multiplied(rows: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int]) 
 
 
 def _repeated(bias: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    return bias.repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device=bias.device), 0)
+    times = torch.tensor(sizes, dtype=torch.int64, device=bias.device)
+    return bias.repeat_interleave(times, 0, output_size=sum(sizes))

@@ -39,7 +39,7 @@ class StyleAxis:
     @staticmethod
     def of(device_mesh: DeviceMesh | SimulatedMesh | Mesh | None, axis: int | str | None) -> StyleAxis:
         """The axis of that name or number; None for the only one there is."""
-        mesh = as_mesh(device_mesh)
+        mesh = as_mesh(device_mesh, outside=True)
         if axis is not None:
             return StyleAxis(mesh, mesh.axis(axis))
         if len(mesh.shape) != 1:
@@ -86,7 +86,7 @@ class StyleAxis:
                     f"the tensors, parallelize_module(module, mesh, plan, axis={axis!r})"
                 )
             return x
-        if self.mesh.comm.simulated:
+        if self.mesh.comm.simulated or self.mesh.comm.outside:
             places = self.placements(placing)
             first = getattr(x, "ranks", (x,))[0]
             return DTensor.from_local(x, self.mesh, places, shape=_global_shape(first, places, whole))
@@ -171,7 +171,10 @@ class StyleAxis:
 
     # -- and out again --------------------------------------------------------------------------------------
     def handed_over(self, x: DTensor, use_local: bool | None) -> torch.Tensor:
-        """What the program gets of a tensor: the local one if `use_local`; by default, where there is no other axis."""
+        """What the program gets of a tensor: the local one if `use_local`; by default, where there is no other axis. On
+        a rank outside of the mesh, which holds nothing, always `x`: it knows its sizes, so the program can go on."""
+        if self.mesh.comm.outside:
+            return x
         return self._local_of(x) if (self.is_only_axis if use_local is None else use_local) else x
 
     def _local_of(self, x: DTensor) -> torch.Tensor:
@@ -221,7 +224,7 @@ def _gathered_once(x: DTensor, target: Layout, axis: int) -> DTensor:
     found = x._spreads.get(key)
     if found is None or found[0] is not now[0] or found[1] != now[1]:
         found = x._spreads[key] = (*now, _moved(x, target))
-        note_gathered(x, found[2], axis)
+        note_gathered(x, found[2], (axis,), for_calls=True)
     return found[2]
 
 

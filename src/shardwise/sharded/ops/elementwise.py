@@ -107,7 +107,7 @@ def _cut(x: torch.Tensor, box: tuple[Sequence[int], Sequence[int]]) -> torch.Ten
     """Return the part of a plain tensor that is used with a tile."""
     for dim in range(-x.dim(), 0):
         if x.shape[dim] != 1:  # else it is broadcast, along a tile without elements too
-            x = x.narrow(dim, box[0][dim], box[1][dim])
+            x = x.narrow(dim, min(box[0][dim], x.shape[dim]), box[1][dim])  # an empty one may start behind
     return x
 
 

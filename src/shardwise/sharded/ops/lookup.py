@@ -142,7 +142,7 @@ class Bags:
         out = got.new_zeros(len(self.sizes), self.lookup.table.size(1), dtype=wide)
         for (column, width), found in strips.items():
             bags, sums = torch.cat([b for b, _ in found]), torch.cat([p for _, p in found])
-            out.narrow(1, column, width).index_add_(0, bags, sums.to(wide))
+            out.narrow(1, min(column, out.shape[1]), width).index_add_(0, bags, sums.to(wide))
         return out.to(got.dtype)
 
 

@@ -9,8 +9,9 @@ import os
 import queue
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -60,15 +61,49 @@ def simulated(
         How each ended, in the order they end.
     """
     seeds = itertools.count(seed) if programs is None else iter(range(seed, seed + programs))
-    spawn, one_thread = multiprocessing.get_context("spawn"), (torch.set_num_threads, (1,))
-    with ProcessPoolExecutor(jobs, spawn, *one_thread) as pool:
-        running = {pool.submit(try_seed, s, strides) for s in itertools.islice(seeds, 2 * jobs)}
+    more = lambda: deadline is None or time.monotonic() < deadline  # noqa: E731
+    while more():
+        left: list[int] = []
+        yield from _until_one_dies(seeds, more, jobs, strides, left)
+        if not left:
+            return
+        for s in left:  # each in a process of its own, to see whose program it was
+            text = ""
+            try:
+                with _workers(1) as pool:
+                    text = pool.submit(_text_of, s).result()
+                    yield pool.submit(try_seed, s, strides).result()
+            except BrokenProcessPool:  # without a text, it was plain torch that died of what is composed on it
+                yield Found(s, HANG, "the process died", text) if text else Found(s, RIGHT)
+
+
+def _workers(jobs: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,))
+
+
+def _until_one_dies(
+    seeds: Iterator[int], more: Callable[[], bool], jobs: int, strides: bool, left: list[int]
+) -> Iterator[Found]:
+    """Run programs until there are no more. If a process dies, all do; the seeds under way are then in `left`."""
+    with _workers(jobs) as pool:
+        running = {pool.submit(try_seed, s, strides): s for s in itertools.islice(seeds, 2 * jobs)}
         while running:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            if any(isinstance(task.exception(), BrokenProcessPool) for task in done):
+                left += running.values()
+                return
             for task in done:
+                del running[task]
                 yield task.result()
-                if deadline is None or time.monotonic() < deadline:
-                    running |= {pool.submit(try_seed, s, strides) for s in itertools.islice(seeds, 1)}
+            for s in itertools.islice(seeds, len(done) if more() else 0):
+                try:
+                    running[pool.submit(try_seed, s, strides)] = s
+                except BrokenProcessPool:  # just now: what runs will say so
+                    left.append(s)
+
+
+def _text_of(seed: int) -> str:
+    return str(compose(seed))
 
 
 def try_seed(seed: int, strides: bool = True) -> Found:

@@ -42,8 +42,9 @@ torch.cummax({f},{dim}) torch.cummin({f},{dim}) torch.logcumsumexp({f},{dim}) to
 torch.trapezoid({f},dim={dim}) torch.softmax({f},{dim}) torch.log_softmax({f},{dim}) F.softmin({f},{dim})
 torch.aminmax({f}) torch.aminmax({f},dim={dim}) torch.quantile({f},0.3,dim={dim}) torch.kthvalue({f},1,{dim})
 {f}.sum(({dim},{dim2})) {f}.mean(({dim},{dim2})) {f}.amax(({dim},{dim2})) torch.sort({f},{dim})
-torch.sort({f},{dim},descending=True) torch.argsort({f},{dim}) torch.topk({f},1,{dim}) torch.topk({f},2,{dim})
-torch.unique({i}) torch.unique({i},return_inverse=True,return_counts=True) torch.unique_consecutive({i})
+torch.sort({f},{dim},descending=True) torch.argsort({f},{dim}) torch.topk({f},1,{dim}).values
+torch.topk({f},2,{dim}).values torch.unique({i}) torch.unique({i},return_inverse=True,return_counts=True)
+torch.unique_consecutive({i})
 torch.renorm({f},2,{dim},0.7) F.normalize({f},dim={dim}) F.cosine_similarity({f},{same},dim={dim})
 torch.sum({f},{dim},dtype=torch.float32) torch.histc({f},4,-1,1) torch.bincount({i}.abs().flatten())
 torch.bucketize({f},{shape:3}.sort()[0]) {f}.sum_to_size({f}.shape) {f}.cov() torch.nanmedian({f},{dim})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -14,7 +15,8 @@ from shardwise.mesh import as_mesh, simulate
 from shardwise.tensor import DTensor
 from shardwise.testing.fuzz.program import Program, names_made
 from shardwise.testing.fuzz.setting import Words, on_mesh, plain_torch
-from shardwise.testing.trial import TOLERANCE
+from shardwise.testing.spread import is_float
+from shardwise.testing.trial import TOLERANCE, differ_in_recording
 
 RIGHT = "right"
 WRONG = "wrong"  # another value, gradient, shape, dtype, stride or requires_grad, in silence
@@ -23,8 +25,8 @@ OTHER_ERROR = "other error"  # both raise, not the same kind or not on the same 
 RAISED = "raised"  # plain torch does not raise and we do
 INEXACT = "inexact"  # results that plain torch itself does not repeat when the inputs change in their last bits
 
-# Names of gradients start so. Plain torch promises nothing about their strides: whichever node came last decides.
-GRADIENTS = "g"
+
+_SHAKES = 3  # how often the inputs are changed, until a result changes
 
 # a change of the inputs in the last bits; results that change by more than their tolerance say nothing
 _LAST_BITS = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
@@ -85,12 +87,13 @@ def judge(program: Program, mesh: MeshArgument | None = None, strides: bool = Tr
         What was found, RIGHT if nothing.
     """
     mesh = simulate(program.mesh) if mesh is None else mesh
-    plain = play(program, plain_torch(device=as_mesh(mesh).device.type))
+    device = as_mesh(mesh).device.type
+    plain = play(program, plain_torch(device=device))
     ours = play(program, on_mesh(mesh))
     if plain.error is not None and "MKL" in str(plain.error):  # a size that one library on this machine does not take
         return Verdict(RIGHT)
     found = _errors(program, ours, plain) or _first_difference(ours, plain, program, strides)
-    if found is not None and found.kind == WRONG and _inexact(program, plain, found.name):
+    if found is not None and found.kind == WRONG and _inexact(program, ours, plain, found.name, device):
         return Verdict(INEXACT, found.message, found.name)
     return found or Verdict(RIGHT)
 
@@ -119,11 +122,13 @@ def _kind_of(error: Exception) -> type[BaseException]:
 
 def _first_difference(ours: Played, plain: Played, program: Program, strides: bool) -> Verdict | None:
     least_exact = max((TOLERANCE.get(x.dtype, 0.0) for x in _tensors(plain.variables.values())), default=0.0)
+    gradients = {name for line in program.lines if _is_gradient(line) for name in names_made(line)}
+    shared = _share_gradients(plain.variables.values())
     for name, want in plain.variables.items():
         if name not in ours.variables:
             return Verdict(WRONG, f"{name} is missing", name)
         try:
-            with_strides, with_grads = strides and name[0] != GRADIENTS, plain.error is None
+            with_strides, with_grads = strides and name not in gradients, plain.error is None and not shared
             found = different(ours.variables[name], want, least_exact, with_strides, with_grads)
         except Exception as error:
             if _raises(want):
@@ -132,6 +137,19 @@ def _first_difference(ours: Played, plain: Played, program: Program, strides: bo
         if found:
             return Verdict(WRONG, f"{name}: {found}", name)
     return None
+
+
+def _is_gradient(line: str) -> bool:
+    """Whether a statement makes gradients. Plain torch promises nothing about their strides: whichever node came last
+    decides."""
+    return line.startswith("g") or "torch.func." in line
+
+
+def _share_gradients(found: Iterable[object]) -> bool:
+    """Whether ``.grad`` of two leaves is the same memory: plain torch then adds the next gradients to it twice."""
+    readable = [x for x in _tensors(found) if not _raises(x)]
+    grads = [x.grad for x in readable if x.is_leaf and x.grad is not None and x.grad.numel()]
+    return len({grad.data_ptr() for grad in grads}) < len(grads)
 
 
 def _raises(plain: object) -> bool:
@@ -189,11 +207,15 @@ def _different_tensor(got: torch.Tensor, want: torch.Tensor, least_exact: float,
         "requires_grad": (got.requires_grad, want.requires_grad),
         "is_leaf": (got.is_leaf, want.is_leaf),
     }
+    if not want.numel() and not strides:
+        del facts["requires_grad"]  # of nothing, torch's backward of cummin returns the operand itself
     if strides:
         facts["stride"] = (got.stride(), want.stride())
     for fact, (mine, theirs) in facts.items():
         if mine != theirs:
             return f"{fact} {mine} instead of {theirs}"
+    if isinstance(got, DTensor) and differ_in_recording(got):
+        return "requires_grad differs between the ranks"  # which then communicate at different times
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         full = DTensor.full_tensor(got.detach()) if isinstance(got, DTensor) else got.detach()  # type: ignore[arg-type]
@@ -224,10 +246,28 @@ def _different_numbers(got: torch.Tensor, want: torch.Tensor, least_exact: float
     return ""
 
 
-def _inexact(program: Program, plain: Played, name: str) -> bool:
-    """Whether plain torch's own result changes with the last bits of the inputs, or of what is computed from them."""
+def _inexact(program: Program, ours: Played, plain: Played, name: str, device: str) -> bool:
+    """Whether plain torch's own result changes with the last bits of the inputs, or of what is computed from them; or
+    zeros, that it may have been computed from, are not of the same sign: parts of a sum keep no such signs."""
     dtypes = {x.dtype for x in _tensors(plain.variables.values())}
     jitter = max((bits for dtype, bits in _LAST_BITS.items() if dtype in dtypes), default=1e-13)
-    shaken = play(program, plain_torch(jitter))
     least_exact = max((TOLERANCE.get(x.dtype, 0.0) for x in _tensors(plain.variables.values())), default=0.0)
-    return bool(different(shaken.variables.get(name), plain.variables[name], least_exact / 10, True))
+    for seed in range(_SHAKES):
+        shaken = play(program, plain_torch(jitter, device, seed))
+        if different(shaken.variables.get(name), plain.variables[name], least_exact / 10, True):
+            return True
+    before = itertools.takewhile(lambda made: made != name, plain.variables)
+    return any(_other_zeros(ours.variables.get(made), plain.variables[made]) for made in before)
+
+
+def _other_zeros(got: object, want: object) -> bool:
+    """Whether two tensors have zeros of other signs."""
+    if not isinstance(got, DTensor) or not isinstance(want, torch.Tensor) or not is_float(want.dtype):
+        return False
+    with torch.no_grad():
+        pair = DTensor.full_tensor(got.detach()), want.detach()  # type: ignore[arg-type]
+        if want.dtype.is_complex:
+            pair = torch.view_as_real(pair[0].resolve_conj()), torch.view_as_real(pair[1].resolve_conj())
+        return any(x.shape != pair[1].shape for x in pair) or bool(
+            ((pair[1] == 0) & (pair[0].signbit() != pair[1].signbit())).any()
+        )

@@ -18,6 +18,7 @@ from shardwise.mesh import as_mesh
 from shardwise.random import use
 from shardwise.tensor import DTensor
 from shardwise.testing.fuzz.functions import FUNCTIONS
+from shardwise.testing.seeding import seed_torch
 from shardwise.testing.spread import is_float, spread_out, with_spare_bits
 from shardwise.testing.subjects import subjects
 from shardwise.testing.trial import Sample
@@ -54,15 +55,16 @@ def values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def plain_torch(jitter: float = 0.0, device: str = "cpu") -> Iterator[Words]:
+def plain_torch(jitter: float = 0.0, device: str = "cpu", seed: int = 1) -> Iterator[Words]:
     """The words on one device.
 
     Args:
         device: Where the inputs are.
         jitter: Changes every number of the inputs a little, at most by this share: how far the results then are from
             those of the program itself tells how exact they can be.
+        seed: Of these changes.
     """
-    shake = torch.Generator().manual_seed(1)
+    shake = torch.Generator().manual_seed(seed)
 
     def tensor(shape: Sequence[int], dtype: torch.dtype = torch.float64, **more: Unpack[Options]) -> torch.Tensor:
         return placed(values(shape, dtype, more.get("seed", 0)), more)
@@ -72,16 +74,16 @@ def plain_torch(jitter: float = 0.0, device: str = "cpu") -> Iterator[Words]:
 
     def placed(x: torch.Tensor, more: Options) -> torch.Tensor:
         if jitter and is_float(x.dtype):
-            x = x * (1 + jitter * (2 * torch.rand(x.shape, generator=shake, dtype=torch.float64) - 1)).to(x.dtype)
+            x = x * (1 + jitter * (2 * torch.rand(x.shape, generator=shake, dtype=torch.float64) - 1)).to(x)
         return x.clone().to(device).requires_grad_(more.get("grad", False))
 
     def module(made: torch.nn.Module, seed: int, **_: object) -> torch.nn.Module:
-        with_values(made, seed)
+        with_values(made, seed).to(device)
         for parameter in made.parameters():
             parameter.data = placed(parameter.data, {})
         return made
 
-    torch.manual_seed(0)
+    seed_torch()
     move = lambda x, at: x.clone(memory_format=torch.contiguous_format)
     yield {**_COMMON, "tensor": tensor, "given": given, "module": module, "move": move}
 
@@ -113,7 +115,7 @@ def on_mesh(mesh: MeshArgument) -> Iterator[Words]:
         moved = DTensor.redistribute(x, placements=at)  # which is `x` itself where nothing changes
         return moved.clone(memory_format=torch.contiguous_format)
 
-    torch.manual_seed(0)
+    seed_torch()
     with use("torch"):
         yield {**_COMMON, "tensor": tensor, "given": given, "module": module, "move": move}
 
@@ -144,7 +146,7 @@ def samples(name: str, form: str) -> list[Sample]:
 
 def operand(name: str, form: str, sample: int, which: int) -> torch.Tensor:
     """One tensor of a sample."""
-    return with_spare_bits(samples(name, form)[sample].tensors[which])
+    return with_spare_bits(samples(name, form)[sample].tensors[which]).clone()  # without holes
 
 
 def call(name: str, form: str, sample: int, *tensors: torch.Tensor) -> object:

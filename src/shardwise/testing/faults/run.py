@@ -1,4 +1,4 @@
-"""``python -m shardwise.testing.faults``: put faults into programs of real processes, and see how those end.
+"""Put faults into programs of real processes, and see how those end.
 
 Every fault is a small world of its own: its ranks are forked off from this process, which has loaded everything. It
 ends right if, within the limit, every other rank either goes on with the right values or raises an error that names the
@@ -7,7 +7,6 @@ faulty rank; none may hang, crash, or leave a checkpoint that looks whole.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -25,15 +24,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from shardwise.testing.fault_kinds import TIMEOUT_SECONDS, Kind, Scene, WrongValueError, kinds
+from shardwise.testing.faults.kinds import Kind
+from shardwise.testing.faults.scene import TIMEOUT_SECONDS, Scene, WrongValueError
 
 LIMIT_SECONDS = 4 * TIMEOUT_SECONDS  # joining a world and finding out who is lost take some too
-_FORK = multiprocessing.get_context("fork")
+FORK = multiprocessing.get_context("fork")
 
 
 @dataclass
@@ -55,7 +54,7 @@ class Trial:
         self.folder.mkdir()
         for rank in range(self.size):
             scene = Scene(rank, self.size, self.faulty, self.folder, self.seed, port)
-            self.ranks.append(_FORK.Process(target=_play, args=(scene, self.kind), daemon=True))
+            self.ranks.append(FORK.Process(target=_play, args=(scene, self.kind), daemon=True))
         for process in self.ranks:
             process.start()
 
@@ -102,7 +101,7 @@ def _names(rank: int, text: str) -> bool:
     return any(re.search(rf"\b{rank}\b", names) for names in some)
 
 
-def _warm_up() -> None:
+def warm_up() -> None:
     """Load what ranks would each load for themselves: the first step of an optimizer loads much of torch."""
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
@@ -138,10 +137,10 @@ def trials(wanted: Sequence[Kind], count: int, seed: int, folder: Path) -> Itera
 
 
 @contextmanager
-def _store() -> Iterator[int]:
+def store() -> Iterator[int]:
     """The port of a store in a process of its own, which no fault can reach."""
-    ours, theirs = _FORK.Pipe()
-    process = _FORK.Process(target=_serve, args=(theirs,), daemon=True)
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
     yield ours.recv()
     process.kill()
@@ -157,11 +156,11 @@ def _serve(pipe: Connection) -> None:
 
 def inject(wanted: Sequence[Kind], count: int, seed: int = 0, jobs: int = 2, show: bool = False) -> list[Trial]:
     """Put so many faults into programs, `jobs` at a time, and return them when all have ended."""
-    _warm_up()
+    warm_up()
     done: list[Trial] = []
     running: list[Trial] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with _store() as port, tempfile.TemporaryDirectory() as folder, Progress(*columns, disable=not show) as progress:
+    with store() as port, tempfile.TemporaryDirectory() as folder, Progress(*columns, disable=not show) as progress:
         bar = progress.add_task("faults", total=count)
         waiting = trials(wanted, count, seed, Path(folder))
         upcoming = next(waiting, None)
@@ -189,27 +188,3 @@ def table(found: Sequence[Trial]) -> Table:
         said = escape(wrong[0]) if wrong else ""
         out.add_row(name, str(len(mine)), str(len(mine) - len(wrong)), f"{longest:.1f}", said)
     return out
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Put faults into programs; the exit status says whether all ended right."""
-    parser = argparse.ArgumentParser(prog="python -m shardwise.testing.faults", description=__doc__)
-    parser.add_argument("--count", type=int, default=300, help="how many faults (default: 300)")
-    parser.add_argument("--seed", type=int, default=0, help="of ranks, places and values")
-    parser.add_argument("--jobs", type=int, default=3, help="how many at a time (default: 3)")
-    parser.add_argument("--only", default="", help="kinds whose names have this in them")
-    options = parser.parse_args(arguments)
-    wanted = [kind for kind in kinds() if options.only in kind.name]
-    found = inject(wanted, options.count, options.seed, options.jobs, show=True)
-    console = Console()
-    console.print(table(found))
-    right = sum(not trial.wrong for trial in found)
-    console.print(f"{right} of {len(found)} faults of {len(wanted)} kinds ended right")
-    for trial in found:
-        if trial.wrong:
-            print(f"{trial.kind.name}: {trial.size} ranks, rank {trial.faulty}, seed {trial.seed}: {trial.wrong}")
-    return 0 if right == len(found) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

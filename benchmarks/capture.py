@@ -1,0 +1,213 @@
+"""Captured and compiled steps beside eager ones: plain torch, torch's DTensor and shardwise in one run, on the CPU.
+
+    python benchmarks/capture.py                        a mesh of one rank: a transformer block, and a GPT's step
+    python benchmarks/capture.py --compile              compiled ones too (Inductor; some minutes)
+    python benchmarks/capture.py --processes 4          tensor parallel and ZeRO 3 on gloo processes, eager and captured
+
+Peers take turns, and the best of many slices counts, because machines are noisy. Ratios are to plain torch, same run.
+"""
+
+import argparse
+import logging
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from _timing import comparison, warm
+from gpt_step import GPT
+from overhead import Block
+from rich.console import Console
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from shardwise.parallel import data_parallel
+
+
+def library_of(peer):
+    if peer.startswith("plain"):
+        return None
+    return shardwise if peer.startswith("shardwise") else __import__("torch.distributed.tensor", fromlist=["tensor"])
+
+
+def finished(peer, step):
+    """The step as the peer runs it: as it is, captured, or compiled."""
+    if "captured" in peer:
+        return shardwise.capture(step)
+    return torch.compile(step) if "compiled" in peer else step
+
+
+def block_step(peer, mesh):
+    """Forward and backward of a small transformer block."""
+    torch.manual_seed(0)
+    block, x, library = Block(), torch.randn(2, 16, 32), library_of(peer)
+    if library is not None:
+        block = library.distribute_module(block, mesh)
+        x = library.distribute_tensor(x, mesh, [library.Shard(0)])
+
+    def step(x):
+        block.zero_grad()
+        loss = block(x).sum()
+        loss.backward()
+        return loss
+
+    run = finished(peer, step)
+    return lambda: run(x)
+
+
+def gpt_step(peer, mesh, layers=4, width=256):
+    """A whole step of a GPT with AdamW."""
+    torch.manual_seed(0)
+    model, library = GPT(512, 64, width, 4, layers), library_of(peer)
+    tokens = torch.randint(512, (2, 65))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    if library is not None:
+        model = library.distribute_module(model, mesh)
+        inputs, targets = (library.distribute_tensor(t, mesh, [library.Shard(0)]) for t in (inputs, targets))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(inputs, targets):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = finished(peer, step)
+    return lambda: run(inputs, targets)
+
+
+def on_one_rank(options):
+    console = Console()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,))
+        peers = ["plain", "DTensor", "shardwise", "shardwise captured"]
+        if options.compile:
+            peers += ["plain compiled", "shardwise compiled"]
+        rows = {}
+        for name, program in {"transformer block": block_step, "GPT 4 x 256 step": gpt_step}.items():
+            with console.status(name):
+                makers = {peer: lambda peer=peer, program=program: program(peer, mesh) for peer in peers}
+                rows[name] = warm(makers, repeats=options.repeats, slice_seconds=0.05)
+        console.print(comparison("A mesh of one rank", rows, unit="us", base="plain"))
+        console.print(f"first captured step: {_first_step(mesh):.1f} eager steps")
+        dist.destroy_process_group()
+
+
+def _first_step(mesh):
+    """How many eager steps the capturing one takes; plans are warm."""
+    eager = gpt_step("shardwise", mesh)
+    for _ in range(3):
+        eager()
+    best = min(_seconds(eager) for _ in range(5))
+    return _seconds(gpt_step("shardwise captured", mesh)) / best
+
+
+def _seconds(call):
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+# -- processes ------------------------------------------------------------------------------------------------------
+CUTS = {"qkv.0": 0, "qkv.1": 0, "qkv.2": 0, "project": 1, "up": 0, "down": 1}
+
+
+def distributed(kind, mesh):
+    torch.manual_seed(0)
+    model = GPT(512, 64, 256, 4, 4)
+    if kind == "ZeRO 3":
+        return data_parallel(model, mesh, "parameters"), [shardwise.Shard(0)]
+
+    def cut(name, layer, mesh):
+        for path, dim in CUTS.items():
+            if name.endswith(path):
+                for which in ("weight", "bias"):
+                    if which == "weight" or dim == 0:
+                        whole = getattr(layer, which).detach()
+                        value = shardwise.distribute_tensor(whole, mesh, [shardwise.Shard(dim)])
+                        setattr(layer, which, nn.Parameter(value))
+
+    return shardwise.distribute_module(model, mesh, cut), [shardwise.Replicate()]
+
+
+def rank_main(rank, world_size, store, rounds, queue):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=Path(store).as_uri(), rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for kind in ("tensor parallel", "ZeRO 3"):
+        calls = {}
+        for how in ("eager", "captured", "captured, overlap"):
+            model, places = distributed(kind, mesh)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+            def step(inputs, targets, model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            torch.manual_seed(1)
+            tokens = torch.randint(512, (2 * world_size, 65))
+            batch = [
+                shardwise.distribute_tensor(t.contiguous(), mesh, places) for t in (tokens[:, :-1], tokens[:, 1:])
+            ]
+            passes = ("aliases", "merge", "inverse", "unused", "overlap") if "overlap" in how else None
+            if how != "eager":
+                step = shardwise.capture(step) if passes is None else shardwise.capture(step, passes=passes)
+            calls[how] = lambda step=step, batch=batch: step(*batch)
+            for _ in range(3):
+                calls[how]()
+        best = dict.fromkeys(calls, float("inf"))
+        for _ in range(rounds):
+            for how, call in calls.items():
+                dist.barrier()
+                best[how] = min(best[how], _seconds(lambda call=call: [call() for _ in range(3)]) / 3)
+        if rank == 0:
+            queue.put((kind, best))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_processes(options):
+    console = Console()
+    with tempfile.TemporaryDirectory() as folder:
+        queue = mp.get_context("spawn").SimpleQueue()
+        context = mp.spawn(
+            rank_main,
+            (options.processes, str(Path(folder, "store")), options.repeats, queue),
+            nprocs=options.processes,
+            join=False,
+        )
+        rows = {}
+        with console.status("training"):
+            for _ in range(2):
+                kind, best = queue.get()
+                rows[kind] = best
+            while not context.join():
+                pass
+    console.print(comparison(f"{options.processes} gloo processes, GPT 4 x 256", rows, unit="us", base="eager"))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile", action="store_true", help="compiled steps too")
+    parser.add_argument("--processes", type=int, default=0, help="on gloo processes instead")
+    parser.add_argument("--repeats", type=int, default=10, help="slices or rounds; the best counts")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    if options.processes:
+        on_processes(options)
+    else:
+        on_one_rank(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Captured, compiled and graphed training steps of a GPT on one GPU: plain torch, torch's DTensor and shardwise.
+
+    python benchmarks/capture_gpu.py                    compiled 12 x 768, and CUDA graphs of two small models
+    python benchmarks/capture_gpu.py --quick            no compilers
+
+A step is forward, loss, backward and AdamW (capturable) in bfloat16, on a mesh of one rank. Peers take turns; the best
+of several slices counts. The losses of five steps are compared with plain torch's: they are bfloat16, so this finds
+gross errors only; tests/captures/test_graph_cuda.py compares bits.
+"""
+
+import argparse
+import gc
+import logging
+import time
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as peer_tensor
+import torch.nn.functional as F
+from gpt_step import GPT
+from rich.console import Console
+from rich.table import Table
+
+import shardwise
+
+MODELS = {  # layers, width, heads, batch, context
+    "GPT 12 x 768, 8 x 1024": (12, 768, 12, 8, 1024),
+    "GPT 24 x 256, 1 x 64": (24, 256, 4, 1, 64),
+    "GPT 12 x 768, 1 x 128": (12, 768, 12, 1, 128),
+}
+COMPILED = ["plain", "plain compiled", "DTensor compiled", "shardwise", "shardwise captured", "shardwise compiled"]
+GRAPHS = ["plain", "plain graph", "shardwise", "shardwise captured", "shardwise graph"]
+
+
+def build(peer, mesh, sizes):
+    """A call that makes one step and returns the loss."""
+    layers, width, heads, batch, context = sizes
+    torch.manual_seed(0)
+    vocabulary = 50304 if context > 512 else 512
+    model = GPT(vocabulary, context, width, heads, layers).to("cuda", torch.bfloat16)
+    tokens = torch.randint(vocabulary, (batch, context + 1), device="cuda")
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    library = {"plain": None, "DTensor": peer_tensor, "shardwise": shardwise}[peer.split()[0]]
+    if library is not None:
+        model = library.distribute_module(model, mesh)
+        inputs, targets = (library.distribute_tensor(t, mesh, [library.Shard(0)]) for t in (inputs, targets))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=True)
+
+    def step(inputs, targets):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    if peer == "plain graph":
+        return graphed(step, inputs, targets)
+    if "compiled" in peer:
+        step = torch.compile(step) if library is shardwise else compiled_parts(model, optimizer)
+    elif "captured" in peer:
+        step = shardwise.capture(step)
+    elif "graph" in peer:
+        step = shardwise.capture(step, passes=("aliases", "merge", "inverse", "unused", "cuda_graph"))
+    run = lambda: step(inputs, targets)
+    run.step = step
+    return run
+
+
+def compiled_parts(model, optimizer):
+    """Forward and backward compiled, the optimizer as it is: what people write without capture."""
+
+    def loss_of(inputs, targets):
+        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    compiled = torch.compile(loss_of)
+
+    def step(inputs, targets):
+        optimizer.zero_grad()
+        loss = compiled(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def graphed(step, inputs, targets):
+    """Plain torch's own whole-step CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    warm = []
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            warm.append(step(inputs, targets).clone())
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(inputs, targets)
+
+    def run():
+        if warm:
+            return warm.pop(0)
+        graph.replay()
+        return loss.clone()
+
+    run.memory = step, inputs, targets  # the graph reads and writes it
+    return run
+
+
+def measure(names, sizes, mesh, repeats, console, title):
+    calls, losses, first = {}, {}, {}
+    for name in names:
+        try:
+            start = time.perf_counter()
+            calls[name] = build(name, mesh, sizes)
+            losses[name] = [float(value(calls[name]())) for _ in range(5)]
+            first[name] = time.perf_counter() - start
+        except Exception as error:
+            calls.pop(name, None)
+            console.print(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+    best = dict.fromkeys(calls, float("inf"))
+    loops = 20 if sizes[3] * sizes[4] < 1000 else 5
+    for call in calls.values():
+        for _ in range(5):
+            call()
+    gc.collect()
+    gc.freeze()
+    for _ in range(repeats):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(loops):
+                call()
+            torch.cuda.synchronize()
+            best[name] = min(best[name], (time.perf_counter() - start) / loops * 1e3)
+    gc.unfreeze()
+    table = Table("step", "ms", "/ plain", "first five (s)", "largest difference of five losses", title=title)
+    for name, took in best.items():
+        apart = max(abs(a - b) for a, b in zip(losses[name], losses["plain"]))
+        table.add_row(name, f"{took:.3f}", f"{took / best['plain']:.3f}x", f"{first[name]:.1f}", f"{apart:.1e}")
+    console.print(table)
+    for name, call in calls.items():
+        step = getattr(call, "step", None)
+        if isinstance(step, type(shardwise.capture(print))):
+            said = [line for line in step.explain().splitlines() if line.startswith(("no CUDA", "eager"))]
+            console.print(f"{name}: {step!r} {' '.join(said)}")
+
+
+def value(loss):
+    return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="no compilers")
+    parser.add_argument("--repeats", type=int, default=6, help="slices; the best counts")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = shardwise.init_device_mesh("cuda", (1,))
+    console = Console(width=120)
+    for title, sizes in MODELS.items():
+        names = COMPILED if sizes[4] > 512 else GRAPHS
+        names = [name for name in names if not options.quick or "compiled" not in name]
+        measure(names, sizes, mesh, options.repeats, console, title)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

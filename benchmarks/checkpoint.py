@@ -1,0 +1,404 @@
+"""Checkpoints beside torch.distributed.checkpoint, on local processes.
+
+    python benchmarks/checkpoint.py                  # GPT of about 150 M parameters with AdamW, 1.8 GB, 4 processes
+    python benchmarks/checkpoint.py --layers 2       # smaller
+    python benchmarks/checkpoint.py --plan           # planning and metadata for 65,536 ranks
+    python benchmarks/checkpoint.py --merge 4        # 4 GiB in files of 256 MiB to one file
+
+Bytes are those that the processes read by calls (/proc/self/io); the page cache is dropped before each load.
+"""
+
+import argparse
+import datetime
+import functools
+import gc
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.tensor as theirs
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import shardwise
+from shardwise import checkpoint
+
+WIDTH, VOCABULARY, CONTEXT = 768, 50257, 1024
+
+
+def shapes(layers):
+    found = {"wte": (VOCABULARY, WIDTH), "wpe": (CONTEXT, WIDTH), "ln_f": (WIDTH,)}
+    for i in range(layers):
+        found |= {
+            f"h.{i}.ln_1": (WIDTH,),
+            f"h.{i}.attn.qkv": (3 * WIDTH, WIDTH),
+            f"h.{i}.attn.proj": (WIDTH, WIDTH),
+            f"h.{i}.ln_2": (WIDTH,),
+            f"h.{i}.mlp.up": (4 * WIDTH, WIDTH),
+            f"h.{i}.mlp.down": (WIDTH, 4 * WIDTH),
+        }
+    return found
+
+
+def placement(library, how, name, shape):
+    if how == "rows":
+        return library.Shard(0)
+    if how == "columns":
+        return library.Shard(len(shape) - 1)
+    if len(shape) == 1 or name == "wpe":  # tensor parallel
+        return library.Replicate()
+    return library.Shard(1 if name.endswith(("proj", "down")) else 0)
+
+
+def state(library, mesh, layers, how, fill):
+    """Parameters and the two states of AdamW."""
+    out = {}
+    for name, shape in shapes(layers).items():
+        for kind in ("model", "exp_avg", "exp_avg_sq"):
+            place = [placement(library, how, name, shape)]
+            if library is theirs:
+                full = torch.empty(shape, device="meta")
+                local = theirs.distribute_tensor(full, mesh, place).to_local()
+                local = torch.rand(local.shape) if fill else torch.zeros(local.shape)
+                made = theirs.DTensor.from_local(local, mesh, place, run_check=False, shape=shape, stride=full.stride())
+            else:
+                made = library.zeros(*shape, device_mesh=mesh, placements=place)
+                if fill:
+                    made.to_local().uniform_()
+            out[f"{kind}.{name}"] = made
+    return out
+
+
+def read_so_far():
+    with open("/proc/self/io") as file:
+        return int(file.readline().split()[1])
+
+
+def drop_cache(folder):
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+class Peak:
+    """The memory of this process beyond what it was, at its most."""
+
+    def __enter__(self):
+        gc.collect()
+        self.most = self.first = self._now()
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def _now(self):
+        with open("/proc/self/smaps_rollup") as file:  # what is shared with others counts by its part
+            lines = dict(line.split()[:2] for line in file if line.startswith("Pss_"))
+        return (int(lines["Pss_Anon:"]) + int(lines["Pss_Shmem:"])) << 10
+
+    def _watch(self):
+        while not self.stop.wait(0.02):
+            self.most = max(self.most, self._now())
+
+    def __exit__(self, *exc):
+        self.stop.set()
+        self.thread.join()
+        self.extra = self.most - self.first
+
+
+def measured(task, folder=None, then=None):
+    """Seconds of the slowest process, bytes that all read, memory of the one that took most, seconds of processors."""
+    if folder is not None and dist.get_rank() == 0:
+        drop_cache(folder)
+    with Peak() as peak:
+        dist.barrier()
+        before, begin, spent = read_so_far(), time.perf_counter(), time.process_time()
+        made = task()
+        seconds, spent = time.perf_counter() - begin, time.process_time() - spent
+    if then is not None:
+        then(made)  # nobody talks before it has ended: it may use the same process group
+    found = torch.tensor([seconds, float(peak.extra)], dtype=torch.float64)
+    total = torch.tensor([read_so_far() - before, spent], dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    dist.all_reduce(total)
+    return [found[0].item(), total[0].item(), found[1].item(), total[1].item()]
+
+
+def best_of(times, task, folder=None):
+    runs = [measured(task, folder) for _ in range(times)]
+    return [min(run[0] for run in runs), runs[0][1], runs[0][2], min(run[3] for run in runs)]
+
+
+def worker(rank, size, store, job, results):
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(minutes=5)
+    )
+    found = job(size)
+    if rank == 0:
+        results.put(found)
+    dist.destroy_process_group()
+
+
+def _answer(results, processes):
+    while True:
+        try:
+            return results.get(timeout=2)
+        except queue.Empty:
+            if any(process.exitcode for process in processes):
+                raise SystemExit("a process failed") from None
+
+
+def on_processes(size, job):
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        args = (size, os.path.join(folder, "store"), job, results)
+        processes = [context.Process(target=worker, args=(rank, *args)) for rank in range(size)]
+        for process in processes:
+            process.start()
+        try:
+            found = _answer(results, processes)
+        finally:
+            failed = any(process.exitcode for process in processes)
+            for process in processes:
+                process.join(1 if failed else 30)
+                if process.is_alive():
+                    process.kill()
+    return found
+
+
+# -- what is measured ------------------------------------------------------------------------------------------
+def both(size, layers, how, fill):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+    ours = state(shardwise, mesh, layers, how, fill)
+    peers = state(theirs, mesh, layers, how, fill)
+    return ours, peers
+
+
+def saves(size, root, layers, times):
+    ours, peers = both(size, layers, "rows", True)
+    found = {}
+    run = lambda: checkpoint.save(f"{root}/ours", ours)  # noqa: E731
+    found["save"] = best_of(times, run), best_of(times, lambda: dcp_save(f"{root}/dcp", peers))
+    found["save as safetensors"] = (
+        best_of(times, lambda: checkpoint.save(f"{root}/hf", ours, format="safetensors")),
+        None,
+    )
+    found["blocked by an asynchronous save"] = blocked(times, ours, peers, root)
+    found["bytes"] = sum(x.numel() * 4 for x in ours.values())
+    return found
+
+
+def dcp_save(path, peers):
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+    dist.barrier()
+    dcp.save(peers, checkpoint_id=path)
+
+
+def blocked(times, ours, peers, root):
+    """How long the call takes; the second and later ones, when memory to copy to is there."""
+    mine, other, own = [], [], dist.new_group(backend="gloo")
+    for i in range(times + 1):
+        save = lambda: checkpoint.save(f"{root}/async", ours, async_=True)  # noqa: E731
+        mine.append(measured(save, then=lambda handle: handle.wait()))
+        path = f"{root}/dcp-async-{i}"
+        save = functools.partial(dcp.async_save, peers, checkpoint_id=path, process_group=own)
+        other.append(measured(save, then=lambda future: future.result()))
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+    return min(mine[1:]), min(other[1:])
+
+
+def loads(size, root, layers, how, times):
+    ours, peers = both(size, layers, how, False)
+    mine = best_of(times, lambda: checkpoint.load(f"{root}/ours", ours), f"{root}/ours")
+    return mine, best_of(times, lambda: dcp.load(peers, checkpoint_id=f"{root}/dcp"), f"{root}/dcp")
+
+
+def planning():
+    """1,000 tensors on 65,536 ranks: what one rank works out to save them, and what the manifest says."""
+    from shardwise.checkpoint.blocks import block_bytes_for, blocks_of
+    from shardwise.checkpoint.files import Entry, lay_out
+    from shardwise.checkpoint.holders import replicas
+    from shardwise.checkpoint.jobs import meet
+    from shardwise.checkpoint.manifest import manifest_text
+    from shardwise.layout import Layout
+    from shardwise.mesh import as_mesh
+
+    mesh = as_mesh(shardwise.simulate((64, 64, 16)))
+    entries = [Entry(f"layers.{i}.weight", torch.bfloat16, (16384, 8192)) for i in range(1000)]
+    begin = time.process_time()
+    files = lay_out(entries, 5 << 30)
+    size = block_bytes_for(sum(entry.nbytes for entry in entries))
+    coords, written = mesh.coords(mesh.ranks[12345]), 0
+    blocks = {entry.name: blocks_of(entry.shape, 2, size) for entry in entries}
+    for entry in entries:
+        layout = Layout.make(
+            mesh, [shardwise.Shard(0), shardwise.Replicate(), shardwise.Shard(1)], entry.shape, torch.bfloat16
+        )
+        turns = blocks[entry.name][coords[1] :: replicas(layout)]
+        written += sum(meet(tile, block.tile) is not None for tile in layout.tiles_at(coords) for block in turns)
+    seconds = time.process_time() - begin
+    layouts = dict.fromkeys(
+        (entry.name for entry in entries), {"mesh": [64, 64, 16], "placements": ["S(0)", "R", "S(1)"]}
+    )
+    sums = {name: [0] * len(found) for name, found in blocks.items()}
+    tree = {"dict": [[entry.name, {"tensor": entry.name}] for entry in entries]}
+    text = manifest_text(
+        entries, files, sums, block_bytes=size, tree=tree, layouts=layouts, step=1, world_size=65536, random=None
+    )
+    return seconds, len(text), load_planning(mesh, entries, size)
+
+
+def load_planning(mesh, entries, block_bytes):
+    """What one rank works out to load them in another layout, 8 ranks a host."""
+    from shardwise.checkpoint.files import Place
+    from shardwise.checkpoint.holders import side_of_layout
+    from shardwise.checkpoint.plan import MEMORY, plan
+    from shardwise.checkpoint.source import FileSource
+    from shardwise.layout import Layout
+
+    begin = time.process_time()
+    source = FileSource(Path("simulated"), {entry.name: (entry, Place(Path("simulated"), 0)) for entry in entries})
+    source.block_bytes = block_bytes
+    places = [shardwise.Shard(1), shardwise.Replicate(), shardwise.Shard(0)]
+    side = side_of_layout(Layout.make(mesh, places, entries[0].shape, torch.bfloat16))
+    hosts = [rank // 8 for rank in range(len(mesh.ranks))]
+    plan(source, {entry.name: side for entry in entries}, mesh.ranks, mesh.ranks[12345], MEMORY, hosts=hosts)
+    return time.process_time() - begin
+
+
+def merging(gib, root):
+    """Seconds of `merge` and of `cp` for a checkpoint in several files, to the disk; memory of the former in MiB."""
+    names = [f"t{i}" for i in range(int(gib * 16))]
+    checkpoint.save(f"{root}/parts", {name: torch.rand(16 << 20) for name in names}, max_file_bytes=256 << 20)
+    command = [sys.executable, "-c", _MERGE, f"{root}/parts", f"{root}/merged"]
+    seconds = []
+    for task in (
+        lambda: subprocess.run(command, check=True, capture_output=True, text=True).stdout,
+        lambda: copied(root),
+    ):
+        drop_cache(f"{root}/parts")
+        begin = time.perf_counter()
+        said = task()
+        if said is None:
+            seconds.append(time.perf_counter() - begin)
+        else:
+            figures = said.splitlines()[-1].split()
+            seconds.append(float(figures[0]))
+            memory = int(figures[1])
+    return *seconds, memory
+
+
+_MERGE = """
+import resource, sys, time
+from shardwise.cli import main
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+begin = time.perf_counter()
+code = main(["checkpoint", "merge", *sys.argv[1:]])
+seconds = time.perf_counter() - begin
+sys.stdout = sys.__stdout__
+print()
+print(seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+sys.exit(code)
+"""
+
+
+def copied(root):
+    subprocess.run(["cp", "-r", f"{root}/parts", f"{root}/copy"], check=True)
+    subprocess.run(["sync", "-f", f"{root}/copy"], check=True)  # a merge is on the disk when it ends, too
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--times", type=int, default=3, help="runs of each; the best counts")
+    parser.add_argument("--folder", default=None, help="where to write")
+    parser.add_argument("--plan", action="store_true", help="only planning for 65,536 ranks")
+    parser.add_argument(
+        "--merge", type=float, metavar="GIB", help="only `shardwise checkpoint merge` of so much, and cp"
+    )
+    options = parser.parse_args()
+    console = Console(width=120)
+    if options.plan:
+        seconds, size, load = planning()
+        console.print(
+            f"1,000 tensors on 65,536 ranks: a save planned in {seconds:.2f} s, a load in {load:.2f} s of CPU time, "
+            f"manifest of {size / 2**20:.2f} MiB"
+        )
+        return 0
+    root = tempfile.mkdtemp(dir=options.folder, prefix="checkpoint-")
+    try:
+        if options.merge:
+            merge, cp, memory = merging(options.merge, root)
+            console.print(
+                f"merge {merge:.2f} s, cp and sync {cp:.2f} s: {cp / merge:.2f}x its speed; {memory} MiB beside"
+            )
+            return 0
+        table(root, options, console)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return 0
+
+
+def table(root, options, console):
+    cases = {
+        "4 -> 4 ranks, as saved": (4, "rows"),
+        "4 -> 3 ranks": (3, "rows"),
+        "dim 0 -> dim 1": (4, "columns"),
+        "ZeRO 3 -> tensor parallel": (4, "tp"),
+    }
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("save", total=1 + len(cases))
+        found = on_processes(4, functools.partial(saves, root=root, layers=options.layers, times=options.times))
+        total = found.pop("bytes")
+        progress.advance(task)
+        for name, (size, how) in cases.items():
+            progress.update(task, description=name)
+            found[f"load {name}"] = on_processes(
+                size, functools.partial(loads, root=root, layers=options.layers, how=how, times=options.times)
+            )
+            progress.advance(task)
+    shown = Table(title=f"{total / 1e9:.2f} GB, best of {options.times}, torch {torch.__version__}")
+    for column in (
+        "",
+        "shardwise s",
+        "DCP s",
+        "ratio",
+        "of CPU s",
+        "bytes read / total",
+        "DCP",
+        "extra MiB a rank",
+        "DCP ",
+    ):
+        shown.add_column(column, justify="left" if not column else "right")
+    for name, (mine, other) in found.items():
+        row = [name, f"{mine[0]:.2f}", *((f"{other[0]:.2f}", f"{mine[0] / other[0]:.2f}x") if other else ("", ""))]
+        row.append(f"{mine[3] / other[3]:.2f}x" if other else "")
+        row += [f"{mine[1] / total:.2f}", f"{other[1] / total:.2f}" if other else ""] if "load" in name else ["", ""]
+        row += [f"{mine[2] / 2**20:.0f}", f"{other[2] / 2**20:.0f}" if other else ""]
+        shown.add_row(*row)
+    console.print(shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,409 @@
+"""`capture`: a function that is written down at its first call and replayed at the next ones."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from gc import collect as collect_garbage
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_unflatten
+
+from shardwise.captures.code import Code
+from shardwise.captures.cuda_graph import GraphedRun
+from shardwise.captures.differentiable import DifferentiableRun, Pair, write_backward
+from shardwise.captures.entry import (
+    NotHashable,
+    Results,
+    as_own_object,
+    flatten,
+    held_elsewhere,
+    key_of,
+    modes,
+    plain_inputs,
+    plain_of,
+)
+from shardwise.captures.explain import explain
+from shardwise.captures.guards import Leaves, Surroundings, Watched
+from shardwise.captures.passes import DEFAULT, check_names, run_passes
+from shardwise.captures.program import Program
+from shardwise.captures.sequence import DONE, NOT_YET, REFUSED, agree, check_sizes, compare_ranks, fingerprint
+from shardwise.captures.tape import Tape
+from shardwise.errors import CaptureError, check_type
+from shardwise.protocols import Item
+from shardwise.torch_private import is_used_up, module_hooks
+
+MOST_CAPTURES = 64  # programs that a function keeps
+_LEAVES = "a backward pass inside leaves the function by an argument"
+_VARIANTS = 8  # programs for calls of one kind, that differ in modules and variables around
+Compile = Callable[[Program], None]  # what a compiler does with a program: statements become calls of what it made
+
+
+class Guard(Protocol):
+    """Something that a program was written with."""
+
+    def changed(self) -> str:
+        """What is another than it was; empty if nothing is."""
+
+
+class Capture:
+    """One program, for arguments of one kind; or two, where its results are differentiated outside."""
+
+    def __init__(self, program: Program, pair: Pair | None, results: Results, guards: Sequence[Guard]) -> None:
+        self.results, self._guards = results, guards
+        self.programs = [program] if pair is None else [pair.forward, pair.backward]
+        self._pair = pair
+        self.passes: list[Any] = []  # what each pass left, per program
+        self.graphed: GraphedRun | None = None
+        self.unsettled: Callable[[], str] | None = None  # at the next call: why it cannot be repeated after all
+
+    def finish(self, passes: Sequence[str], compile: Compile | None) -> None:
+        """Run the passes, and make the code."""
+        self.passes = [run_passes(program, passes) for program in self.programs]
+        if compile is not None:
+            for program in self.programs:
+                compile(program)
+        self.run: Callable[..., tuple[torch.Tensor, ...]]
+        if self._pair is None:
+            code = Code(self.programs[0])
+            self.run, self.text = code.run, code.text
+            if self.programs[0].is_graph:
+                self.graphed = self.run = GraphedRun(self.programs[0], code.run)
+        else:
+            run = DifferentiableRun(self._pair)
+            self.run, self.text = run, f"# forward\n{run.code.text}\n# backward\n{run.back.text}"
+
+    def changed(self) -> str:
+        """What keeps the program from being run: something it was written with is another now."""
+        for guard in self._guards:
+            reason = guard.changed()
+            if reason:
+                return reason
+        return ""
+
+
+class Captured:
+    """A function whose calls are written down once and replayed: what `capture` gives.
+
+    Attributes:
+        eager: Why calls ran eagerly, and how many did.
+        replays: How many calls were replayed.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        passes: Sequence[str] = DEFAULT,
+        limit: int = MOST_CAPTURES,
+        compile: Compile | None = None,
+        whole: bool = False,
+    ) -> None:
+        functools.update_wrapper(self, func)
+        self._func, self._passes, self._limit, self._compile = func, check_names(passes), limit, compile
+        self._whole = whole  # whether it is an error that a call cannot be captured
+        self._found: OrderedDict[Any, list[Capture] | str] = OrderedDict()
+        self._tries: dict[Any, int] = {}
+        self._expected: str | None = None
+        self.eager: dict[str, int] = {}
+        self.replays = 0
+
+    def __call__(self, *args: Item, **kwargs: Item) -> Item:
+        leaves, spec = flatten(args, kwargs)
+        try:
+            key = (spec, *modes(), *key_of(leaves))
+        except NotHashable as error:
+            return self._run_eagerly(str(error), args, kwargs)
+        found = self._found.get(key)
+        if isinstance(found, list):
+            for program in found:
+                if program.unsettled is not None and not self._is_settled(key, program):
+                    return self(*args, **kwargs)
+                if not program.changed():
+                    self.replays += 1
+                    return program.results.build(program.run(*plain_inputs(leaves)), leaves)
+            if len(found) >= _VARIANTS:
+                found = self._found[key] = f"what it was captured with changes all the time: {found[-1].changed()}"
+        if isinstance(found, str):
+            return self._run_eagerly(found, args, kwargs)
+        return self._write(key, leaves, spec)
+
+    def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item:
+        self._count(reason)
+        return self._func(*args, **kwargs)
+
+    def _count(self, reason: str) -> None:
+        if self._whole:
+            raise CaptureError(f"{self._name} cannot be captured as a whole: {reason}")
+        self.eager[reason] = self.eager.get(reason, 0) + 1
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._func, "__qualname__", type(self._func).__name__)
+
+    # -- capturing --------------------------------------------------------------------------------------------------
+    def _write(self, key: Item, leaves: list[Any], spec: Item) -> Item:
+        """Run the function as it is, and keep what it did."""
+        tape = Tape()
+        own = [as_own_object(leaf) for leaf in leaves]
+        leaving = _enter(tape, own)
+        surroundings = Surroundings(self._func)
+        called: dict[int, torch.nn.Module] = {}
+        hook = register_module_forward_pre_hook(lambda module, _: called.update({id(module): module}))
+        args, kwargs = tree_unflatten(own, spec)
+        try:
+            with _without_autocast_cache(), tape.writing():
+                box = [self._func(*args, **kwargs)]
+        finally:
+            for handle in (hook, *leaving):
+                handle.remove()
+        del args, kwargs
+        tape.note_gradients()
+        elsewhere = "" if tape.refused else held_elsewhere(box, own, leaves, tape.has_place)
+        results = Results(box[0], own)
+        program = tape.finish(results.tensors)
+        pair = self._differentiated(tape, program, results, called.values())
+        if pair is None and not tape.refused:
+            results.are_used_up = [t.grad_fn is not None for t in results.tensors]
+        given = results.build(results.tensors, leaves)
+        del box, own
+        results.tensors = []
+        reason = tape.refused or elsewhere or tape.replaced(program)
+        if not reason and pair is None:
+            reason = _kept(tape, program)
+        worst = agree(tape.comms.values(), REFUSED if tape.refused else NOT_YET if reason else DONE)
+        if worst != DONE:
+            self._refuse(key, reason or "another rank could not capture this call", is_final=worst == REFUSED)
+            return given
+        began = [] if pair is not None else tape.began_without_gradient()
+        guards: list[Guard] = [Watched(list(called.values())), Leaves(tape.leaves(), began), surroundings]
+        made = Capture(program, pair, results, guards)
+        if pair is not None:  # what autograd keeps for the backward pass of this call is alive still
+            made.unsettled = lambda: _kept(tape, program)
+        made.finish(self._passes, self._compile)
+        self._add(key, made)
+        return given
+
+    @staticmethod
+    def _differentiated(
+        tape: Tape, program: Program, results: Results, modules: Iterable[torch.nn.Module]
+    ) -> Pair | None:
+        """The backward program, where results are to be differentiated: not where the call has done that itself."""
+        roots = [t for t in results.tensors if t.requires_grad and t.grad_fn is not None]
+        if tape.refused or not roots:
+            return None
+        if program.sets_gradients:
+            if not all(is_used_up(root.grad_fn) for root in roots):
+                tape.refuse("a result can be differentiated outside though a backward pass runs inside; detach it")
+            return None
+        managed = _managed(modules)
+        if managed:
+            tape.refuse(f"{managed} is data parallel: capture the whole step, with its backward pass")
+            return None
+        return write_backward(tape, program, results.tensors)
+
+    def _is_settled(self, key: Item, program: Capture) -> bool:
+        """The second call of a program whose results were differentiated: by now nobody needs what the first made."""
+        reason = program.unsettled() if program.unsettled is not None else ""
+        program.unsettled = None
+        if reason:
+            del self._found[key]
+            self._refuse(key, reason, is_final=False)
+        return not reason
+
+    def _refuse(self, key: Item, reason: str, is_final: bool) -> None:
+        """A call was not captured. What is kept at the first call may have been made once for all (leaves of
+        `data_parallel`, tables that are made when they are first needed): the second one is captured again."""
+        tries = self._tries[key] = self._tries.get(key, 0) + 1
+        if is_final or tries > 1:
+            self._add(key, reason)
+            self._count(reason)
+
+    def _add(self, key: Item, found: Capture | str) -> None:
+        known = self._found.get(key)
+        if isinstance(found, Capture):
+            self._found[key] = [*known, found] if isinstance(known, list) else [found]
+        else:
+            self._found[key] = found
+        self._tries.pop(key, None)
+        while len(self._found) > self._limit:
+            self._found.popitem(last=False)
+        if isinstance(found, Capture) and self._expected not in (None, self.fingerprint):
+            raise CaptureError(
+                f"{self._name}: the collectives of the captured program have the fingerprint {self.fingerprint}, those "
+                f"of the file that was loaded {self._expected}: code, layouts or sizes differ. Compare explain() with "
+                f"the text in the file, or capture and save() anew"
+            )
+
+    # -- for people -------------------------------------------------------------------------------------------------
+    def _captures(self) -> list[Capture]:
+        return [program for found in self._found.values() if isinstance(found, list) for program in found]
+
+    @property
+    def captures(self) -> int:
+        """How many kinds of calls are captured."""
+        return len(self._captures())
+
+    @property
+    def programs(self) -> list[Program]:
+        """The captured programs, the newest last."""
+        return [program for found in self._captures() for program in found.programs]
+
+    @property
+    def code(self) -> str:
+        """The newest program as readable Python; empty before the first call."""
+        found = self._captures()
+        return found[-1].text if found else ""
+
+    @property
+    def fingerprint(self) -> str:
+        """A number for the collectives of the newest program: the same on all ranks that communicate alike."""
+        found = self._captures()
+        return fingerprint(found[-1].programs) if found else ""
+
+    def explain(self) -> str:
+        """What the programs do: statements, what each pass did, every collective with its line and bytes, and which
+        calls ran eagerly and why."""
+        programs = [pair for found in self._captures() for pair in zip(found.programs, found.passes, strict=True)]
+        graphs = [found.graphed.why_not for found in self._captures() if found.graphed is not None]
+        return explain(programs, self.eager, [why for why in graphs if why])
+
+    def check(self) -> int:
+        """Check that all ranks issue the same collectives in the same order, with sizes that match.
+
+        Sizes are checked for every rank in this process. On processes, the ranks also compare what they have written
+        down: all of them call it.
+
+        Returns:
+            How many collectives were checked.
+
+        Raises:
+            RanksDifferError: Naming the ranks and the line where they differ.
+        """
+        programs = self.programs
+        compare_ranks(programs)
+        return sum(map(check_sizes, programs))
+
+    def save(self, path: str | Path) -> None:
+        """Write code, collectives and fingerprint of the newest program to a JSON file.
+
+        Args:
+            path: The file. On processes every rank may write one of its own, or one of them for all.
+
+        Raises:
+            CaptureError: Nothing is captured yet.
+        """
+        if not self.captures:
+            raise CaptureError(f"save: {self._name} has no captured program yet; call it first")
+        found = {"function": self._name, "fingerprint": self.fingerprint, "code": self.code, "text": self.explain()}
+        Path(path).write_text(json.dumps(found, indent=1))
+
+    def load(self, path: str | Path) -> None:
+        """Have every program that is captured from now on compared with one that was saved: on all ranks, or in a
+        later run. One that communicates otherwise is an error.
+
+        Args:
+            path: A file that `save` wrote.
+
+        Raises:
+            CaptureError: The file is of another function.
+        """
+        found = json.loads(Path(path).read_text())
+        if found.get("function") != self._name:
+            raise CaptureError(f"load: {path} is of {found.get('function')!r}, this is {self._name!r}")
+        self._expected = found["fingerprint"]
+
+    def __repr__(self) -> str:
+        eager = f", {sum(self.eager.values())} eager calls" if self.eager else ""
+        return f"<captured {self._name}: {self.captures} captures, {self.replays} replays{eager}>"
+
+
+def _kept(tape: Tape, program: Program) -> str:
+    """Why a program cannot be repeated whose tensors somebody keeps: they would stay those of the first call."""
+    if tape.kept(program):
+        collect_garbage()
+    kept = tape.kept(program)
+    if not kept:
+        return ""
+    tensor, statement = kept[0]
+    return (
+        f"a tensor of shape {tuple(tensor.shape)} that {statement.label} made is kept beyond the call "
+        f"({statement.source}); return it instead"
+    )
+
+
+def _enter(tape: Tape, own: Sequence[Any]) -> list[Any]:
+    """Give a tape its inputs. Where one comes from a graph outside, a hook tells that a backward pass goes on there."""
+    hooks = []
+    for leaf in own:
+        for value in plain_of(leaf):
+            tape.add_input(value)
+            if value.requires_grad and not value.is_leaf:
+                hooks.append(value.register_hook(lambda grad: tape.refuse(_LEAVES)))
+    return hooks
+
+
+def _managed(modules: Iterable[torch.nn.Module]) -> str:
+    """The name of a module that `data_parallel` manages; empty if there is none."""
+    for module in modules:
+        for hook in module_hooks(module):
+            target = getattr(hook, "func", hook)
+            if (getattr(target, "__module__", None) or "").startswith("shardwise.parallel.data"):
+                return type(module).__name__
+    return ""
+
+
+class _without_autocast_cache:
+    """Inside, autocast keeps no cast weights: they would be taken for something that was there before."""
+
+    def __enter__(self) -> None:
+        torch.clear_autocast_cache()
+        self._before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_autocast_cache_enabled(self._before)
+
+
+def capture(
+    func: Callable[..., Any], *, passes: Sequence[str] = DEFAULT, limit: int = MOST_CAPTURES, whole: bool = False
+) -> Captured:
+    """A function that runs once as it is, and from then on as the straight-line local code that it turned out to be.
+
+    The first call with arguments of some kind runs eagerly and is written down: ops on local tensors, moves, gradients
+    that are set, steps of optimizers. Later calls of the same kind replay that without wrappers, plans or autograd, and
+    give the same bits. Python in the function runs in the first call only. Calls are told apart by the layouts, shapes
+    and dtypes of tensors, the values of other arguments, and modes (autocast, grad mode, ...). A program is dropped if
+    modules, parameters or variables around the function have changed.
+
+    Args:
+        func: A function, or a module. A training step with its backward pass, clipping and optimizer step, for example.
+        passes: What is done to programs, in this order: "aliases", "merge" (equal moves), "inverse" (moves that undo
+            one another), "unused", "bucket" (small sums together; numbers may be added up in another order), "overlap"
+            (moves begin early and are waited for late), "cuda_graph" (the GPU repeats the whole program at once, see
+            docs/capture.md). By default those that keep every bit and the order of moves.
+        limit: How many programs to keep; the oldest is dropped.
+        whole: Raise where a call cannot be captured. By default it runs eagerly, and `explain()` says why.
+
+    Returns:
+        A callable with `.explain()`, `.code`, `.captures`, `.check()`, `.save(path)` and `.load(path)`.
+
+    Raises:
+        UnknownPass: There is no pass of that name.
+
+    Example:
+        >>> import torch, shardwise
+        >>> mesh = shardwise.simulate(4)
+        >>> weight = shardwise.ones(8, 8, device_mesh=mesh, placements=[shardwise.Shard(1)])
+        >>> double = shardwise.capture(lambda x: (x @ weight).sum() * 2)
+        >>> x = shardwise.ones(2, 8, device_mesh=mesh, placements=[shardwise.Replicate()])
+        >>> double(x).full_tensor(), double(x + 1).full_tensor(), double.captures
+        (tensor(256.), tensor(512.), 1)
+    """
+    check_type(func, Callable, "capture: func", "give a function or a module")  # type: ignore[arg-type]
+    check_type(limit, int, "capture: limit", "give a number of programs")
+    return Captured(func, passes, limit, whole=whole)

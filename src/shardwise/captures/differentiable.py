@@ -1,0 +1,132 @@
+"""Programs whose results are differentiated outside: two programs, forward and backward, behind one autograd node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from shardwise.captures.code import Code
+from shardwise.captures.program import Program
+from shardwise.captures.tape import Tape
+from shardwise.protocols import Ctx, Tensors
+
+
+class Pair:
+    """A forward program, the backward program of its results, and what the second needs of the first.
+
+    Attributes:
+        forward: Gives the results and, behind them, what is saved.
+        backward: A program of the saved tensors and the gradients of the results.
+    """
+
+    def __init__(
+        self, forward: Program, backward: Program, results: int, made: Sequence[bool], needed: list[int]
+    ) -> None:
+        self.forward, self.backward = forward, backward
+        self._results, self._made = results, made
+        self.needed = needed  # which inputs of the forward take gradients
+        self.leaves: list[torch.Tensor] = []
+        self.differentiable: list[bool] = []
+
+
+def write_backward(tape: Tape, forward: Program, outputs: Sequence[torch.Tensor]) -> Pair | None:
+    """Differentiate the results of a program that was just written, and write that down too. None where they depend on
+    nothing that takes a gradient, or where the call has differentiated them itself."""
+    roots = [t for t in outputs if t.requires_grad and t.grad_fn is not None]
+    inputs = [t for t in tape.inputs.values() if t.requires_grad]
+    leaves = tape.leaves()
+    if not roots or not (inputs or leaves):
+        return None
+    end = len(tape.statements)
+    seeds = [torch.zeros_like(root) for root in roots]
+    seed_refs = [tape.add_input(seed) for seed in seeds]
+    try:
+        with tape.writing():
+            found = torch.autograd.grad(roots, [*inputs, *leaves], seeds, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        if "second time" not in str(error):
+            raise
+        del tape.statements[end:]
+        return None
+    finally:
+        for ref in seed_refs:
+            del tape.inputs[ref]
+    behind = tape.statements[end:]
+    del tape.statements[end:]
+    known = {ref for s in forward.statements for ref in s.outs if ref is not None} | set(forward.inputs)
+    used = [ref for s in behind for ref in s.refs()]
+    grads = [None if grad is None else tape.number_of(grad) for grad in found]
+    saved = [ref for ref in dict.fromkeys([*used, *(g for g in grads if g is not None)]) if ref in known]
+    results = list(forward.outputs)
+    pair = Pair(
+        Program(forward.inputs, forward.state, forward.statements, results + saved),
+        Program([*saved, *seed_refs], forward.state, behind, [ref for ref in grads if ref is not None]),
+        len(results),
+        [ref is not None for ref in grads],
+        [i for i, t in enumerate(tape.inputs.values()) if t.requires_grad],
+    )
+    pair.leaves = leaves
+    pair.differentiable = [t.requires_grad and t.grad_fn is not None for t in outputs]
+    return pair
+
+
+class _UsedUp(torch.autograd.Function):
+    """A result that the call has differentiated itself: it needs grad, as in an eager run, and gives none."""
+
+    @staticmethod
+    def forward(ctx: Ctx, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Ctx, grad: torch.Tensor) -> NoReturn:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: the captured call that made this tensor has run the "
+            "backward pass itself; return it with .detach(), or leave the backward pass out of the captured function"
+        )
+
+
+def used_up(value: torch.Tensor) -> torch.Tensor:
+    """A result behind a node that raises where it is differentiated."""
+    with torch.enable_grad():
+        return _UsedUp.apply(value, torch.empty(0, requires_grad=True))
+
+
+class DifferentiableRun:
+    """Runs a pair: the function of the plain tensors of the arguments."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair, self.code, self.back = pair, Code(pair.forward), Code(pair.backward)
+
+    def __call__(self, *inputs: torch.Tensor) -> Tensors:
+        pair = self.pair
+        given = [inputs[i] for i in pair.needed]
+        return _Replay.apply(self, inputs, *given, *pair.leaves)
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Ctx, run: DifferentiableRun, inputs: Tensors, *sources: torch.Tensor) -> Tensors:
+        pair = run.pair
+        found = run.code.run(*inputs)
+        results, saved = found[: pair._results], found[pair._results :]
+        ctx.run = run
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(*(t for t, is_one in zip(results, pair.differentiable, strict=True) if not is_one))
+        return tuple(_own(t, inputs, sources) for t in results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[Any, ...]:
+        pair = ctx.run.pair
+        seeds = [grad for grad, is_one in zip(grads, pair.differentiable, strict=True) if is_one]
+        made = iter(ctx.run.back.run(*ctx.saved_tensors, *seeds))
+        return None, None, *(next(made) if there else None for there in pair._made)
+
+
+def _own(result: torch.Tensor, *others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A result that is no argument itself: autograd would take it for one that was not changed."""
+    return result.view_as(result) if any(result is other for group in others for other in group) else result
+

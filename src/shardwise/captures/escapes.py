@@ -1,0 +1,125 @@
+"""What leaves a program for Python, and what Python does that no op shows: a function mode sees it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.lr_scheduler import LRScheduler
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from shardwise.protocols import Args, Item, Kwargs, Op, Result
+from shardwise.torch_private import gradient_hooks, module_hooks
+
+_VALUES = {
+    getattr(torch.Tensor, name): name
+    for name in (
+        "item tolist numpy __bool__ __int__ __float__ __complex__ __index__ __array__ __dlpack__ data_ptr "
+        "__repr__ __format__"
+    ).split()
+}
+_DATA: Item = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_GRAD: Item = torch.Tensor.grad.__set__  # type: ignore[attr-defined, union-attr]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Writer(Protocol):
+    """What a tape does with what is seen here."""
+
+    paused: int
+
+    def refuse(self, reason: str) -> None: ...
+    def set_grad(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None: ...
+    def region(self, label: str, func: Callable[[], Any]) -> Item: ...
+
+
+class Escapes(TorchFunctionMode):
+    """Tells a tape which values are asked for, and which gradients are set. Collects the modules that are called."""
+
+    def __init__(self, tape: Writer) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __enter__(self) -> Escapes:
+        self._hook = register_module_forward_pre_hook(self._module_is_called)
+        self._replaced = [(cls, name, cls.__dict__[name]) for cls, name in _python_methods()]
+        for cls, name, method in self._replaced:
+            setattr(cls, name, self._as_region(method))
+        return super().__enter__()
+
+    def __exit__(self, *error: Item) -> None:
+        super().__exit__(*error)
+        self._hook.remove()
+        for cls, name, method in self._replaced:
+            setattr(cls, name, method)
+
+    def _as_region(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that is one statement: it looks at values, or changes numbers that no op shows."""
+
+        @functools.wraps(method)
+        def call(owner: Item, *args: Item, **kwargs: Item) -> Item:
+            again = functools.partial(method, owner, *args, **kwargs)
+            if self.tape.paused:
+                return again()
+            name = f"{type(owner).__name__}.{method.__name__}"
+            if any(isinstance(arg, torch.Tensor) for arg in (*args, *kwargs.values())):
+                self.tape.refuse(f"{name} looks at a tensor")
+            return self.tape.region(name, again)
+
+        return call
+
+    def __torch_function__(self, func: Op, types: Args, args: Args = (), kwargs: Kwargs | None = None) -> Result:
+        if not self.tape.paused and args and type(args[0]) in _PLAIN:
+            if func in _VALUES:
+                self.tape.refuse(f"Tensor.{_VALUES[func]}: a value of a tensor is asked for")
+            elif func == _DATA:
+                self.tape.refuse("Tensor.data is set: a tensor gets other memory")
+            elif func == _GRAD:
+                result = func(*args, **(kwargs or {}))
+                self.tape.set_grad(args[0], args[1])
+                return result
+        return func(*args, **(kwargs or {}))
+
+    def _module_is_called(self, module: torch.nn.Module, args: object) -> None:
+        for hook in module_hooks(module):
+            if not _is_known(hook):
+                name = f"{type(module).__name__}: {_name_of(hook)}"
+                self.tape.refuse(f"a hook on a module, {name}, may do more than compute")
+
+
+def _python_methods() -> Iterator[tuple[type, str]]:
+    """Methods of torch that train without ops, or look at values on the way."""
+    for name in ("step", "update", "unscale_"):
+        yield torch.amp.GradScaler, name
+    waiting: list[type] = [LRScheduler]
+    while waiting:
+        cls = waiting.pop()
+        waiting += cls.__subclasses__()
+        if "step" in cls.__dict__:
+            yield cls, "step"
+
+
+def _is_known(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is of the library or of torch: it computes, and its state is the same after each step."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").partition(".")[0] in ("shardwise", "torch")
+
+
+def _is_for_program(hook: Callable[..., Any]) -> bool:
+    """Whether it is one by which the library calls a hook of the program."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").startswith("shardwise.autograd")
+
+
+def _name_of(hook: Callable[..., Any]) -> str:
+    return resolve_name(hook) or getattr(hook, "__qualname__", repr(hook))
+
+
+def has_foreign_hooks(leaf: torch.Tensor) -> str:
+    """The name of a hook of the program's on a plain tensor; empty if it has none."""
+    return next((_name_of(hook) for hook in gradient_hooks(leaf) if not _is_known(hook) or _is_for_program(hook)), "")

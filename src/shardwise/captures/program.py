@@ -1,0 +1,238 @@
+"""A captured program: statements in order, each a call on tensors that have numbers. It is data; `code.py` runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from shardwise.comm.record import Note
+from shardwise.move.cost import cost_of
+from shardwise.move.steps import MeshStep, Step
+from shardwise.protocols import Item, Structure
+from shardwise.torch_private import OpOverload, schema_of
+
+
+def items_in(*values: Item) -> list[Any]:
+    """What stands in arguments of operators: lists, tuples and dicts are looked into."""
+    found: list[Any] = []
+    for value in values:
+        if type(value) in _SEQUENCES:
+            found += items_in(*value)
+        elif type(value) is dict:
+            found += items_in(*value.values())
+        else:
+            found.append(value)
+    return found
+
+
+def with_items(value: Item, kind: type, change: Callable[[Any], Any]) -> Item:
+    """Arguments of operators with everything of this kind changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if type(value) in _SEQUENCES:
+        return type(value)([with_items(item, kind, change) for item in value])
+    return {name: with_items(item, kind, change) for name, item in value.items()} if type(value) is dict else value
+
+
+_SEQUENCES = (list, tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor of the program, by its number."""
+
+    number: int
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+@dataclass(eq=False)
+class Statement:
+    """One call. `outs` are the tensors it makes, in order; None for a result that is no tensor or is known already."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outs: list[Ref | None] = field(default_factory=list)
+    single: bool = True  # whether the call gives one tensor, and no sequence
+    label: str = ""
+    source: str = ""  # the user's line
+    note: Note | None = None
+    outside: bool = False  # whether it runs as a program of the user's does, with autograd and tensor classes on
+    writes: tuple[Ref, ...] = ()  # tensors that it changes
+    shares_memory: bool = True  # whether a result was in the memory of an argument
+    kinds: tuple[Any, ...] = ()  # of a move: shape, stride, dtype and device of each result
+    draws: bool = False  # whether it took random numbers from torch's generator
+
+    def refs(self) -> Iterator[Ref]:
+        """The tensors that it takes."""
+        return (item for item in items_in(self.args, self.kwargs) if type(item) is Ref)
+
+    @property
+    def is_op(self) -> bool:
+        """Whether it calls an operator of torch."""
+        return isinstance(self.func, OpOverload)
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether it does nothing but make its results."""
+        return self.is_op and not self.writes and not _is_random(self.func)
+
+    @property
+    def move(self) -> Move | None:
+        """The move that it makes or begins."""
+        return self.func if isinstance(self.func, Move) else getattr(self.func, "begins", None)
+
+    def replace_refs(self, new: dict[Ref, Ref]) -> None:
+        """Take other tensors."""
+        swap: Callable[[Ref], Ref] = lambda ref: new.get(ref, ref)  # noqa: E731
+        self.args, self.kwargs = with_items(self.args, Ref, swap), with_items(self.kwargs, Ref, swap)
+        self.writes = tuple(map(swap, self.writes))
+
+
+def _is_random(func: Callable[..., Any]) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags  # type: ignore[attr-defined]
+
+
+class Move:
+    """A move as the statement of a program: a function of the plain tensors of a local value."""
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        comm: Item,
+        steps: Sequence[Step],
+        before: Structure,
+        after: Structure,
+        note: Note,
+    ) -> None:
+        self.run, self.comm, self.steps, self.note = run, comm, tuple(steps), note
+        self.before, self.after, self.comm_after = before, after, steps[-1].comm_after(comm)
+
+    def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        local = self.comm.assemble(self.before, values)
+        return self.comm_after.values(self.run(self.comm, self.steps, local, self.note))
+
+    @property
+    def kind(self) -> str:
+        """The collectives it is, joined."""
+        return "+".join(step.kind for step in self.steps if step.kind != "local") or "local"
+
+    @property
+    def where(self) -> str:
+        """The mesh axes along which it goes."""
+        return "+".join(dict.fromkeys(step.where for step in self.steps if step.kind != "local"))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the ranks of this process receive."""
+        return sum(step.bytes_received(self.comm) for step in self.steps if step.kind != "local")
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes a rank, by the cost model of its mesh."""
+        total = 0.0
+        for step in self.steps:
+            if step.kind != "local" and isinstance(step, MeshStep):
+                mesh, coords = step.layout.mesh, self.comm.coords_here()
+                most = max(map(step.bytes_in, coords), default=0)
+                total += cost_of(mesh).over(step.axes, mesh.shape, most)
+        return total
+
+    def is_like(self, other: object) -> bool:
+        """Whether it does the same with the same tensors."""
+        return (
+            isinstance(other, Move)
+            and other.comm is self.comm
+            and other.before == self.before
+            and len(other.steps) == len(self.steps)
+            and all(map(_are_alike, self.steps, other.steps))
+        )
+
+
+def _are_alike(one: Step, other: Step) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other) or not is_dataclass(one) or not is_dataclass(other):
+        return False
+    names = [f.name for f in fields(one) if f.name != "kept"]  # which is what a step has worked out
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+class Flattened:
+    """An operator whose results are not only tensors: its tensors are taken out behind the call."""
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func = func
+
+    def __call__(self, *args: object, **kwargs: object) -> list[torch.Tensor]:
+        return [item for item in items_in(self.func(*args, **kwargs)) if isinstance(item, torch.Tensor)]
+
+
+class SetGrad:
+    """tensor.grad = another tensor, or None."""
+
+    def __call__(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
+        leaf.grad = grad
+
+
+class GetGrad:
+    """The gradient that a tensor has."""
+
+    def __call__(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        return leaf.grad
+
+
+class OptimizerStep:
+    """A step of an optimizer, which every run makes in Python."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __call__(self) -> None:
+        self.optimizer.step()
+
+
+@dataclass
+class Program:
+    """What one call of a function did.
+
+    Attributes:
+        inputs: The plain tensors of the arguments.
+        state: Tensors that were there before the call and are no argument: parameters, buffers, constants.
+        statements: What was done, in order.
+        outputs: The plain tensors of the results.
+        is_graph: Whether it is to run as a CUDA graph.
+    """
+
+    inputs: list[Ref]
+    state: dict[Ref, torch.Tensor]
+    statements: list[Statement]
+    outputs: list[Ref]
+    is_graph: bool = False
+
+    @property
+    def sets_gradients(self) -> bool:
+        """Whether a backward pass that leaves gradients is part of it."""
+        return any(isinstance(s.func, (SetGrad, GetGrad)) for s in self.statements)
+
+    def moves(self) -> list[Move]:
+        """What it communicates, in order."""
+        return [s.move for s in self.statements if s.move is not None]
+
+
+def written_by(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Ref, ...]:
+    """The tensors that a call of an operator changes, by its schema."""
+    schema = schema_of(func)
+    if schema is None or not schema.is_mutable:
+        return ()
+    found: list[Ref] = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [item for item in items_in(given) if isinstance(item, Ref)]
+    return tuple(found)

@@ -1,0 +1,171 @@
+"""The functions of the package: `save`, `load`, `plan_load`."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch.distributed as dist
+
+from shardwise.checkpoint import others, read, write
+from shardwise.checkpoint.background import STAGED_BYTES, SaveHandle, check_earlier, start, wait_for_all
+from shardwise.checkpoint.files import MOST_FILE_BYTES
+from shardwise.checkpoint.mapping import Map, MappedSource
+from shardwise.checkpoint.opening import VERIFY, open_source
+from shardwise.checkpoint.plan import MEMORY, LoadPlan
+from shardwise.checkpoint.read import Loaded
+from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.tree import Value
+from shardwise.checkpoint.verify import check_blocks
+from shardwise.checkpoint.world import World
+from shardwise.errors import CheckpointError, check_type
+from shardwise.random.generator import set_state
+
+AnyPath: TypeAlias = str | os.PathLike[str]
+FORMATS = ("shardwise", "safetensors", "dcp", "pt")
+
+
+def save(
+    path: AnyPath,
+    state: Value,
+    *,
+    step: int | None = None,
+    format: str = "shardwise",
+    async_: bool = False,
+    max_file_bytes: int = MOST_FILE_BYTES,
+    staged_bytes: int = STAGED_BYTES,
+    process_group: dist.ProcessGroup | None = None,
+) -> SaveHandle | None:
+    """Save a state to a folder. Every process of the group calls it.
+
+    The folder is there once all of it is on the disk, in one step; until then, and if anything fails, a checkpoint that
+    was there before stays.
+
+    Args:
+        path: The folder. A checkpoint that is there is replaced.
+        state: Tensors, numbers, strings, lists and dicts of those, modules, optimizers, and whatever has `state_dict()`
+            and `load_state_dict()`. A plain tensor or a value must be the same on all processes that have its name.
+        step: A number that `load` gives back.
+        format: "shardwise": safetensors files and a manifest. "safetensors": the files alone, for tensors only.
+            "dcp": a folder of torch.distributed.checkpoint. "pt": one file of torch.save; the first process gathers
+            all tensors for it. These two are never asynchronous.
+        async_: Whether to return once memory was copied: a thread writes the copy. An error of it is raised by the
+            next call of `save`, or by `wait()`.
+        staged_bytes: With `async_`, how many bytes of copies this process may have at a time; `save` waits for earlier
+            ones to end where there are more.
+        max_file_bytes: A file gets no further tensor beyond this.
+        process_group: The processes that save together; by default all.
+
+    Returns:
+        With `async_` a handle: `wait()` returns once the checkpoint is there. Else None.
+
+    Raises:
+        CheckpointError: On all processes, if one of them could not write, an earlier asynchronous save failed, or
+            what they have differs.
+        LayoutError: A tensor is Partial.
+        TypeError: Something in the state cannot be saved.
+    """
+    _check(format=format, step=step, max_file_bytes=max_file_bytes, staged_bytes=staged_bytes)
+    world = World.of(process_group)
+    check_earlier(world)
+    if format in ("dcp", "pt"):
+        wait_for_all()
+        others.save(path, state, world, format)
+        return None
+    draft = write.prepare(path, state, world, step=step, most=max_file_bytes, manifest=format == "shardwise")
+    if async_:
+        return start(draft, World.of(process_group, own=True), staged_bytes)
+    wait_for_all()  # an earlier one may be of the same path
+    write.run(draft, world)
+    return None
+
+
+def load(
+    path: AnyPath,
+    into: Value,
+    *,
+    strict: bool = True,
+    map: Map | None = None,
+    verify: str = "fast",
+    random: bool = False,
+    memory: int = MEMORY,
+    process_group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Load a checkpoint into a state, in place. Every process of the group calls it.
+
+    Any layout is loaded into any other, on any mesh and any number of processes. Each byte is read once and goes from
+    there to all processes that need it.
+
+    Args:
+        path: A folder of `save`, a Hugging Face folder, a safetensors file, a folder of torch.distributed.checkpoint or
+            a file of torch.save.
+        into: What to load into, as it was given to `save`. Values in dicts and lists are replaced.
+        strict: Whether names that only one side has are an error.
+        map: A table between the names in the files and those in `into`: renamed, joined, split, stacked, transposed,
+            converted.
+        verify: "fast" checks all that is read. "full" reads and checks every byte first, before anything is changed.
+            "none" looks at no checksum.
+        random: Whether torch's CPU generator goes on where it was when the checkpoint was saved.
+        memory: Bytes that a process may use for buffers. Where the state is at most half of it, nothing in `into`
+            changes before all was read and checked.
+        process_group: The processes that load together; by default all.
+
+    Raises:
+        CheckpointError: On all processes, if a file is missing or damaged, or names, shapes or dtypes differ.
+    """
+    _check(verify=verify, memory=memory)
+    begin, world = time.perf_counter(), World.of(process_group)
+    source = world.from_first(lambda: opened(path, map, verify))
+    try:
+        if random and source.random is None:
+            raise CheckpointError(f"{source.path}: it has no random state: random=False loads the rest")
+        prepared = read.prepare(source, into, world, strict=strict, memory=memory)
+        if verify == "full":
+            check_blocks(source, world)
+        read.run(prepared, into, world)
+        if random and source.random is not None:
+            set_state(source.random)
+        report = Loaded(
+            source.step, tuple(prepared.targets.missing), tuple(prepared.unexpected), source.bytes_read, prepared.plan
+        )
+    finally:
+        source.close()
+    return replace(report, seconds=time.perf_counter() - begin)
+
+
+def plan_load(
+    path: AnyPath,
+    into: Value,
+    *,
+    strict: bool = True,
+    map: Map | None = None,
+    memory: int = MEMORY,
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadPlan:
+    """What a load would do, without doing it; `explain()` says it in words. Every process of the group calls it."""
+    _check(memory=memory)
+    world = World.of(process_group)
+    source = world.from_first(lambda: opened(path, map, "fast"))
+    return read.prepare(source, into, world, strict=strict, memory=memory, measure=True).plan
+
+
+def opened(path: AnyPath, table: Map | None, verify: str) -> Source:
+    """A checkpoint of any format, as a table says it."""
+    if table is not None:
+        check_type(table, Map, "load: map", "make one of rename, join, split, stack, transpose and drop")
+    source = open_source(path, verify=verify)
+    return source if table is None else MappedSource(source, table)
+
+
+def _check(**given: object) -> None:
+    for name, value in given.items():
+        if name in ("format", "verify"):
+            known = FORMATS if name == "format" else VERIFY
+            if value not in known:
+                raise ValueError(f"{name} = {value!r}; give one of {', '.join(map(repr, known))}")
+        elif value is not None or name != "step":
+            check_type(value, int, name)
+            if name != "step" and value <= 0:  # type: ignore[operator]
+                raise ValueError(f"{name} = {value!r}; give a number of bytes > 0")

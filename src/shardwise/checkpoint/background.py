@@ -1,0 +1,170 @@
+"""Saves that go on beside the program: it waits while memory is copied, and a thread writes the copy."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+
+from shardwise.checkpoint import write
+from shardwise.checkpoint.jobs import nbytes
+from shardwise.checkpoint.world import World
+from shardwise.checkpoint.write import Draft
+from shardwise.errors import CheckpointError
+
+STAGED_BYTES = 8 << 30
+
+
+class SaveHandle:
+    """A save that is under way. `wait()` returns once it is on the disk, or raises what went wrong."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._told = False
+        self._lock, self._followed = threading.Lock(), False
+        self._after: list[Callable[[], None]] = []
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is there.
+
+        Raises:
+            CheckpointError: It could not be written, or `timeout` seconds were not enough.
+        """
+        if not self._ended.wait(timeout):
+            raise CheckpointError(f"{self.path}: the save did not end within {timeout} s")
+        self.check()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def is_untold(self) -> bool:
+        """Whether it has failed, and nobody was told."""
+        return self._ended.is_set() and self._error is not None and not self._told
+
+    def check(self) -> None:
+        """Raise what went wrong, once."""
+        if self.is_untold():
+            self._told = True
+            raise CheckpointError(f"the asynchronous save to {self.path} failed: {self._error}") from self._error
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Have the writing thread do something once the checkpoint is there."""
+        with self._lock:
+            if not self._followed:
+                self._after.append(action)
+                return
+        action()  # it is there already
+
+    def _follow(self) -> None:
+        with self._lock:
+            self._followed = True
+        for action in self._after:
+            action()
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error = error
+        self._ended.set()
+
+
+class _Writer:
+    """One thread that does the saves of this process in their order, and the memory they are copied to."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[tuple[SaveHandle, Callable[[], None]]] = SimpleQueue()
+        self.handles: list[SaveHandle] = []
+        self.free: list[torch.Tensor] = []  # memory of earlier saves, to be used again
+        self.used = 0
+        self.changed = threading.Condition()
+        self.thread: threading.Thread | None = None
+
+    def submit(self, draft: Draft, world: World, most: int) -> SaveHandle:
+        size, handle = nbytes(draft.tasks) + 64, SaveHandle(str(draft.path))
+        room = self._take(size, most)
+        copied = draft.staged(room)
+        self.handles.append(handle)
+
+        def save() -> None:
+            try:
+                write.run(copied, world)
+                handle._follow()
+            finally:
+                self._give(room)
+
+        if self.thread is None or not self.thread.is_alive():
+            self.thread = threading.Thread(target=self._run, name="shardwise checkpoint", daemon=True)
+            self.thread.start()
+        self.queue.put((handle, save))
+        return handle
+
+    def _run(self) -> None:
+        while True:
+            handle, save = self.queue.get()
+            try:
+                save()
+            except BaseException as error:  # raised by the next call of the program
+                handle._end(error)
+            else:
+                handle._end(None)
+
+    def _take(self, size: int, most: int) -> torch.Tensor:
+        """Memory for a copy; waits while those under way take too much."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.used == 0 or self.used + size <= most)
+            found = min((room for room in self.free if room.numel() >= size), key=torch.Tensor.numel, default=None)
+            if found is not None:
+                self.free = [room for room in self.free if room is not found]
+            else:
+                self.free.clear()
+                found = torch.empty(size, dtype=torch.uint8)
+            self.used += found.numel()
+        return found
+
+    def _give(self, room: torch.Tensor) -> None:
+        with self.changed:
+            self.used -= room.numel()
+            self.free = [room]  # one is kept: the next save is likely of the same size
+            self.changed.notify_all()
+
+    def has_failed(self) -> bool:
+        """Whether a save has failed that nobody was told of; those that ended well are forgotten."""
+        self.handles = [handle for handle in self.handles if not handle.done() or handle.is_untold()]
+        return any(handle.is_untold() for handle in self.handles)
+
+    def wait(self) -> None:
+        """Wait for all; what the first that failed raises."""
+        handles, self.handles = self.handles, []
+        for handle in handles:
+            handle._ended.wait()
+        for handle in handles:
+            handle.check()
+
+
+_writer = _Writer()
+
+
+def start(draft: Draft, world: World, most: int = STAGED_BYTES) -> SaveHandle:
+    """Copy what this process has to write, and write it in a thread."""
+    return _writer.submit(draft, world, most)
+
+
+def check_earlier(world: World) -> None:
+    """Raise what went wrong in an earlier save: on all processes alike, though it may not have ended on all yet."""
+    if not world.all_well(not _writer.has_failed()):
+        _writer.wait()
+
+
+def wait_for_all() -> None:
+    """Wait until all saves of this process have ended; raises what went wrong in one of them."""
+    _writer.wait()
+
+
+@atexit.register
+def _finish() -> None:
+    """A program that ends normally keeps its last save."""
+    _writer.wait()

@@ -1,0 +1,103 @@
+"""Folders that are there wholly or not at all: written under another name, flushed, then renamed in one step."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from shardwise.checkpoint.files import INDEX, sync_folder
+from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.errors import CheckpointError
+
+_EXCHANGE = 2  # RENAME_EXCHANGE of Linux
+_AT_FDCWD = -100
+
+
+def draft_of(path: Path) -> Path:
+    """Where a checkpoint is written before it is complete."""
+    return path.parent / f".{path.name}.saving"
+
+
+def _aside_of(path: Path) -> Path:
+    """Where the last checkpoint of a name is for a moment while it is replaced."""
+    return path.parent / f".{path.name}.replaced"
+
+
+def new_draft(path: Path) -> Path:
+    """An empty folder to write a checkpoint in; leftovers of a save that did not end are removed."""
+    recover(path)
+    if path.exists() and not is_checkpoint(path) and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path}: exists and is no checkpoint; give another path, or remove it")
+    draft = draft_of(path)
+    if draft.exists():
+        shutil.rmtree(draft)
+    try:
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{draft}: cannot be made: {error.strerror}; is the folder writable?") from error
+    return draft
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder looks like a checkpoint of any format that `save` writes."""
+    return path.is_dir() and (
+        any((path / name).exists() for name in (MANIFEST, INDEX, ".metadata")) or any(path.glob("*.safetensors"))
+    )
+
+
+def commit(draft: Path, path: Path) -> None:
+    """Put a complete draft in its place, in one step, over the checkpoint that is there."""
+    sync_folder(draft)
+    if not path.exists() or not any(path.iterdir()):
+        os.rename(draft, path)
+        sync_folder(path.parent)
+        return
+    if not _exchange(draft, path):
+        aside = _aside_of(path)
+        os.rename(path, aside)  # a load that finds nothing here takes this one back
+        os.rename(draft, path)
+        draft = aside
+    sync_folder(path.parent)
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def recover(path: Path) -> None:
+    """Bring back a checkpoint that was being replaced when the process was killed."""
+    aside = _aside_of(path)
+    if aside.exists():
+        if path.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            os.rename(aside, path)
+
+
+def drop_draft(draft: Path) -> None:
+    with contextlib.suppress(OSError):
+        shutil.rmtree(draft)
+
+
+def clean(root: Path) -> None:
+    """Remove what saves that did not end have left in a folder of checkpoints."""
+    for left in root.glob(".*.replaced"):
+        recover(root / left.name[1:].removesuffix(".replaced"))
+    for left in root.glob(".*.saving"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Whether two names were exchanged in one step; not every system can."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    names = (ctypes.c_char_p(os.fsencode(path)) for path in (one, other))
+    if rename(_AT_FDCWD, next(names), _AT_FDCWD, next(names), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))

@@ -1,0 +1,197 @@
+"""Checkpoints of others: folders of torch.distributed.checkpoint, files of torch.save. No code in them runs."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from shardwise.checkpoint.blocks import LEAST_BLOCK, Block, blocks_of
+from shardwise.checkpoint.files import Entry
+from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.tree import Json, flat_tree, flatten
+from shardwise.errors import CheckpointError
+from shardwise.layout.tiles import Tile
+
+METADATA = ".metadata"
+_METADATA_CLASSES = (
+    "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex TensorProperties "
+    "StorageMeta _MEM_FORMAT_ENCODING"
+).split()
+_ALLOWED = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "StorageMeta"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch._C", "dtype"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads the metadata of a checkpoint: the classes on the list and torch's dtypes, nothing else."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise CheckpointError(f"{METADATA}: {module}.{name} is not what the metadata of a checkpoint is made of")
+
+
+class _Chunk(NamedTuple):
+    """A box of a tensor in a file, as torch.save wrote it."""
+
+    tile: Tile
+    file: str
+    begin: int
+    length: int
+
+
+class DcpSource(Source):
+    """A folder of torch.distributed.checkpoint. A block is what one process wrote of a tensor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        try:
+            with open(folder / METADATA, "rb") as file:
+                said: Json = _Unpickler(file).load()
+            storage = {(index.fqn, tuple(index.offset or ())): info for index, info in said.storage_data.items()}
+            items = dict(said.state_dict_metadata)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / error.args[0]}") from None
+        except Exception as error:  # a damaged pickle raises anything
+            raise CheckpointError(f"{folder / METADATA}: the metadata is damaged: {error}") from error
+        self.entries, self.chunks = {}, {}
+        values = {}
+        for name, item in items.items():
+            if not hasattr(item, "chunks"):
+                values[name] = self._value(name, storage[name, ()])
+                continue
+            self.entries[name] = Entry(name, item.properties.dtype, tuple(item.size))
+            self.chunks[name] = [self._chunk(name, chunk, storage) for chunk in item.chunks]
+        flat = flatten(values)
+        for name, tensor in flat.tensors.items():
+            raise CheckpointError(f"{folder}: {name!r} has a tensor of shape {tuple(tensor.shape)} inside of an object")
+        tree = flat_tree(list(self.entries), {})
+        tree["dict"] += flat.tree["dict"]
+        self.tree = tree
+
+    def _chunk(self, name: str, chunk: Json, storage: dict[tuple[str, tuple[int, ...]], Json]) -> _Chunk:
+        tile = Tile(tuple(chunk.offsets), tuple(chunk.sizes))
+        info = storage.get((name, tile.offsets), storage.get((name, ())))
+        if info is None or not (self.path / info.relative_path).exists():
+            raise CheckpointError(f"{self.path}: tensor {name!r}: the part at {tile.offsets} is in no file")
+        return _Chunk(tile, info.relative_path, info.offset, info.length)
+
+    def _value(self, name: str, info: Json) -> object:
+        try:
+            return torch.load(
+                io.BytesIO(self._bytes(name, info.relative_path, info.offset, info.length)), weights_only=True
+            )
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"{self.path / info.relative_path}: {name!r} is no plain value: {error}") from error
+
+    def _bytes(self, name: str, file: str, offset: int, length: int) -> bytes:
+        with open(self.path / file, "rb") as opened:
+            data = os.pread(opened.fileno(), length, offset)
+        if len(data) < length:
+            raise CheckpointError(
+                f"{self.path / file}: cut short inside of {name!r}, bytes {offset} to {offset + length}"
+            )
+        self.bytes_read += length
+        return data
+
+    def blocks(self, name: str) -> Sequence[Block]:
+        size = self.entries[name].dtype.itemsize
+        full = [chunk.tile for chunk in self.chunks[name] if 0 not in chunk.tile.sizes]
+        return [Block(tile, 0, torch.Size(tile.sizes).numel() * size) for tile in full]
+
+    def order(self, name: str) -> tuple[str, int]:
+        return min(((chunk.file, chunk.begin) for chunk in self.chunks[name]), default=("", 0))
+
+    def read_block(self, name: str, i: int, room: torch.Tensor) -> torch.Tensor:
+        full = [chunk for chunk in self.chunks[name] if 0 not in chunk.tile.sizes]
+        tile, file, offset, length = full[i]
+        data = self._bytes(name, file, offset, length)
+        try:
+            found: torch.Tensor = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.path / file}: tensor {name!r}, bytes {offset} to {offset + length}: {error}"
+            ) from error
+        if tuple(found.shape) != tile.sizes:
+            raise CheckpointError(f"{self.path / file}: {name!r} has shape {tuple(found.shape)}, expected {tile.sizes}")
+        return found
+
+
+class TorchSource(Source):
+    """A file of torch.save, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open()
+
+    def _open(self) -> None:
+        try:
+            zipped = zipfile.is_zipfile(self.path)  # what torch.save writes since 1.6; older files cannot be mapped
+            state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=zipped)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.path}: no file of torch.save that holds tensors and values only: {_short(error)}"
+            ) from error
+        flat = flatten(state)
+        self.tensors = flat.tensors
+        self.entries = {name: Entry(name, x.dtype, tuple(x.shape)) for name, x in flat.tensors.items()}
+        self.tree = flat.tree
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"path": self.path}
+
+    def __setstate__(self, state: dict[str, Path]) -> None:
+        self.path = state["path"]
+        self._open()
+
+    def blocks(self, name: str) -> Sequence[Block]:
+        entry = self.entries[name]
+        return blocks_of(entry.shape, entry.dtype.itemsize, LEAST_BLOCK)
+
+    def read_block(self, name: str, i: int, room: torch.Tensor) -> torch.Tensor:
+        block, values = self.blocks(name)[i], self.tensors[name].detach()
+        for dim, (a, n) in enumerate(zip(block.tile.offsets, block.tile.sizes)):
+            values = values.narrow(dim, a, n)
+        self.bytes_read += block.stop - block.start
+        return values
+
+
+def _short(error: Exception) -> str:
+    """What torch says is wrong, without its advice to run whatever the file holds."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    found = [line.strip() for line in lines if "WeightsUnpickler error" in line]
+    return found[0] if found else lines[0].split(". ")[0]
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+def whole_tensors(source: Source, progress: object = None) -> dict[str, torch.Tensor]:
+    """All tensors of a source in memory."""
+    out = {}
+    room = torch.empty(0, dtype=torch.uint8)
+    for name, entry in source.entries.items():
+        made = out[name] = torch.empty(entry.shape, dtype=entry.dtype)
+        for i, block in enumerate(source.blocks(name)):
+            if room.numel() < source.size(name, i):
+                room = torch.empty(source.size(name, i), dtype=torch.uint8)
+            view = made
+            for dim, (a, n) in enumerate(zip(block.tile.offsets, block.tile.sizes)):
+                view = view.narrow(dim, a, n)
+            view.copy_(source.read_block(name, i, room))
+            if callable(progress):
+                progress(source.size(name, i))
+    return out

@@ -1,0 +1,238 @@
+"""What one process writes: boxes of tensors at ranges of files, with the part of each block's checksum it knows."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from shardwise.checkpoint import crc
+from shardwise.checkpoint.blocks import Block, Runs, blocks_of, meet, runs_of
+from shardwise.checkpoint.files import DataFile, Entry
+from shardwise.checkpoint.holders import Held
+from shardwise.errors import CheckpointError
+from shardwise.layout.tiles import Tile, Tiles, meetings
+
+_SHORT_RUN = 8 << 10  # bytes of a run below which a mapping of the file is quicker than a call for each run
+
+
+@dataclass(frozen=True)
+class Job:
+    """Values that go to a box of a block of a tensor."""
+
+    file: int
+    start: int  # of the tensor in the file
+    entry: Entry
+    number: int  # of the block among those of all tensors
+    block: Block
+    box: Tile
+    values: torch.Tensor
+
+
+def jobs_of(
+    file: int,
+    start: int,
+    entry: Entry,
+    blocks: Sequence[Block],
+    first: int,
+    pieces: Iterable[Held],
+    mine: Sequence[int],
+) -> list[Job]:
+    """The jobs of one tensor: the blocks in `mine`, as far as they are in the pieces held here."""
+    distinct = list({piece.tile: piece for piece in pieces}.values())
+    numbers = np.array(mine, dtype=np.int64)
+    one = Tiles.of([blocks[i].tile for i in mine], len(entry.shape))
+    out = []
+    for at, which in zip(
+        *(found.tolist() for found in meetings(one, Tiles.of([p.tile for p in distinct], len(entry.shape))))
+    ):
+        i, (tile, values) = int(numbers[at]), distinct[which]
+        box = meet(tile, blocks[i].tile)
+        assert box is not None
+        out.append(Job(file, start, entry, first + i, blocks[i], box, _narrowed(values, tile, box)))
+    return out
+
+
+def _narrowed(values: torch.Tensor, tile: Tile, box: Tile) -> torch.Tensor:
+    for dim, (a, b, n) in enumerate(zip(tile.offsets, box.offsets, box.sizes, strict=True)):
+        if n != values.shape[dim]:
+            values = values.narrow(dim, b - a, n)
+    return values
+
+
+class Task(NamedTuple):
+    """A tensor of which this process writes some blocks: of every `copies` of them the one at `turn`."""
+
+    entry: Entry
+    copies: int
+    turn: int
+    pieces: list[Held]
+
+    def own(self, block_bytes: int) -> Task:
+        """The same with those pieces alone that this process writes."""
+        if self.copies == 1:
+            return self
+        blocks = blocks_of(self.entry.shape, self.entry.dtype.itemsize, block_bytes)[self.turn :: self.copies]
+        distinct = {piece.tile: piece for piece in self.pieces}.values()
+        found = []
+        for block in blocks:
+            for tile, values in distinct:
+                box = meet(tile, block.tile)
+                if box is not None:
+                    found.append(Held(box, _narrowed(values, tile, box)))
+        return self._replace(pieces=found)
+
+
+def nbytes(tasks: Iterable[Task]) -> int:
+    """How much memory copies of the values take."""
+    return sum(values.numel() * values.element_size() for task in tasks for _, values in task.pieces)
+
+
+def staged(tasks: Sequence[Task], room: torch.Tensor) -> list[Task]:
+    """The same with copies of the values, in `room` (bytes)."""
+    out, at = [], 0
+    for task in sorted(tasks, key=lambda task: -task.entry.dtype.itemsize):  # so that all are aligned
+        pieces = []
+        for tile, values in task.pieces:
+            size = values.numel() * values.element_size()
+            copy = room[at : at + size].view(values.dtype).view(values.shape)
+            copy.copy_(values)
+            pieces.append(Held(tile, copy))
+            at += size
+        out.append(task._replace(pieces=pieces))
+    return out
+
+
+class Put(Protocol):
+    """Does one job; see `write_jobs`."""
+
+    def __call__(self, job: Job, known: int | None = None) -> tuple[int, int]: ...
+
+
+class Written(NamedTuple):
+    """The checksums, as far as this process knows them, and how many bytes it wrote."""
+
+    checksums: np.ndarray
+    bytes: int
+
+
+def create(folder: Path, files: Sequence[DataFile]) -> None:
+    """Make all files at their full size, with their headers: a full disk shows here."""
+    for file in files:
+        path = folder / file.name
+        try:
+            with open(path, "wb") as out:
+                os.posix_fallocate(out.fileno(), 0, file.size)
+                out.write(file.header)
+        except OSError as error:
+            raise write_error(path, f"{file.size} bytes", error) from error
+
+
+def write_error(path: Path, what: str, error: OSError) -> CheckpointError:
+    hint = {errno.ENOSPC: "; the disk is full: make room, or save elsewhere", errno.EDQUOT: "; the quota is used up"}
+    return CheckpointError(f"{path}: writing {what} failed: {error.strerror}{hint.get(error.errno or 0, '')}")
+
+
+def write(folder: Path, files: Sequence[DataFile], jobs: Sequence[Job], blocks: int) -> Written:
+    """Do the jobs, and have the files reach the disk."""
+    sums, total = np.zeros(blocks, dtype=np.int64), 0
+    with write_jobs(folder, files) as put:
+        for job in sorted(jobs, key=lambda job: (job.file, job.start, job.block.start)):
+            linear, size = put(job)
+            sums[job.number] ^= linear
+            total += size
+    return Written(sums, total)
+
+
+@contextlib.contextmanager
+def write_jobs(folder: Path, files: Sequence[DataFile]) -> Iterator[Put]:
+    """Inside, a function that does one job (of a block whose checksum may be known), and gives the linear part of its
+    checksum and its bytes. At the end the files reach the disk."""
+    handles: dict[int, int] = {}
+
+    def put(job: Job, known: int | None = None) -> tuple[int, int]:
+        path = folder / files[job.file].name
+        if job.file not in handles:
+            handles[job.file] = _opened(path)
+        try:
+            return _put(handles[job.file], job, known)
+        except OSError as error:
+            raise write_error(path, f"tensor {job.entry.name!r} at {job.box.offsets}", error) from error
+
+    try:
+        yield put
+        for handle in handles.values():
+            os.fsync(handle)
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}; do all ranks see this folder?") from error
+
+
+def _put(handle: int, job: Job, known: int | None = None) -> tuple[int, int]:
+    """Write one job; the linear part of its block's checksum, and how many bytes it was."""
+    runs = runs_of(job.box, job.entry.shape, job.entry.dtype.itemsize)
+    data = as_bytes(job.values)
+    if math.prod(runs.counts) == 1:
+        _write_all(handle, data, job.start + runs.start)
+        linear = crc.raw(crc.buffer_of(data)) if known is None else crc.whole(known, data.size)
+    else:
+        rows = data.reshape(-1, runs.length)
+        if runs.length >= _SHORT_RUN:
+            for row, at in zip(rows, _offsets(runs).tolist()):
+                _write_all(handle, row, job.start + at)
+        else:
+            _write_mapped(handle, rows, job.start, runs)
+        linear = crc.of_runs(rows, runs.counts, runs.pitches)
+    return crc.shifted(linear, job.block.stop - runs.stop), data.size
+
+
+def as_bytes(values: torch.Tensor) -> np.ndarray:
+    """The memory of some values; where they lie together on the CPU, no copy."""
+    flat = values.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    if not flat.numel():
+        return np.zeros(0, dtype=np.uint8)
+    flat = flat.as_strided(flat.shape, (1,))  # one element may come with any stride, but a view of bytes asks for 1
+    return flat.view(torch.uint8).numpy()
+
+
+def _offsets(runs: Runs) -> np.ndarray:
+    """Where each run begins."""
+    at = np.full(runs.counts, runs.start, dtype=np.int64)
+    for dim, (n, pitch) in enumerate(zip(runs.counts, runs.pitches)):
+        at += (np.arange(n) * pitch).reshape((n, *(1,) * (len(runs.counts) - dim - 1)))
+    return at.reshape(-1)
+
+
+def _write_all(handle: int, data: np.ndarray, at: int) -> None:
+    view = crc.buffer_of(data)
+    while view:
+        done = os.pwrite(handle, view, at)
+        view, at = view[done:], at + done
+
+
+def _write_mapped(handle: int, rows: np.ndarray, start: int, runs: Runs) -> None:
+    """Many short runs through a mapping of the file, whose room on the disk is taken already."""
+    low, high = start + runs.start, start + runs.stop
+    page = low - low % mmap.ALLOCATIONGRANULARITY
+    with mmap.mmap(handle, high - page, offset=page) as mapped:
+        whole = np.frombuffer(mapped, dtype=np.uint8)
+        shape, strides = (*runs.counts, runs.length), (*runs.pitches, 1)
+        room = np.lib.stride_tricks.as_strided(whole[low - page :], shape, strides)
+        room[...] = rows.reshape(shape)
+        del room, whole

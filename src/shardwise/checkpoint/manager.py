@@ -1,0 +1,232 @@
+"""`Manager`: a folder of checkpoints by step: how often, how many are kept, which is the best, and how to resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import TypeAlias
+
+import torch.distributed as dist
+
+from shardwise.checkpoint.api import AnyPath, load, save
+from shardwise.checkpoint.background import SaveHandle, check_earlier, wait_for_all
+from shardwise.checkpoint.commit import clean
+from shardwise.checkpoint.files import sync_folder, write_synced
+from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.checkpoint.plan import MEMORY
+from shardwise.checkpoint.read import Loaded
+from shardwise.checkpoint.tree import Value
+from shardwise.checkpoint.world import World
+from shardwise.errors import CheckpointError, check_type
+
+_NAME = re.compile(r"step-(\d+)")
+_SCORES = "scores.json"
+Scores: TypeAlias = dict[int, float]
+
+
+class Manager:
+    """Saves to `root/step-00000100` and the like, and keeps the newest.
+
+    Every process makes one with the same arguments and calls it alike.
+
+    Args:
+        root: The folder of the checkpoints; it is made.
+        keep: How many of the newest are kept; None keeps all.
+        every: `save` does something only at steps that this divides; None: at every call.
+        best: "min" or "max": the checkpoint with the lowest or highest `metric` is kept beside the newest.
+        async_: Whether saves go on beside the program.
+        sigterm: Whether SIGTERM has the next call of `save` write a checkpoint whatever the step, and set `stopping`.
+        process_group: The processes that save together; by default all.
+
+    Example:
+        manager = Manager("run", keep=3, every=100)
+        start = manager.restore(state, default=0)
+        for step in range(start + 1, 1001):
+            train()
+            manager.save(step, state)
+    """
+
+    def __init__(
+        self,
+        root: AnyPath,
+        keep: int | None = 3,
+        *,
+        every: int | None = None,
+        best: str | None = None,
+        async_: bool = False,
+        sigterm: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        for name, value in (("keep", keep), ("every", every)):
+            if value is not None:
+                check_type(value, int, f"Manager: {name}")
+                if value < 1:
+                    raise ValueError(f"Manager: {name} = {value}; give a number >= 1, or None")
+        if best not in (None, "min", "max"):
+            raise ValueError(f"Manager: best = {best!r}; give 'min', 'max' or None")
+        self.root, self.keep, self.every, self.best, self.async_ = Path(root), keep, every, best, async_
+        self.group = process_group
+        self.stopping = False  # a SIGTERM came
+        self._stop_saved = False
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
+        World.of(process_group).from_first(self._make_root)
+        if sigterm:
+            self._listen()
+
+    def _make_root(self) -> None:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"Manager: root = {str(self.root)!r} cannot be made: {error.strerror}") from error
+        clean(self.root)
+
+    # -- saving -----------------------------------------------------------------------------------------------
+    def save(
+        self, step: int, state: Value, *, metric: float | None = None, force: bool = False
+    ) -> SaveHandle | Path | None:
+        """Save a state, if this step is due.
+
+        Args:
+            step: The number of the step.
+            state: As of `checkpoint.save`.
+            metric: What `best` looks at.
+            force: Save whatever `every` says.
+
+        Returns:
+            The folder, a handle with `wait()` where saves are asynchronous, or None where nothing was due.
+
+        Raises:
+            CheckpointError: The save failed, or an earlier asynchronous one did.
+        """
+        check_type(step, int, "Manager.save: step")
+        if step < 0:
+            raise ValueError(f"Manager.save: step = {step}; give a number >= 0")
+        world = World.of(self.group)
+        stop = not world.all_well(not self.stopping)  # one process that is told to stop stops all
+        self.stopping = self.stopping or stop
+        due = force or self.every is None or step % self.every == 0 or (stop and not self._stop_saved)
+        if not due:
+            check_earlier(world)
+            return None
+        self._stop_saved = stop
+        path = self.path(step)
+        if metric is not None and self.best is not None:
+            world.from_first(lambda: self._note(step, float(metric)))
+        handle = save(path, state, step=step, async_=self.async_ and not stop, process_group=self.group)
+        if handle is None:
+            world.from_first(lambda: self._retain(step))
+            return path
+        if world.is_first:
+            handle.then(lambda: self._retain(step))
+        return handle
+
+    def wait(self) -> None:
+        """Wait for asynchronous saves that are under way."""
+        wait_for_all()
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self.root / f"step-{step:08}"
+
+    # -- what is there ----------------------------------------------------------------------------------------
+    def steps(self) -> list[int]:
+        """The steps that there are checkpoints of, in order."""
+        found = []
+        for folder in self.root.iterdir():
+            match = _NAME.fullmatch(folder.name)
+            if match and (folder / MANIFEST).exists():
+                found.append(int(match[1]))
+        return sorted(found)
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint; None where there is none."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def best_path(self) -> Path | None:
+        """The checkpoint with the best metric; None where there is none."""
+        best = self._best(self._scores(), self.steps())
+        return None if best is None else self.path(best)
+
+    def restore(
+        self,
+        into: Value,
+        *,
+        step: int | None = None,
+        default: int | None = None,
+        strict: bool = True,
+        verify: str = "fast",
+        random: bool = True,
+        memory: int = MEMORY,
+    ) -> int | None:
+        """Load the newest checkpoint (or that of `step`), random stream included.
+
+        Args:
+            into: As of `checkpoint.load`.
+            step: Which one; by default the newest.
+            default: What to return where there is none.
+            strict: As of `checkpoint.load`, like `verify` and `memory`.
+            random: Whether random numbers go on from where they were.
+
+        Returns:
+            The step of the checkpoint, or `default`.
+        """
+        wait_for_all()
+        world = World.of(self.group)
+        path = world.from_first(lambda: self.latest() if step is None else self.path(step))
+        if path is None:
+            return default
+        done: Loaded = load(
+            path, into, strict=strict, verify=verify, random=random, memory=memory, process_group=self.group
+        )
+        return done.step
+
+    # -- retention --------------------------------------------------------------------------------------------
+    def _retain(self, newest: int) -> None:
+        """Remove what is no longer kept: never the one that was just saved."""
+        steps = self.steps()
+        kept = set(steps if self.keep is None else steps[-self.keep :]) | {newest}
+        best = self._best(self._scores(), steps)
+        for step in steps:
+            if step not in kept and step != best:
+                gone = self.root / f".{self.path(step).name}.saving"  # removed by the next save if this does not end
+                os.rename(self.path(step), gone)
+                sync_folder(self.root)
+                shutil.rmtree(gone, ignore_errors=True)
+
+    def _scores(self) -> Scores:
+        try:
+            return {int(step): float(score) for step, score in json.loads((self.root / _SCORES).read_text()).items()}
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+    def _note(self, step: int, metric: float) -> None:
+        known = set(self.steps())
+        scores = {s: value for s, value in self._scores().items() if s in known} | {step: metric}
+        draft = self.root / f".{_SCORES}"
+        write_synced(draft, json.dumps(scores))
+        os.replace(draft, self.root / _SCORES)
+
+    def _best(self, scores: Mapping[int, float], steps: list[int]) -> int | None:
+        known = {step: scores[step] for step in steps if scores.get(step, float("nan")) == scores.get(step)}
+        if self.best is None or not known:
+            return None
+        return (min if self.best == "min" else max)(known, key=known.__getitem__)
+
+    # -- signals ----------------------------------------------------------------------------------------------
+    def _listen(self) -> None:
+        try:
+            self._before = signal.signal(signal.SIGTERM, self._told_to_stop)
+        except ValueError:  # not the main thread: the program's own handler stays
+            self._before = None
+
+    def _told_to_stop(self, number: int, frame: FrameType | None) -> None:
+        self.stopping = True
+        if callable(self._before):
+            self._before(number, frame)

@@ -1,0 +1,89 @@
+"""`open_source`: which format a path has, and the source that reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from shardwise.checkpoint.commit import recover
+from shardwise.checkpoint.files import INDEX, Entry, Place, read_header
+from shardwise.checkpoint.foreign import METADATA, DcpSource, TorchSource
+from shardwise.checkpoint.manifest import MANIFEST, check_file, parse_manifest
+from shardwise.checkpoint.source import FileSource, Source
+from shardwise.errors import CheckpointError
+
+VERIFY = ("fast", "full", "none")
+
+
+def open_source(path: str | os.PathLike[str], *, verify: str = "fast") -> Source:
+    """Open a checkpoint of any format.
+
+    Args:
+        path: A folder of `save`, a Hugging Face folder, a safetensors file, a folder of torch.distributed.checkpoint,
+            or a file of torch.save.
+        verify: "none" does not look at checksums.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or its files are damaged.
+    """
+    found = Path(os.path.abspath(path))
+    recover(found)
+    if found.is_file():
+        if found.suffix == ".safetensors":
+            return FileSource(found, read_header(found)[0])
+        return TorchSource(found)
+    elif (found / MANIFEST).exists():
+        return _own(found, verify)
+    elif (found / METADATA).exists():
+        return DcpSource(found)
+    elif any(found.glob("*.safetensors")):
+        return _hugging_face(found)
+    elif found.is_dir():
+        raise CheckpointError(
+            f"{found}: no checkpoint: there is neither a {MANIFEST} nor a safetensors file nor a .metadata in it"
+            + ("; a save to it did not end" if (found.parent / f".{found.name}.saving").exists() else "")
+        )
+    raise CheckpointError(f"{found}: there is no checkpoint at this path")
+
+
+def _own(folder: Path, verify: str) -> Source:
+    try:
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{folder / MANIFEST}: the manifest is damaged: {error}") from error
+    manifest = parse_manifest(text, folder)
+    for name, size, header in manifest.body["files"]:
+        check_file(folder, name, size, header)
+    return FileSource(folder, manifest.tensors, manifest, verify=verify != "none")
+
+
+def _hugging_face(folder: Path) -> Source:
+    """All safetensors files of a folder, or those that its index names."""
+    index = folder / INDEX
+    if not index.exists():
+        tensors: dict[str, tuple[Entry, Place]] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            found = read_header(path)[0]
+            for name in found.keys() & tensors.keys():
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} is in {tensors[name][1].file.name} too, and no {INDEX} says which one "
+                    f"counts"
+                )
+            tensors |= found
+        return FileSource(folder, tensors)
+    try:
+        weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = dict.fromkeys(weights.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: the index is damaged: {error}") from error
+    headers = {}
+    for file in files:
+        path = folder / str(file)
+        if path.parent != folder or not path.exists():
+            raise CheckpointError(f"{path}: the file is missing, {index.name} names it")
+        headers[file] = read_header(path)[0]
+    for name, file in weights.items():
+        if name not in headers[file]:
+            raise CheckpointError(f"{folder / file}: tensor {name!r} is not in it, {index.name} says so")
+    return FileSource(folder, {name: headers[file][name] for name, file in weights.items()})

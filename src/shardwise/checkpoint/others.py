@@ -1,0 +1,75 @@
+"""Saves in the formats of others: torch.distributed.checkpoint and torch.save, committed in one step like ours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from shardwise.checkpoint.commit import commit, draft_of, drop_draft, new_draft
+from shardwise.checkpoint.files import sync_folder
+from shardwise.checkpoint.holders import check
+from shardwise.checkpoint.tree import Flat, Value, built, flatten, value_of
+from shardwise.checkpoint.world import World
+from shardwise.errors import CheckpointError
+from shardwise.sharded.tensor import ShardedTensor
+from shardwise.tensor import DTensor
+
+
+def save(path: str | os.PathLike[str], state: Value, world: World, format: str) -> None:
+    """Save a state as "dcp" (a folder) or "pt" (a file). Every process calls it."""
+    target, flat, error = Path(os.path.abspath(path)), Flat(), None
+    try:
+        flat = flatten(state)
+        for name, tensor in flat.tensors.items():
+            check(name, tensor, "saving")
+    except Exception as raised:
+        error = raised
+    world.agree(error)
+    if format == "dcp":
+        _save_dcp(target, flat, world)
+    else:
+        _save_pt(target, flat, world)
+
+
+def _save_dcp(folder: Path, flat: Flat, world: World) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    draft = world.from_first(lambda: new_draft(folder))
+    try:
+        entries = flat.tensors | {name: value_of(said) for name, said in flat.values.items()}
+        dcp.save(entries, checkpoint_id=draft, process_group=world.group, no_dist=world.group is None)
+        world.from_first(lambda: commit(draft, folder))
+    except BaseException:
+        if world.is_first:
+            drop_draft(draft_of(folder))
+        raise
+
+
+def _save_pt(path: Path, flat: Flat, world: World) -> None:
+    whole = {name: _whole(tensor) for name, tensor in flat.tensors.items()}  # every process takes part
+
+    def write() -> None:
+        if path.is_dir():
+            raise CheckpointError(f"{path}: is a folder; format='pt' writes one file: give its name")
+        draft = path.parent / f".{path.name}.saving"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(draft, "wb") as file:
+                torch.save(built(flat.tree, whole.__getitem__), file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+            sync_folder(path.parent)
+        except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+            draft.unlink(missing_ok=True)
+            raise CheckpointError(f"{path}: could not be written: {error}") from error
+
+    world.from_first(write)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, (DTensor, ShardedTensor)):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu().clone()

@@ -1,0 +1,190 @@
+"""What a load reads from: tensors by name, each in blocks that are read at once."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from shardwise.checkpoint.blocks import LEAST_BLOCK, Block, blocks_of
+from shardwise.checkpoint.crc import buffer_of
+from shardwise.checkpoint.files import Entry, Place
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.storage import StorageLine, measured_storage
+from shardwise.checkpoint.tree import Json, Node, flat_tree, walk
+from shardwise.errors import CheckpointError
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype are equal, NaN and all."""
+    a, b = (x.contiguous().reshape(-1).view(torch.uint8) if x.numel() else x.reshape(-1) for x in (one, other))
+    return one.shape == other.shape and torch.equal(a, b)
+
+
+class Source(ABC):
+    """A checkpoint of any format. It can be sent to other processes, which open its files when they read."""
+
+    path: Path
+    entries: dict[str, Entry]
+    tree: Node
+    step: int | None = None
+    random: torch.Tensor | None = None
+    bytes_read: int = 0
+
+    @property
+    def values(self) -> dict[str, Json]:
+        """The values by name."""
+        return {name: said for name, kind, said in walk(self.tree) if kind == "value"}
+
+    @abstractmethod
+    def blocks(self, name: str) -> Sequence[Block]:
+        """The blocks of a tensor: tiles that cover it, each read at once."""
+
+    @abstractmethod
+    def read_block(self, name: str, i: int, room: torch.Tensor) -> torch.Tensor:
+        """Block `i` of a tensor, read into `room` (bytes, at least `size` of them); raises where it is damaged."""
+
+    def same_values(self, one: str, other: str) -> bool:
+        """Whether two tensors of one shape and dtype have the same values; reads both."""
+        for i, j in zip(range(len(self.blocks(one))), range(len(self.blocks(other))), strict=True):
+            rooms = (torch.empty(self.size(*at), dtype=torch.uint8) for at in ((one, i), (other, j)))
+            a, b = self.read_block(one, i, next(rooms)), self.read_block(other, j, next(rooms))
+            if self.blocks(one)[i].tile != self.blocks(other)[j].tile or not same_bits(a, b):
+                return False
+        return True
+
+    def size(self, name: str, i: int) -> int:
+        """The bytes that reading a block takes."""
+        block = self.blocks(name)[i]
+        return block.stop - block.start
+
+    def order(self, name: str) -> tuple[str, int]:
+        """Where the tensor lies on the disk: tensors are read in this order."""
+        return name, 0
+
+    def checksum(self, name: str, i: int) -> int | None:
+        """The CRC-32 of a block, if reading compares it; None where that is not known."""
+        return None
+
+    def cut(self, name: str) -> object:
+        """Tensors of one shape and dtype for which this is equal have the same blocks."""
+        return name
+
+    def reads_in_place(self, name: str) -> bool:
+        """Whether a block that is read is its values as they are, from the beginning of the room on."""
+        return False
+
+    def expect(self, name: str, first: int, count: int) -> None:
+        """Tell the system that some blocks will be read soon."""
+        return None
+
+    def line(self) -> StorageLine:
+        """What reading costs, measured."""
+        return StorageLine()
+
+    def close(self) -> None:
+        """Let go of open files."""
+        return None
+
+
+class FileSource(Source):
+    """Safetensors files: a checkpoint of this library, or any other."""
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[Entry, Place]],
+        manifest: Manifest | None = None,
+        *,
+        verify: bool = True,
+    ) -> None:
+        self.path = path
+        self.entries = {name: entry for name, (entry, _) in tensors.items()}
+        self.places = {name: place for name, (_, place) in tensors.items()}
+        self.block_bytes = LEAST_BLOCK if manifest is None else manifest.block_bytes
+        self.checksums = manifest.checksums if manifest is not None and verify else {}
+        self.tree = flat_tree(list(self.entries), {}) if manifest is None else manifest.tree
+        self.step = None if manifest is None else manifest.step
+        self.random = None if manifest is None else manifest.random
+        self._blocks: dict[str, list[Block]] = {}
+        self._handles: dict[Path, int] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_handles": {}, "_blocks": {}}
+
+    def blocks(self, name: str) -> Sequence[Block]:
+        if name not in self._blocks:
+            entry = self.entries[name]
+            self._blocks[name] = blocks_of(entry.shape, entry.dtype.itemsize, self.block_bytes)
+        return self._blocks[name]
+
+    def order(self, name: str) -> tuple[str, int]:
+        return str(self.places[name].file), self.places[name].start
+
+    def cut(self, name: str) -> object:
+        return None
+
+    def checksum(self, name: str, i: int) -> int | None:
+        return self.checksums[name][i] if name in self.checksums else None
+
+    def same_values(self, one: str, other: str) -> bool:
+        if one in self.checksums and other in self.checksums:
+            return self.checksums[one] == self.checksums[other]
+        return super().same_values(one, other)
+
+    def reads_in_place(self, name: str) -> bool:
+        return True
+
+    def expect(self, name: str, first: int, count: int) -> None:
+        blocks, place = self.blocks(name), self.places[name]
+        start, stop = blocks[first].start, blocks[first + count - 1].stop
+        os.posix_fadvise(self._handle(place.file), place.start + start, stop - start, os.POSIX_FADV_WILLNEED)
+
+    def line(self) -> StorageLine:
+        largest = max(self.entries, key=lambda name: self.entries[name].nbytes, default=None)
+        return StorageLine() if largest is None else measured_storage(self.places[largest].file)
+
+    def read_block(self, name: str, i: int, room: torch.Tensor) -> torch.Tensor:
+        block, place, entry = self.blocks(name)[i], self.places[name], self.entries[name]
+        size = block.stop - block.start
+        data = room[:size]
+        self._fill(name, place, block, data)
+        self.bytes_read += size
+        if name in self.checksums and zlib.crc32(buffer_of(data.numpy())) != self.checksums[name][i]:
+            raise CheckpointError(
+                f"{place.file}: tensor {name!r}, bytes {place.start + block.start} to {place.start + block.stop} of "
+                f"the file (rows from {block.tile.offsets}, sizes {block.tile.sizes}) are not what was written: the "
+                f"file is damaged"
+            )
+        if not size:
+            return torch.empty(block.tile.sizes, dtype=entry.dtype)
+        return data.view(entry.dtype).view(block.tile.sizes)
+
+    def _fill(self, name: str, place: Place, block: Block, data: torch.Tensor) -> None:
+        view, at = buffer_of(data.numpy()), place.start + block.start
+        try:
+            handle = self._handle(place.file)
+            while view:
+                got = os.preadv(handle, [view], at)
+                if not got:
+                    raise CheckpointError(
+                        f"{place.file}: ends at byte {at}, inside of tensor {name!r}: it was cut short"
+                    )
+                view, at = view[got:], at + got
+        except OSError as error:
+            raise CheckpointError(
+                f"{place.file}: reading tensor {name!r}, bytes {at} and on, failed: {error.strerror}"
+            ) from error
+
+    def _handle(self, path: Path) -> int:
+        if path not in self._handles:
+            self._handles[path] = os.open(path, os.O_RDONLY)
+        return self._handles[path]
+
+    def close(self) -> None:
+        while self._handles:
+            os.close(self._handles.popitem()[1])

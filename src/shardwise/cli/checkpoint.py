@@ -1,0 +1,297 @@
+"""`shardwise checkpoint`: look at checkpoints, check them, and write them anew, without a process group."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from shardwise.checkpoint import others
+from shardwise.checkpoint.commit import is_checkpoint
+from shardwise.checkpoint.files import MOST_FILE_BYTES
+from shardwise.checkpoint.foreign import whole_tensors
+from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.checkpoint.mapping import Map, MappedSource
+from shardwise.checkpoint.opening import open_source
+from shardwise.checkpoint.presets import PRESETS, preset
+from shardwise.checkpoint.rewrite import rewrite
+from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.tree import built, flat_tree
+from shardwise.checkpoint.verify import check_blocks
+from shardwise.checkpoint.world import World
+from shardwise.errors import ShardwiseError
+
+_EXAMPLES = """examples:
+  shardwise checkpoint ls runs/7                    the checkpoints of a folder
+  shardwise checkpoint show runs/7/step-00000100    its tensors and values
+  shardwise checkpoint verify PATH                  every byte against its checksum
+  shardwise checkpoint diff A B                     names, shapes and values that differ
+  shardwise checkpoint reshard A B --max-file-size 5GiB
+  shardwise checkpoint merge A B                    all tensors in one file
+  shardwise checkpoint convert A B --format safetensors --map llama --inverse --heads 32 --kv-heads 8
+  shardwise checkpoint stats PATH                   smallest, largest and mean value of each tensor
+"""
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "checkpoint",
+        help="look at, check and convert checkpoints",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    for name, action, text in (
+        ("ls", _ls, "the checkpoints of a folder"),
+        ("show", _show, "the tensors and values of a checkpoint"),
+        ("verify", _verify, "every byte against its checksum"),
+        ("stats", _stats, "the smallest, largest and mean value of each tensor"),
+    ):
+        one = actions.add_parser(name, help=text)
+        one.add_argument("path", metavar="PATH")
+        one.set_defaults(run=_guarded(action))
+    diff = actions.add_parser("diff", help="what differs between two checkpoints")
+    for name in ("reshard", "merge", "convert"):
+        one = actions.add_parser(name, help="write a checkpoint anew")
+        one.add_argument("path", metavar="FROM")
+        one.add_argument("target", metavar="TO")
+        one.set_defaults(
+            run=_guarded(_convert),
+            format=None,
+            map=None,
+            inverse=False,
+            drop_values=False,
+            max_file_size=MOST_FILE_BYTES,
+        )
+        if name == "merge":
+            one.set_defaults(max_file_size=1 << 62)
+        else:
+            one.add_argument("--max-file-size", type=_bytes, default=MOST_FILE_BYTES, metavar="SIZE", help="as 5GiB")
+        if name == "convert":
+            _add_format(one)
+    diff.add_argument("path", metavar="A")
+    diff.add_argument("target", metavar="B")
+    diff.set_defaults(run=_guarded(_diff))
+
+
+def _add_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--format", choices=("shardwise", "safetensors", "dcp", "pt"), help="by default shardwise")
+    parser.add_argument("--drop-values", action="store_true", help="leave out all that is no tensor")
+    parser.add_argument("--map", choices=PRESETS, help="a table of names")
+    parser.add_argument("--inverse", action="store_true", help="the table from the program's names to those of files")
+    parser.add_argument("--prefix", default="", help="what stands before names on the program's side")
+    parser.add_argument("--heads", type=int, default=1)
+    parser.add_argument("--kv-heads", type=int, default=None)
+
+
+def _bytes(text: str) -> int:
+    """
+    >>> _bytes("5GiB"), _bytes("300")
+    (5368709120, 300)
+    """
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text[len(digits) :].strip().lower()
+    if not digits.isdigit() or unit not in _UNITS or int(digits) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a size as 300MiB or 5GB")
+    return int(digits) * _UNITS[unit]
+
+
+def _guarded(action: Callable[[argparse.Namespace, Console], int]) -> Callable[[argparse.Namespace, Console], int]:
+    def run(options: argparse.Namespace, console: Console) -> int:
+        try:
+            return action(options, console)
+        except (ShardwiseError, OSError) as error:
+            print(f"shardwise checkpoint: {error}", file=sys.stderr)
+            return 1
+
+    return run
+
+
+@contextmanager
+def _bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda n: progress.advance(task, n)
+
+
+def size_text(n: float) -> str:
+    """
+    >>> size_text(3 << 20)
+    '3 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:.4g} {unit}"
+        n /= 1024
+    return f"{n:.4g} TiB"
+
+
+def total_bytes(source: Source) -> int:
+    return sum(entry.nbytes for entry in source.entries.values())
+
+
+# -- actions -------------------------------------------------------------------------------------------------
+def _ls(options: argparse.Namespace, console: Console) -> int:
+    root = Path(options.path)
+    folders = [root] if is_checkpoint(root) or root.is_file() else sorted(p for p in root.iterdir() if is_checkpoint(p))
+    table = Table("checkpoint", "step", "tensors", "size")
+    bad = 0
+    for folder in folders:
+        try:
+            source = open_source(folder)
+            step = "" if source.step is None else str(source.step)
+            table.add_row(str(folder), step, str(len(source.entries)), size_text(total_bytes(source)))
+        except ShardwiseError as error:
+            bad += 1
+            table.add_row(str(folder), "", "", f"[red]{error}[/red]")
+    console.print(table if folders else f"no checkpoints in {root}")
+    return int(bad > 0)
+
+
+def _show(options: argparse.Namespace, console: Console) -> int:
+    source = open_source(options.path)
+    manifest = Path(options.path) / MANIFEST
+    body = json.loads(manifest.read_text()) if manifest.exists() else {}
+    table = Table("tensor", "dtype", "shape", "size", "layout when saved")
+    for name, entry in source.entries.items():
+        said = body["layouts"][body["tensors"][name][4]] if body else None
+        layout = "" if not said else f"{said.get('placements', '')} on {said.get('mesh', said)}"
+        dtype = str(entry.dtype).removeprefix("torch.")
+        table.add_row(name, dtype, str(list(entry.shape)), size_text(entry.nbytes), layout)
+    console.print(table)
+    for name, value in source.values.items():
+        console.print(f"{name} = {str(value)[:100]}", markup=False, highlight=False)
+    step = "" if source.step is None else f", step {source.step}"
+    console.print(f"{len(source.entries)} tensors, {size_text(total_bytes(source))}{step}")
+    return 0
+
+
+def _verify(options: argparse.Namespace, console: Console) -> int:
+    source = open_source(options.path)
+    with _bar(console, "verify", total_bytes(source)) as advance:
+        check_blocks(source, World(0, (0,), None), advance)
+    checked = "every byte is what was written" if getattr(source, "checksums", None) else "readable; no checksums in it"
+    console.print(f"{options.path}: {checked}")
+    return 0
+
+
+def _stats(options: argparse.Namespace, console: Console) -> int:
+    source = open_source(options.path)
+    table = Table("tensor", "dtype", "shape", "smallest", "largest", "mean", "std", "NaN", "inf")
+    with _bar(console, "stats", total_bytes(source)) as advance:
+        for name, entry in source.entries.items():
+            table.add_row(
+                name, str(entry.dtype).removeprefix("torch."), str(list(entry.shape)), *_figures(source, name, advance)
+            )
+    console.print(table)
+    return 0
+
+
+def _figures(source: Source, name: str, advance: Callable[[int], None]) -> list[str]:
+    low, high, total, squares, count, nans, infs = float("inf"), float("-inf"), 0.0, 0.0, 0, 0, 0
+    for values, size in blocks_in(source, name):
+        x = values.abs() if values.is_complex() else values
+        x = x.double().reshape(-1)
+        finite = x[x.isfinite()]
+        nans, infs = nans + int(x.isnan().sum()), infs + int(x.isinf().sum())
+        if finite.numel():
+            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+            total, squares, count = (
+                total + float(finite.sum()),
+                squares + float((finite**2).sum()),
+                count + finite.numel(),
+            )
+        advance(size)
+    if not count:
+        return ["", "", "", "", str(nans), str(infs)]
+    mean = total / count
+    deviation = max(squares / count - mean * mean, 0.0) ** 0.5
+    return [f"{low:.4g}", f"{high:.4g}", f"{mean:.4g}", f"{deviation:.4g}", str(nans), str(infs)]
+
+
+def blocks_in(source: Source, name: str) -> Iterator[tuple[torch.Tensor, int]]:
+    """The values of a tensor, a block at a time, with the bytes that were read."""
+    for i in range(len(source.blocks(name))):
+        size = source.size(name, i)
+        yield source.read_block(name, i, torch.empty(size, dtype=torch.uint8)), size
+
+
+def _diff(options: argparse.Namespace, console: Console) -> int:
+    one, other = open_source(options.path), open_source(options.target)
+    lines = []
+    for name in {**one.entries, **other.entries}:
+        a, b = one.entries.get(name), other.entries.get(name)
+        if a is None or b is None:
+            lines.append(f"{name}: only in {options.path if b is None else options.target}")
+        elif a != b:
+            lines.append(f"{name}: {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
+    both = [name for name, entry in one.entries.items() if other.entries.get(name) == entry]
+    with _bar(console, "diff", sum(one.entries[name].nbytes for name in both)) as advance:
+        lines += [line for name in both if (line := _difference(one, other, name, advance))]
+    for name in {**one.values, **other.values}:
+        if one.values.get(name, "nothing") != other.values.get(name, "nothing"):
+            lines.append(f"{name}: {one.values.get(name, 'nothing')} and {other.values.get(name, 'nothing')}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+    console.print(f"{len(lines)} differences" if lines else "no differences")
+    return int(bool(lines))
+
+
+def _difference(one: Source, other: Source, name: str, advance: Callable[[int], None]) -> str:
+    """What differs in a tensor; blocks of both that are not alike are compared as a whole."""
+    if [b.tile for b in one.blocks(name)] == [b.tile for b in other.blocks(name)]:
+        pairs = zip(blocks_in(one, name), blocks_in(other, name))
+    else:
+        only = Map()
+        a, b = (whole_tensors(_only(source, name, only))[name] for source in (one, other))
+        pairs = zip([(a, one.entries[name].nbytes)], [(b, 0)])
+    count, most = 0, 0.0
+    for (a, size), (b, _) in pairs:
+        differ = (a != b) & ~((a != a) & (b != b))
+        if differ.any():
+            count += int(differ.sum())
+            most = max(
+                most, float((a[differ].double() - b[differ].double()).abs().max()) if not a.is_complex() else 0.0
+            )
+        advance(size)
+    return f"{name}: {count} elements differ, by at most {most:.4g}" if count else ""
+
+
+def _only(source: Source, name: str, table: Map) -> Source:
+    made = MappedSource(source, table)
+    made.entries = {name: made.entries[name]}
+    return made
+
+
+def _convert(options: argparse.Namespace, console: Console) -> int:
+    source = open_source(options.path)
+    if options.map is not None:
+        table = preset(options.map, prefix=options.prefix, heads=options.heads, kv_heads=options.kv_heads)
+        source = MappedSource(source, table.inverse if options.inverse else table)
+    if os.path.abspath(options.path) == os.path.abspath(options.target):
+        print("shardwise checkpoint: FROM and TO are the same path", file=sys.stderr)
+        return 1
+    with _bar(console, "write", total_bytes(source)) as advance:
+        if options.format in ("pt", "dcp"):
+            tensors = whole_tensors(source, advance)
+            state = built(source.tree, tensors.__getitem__)
+            others.save(options.target, state, World(0, (0,), None), options.format)
+        else:
+            manifest = options.format != "safetensors"
+            if options.drop_values:
+                source.tree = flat_tree(list(source.entries), {})
+            rewrite(source, options.target, manifest=manifest, most=options.max_file_size, progress=advance)
+    console.print(f"{options.target}: {len(source.entries)} tensors, {size_text(total_bytes(source))}")
+    return 0

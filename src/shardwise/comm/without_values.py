@@ -1,0 +1,207 @@
+"""Tensors without values: shapes, dtypes and lifetimes are true, numbers are not there.
+
+`Absent` is the mode in which such tensors are made. An op whose result depends on numbers (`item`, `nonzero`, ...) asks
+the program's assumptions; without one it raises and says what to assume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TypeAlias
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from shardwise.comm.record import user_line
+from shardwise.errors import OutlineError
+from shardwise.protocols import Args, Kwargs, Op, Result
+from shardwise.torch_private import AsksForValue, FakeMode, FakeTensor, HasNoSize, has_cuda_guards, without_fake_mode
+
+Number: TypeAlias = int | float | bool | complex
+Assumed: TypeAlias = Number | str | Callable[[torch.Tensor], Number]
+Assumptions: TypeAlias = Mapping[str, Assumed]
+
+_ASKED = {"_local_scalar_dense": "item", "equal": "equal", "allclose": "allclose", "is_nonzero": "item"}
+_HINTS = {
+    "item": "the number that stands for every value that the program looks at",
+    "equal": "whether tensors are equal",
+    "experts": "'even': every expert is chosen equally often",
+}
+
+
+def device_for(kind: str) -> torch.device:
+    """The device that tensors without values report for the kind that was asked for. torch cannot differentiate tensors
+    of a device that it was not built for: those report the CPU."""
+    asked = torch.device(kind)
+    if asked.type in ("cpu", "meta"):
+        return torch.device("cpu")
+    if asked.type == "cuda" and not has_cuda_guards():
+        return torch.device("cpu")
+    return torch.device(asked.type, asked.index or 0)
+
+
+class Absent(FakeMode):  # type: ignore[misc]
+    """Inside, every tensor that is made has no values. Tensors that have values enter without them."""
+
+    def __init__(self, assume: Assumptions | None = None) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.assume: dict[str, Assumed] = dict(assume or {})
+        self.group_of: Callable[..., object] | None = None  # gives process groups, where a script's are played too
+
+    def __torch_dispatch__(self, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Result:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except (AsksForValue, HasNoSize):
+            pass  # outside of the handler, so that an error of ours is the only one that the program sees
+        return self._assumed(func.overloadpacket.__name__, func, args, kwargs or {})
+
+    def enter(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of the program, without its values; gradients find their way back to it."""
+        if isinstance(value, FakeTensor):
+            return value
+        if value.requires_grad and torch.is_grad_enabled():
+            with self:
+                return value.view_as(value)
+        return self.from_tensor(value.detach())
+
+    # -- what the program assumes -------------------------------------------------------------------------------
+    def assumption(self, name: str, what: torch.Tensor | None = None, asks: str = "") -> Assumed:
+        """What the program assumes of `name`, or of the line of the program that asks; OutlineError if nothing."""
+        line = user_line()
+        short = line.replace("\\", "/").rpartition("/")[2]
+        for key in (line, short, name):
+            if key in self.assume:
+                said = self.assume[key]
+                return said(what) if callable(said) and what is not None else said
+        hint = _HINTS.get(name, "the share of the elements that are found (0.0 to 1.0), or how many (an int)")
+        shape = "" if what is None else f" of a tensor of shape {tuple(what.shape)}"
+        raise OutlineError(
+            f"{line} asks for {asks or name!r}{shape}, which depends on values, and an outlined mesh has none; say "
+            f"what to assume: outline(..., assume={{{name!r}: ...}}) or assume={{{short!r}: ...}} ({hint})"
+        )
+
+    def _assumed(self, name: str, func: Op, args: Args, kwargs: Kwargs) -> Result:
+        key, first = _ASKED.get(name, name.lstrip("_").removesuffix("2")), args[0]
+        if name in _ASKED:
+            return _as_dtype(self.assumption(key, first), first.dtype)
+        with self:
+            if name == "index":
+                return self._indexed(first, args[1])
+            found = lambda most: self._count(key, first, most)  # noqa: E731
+            if name == "nonzero":
+                return first.new_empty((found(first.numel()), first.dim()), dtype=torch.int64)
+            if name == "masked_select":
+                return first.new_empty(found(torch.broadcast_shapes(first.shape, args[1].shape).numel()))
+            if name in ("_unique2", "_unique", "unique_consecutive", "unique_dim"):
+                return self._unique(name, first, args, found)
+            if name == "bincount":
+                length = max(found(first.numel()), args[2] if len(args) > 2 else kwargs.get("minlength", 0))
+                weights = args[1] if len(args) > 1 else kwargs.get("weights")
+                return first.new_empty(length, dtype=torch.int64 if weights is None else torch.float64)
+            if name == "repeat_interleave":
+                return first.new_empty(self._count(key, first, None), dtype=torch.int64)
+        raise OutlineError(f"{user_line()}: {func} depends on values, and an outlined mesh has none")
+
+    def _count(self, key: str, what: torch.Tensor, most: int | None) -> int:
+        said = self.assumption(key, what)
+        if isinstance(said, bool) or not isinstance(said, (int, float)) or said < 0:
+            raise OutlineError(f"assume={{{key!r}: {said!r}}}: must be an int, or a share from 0.0 to 1.0")
+        if isinstance(said, int):
+            return said if most is None else min(said, most)
+        if most is None or said > 1:
+            raise OutlineError(f"assume={{{key!r}: {said!r}}}: give the number of elements, an int")
+        return round(said * most)
+
+    def _indexed(self, x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """x[mask]: a mask is the indices of its ones."""
+        plain: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                plain += index.nonzero().unbind(1)
+            else:
+                plain.append(index)
+        return torch.ops.aten.index(x, plain)
+
+    def _unique(self, name: str, x: torch.Tensor, args: Args, found: Callable[[int], int]) -> tuple[torch.Tensor, ...]:
+        if name == "unique_dim":
+            dim = args[1] % x.dim()
+            n = found(x.shape[dim])
+            whole: tuple[int, ...] = (*x.shape[:dim], n, *x.shape[dim + 1 :])
+            places: tuple[int, ...] = (x.shape[dim],)
+        else:
+            n = found(x.numel())
+            whole, places = (n,), tuple(x.shape)
+        made = x.new_empty(whole), x.new_empty(places, dtype=torch.int64), x.new_empty(n, dtype=torch.int64)
+        return made[:2] if name == "_unique" else made
+
+
+def _as_dtype(value: Assumed, dtype: torch.dtype) -> Number:
+    if dtype.is_complex:
+        return complex(value)  # type: ignore[arg-type]
+    if dtype is torch.bool:
+        return bool(value)
+    return float(value) if dtype.is_floating_point else int(value)  # type: ignore[arg-type]
+
+
+def assumption_of(x: torch.Tensor, name: str, asks: str) -> Assumed:
+    """What the program assumes of `name`, by a tensor without values."""
+    mode = getattr(x, "fake_mode", None)
+    if not isinstance(mode, Absent):
+        raise OutlineError(f"{asks} depends on values, and a tensor on {x.device} has none; use shardwise.outline")
+    return mode.assumption(name, None, asks)
+
+
+def told(mode: Absent, value: torch.Tensor) -> torch.Tensor:
+    """A whole value that the program looks at: the number that it assumes, everywhere."""
+    said = mode.assumption("item", value)
+    with without_fake_mode(), torch.no_grad():
+        return torch.full(tuple(value.shape), _as_dtype(said, value.dtype), dtype=value.dtype, device="cpu")
+
+
+class Elsewhere(TorchFunctionMode):
+    """Inside, tensors that the program wants on one kind of device are made on another, which stands for it; autocast
+    for the one is that of the other."""
+
+    def __init__(self, asked: str, stands: torch.device) -> None:
+        super().__init__()
+        self.asked, self.stands = asked, stands
+        self._casting: list[ExitStack] = []  # what is undone at the end, for each time that this was entered
+
+    def __enter__(self) -> Result:
+        began = torch.autocast.__init__
+
+        def begin(casting: torch.autocast, device_type: str, *args: object, **kwargs: object) -> None:
+            stands = self.stands.type if device_type == self.asked else device_type
+            began(casting, stands, *args, **kwargs)  # type: ignore[arg-type]
+
+        undone = ExitStack()
+        undone.enter_context(mock.patch.object(torch.autocast, "__init__", begin))
+        self._casting.append(undone)
+        return super().__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        self._casting.pop().close()
+        super().__exit__(*exc)  # type: ignore[arg-type]
+
+    def __torch_function__(self, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Result:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == self.asked:  # x.cuda()
+            return args[0].to(self.stands)
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": self._there(kwargs["device"])}
+        if name == "to":
+            args = tuple(self._there(arg) for arg in args)
+        args = tree_map_only(torch.device, self._there, args)
+        return func(*args, **kwargs)
+
+    def _there(self, device: object) -> Result:
+        if isinstance(device, (str, torch.device)):
+            try:
+                return self.stands if torch.device(device).type == self.asked else device
+            except RuntimeError:
+                return device
+        return self.stands if type(device) is int else device

@@ -1,0 +1,116 @@
+"""torch.compile on programs with distributed tensors: they are captured, and their local code is compiled.
+
+Importing the package replaces `torch.compile` by a function that decides at each call: where distributed tensors are
+among the arguments, or behind the function or module, the call is captured (`captures/`) and the backend compiles what
+the ranks do with their local tensors. All other calls are torch's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter
+
+from shardwise.errors import CaptureError
+from shardwise.protocols import Item
+from shardwise.torch_private import compile_backend, has_no_compiler, mark_inline
+from shardwise.wrapper import Wrapper
+
+Function = Callable[..., Any]
+
+
+def take_compile() -> None:
+    """Replace torch.compile."""
+    original = torch.compile
+
+    @functools.wraps(original)
+    def compile(model: Item = None, **options: Item) -> Item:
+        if model is None:
+            return lambda found: compile(found, **options)
+        made: Item = original(model, **options)
+        if options.get("disable") or not callable(made) or isinstance(model, type):
+            return made
+        if isinstance(model, torch.nn.Module):
+            made.forward = _choosing(model, made.forward, options)
+            return made
+        return _choosing(model, made, options)
+
+    torch.compile = compile
+
+
+def _choosing(func: Function, compiled: Function, options: dict[str, Any]) -> Function:
+    """A function that is captured where distributed tensors are met, and else what torch compiled."""
+    captured: list[Function] = []
+
+    @functools.wraps(func if not isinstance(func, torch.nn.Module) else compiled)
+    def call(*args: Item, **kwargs: Item) -> Item:
+        if captured:
+            return captured[0](*args, **kwargs)
+        if not any(isinstance(x, Wrapper) for x in tree_iter((args, kwargs))) and not _holds_distributed(func):
+            return compiled(*args, **kwargs)
+        captured.append(_captured(func, options))
+        return captured[0](*args, **kwargs)
+
+    mark_inline(call, func)
+    return call
+
+
+def _captured(func: Function, options: dict[str, Any]) -> Function:
+    backend = options.get("backend", "inductor")
+    # imported when the first program with distributed tensors is compiled: most programs never need them
+    captures = import_module("shardwise.captures.captured")
+    if backend in ("eager", "aot_eager"):  # what the program does, without a compiler
+        return captures.Captured(func, whole=options.get("fullgraph", False))
+    compiler = import_module("shardwise.captures.compiled").Compiler
+    made = compile_backend(backend, options.get("mode"), options.get("options"), options.get("dynamic"))
+    return captures.Captured(func, compile=compiler(_told(made)), whole=options.get("fullgraph", False))
+
+
+def _told(backend: Function) -> Function:
+    """The backend, with an error that says what to install."""
+
+    def compile(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Function:
+        try:
+            return backend(graph, inputs)
+        except Exception as error:
+            if has_no_compiler(error):
+                raise CaptureError(
+                    f"torch.compile: Inductor needs a C++ compiler on CPUs (g++ or clang++) and Triton on GPUs, and "
+                    f"found none: {error}. Install one, or replay without a compiler: "
+                    f"torch.compile(..., backend='eager') or shardwise.capture(...)"
+                ) from error
+            raise
+
+    return compile
+
+
+def _holds_distributed(func: Function) -> bool:
+    """Whether a function knows distributed tensors: as its module's, or by the variables around it."""
+    return any(isinstance(x, Wrapper) for x in _known(func))
+
+
+def _known(func: Item) -> Iterator[Any]:
+    for item in (func, getattr(func, "__self__", None)):
+        if isinstance(item, torch.nn.Module):
+            yield from item.parameters()
+            yield from item.buffers()
+    target = getattr(func, "__func__", func)
+    cells = [cell.cell_contents for cell in getattr(target, "__closure__", None) or () if _is_filled(cell)]
+    names = getattr(getattr(target, "__code__", None), "co_names", ())
+    table = getattr(target, "__globals__", {})
+    for value in (*cells, *(table[name] for name in names if name in table)):
+        if isinstance(value, torch.nn.Module):
+            yield from value.parameters()
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+
+def _is_filled(cell: Item) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

@@ -1,0 +1,147 @@
+"""The record of a run: every collective, module and op of each rank, in files that outlive the process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from shardwise.comm.flight import Flight, flights
+from shardwise.comm.peers import is_of_peers
+from shardwise.comm.watch import text_of, watch
+from shardwise.debug.memory_by_category import MemoryByCategory, bytes_here
+from shardwise.errors import CommError, check_type
+from shardwise.reports import blame, read_run
+from shardwise.wrapper import Wrapper
+
+_MOST_PARAMETERS = 2000
+_MOST_MODULES = 10_000
+
+
+class Record:
+    """A stretch of the program that is recorded, made by `record`."""
+
+    def __init__(self, path: str | os.PathLike[str], keep: int, limit: float, ops: bool) -> None:
+        check_type(path, (str, os.PathLike), "record: path", "give a folder")
+        check_type(ops, bool, "record: ops", "give whether ops are kept")
+        check_type(keep, int, "record: keep", "give how many events are kept")
+        if keep < 1:
+            raise ValueError(f"record: keep must be an int >= 1, got {keep}")
+        self.path, self._keep, self._limit, self._ops = Path(path), keep, limit, ops
+        self._open: list[int] = []  # slots of the modules that are being run
+        self._outer: list[int] = []
+        self._names: dict[int, str] = {}
+
+    def __enter__(self) -> Record:
+        if flights:
+            raise RuntimeError("record: a record is being written already; blocks of it do not nest")
+        self._flight = Flight(self.path, self._keep, self._ops)
+        self._memory = MemoryByCategory(self._flight)
+        flights.append(self._flight)
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        watch.on_blocked.append((self._limit, self._tell))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._memory.close()
+        flights.clear()
+        watch.on_blocked[:] = [entry for entry in watch.on_blocked if entry[1] != self._tell]
+        self._flight.say(**_end_of(error))
+        self._flight.close()
+
+    def _tell(self) -> None:
+        """Say on stderr who hangs, once a collective has taken longer than the limit."""
+        verdict = blame(read_run(self.path))
+        print(f"shardwise: a collective takes longer than {self._limit:g} s. {verdict}", file=sys.stderr, flush=True)
+
+    # -- modules --------------------------------------------------------------------------------------------
+    def _enter_module(self, module: torch.nn.Module, inputs: object) -> None:
+        flight = self._flight
+        if not self._open:
+            self._look_at(module)
+        name = self._names.get(id(module)) or type(module).__name__
+        number = flight.name_module(name, type(module).__name__)
+        self._outer.append(flight.module)
+        self._open.append(flight.enter_module(number))
+        flight.module = number
+
+    def _leave_module(self, module: torch.nn.Module, inputs: object, output: object) -> None:
+        if self._open:
+            self._flight.leave(self._open.pop(), None)
+            self._flight.module = self._outer.pop()
+            if not self._open:
+                self._memory.forward_ends()
+
+    def _look_at(self, module: torch.nn.Module) -> None:
+        """The layouts of an outermost module's parameters, once, and now and then what is in memory."""
+        if id(module) not in self._names:
+            top = type(module).__name__
+            if len(self._names) < _MOST_MODULES:
+                self._names |= {id(m): f"{top}.{name}" if name else top for name, m in module.named_modules()}
+            rows = [_row(name, p) for name, p in list(module.named_parameters())[:_MOST_PARAMETERS]]
+            self._flight.say(parameters=rows)
+        self._memory.forward_begins(module)
+
+
+def _end_of(error: BaseException | None) -> dict[str, object]:
+    now = time.time()
+    if error is None:
+        return {"end": "done", "at": now}
+    if isinstance(error, SystemExit):
+        return {"end": "quit", "at": now, "text": f"ended its program with sys.exit({error.code!r})"}
+    said = text_of(error)
+    line, _, text = said.removeprefix("failed at ").partition(": ")
+    others = isinstance(error, CommError) or is_of_peers(error)
+    facts = {"end": "raised", "at": now, "kind": type(error).__name__, "text": text, "line": line}
+    return {**facts, "because_of_others": others}
+
+
+def _row(name: str, p: torch.Tensor) -> list[object]:
+    places, mesh = "", ""
+    if isinstance(p, Wrapper):
+        places, mesh = ", ".join(map(str, p._layout.placements))[:160], repr(p._layout.mesh)
+    return [name, list(p.shape), str(p.dtype).removeprefix("torch."), places, mesh, bytes_here(p)]
+
+
+def record(path: str | os.PathLike[str], *, keep: int = 65_536, limit: float = 20.0, ops: bool = True) -> Record:
+    """Keep, for each rank, what the program does and communicates inside of the block, in files that outlive it.
+
+    Every collective, every forward of a module and every op on a distributed tensor is written down, with its line,
+    layouts, time, bytes and memory, in two rings of `keep` records of 64 bytes: about 8 MiB a rank, however long the
+    run. The files are good after a ``kill -9``. What the backward pass communicates is there; its other ops are torch's
+    own, on local tensors, and are not.
+    ``shardwise report FOLDER`` makes a page of them, and ``shardwise blame FOLDER`` says which rank hung, died or did
+    something else. A collective that takes longer than `limit` seconds has the latter printed at once.
+
+    Args:
+        path: A folder that all ranks can write to; each writes files of its own.
+        keep: How many events are kept for each rank, of collectives and modules and again of ops; older ones are
+            overwritten.
+        limit: Seconds after which a collective that does not end is told on stderr.
+        ops: Whether ops that do not communicate are kept too.
+
+    Returns:
+        A context manager.
+
+    Example:
+        >>> import shardwise, tempfile
+        >>> x = shardwise.ones(8, device_mesh=shardwise.simulate(4), placements=[shardwise.Shard(0)])
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> with record(folder.name):
+        ...     y = x.redistribute(placements=[shardwise.Replicate()])
+        >>> [event.kind for event in shardwise.reports.read_run(folder.name).ranks[0].events]
+        ['all_gather']
+    """
+    return Record(path, keep, limit, ops)

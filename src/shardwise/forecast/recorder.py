@@ -1,0 +1,253 @@
+"""The recorder: what the rank that is played does, in order: kernels, communications, allocations."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from shardwise.comm.outline import Passage, Watcher, watchers
+from shardwise.comm.record import of_thread, user_line
+from shardwise.comm.without_values import Absent
+from shardwise.forecast.memory import (
+    ACTIVATIONS,
+    BUFFERS,
+    GATHERED,
+    GRADIENTS,
+    INPUTS,
+    PARAMETERS,
+    STATE,
+    TEMPORARY,
+    Tracker,
+    takes_memory,
+)
+from shardwise.forecast.timing import Began, Event, Kernel, Waited
+from shardwise.protocols import Args, Kwargs, Op, Result
+from shardwise.torch_private import (
+    DispatchMode,
+    FakeTensor,
+    current_node,
+    number_of_node,
+    schema_of,
+    sequence_number,
+    take_resize,
+)
+from shardwise.wrapper import Wrapper
+
+_NO_KERNELS = (
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "lift_fresh",
+    "alias",
+)
+
+
+class Recorder(DispatchMode, Watcher):  # type: ignore[misc]
+    """Inside, everything that the rank does is noted: `events` in order, and every storage in `tracker`."""
+
+    def __init__(self, mode: Absent) -> None:
+        super().__init__()
+        self.mode = mode  # only tensors of this mesh count
+        self.events: list[Event] = []
+        self.moment = -1  # before the step
+        self.tracker = Tracker(lambda: self.moment, mode)
+        self._where: dict[
+            int, tuple[str, str]
+        ] = {}  # by the number of an autograd node: line and module of its forward
+        self._path: list[str] = []
+        self._names: dict[int, str] = {}
+        self._stepping = 0
+        self._allocating: str | None = None
+        self.told: Callable[[int], None] | None = None  # is told now and then of how many ops there were
+
+    # -- on and off -------------------------------------------------------------------------------------------------
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """From here on everything is noted; what is alive already is the memory before the step."""
+        self.take_stock()
+        hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        with ExitStack() as stack:
+            for hook in hooks:
+                stack.callback(hook.remove)
+            stack.enter_context(take_resize(self._resized))
+            watchers.append(self)
+            stack.callback(watchers.remove, self)
+            stack.enter_context(self)
+            self.moment = 0
+            yield self
+        self.take_stock()
+
+    def begin_here(self) -> None:
+        """What was recorded until now is forgotten: what is alive is the memory before the step."""
+        self.events.clear()
+        self.moment = -1
+        self.take_stock()
+        self.tracker.forget_past(INPUTS)
+        self.moment = 0
+
+    def take_stock(self) -> None:
+        """Which storages there are, and what for."""
+        found = gc.get_objects()
+        # by `type`: to ask an object for its class may run code of its own
+        modules = [x for x in found if issubclass(type(x), nn.Module) and "_parameters" in vars(x)]
+        optimizers = [x for x in found if issubclass(type(x), torch.optim.Optimizer) and "param_groups" in vars(x)]
+        params = [p for module in modules for p in module._parameters.values() if p is not None]
+        params += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        self.tracker.claim((p.grad for p in params if p.grad is not None), GRADIENTS)
+        for optimizer in optimizers:
+            self._claim_state(optimizer)
+        self.tracker.claim(params, PARAMETERS)
+        for x in found:
+            if type(x) is FakeTensor and x.fake_mode is self.mode and takes_memory(x):
+                known = self.tracker.knows(x.untyped_storage())
+                self.tracker.see(x, INPUTS if self.moment < 0 or known else TEMPORARY)
+        del found
+
+    def _claim_state(self, optimizer: torch.optim.Optimizer) -> None:
+        self.tracker.claim((x for x in tree_iter(dict(optimizer.state)) if isinstance(x, torch.Tensor)), STATE)
+
+    # -- what happens -----------------------------------------------------------------------------------------------
+    def __torch_dispatch__(self, func: Op, types: Args, args: Args = (), kwargs: Kwargs | None = None) -> Result:
+        kwargs = kwargs or {}
+        ours = next((t for t in types if issubclass(t, Wrapper)), None)
+        if ours is not None:  # a distributed tensor: what it does with its local tensors is what counts
+            with self:
+                return ours.__torch_dispatch__(func, types, args, kwargs)
+        out = func(*args, **kwargs)
+        if func.namespace != "prim":
+            self._note(func, args, kwargs, out)
+        return out
+
+    def _note(self, func: Op, args: Args, kwargs: Kwargs, out: Result) -> None:
+        outs = [x for x in tree_iter(out) if isinstance(x, FakeTensor) and takes_memory(x)]
+        fresh = [x for x in outs if not self.tracker.knows(x.untyped_storage())]
+        line, module, phase = self._place()
+        for x in fresh:
+            self.tracker.see(x, self._category(phase), line, module)
+        name = func.overloadpacket.__name__
+        if name in _NO_KERNELS or not (fresh or schema_of(func).is_mutable):
+            return  # a view
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if not any(map(takes_memory, (*outs, *tensors))):
+            return
+        self.moment += 1
+        if self.told is not None and self.moment % 500 == 0:
+            self.told(self.moment)
+        floating = [x for x in (*tensors, *outs) if x.dtype.is_floating_point]
+        dtype = str((floating or outs or tensors)[0].dtype).removeprefix("torch.")
+        flops = _flops(func, args, kwargs, out)
+        kind = "attention" if "attention" in name else "matmul" if flops else "memory"
+        shapes = " ".join("x".join(map(str, x.shape)) for x in tensors[:3])
+        nbytes = sum(map(_touched, tensors)) + sum(map(_touched, outs if fresh else ()))
+        self.events.append(Kernel(name, flops, nbytes, dtype, kind, line, module, phase, f"{name} {dtype} {shapes}"))
+
+    def _place(self) -> tuple[str, str, str]:
+        """Line, module and phase of what runs now; in a backward pass, of the forward that it is of."""
+        node = current_node()
+        if node is None:
+            where = user_line(), self._path[-1] if self._path else ""
+            if torch.is_grad_enabled():
+                self._where[sequence_number() - 1] = where
+            return *where, "optimizer" if self._stepping else "forward"
+        if torch.is_grad_enabled() and self._path:
+            where = user_line(), self._path[-1]
+            self._where[sequence_number() - 1] = where
+            return *where, "recomputed"
+        line, module = self._where.get(number_of_node(node)) or (user_line(), "")
+        return line, module, "backward"
+
+    def _category(self, phase: str) -> str:
+        if self._allocating == "buffer":
+            return BUFFERS
+        note = of_thread.note
+        if self._allocating == "result" and note is not None and note.op in ("data_parallel", "fully_shard"):
+            return GRADIENTS if note.backward else GATHERED
+        return ACTIVATIONS if phase in ("forward", "recomputed") else TEMPORARY
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage of the library's own changed its size: the memory of gathered parameters comes and goes so."""
+        self.tracker.see_storage(storage, GATHERED)
+        block = self.tracker.block_of(storage)
+        if block is not None and not block.fixed:
+            block.category, block.fixed = GATHERED, True
+
+    # -- communication, as `comm/outline.py` tells it ---------------------------------------------------------------
+    def begin(self, passage: Passage) -> None:
+        line = passage.note.source if passage.note is not None and passage.note.source else user_line()
+        self.events.append(Began(passage, line))
+
+    def wait(self, passage: Passage) -> None:
+        self.events.append(Waited(passage))
+
+    @contextmanager
+    def allocating(self, what: str) -> Iterator[None]:
+        before, self._allocating = self._allocating, what
+        try:
+            yield
+        finally:
+            self._allocating = before
+
+    # -- modules and optimizers -------------------------------------------------------------------------------------
+    def _enter_module(self, module: nn.Module, inputs: object) -> None:
+        if not self._path:
+            top = type(module).__name__
+            self._names |= {id(m): f"{top}.{name}" if name else top for name, m in module.named_modules()}
+        self._path.append(self._names.get(id(module), type(module).__name__))
+
+    def _leave_module(self, module: nn.Module, inputs: object, output: object) -> None:
+        if self._path:
+            self._path.pop()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self._stepping += 1
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.tracker.claim((p.grad for p in params if p.grad is not None), GRADIENTS)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self._stepping -= 1
+        self._claim_state(optimizer)
+
+
+def _touched(x: torch.Tensor) -> int:
+    """Bytes of memory behind a tensor: an expanded one reads each of them once."""
+    n = x.itemsize
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        n *= size if stride or not size else 1
+    return n
+
+
+def _flops(func: Op, args: Args, kwargs: Kwargs, out: Result) -> int:
+    """Floating-point operations of matrix products, convolutions and attention."""
+    count: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
+    name = func.overloadpacket.__name__
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=out))
+    if "scaled_dot_product" in name and "backward" not in name:
+        return _attention_flops(args[0], args[1], args[2])
+    if "scaled_dot_product" in name:
+        return (
+            _attention_flops(args[1], args[2], args[3]) * 5 // 2
+        )  # five products of its sizes, and two in the forward
+    return 0
+
+
+def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Two products, over all keys: what is hidden by a causal mask counts too, as it does in torch's own count."""
+    rows = q.shape[:-1].numel()
+    return 2 * rows * k.shape[-2] * (q.shape[-1] + v.shape[-1])

@@ -1,0 +1,179 @@
+"""A run as one HTML file that opens without a server: a timeline to zoom in, and tables."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from base64 import b64encode
+from html import escape
+from importlib.resources import files
+
+import numpy as np
+
+from shardwise.drawing import page_table, size_name
+from shardwise.drawing.picture import hex_of
+from shardwise.reports.read import Event, Run
+from shardwise.reports.summary import ByCategory, Cost, Summary, first_time, summary
+
+_MOST_EVENTS = 480_000  # of all ranks, in the timeline: the last ones
+_MODULE, _COLLECTIVE, _IN_FLIGHT, _OP = 0, 1, 2, 3  # lanes
+_MOST_NAMED = 32  # ranks, beside a chart
+
+
+def page(run: Run) -> str:
+    """The report of a run."""
+    found = summary(run)
+    here = files("shardwise.reports")
+    script, style = (here.joinpath(name).read_text() for name in ("timeline.js", "page.css"))
+    timeline = _timeline(run)
+    data = json.dumps(timeline).replace("</", "<\\/")
+    body = "".join([_head(found), _overview(found), _timeline_head(found["events"]), _tables(found)])
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(found["folder"])}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<style>{style}</style></head><body>{body}"
+        f'<script type="application/json" id="data">{data}</script><script>{script}</script></body></html>'
+    )
+
+
+def _timeline_head(events: int) -> str:
+    part = f" It shows the last {_MOST_EVENTS:,} of {events:,} events." if events > _MOST_EVENTS else ""
+    return (
+        "<h2>Timeline</h2><p>Of each rank, from the top: modules, ops on distributed tensors, collectives, and what is "
+        f"under way while the program goes on.{part} Wheel: zoom; drag: move; double click: all; point at something to "
+        'see what it is.</p><div id="timeline"><canvas id="canvas"></canvas><div id="tip"></div></div>'
+    )
+
+
+def _head(found: Summary) -> str:
+    bad = "" if found["verdict"].startswith("nothing went wrong") else " class=bad"
+    return f"<h1>{escape(found['folder'])}</h1><pre{bad}>{escape(found['verdict'])}</pre>"
+
+
+def _overview(found: Summary) -> str:
+    moved = sum(cost["bytes"] for cost in found["by_axis"])
+    lost = f", {found['lost']:,} older ones overwritten" if found["lost"] else ""
+    return (
+        f"<p>{len(found['ranks'])} of {found['world']} ranks, {found['seconds']:.2f} s, {found['events']:,} events"
+        f"{lost}, {size_name(moved)} received.</p>"
+    )
+
+
+def _tables(found: Summary) -> str:
+    parts = []
+    for title, rows in (("line", found["by_line"]), ("axis", found["by_axis"]), ("module", found["by_module"])):
+        parts.append(f"<h2>Communication by {title}</h2>" + _costs(title, rows))
+    parts.append("<h2>Slow ranks</h2><p>Who comes last to collectives, and how long the others waited for it.</p>")
+    slow = [
+        (f"rank {r['rank']}", f"{r['collectives']:,}", f"{r['last']:,}", f"{r['mean_ms']:.3f}", f"{r['most_ms']:.1f}",
+         f"{r['others_waited_s']:.3f}") for r in found["slow"]
+    ]  # fmt: skip
+    header = ("", "collectives", "last", "late, mean ms", "most ms", "others waited, s")
+    parts.append(page_table(header, slow, range(1, 6)))
+    parts.append("<h2>Memory by rank</h2>" + _chart(found["memory"]))
+    parts.append("<h2>Memory by category</h2>" + _areas(found["memory_by_category"]))
+    if found["ops"]:
+        cells = [(op["name"], f"{op['count']:,}", f"{op['seconds']:.3f}") for op in found["ops"]]
+        said = "<p>Forward only, with what each communicated: the backward pass is torch's own, on local tensors.</p>"
+        parts.append("<h2>Ops by line</h2>" + said + page_table(("line", "count", "seconds, all ranks"), cells, (1, 2)))
+    laid_out = [[str(cell) for cell in row] for row in found["parameters"]]
+    if laid_out:
+        columns = ("parameter", "shape", "dtype", "placements", "mesh", "bytes here")
+        parts.append("<h2>Layouts of parameters</h2>" + page_table(columns, laid_out, (5,)))
+    return "".join(parts)
+
+
+def _costs(title: str, rows: list[Cost]) -> str:
+    cells = [(r["name"], f"{r['count']:,}", size_name(r["bytes"]), f"{r['seconds']:.3f}") for r in rows]
+    return page_table((title, "count", "received", "seconds, all ranks"), cells, (1, 2, 3))
+
+
+def _chart(memory: dict[str, list[list[float]]]) -> str:
+    """Bytes over time, as lines."""
+    width, height = 900, 220
+    points = [point for rows in memory.values() for point in rows]
+    if not points:
+        return "<p>not measured</p>"
+    longest, most = max(p[0] for p in points) or 1.0, max(p[1] for p in points) or 1.0
+    parts = []
+    for i, (name, rows) in enumerate(memory.items()):
+        line = " ".join(f"{x / longest * width:.1f},{height - y / most * (height - 10):.1f}" for x, y in rows)
+        shape = f'<polyline points="{line}" fill="none" stroke="{hex_of(i)}" stroke-width="1.5"/>'
+        parts.append(f"<g>{shape}<title>{escape(name)}</title></g>")
+    shown = list(memory)[:_MOST_NAMED]
+    names = "".join(f"{_key(i)}{escape(name)} " for i, name in enumerate(shown))
+    names += f"and {len(memory) - len(shown)} more " if len(memory) > len(shown) else ""
+    box = f'viewBox="0 0 {width} {height}" style="width:100%;max-width:{width}px;height:auto"'
+    return f"<p>{names} up to {size_name(most)}, {longest:.1f} s</p><svg {box}>{''.join(parts)}</svg>"
+
+
+def _steps(rows: list[list[float]], values: list[float]) -> list[tuple[float, float]]:
+    """Each value from its own time to the next one's: nobody knows what was in between."""
+    times = [row[0] for row in rows]
+    ends = [*times[1:], times[-1]]
+    return [(at, value) for begin, end, value in zip(times, ends, values) for at in (begin, end)]
+
+
+def _key(i: int) -> str:
+    """The colour of a line or an area, in front of its name."""
+    return f'<span class="key" style="background:{hex_of(i)}"></span>'
+
+
+def _areas(memory: ByCategory) -> str:
+    """Bytes over time, one category on top of the other."""
+    width, height = 900, 220
+    rows = memory["rows"]
+    if not rows:
+        return "<p>not measured: no module was called</p>"
+    longest, most = max(row[0] for row in rows) or 1.0, max(sum(row[1:]) for row in rows) or 1.0
+    below, parts, names = [0.0] * len(rows), [], []
+    point = lambda at, y: f"{at / longest * width:.1f},{height - y / most * (height - 10):.1f}"
+    for i, category in enumerate(memory["categories"]):
+        above = [y + row[i + 1] for y, row in zip(below, rows)]
+        edge = [point(at, y) for at, y in _steps(rows, above)] + [point(at, y) for at, y in _steps(rows, below)][::-1]
+        shape = f'<polygon points="{" ".join(edge)}" fill="{hex_of(i)}" stroke="{hex_of(i)}"/>'
+        parts.append(f"<g>{shape}<title>{category}</title></g>")
+        most_of_it = size_name(int(max(row[i + 1] for row in rows)))
+        names.append(f"{_key(i)}{category} up to {most_of_it}")
+        below = above
+    box = f'viewBox="0 0 {width} {height}" style="width:100%;max-width:{width}px;height:auto"'
+    said = f"of rank {memory['rank']}, which used most: {', '.join(names)}; all together up to {size_name(int(most))}"
+    rest = "The rest is activations and buffers, and on a CPU the program itself."
+    return f"<p>{said}, {longest:.1f} s. {rest}</p><svg {box}>{''.join(parts)}</svg>"
+
+
+# -- the timeline's numbers ------------------------------------------------------------------------------
+def _timeline(run: Run) -> dict[str, object]:
+    """Sites (what can happen where), and for each rank three arrays: the site, the time since the last, how long."""
+    start, sites, ranks = first_time(run), dict[tuple[object, ...], int](), []
+    stop = max((e.left or e.entered for rank in run.ranks.values() for e in rank.events), default=start)
+    unit = max(1e-6, (stop - start) / 2**31)
+    each = max(1, _MOST_EVENTS // max(1, len(run.ranks)))
+    for number, rank in sorted(run.ranks.items()):
+        shown, rows = rank.all_events[-each:], []
+        begun = {(e.clock, e.count): e for e in shown if e.clock and not e.wait}
+        for event in shown:
+            left = event.left if event.left is not None else stop
+            lane = _MODULE if event.is_module else _OP if event.kind == "op" else _COLLECTIVE
+            rows.append((_site(sites, event, lane), event.entered, left))
+            first = begun.get((event.clock, event.count)) if event.wait else None
+            if first is not None:
+                rows.append((_site(sites, first, _IN_FLIGHT), first.entered, left))
+        table = np.array(sorted(rows, key=lambda row: row[1]), dtype=np.float64).reshape(-1, 3)
+        begins = np.floor((table[:, 1] - start) / unit)
+        arrays = table[:, 0], np.diff(begins, prepend=0.0), (table[:, 2] - table[:, 1]) / unit
+        kinds = ("<u2", "<u4", "<u4")
+        packed = [_packed(np.clip(a, 0, 2**32 - 1).astype(kind)) for a, kind in zip(arrays, kinds, strict=True)]
+        ranks.append({"rank": number, "arrays": packed})
+    return {"unit": unit, "length": (stop - start) / unit, "sites": list(sites), "ranks": ranks}
+
+
+def _site(sites: dict[tuple[object, ...], int], event: Event, lane: int) -> int:
+    words = (event.op, event.kind, event.axis, event.layouts, event.source, event.module)
+    key = (lane, *words, event.bytes, event.backward, event.wait)
+    return sites.setdefault(key, min(len(sites), 2**16 - 1))
+
+
+def _packed(array: np.ndarray) -> str:
+    """For the page, which unpacks it by `DecompressionStream`."""
+    return b64encode(zlib.compress(array.tobytes(), 6)).decode()

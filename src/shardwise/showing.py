@@ -1,0 +1,157 @@
+"""What `print` shows of a distributed tensor: its values once, abbreviated as torch does it, then where they live.
+
+Nothing is communicated. Only the elements that are printed are looked at: the corners of a large tensor, put together
+from the ranks that hold them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.comm.base import Comm
+from shardwise.comm.shown import Wanted, numbers_of, picked, readable
+from shardwise.drawing import rank_names
+from shardwise.errors import AutogradError
+from shardwise.layout import Layout, Partial, Placement
+from shardwise.layout.layout import holders_of
+from shardwise.layout.split import Intervals, positions
+from shardwise.layout.tiles import Tile
+from shardwise.torch_private import is_transformed
+from shardwise.wrapper import Wrapper
+
+_MOST_LETTERS = 160  # of one placement
+
+
+def text_of(tensor: Wrapper, requires_grad: bool) -> str:
+    """What `repr` gives."""
+    layout = tensor._layout
+    kind = "Parameter of DTensor" if getattr(tensor, "_is_param", False) else "DTensor"
+    indent = " " * (len(kind) + 1)
+    try:
+        values = _values(tensor, layout, len(indent))
+    except AutogradError as error:  # its memory was given back
+        values = str(error)
+    facts = [f"shape={layout.shape}", f"dtype={layout.dtype}", f"placements=[{places_of(layout)}]"]
+    facts.append(f"mesh={layout.mesh!r}")
+    if layout.device.type != "cpu":
+        facts.append(f"device={str(layout.device)!r}")
+    if requires_grad:
+        facts.append("requires_grad=True")
+    return f"{kind}({values},\n{indent}{', '.join(facts)})"
+
+
+def places_of(layout: Layout) -> str:
+    """The placements, each of bounded length."""
+    return ", ".join(map(_short, layout.placements))
+
+
+def _short(placement: Placement) -> str:
+    said = repr(placement)
+    return said if len(said) <= _MOST_LETTERS else f"{said[:_MOST_LETTERS]}...)"
+
+
+def _values(tensor: Wrapper, layout: Layout, indent: int) -> str:
+    comm: Comm = layout.mesh.comm
+    if comm.outside:
+        return f"nothing here: this rank is outside of the mesh of {rank_names(layout.mesh.ranks)}"
+    coming = tensor.__dict__.get("_coming")
+    if coming is not None and coming.failed:
+        return "the move that was to bring the values failed; using them says why"
+    if coming is not None:
+        return "the values are on their way here; the first use of them, or .wait(), waits"
+    if layout.device.type == "meta":
+        return "..."
+    pending = [a for a, p in enumerate(layout.placements) if p.is_partial() and layout.mesh.shape[a] > 1]
+    is_whole = layout.is_plain or (comm.simulated and not pending)
+    if is_whole:
+        return numbers_of(layout.shape, lambda wanted: _gathered(comm, tensor._local, layout, wanted), indent)
+    local, coords = comm.first(tensor._local), comm.coords_here()[0]
+    here = _place(layout, coords)
+    text = numbers_of(tuple(local.shape), lambda wanted: picked(local, wanted), indent)
+    if not pending:
+        return f"{text},\n{' ' * indent}which is {here}"
+    return f"{text},\n{' ' * indent}which is {_pending(layout, pending, here)}"
+
+
+def _pending(layout: Layout, axes: Sequence[int], here: str) -> str:
+    """What a part of a reduction is, and how to get the value."""
+    names = " and ".join(repr(layout.mesh.axis_names[a]) for a in axes)
+    parts = 1
+    for axis in axes:
+        parts *= layout.mesh.shape[axis]
+    placement = layout.placements[axes[0]]
+    op = placement.reduce_op if isinstance(placement, Partial) else "sum"
+    return f"one of {parts} parts of a pending {op} over {names}, {here}; .full_tensor() gives the value"
+
+
+def _place(layout: Layout, coords: Sequence[int]) -> str:
+    """Where the part of a rank lies in the whole."""
+    rank = layout.mesh.ranks[_row_major(coords, layout.mesh.shape)]
+    tiles = layout.tiles_at(coords)
+    if all(n for n in layout.local_shape(rank)) and layout.ndim:
+        boxes = " and ".join(map(_box, tiles[:3])) + (f" and {len(tiles) - 3} more" if len(tiles) > 3 else "")
+        return f"the part {boxes} of rank {rank}"
+    return f"that of rank {rank}" if not layout.ndim else f"all that rank {rank} holds: nothing"
+
+
+def _box(tile: Tile) -> str:
+    sides = zip(tile.offsets, tile.sizes, strict=True)
+    return "[" + ", ".join(f"{start}:{start + size}" for start, size in sides) + "]"
+
+
+def _row_major(coords: Sequence[int], shape: Sequence[int]) -> int:
+    index = 0
+    for c, k in zip(coords, shape, strict=True):
+        index = index * k + c
+    return index
+
+
+# -- the numbers -------------------------------------------------------------------------------------------
+def _gathered(comm: Comm, local: object, layout: Layout, wanted: Wanted) -> torch.Tensor:
+    """The wanted elements of a tensor whose ranks are all here, or all hold the whole."""
+    first = comm.first(local)
+    if layout.is_plain or is_transformed(first):
+        return picked(first, wanted)
+    ranks: tuple[torch.Tensor, ...] = local.ranks  # type: ignore[attr-defined]
+    where = {coords: i for i, coords in reversed(list(enumerate(comm.coords_here())))}
+    spots = [holders_of(layout, dim, held, {}) for dim, held in enumerate(wanted)]
+    base = [0] * len(layout.mesh.shape)
+
+    def build(dim: int, coords: list[int], slices: list[tuple[Intervals, Intervals]]) -> torch.Tensor:
+        if dim == layout.ndim:
+            return _cut(ranks[where[tuple(coords)]], slices)
+        parts = []
+        for spot, common in spots[dim]:
+            there = list(coords)
+            for axis, coord in spot:
+                there[axis] = coord
+            parts.append(build(dim + 1, there, [*slices, (layout.held(dim, there), common)]))
+        return _in_order(parts, dim, [common for _, common in spots[dim]])
+
+    return build(0, base, [])
+
+
+def _cut(local: torch.Tensor, slices: Sequence[tuple[Intervals, Intervals]]) -> torch.Tensor:
+    local = readable(local)
+    for dim, (held, common) in enumerate(slices):
+        if held != common:
+            inside = positions(held, common)
+            local = torch.cat([local.narrow(dim, a, b - a) for a, b in inside], dim)
+    return local
+
+
+def _in_order(parts: Sequence[torch.Tensor], dim: int, sets: Sequence[Intervals]) -> torch.Tensor:
+    """Parts with these indices of a dim as one tensor, in the order of the indices."""
+    if len(parts) == 1:
+        return parts[0]
+    joined = torch.cat(list(parts), dim)
+    runs = list(itertools.chain(*sets))
+    if all(before[1] <= after[0] for before, after in itertools.pairwise(runs)):
+        return joined
+    indices = [i for a, b in runs for i in range(a, b)]
+    order = sorted(range(len(indices)), key=indices.__getitem__)
+    return joined.index_select(dim, torch.tensor(order, device=joined.device))
+

@@ -1,0 +1,248 @@
+"""The record of a run: what it keeps, that it is bounded and outlives its process, the report, and who is blamed."""
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from itertools import count
+
+import pytest
+import torch
+
+from benchmarks.blame import run as run_faults
+from shardwise import Replicate, Shard, debug, distribute_tensor, simulate
+from shardwise.cli import main
+from shardwise.comm.calls import Clock
+from shardwise.comm.flight import Flight
+from shardwise.comm.record import Note
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from shardwise.reports import blame, read_run
+from shardwise.reports.chrome import chrome_trace
+from shardwise.reports.page import page
+from shardwise.reports.summary import summary
+from tests.workers import device_mesh, run_ranks
+
+R = Replicate()
+
+
+def test_a_simulated_run(tmp_path):
+    mesh = simulate(4, axis_names=("tp",))
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = distribute_tensor(torch.randn(4, 8), mesh, [R]).requires_grad_()
+    with debug.ledger() as log, debug.record(tmp_path):
+        net(x).square().sum().backward()
+    (rank,) = read_run(tmp_path).ranks.values()
+    modules = [event for event in rank.events if event.is_module]
+    assert [event.op for event in modules] == ["Sequential", "Sequential.0", "Sequential.1", "Sequential.2"]
+    moves = rank.collectives
+    assert [(e.op, e.kind, e.axis, e.bytes, e.source, e.backward) for e in moves] == [
+        (e.op, e.kind, e.axis, e.bytes, e.source, e.backward) for e in log
+    ]
+    assert any(e.backward for e in moves) and all(__file__ in e.source and e.left >= e.entered and e.memory for e in moves)
+    assert [row[3] for row in rank.parameters] == ["S(0)", "S(0)", "S(1)", "R"]
+    assert not blame(read_run(tmp_path)).ranks
+
+
+def test_ops_that_do_not_communicate_are_kept_in_order(tmp_path):
+    x = distribute_tensor(torch.ones(8, 4), simulate(4), [Shard(0)])
+    with debug.record(tmp_path):
+        y = x.relu()
+        y.redistribute(placements=[R])
+        with pytest.raises(RuntimeError):
+            y @ y
+        torch.nn.functional.softmax(y, 0)  # a program of several ops is one op
+    (rank,) = read_run(tmp_path).ranks.values()
+    first = test_ops_that_do_not_communicate_are_kept_in_order.__code__.co_firstlineno
+    found = [(e.op, e.kind, int(e.source.rpartition(":")[2]) - first) for e in rank.all_events]
+    assert found[:3] == [("relu", "op", 3), ("redistribute", "all_gather", 4), ("softmax", "op", 7)]
+    assert [e.op for e in rank.ops] == ["relu", "softmax"] and all(e.left >= e.entered for e in rank.ops)
+    assert "[8, 4] (Shard(dim=0),)" in rank.ops[0].layouts
+    with debug.record(tmp_path, ops=False):
+        x.relu()
+    (rank,) = read_run(tmp_path).ranks.values()
+    assert not rank.ops and not rank.events
+
+
+def test_an_op_that_fails_is_marked(tmp_path):
+    x = distribute_tensor(torch.ones(8, 4), simulate(4), [Shard(0)])
+    with debug.record(tmp_path):
+        for _ in range(2):  # while it is planned nothing runs
+            with pytest.raises(RuntimeError):
+                x.view(-1).masked_scatter_(torch.ones(32, dtype=torch.bool), torch.ones(3))
+    (rank,) = read_run(tmp_path).ranks.values()
+    assert [(e.op, e.failed) for e in rank.ops if e.op != "view"] == [("masked_scatter_", True)] * 2
+
+
+def test_memory_by_category(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    parallelize_module(model, simulate(4), {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters())
+    with debug.record(tmp_path):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    optimizer.step()
+    run = read_run(tmp_path)
+    tables = summary(run)["memory_by_category"]
+    assert tables["categories"] == ["parameters", "gradients", "optimizer", "the rest"]
+    begin, end, before_step, after_step = (row[1:4] for row in tables["rows"])  # of all simulated ranks together
+    held = 4 * (2 * 64 + 8 + 8)  # the bias of the second layer is one tensor that all ranks share
+    assert begin == end == [held, 0, 0] and before_step == [held, held, 0]
+    assert after_step[:2] == [held, held] and after_step[2] >= 2 * held
+    assert "the rest up to" in page(run)
+
+
+def test_records_do_not_nest_and_arguments_are_checked(tmp_path):
+    with debug.record(tmp_path), pytest.raises(RuntimeError, match="do not nest"), debug.record(tmp_path):
+        pass
+    with pytest.raises(TypeError, match="record: path"):
+        debug.record(3)
+    with pytest.raises(ValueError, match="record: keep must be an int >= 1, got 0"):
+        debug.record(tmp_path, keep=0)
+    with debug.record(tmp_path):  # and the one that failed left nothing behind
+        pass
+
+
+def test_the_ring_is_bounded(tmp_path):
+    x = distribute_tensor(torch.ones(8), simulate(4), [Shard(0)])
+    with debug.record(tmp_path, keep=10):
+        for _ in range(25):
+            x.redistribute(placements=[R])
+    (rank,) = read_run(tmp_path).ranks.values()
+    assert [event.number for event in rank.events] == list(range(16, 26)) and rank.lost == 15
+    assert (tmp_path / "rank-00000.ring").stat().st_size == 4096 + 640
+
+
+def test_it_is_there_after_a_kill(tmp_path):
+    program = f"""
+        import os, signal, torch
+        from shardwise import *
+        x = distribute_tensor(torch.ones(8), simulate(4), [Shard(0)])
+        with debug.record({str(tmp_path)!r}):
+            x.redistribute(placements=[Replicate()])
+            x.redistribute(placements=[Replicate()])
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=240)
+    assert done.returncode == -signal.SIGKILL
+    with open(tmp_path / "rank-00000.lines", "ab") as file:
+        file.write(b'{"name": 7, "wha')  # killed while it wrote
+    run = read_run(tmp_path)
+    assert [event.source.rpartition(":")[2] for event in run.ranks[0].events] == ["6", "7"]
+    assert run.ranks[0].end is None
+    assert blame(run).text.startswith("rank 0 ended without a word (killed?), after redistribute: all_gather on '0'")
+
+
+def recorded(rank, world_size, folder):
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    x = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0), R], src_data_rank=None)
+    weight = distribute_tensor(torch.ones(8, 8), mesh, [R, Shard(1)], src_data_rank=None).requires_grad_()
+    with debug.record(folder):
+        for _ in range(3):
+            (x @ weight).square().sum().backward()
+            late = x.redistribute(placements=[R, R], async_op=True)
+            if rank == 3:
+                time.sleep(0.4)  # far longer than a busy machine keeps the others
+            late.wait()
+            x.redistribute(placements=[Shard(1), R])
+    return True
+
+
+def test_on_processes(tmp_path, capsys):
+    assert run_ranks(recorded, 4, str(tmp_path)) == [True] * 4
+    run = read_run(tmp_path)
+    assert sorted(run.ranks) == [0, 1, 2, 3] and not run.missing and not blame(run).ranks
+    for rank in run.ranks.values():
+        kinds = {(event.kind, event.axis, event.backward) for event in rank.collectives}
+        assert ("all_gather", "dp", False) in kinds and ("all_reduce", "dp", True) in kinds
+        assert all(e.left is not None and "test_record.py:" in e.source for e in rank.collectives)
+        assert sum(e.wait for e in rank.collectives) <= 3  # nobody waits for what has come already
+        assert next(e for e in rank.collectives if e.kind == "all_gather").bytes == 128
+    assert any(e.wait for rank in run.ranks.values() for e in rank.collectives)
+    tables = summary(run)
+    assert tables["slow"][0]["rank"] == 3 and tables["slow"][0]["others_waited_s"] > 0.1
+    assert {row["name"] for row in tables["by_axis"]} >= {"dp  all_gather", "dp  all_reduce"}
+    trace = chrome_trace(run)["traceEvents"]
+    assert {event["pid"] for event in trace} == {0, 1, 2, 3} and any(e.get("tid") == "in flight" for e in trace)
+    assert main(["report", str(tmp_path)]) == 0 and main(["blame", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path), "--chrome", str(tmp_path / "trace.json")]) == 0
+    assert main(["report", str(tmp_path), "--json", "-"]) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed[printed.index("\n{\n") :])["ranks"] == [0, 1, 2, 3]
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    text = (tmp_path / "report.html").read_text()
+    assert "<script src" not in text and "http" not in text.replace("http://www.w3.org", "")
+    assert main(["blame", str(tmp_path / "nowhere")]) == 2
+
+
+class _Guard:
+    """What a record asks of a collective."""
+
+    begun, step = False, None
+
+    def __init__(self, number, clock):
+        self.kind, self.where, self.number, self.clock = "all_reduce", "mesh axis 'dp' (8 ranks)", number, clock
+        self.note = Note("linear", source=f"train.py:{number % 40}")
+        self.along = self
+
+    ranks = tuple(range(8))
+
+
+def test_a_large_report_is_small(tmp_path, monkeypatch):
+    """1,000 steps of 8 ranks, 10 collectives and 8 modules each."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for rank in range(8):
+        monkeypatch.setenv("RANK", str(rank))
+        flight, numbers, clock = Flight(tmp_path, 32_768), count(1), Clock("dp")
+        names = [flight.name_module(f"GPT.blocks.{i}", "Block") for i in range(8)]
+        for _ in range(1000):
+            for i in range(10):
+                flight.leave(flight.enter(_Guard(next(numbers), clock), 1), None)
+                if i < 8:
+                    flight.leave(flight.enter_module(names[i]), None)
+        flight.say(end="done", at=1.0)
+        flight.close()
+    run = read_run(tmp_path)
+    assert sum(len(rank.events) for rank in run.ranks.values()) == 8 * 18_000 and run.world == 8
+    text = page(run)
+    assert len(text) < 5_000_000, len(text)
+
+
+def test_a_collective_is_recorded_in_microseconds(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    flight, guard = Flight(tmp_path, 1000), _Guard(1, Clock("dp"))
+    best = 1.0
+    for _ in range(20):
+        started = time.process_time()
+        for _ in range(500):
+            flight.leave(flight.enter(guard, 1), None)
+        best = min(best, (time.process_time() - started) / 500)
+    flight.close()
+    print(f"{best * 1e6:.2f} us a collective")
+    assert best < 10e-6  # 1.5 us on a machine of its own
+
+
+def test_missing_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in (0, 2):
+        monkeypatch.setenv("RANK", str(rank))
+        Flight(tmp_path, 10).close()
+    found = blame(read_run(tmp_path))
+    assert found.ranks == (1,) and "rank 1 never came" in found.text
+
+
+def test_nothing_to_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no record of a run is here"):
+        read_run(tmp_path)
+
+
+FAULTS = ["a rank raises in backward", "is killed in moves", "another layout", "skips a branch", "never comes"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_blame(fault):
+    """`benchmarks/blame.py` has a hundred of them."""
+    (trial,) = run_faults(1, seed=len(fault), only=fault)
+    assert not trial.wrong, (trial.wrong, trial.verdict)

@@ -1,0 +1,160 @@
+"""Estimates of memory, bytes and time, and the questions that they answer."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise import DTensor, OutlineError, Replicate, Shard, cli, outline, simulate
+from shardwise.forecast import Hardware, compare, every_kind, largest, sweep
+from shardwise.forecast.hardware import HardwareError, known
+from shardwise.forecast.memory import rounded
+
+GB = 10**9
+
+
+def linear(mesh, batch=64, width=1024):
+    """Columns of a square matrix over the last axis, rows of the batch over the first."""
+    w = nn.Parameter(shardwise.ones(width, width, device_mesh=mesh, placements=[Replicate(), Shard(0)]))
+    x = shardwise.ones(batch, width, device_mesh=mesh, placements=[Shard(0), Replicate()])
+    optimizer = torch.optim.AdamW([w])
+
+    def step():
+        nn.functional.linear(x, w).relu().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def report_of(shape=(4, 8), **settings):
+    with outline(shape, axis_names=("dp", "tp")) as mesh:
+        return shardwise.estimate(linear(mesh, **settings), tokens=64)
+
+
+def test_memory_by_category():
+    memory = report_of().memory
+    part = 1024 * 1024 // 8 * 4  # bytes of the rank's part of the matrix
+    assert memory.categories["parameters"] == part
+    assert memory.categories["optimizer state"] == 2 * part + rounded(4)
+    assert memory.categories["gradients"] == part
+    assert memory.peak == sum(memory.categories.values()) >= 4 * part
+    assert max(alive for _, alive in memory.over_time) == memory.peak
+
+
+def test_activations_are_those_that_are_alive():
+    with outline((2, 1), axis_names=("dp", "tp")) as mesh:
+        x = shardwise.ones(1024, 256, device_mesh=mesh, placements=[Shard(0), Replicate()]).requires_grad_()
+        kept = shardwise.estimate(lambda: x.exp().exp().exp().sum().backward(), warmup=0).memory
+        freed = shardwise.estimate(lambda: x.detach().exp().exp().exp().sum(), warmup=0).memory
+    one = 512 * 256 * 4
+    assert kept.categories["activations"] == 3 * one + 2 * rounded(4)  # the sum of the rank, and of all
+    assert freed.peak - freed.start == 2 * one
+
+
+def test_bytes_are_exact_and_checked():
+    report = report_of()
+    sizes = {("all_reduce", "dp"): 2 * 3 * (1024 * 128 * 4) // 4}
+    assert {k: n for k, n in report.bytes.items() if n > 64} == sizes
+    step = linear(simulate((4, 8), axis_names=("dp", "tp")))
+    with shardwise.debug.ledger() as log:
+        step()
+    ranks = report.ranks
+    real = [type(e)(e.op, e.kind, e.axis, e.bytes // ranks, e.source, e.backward, e.reason) for e in log]
+    assert report.check(real).good and report.check(real, report.memory.peak).peak_error == 0
+    bad = report.check(real[1:], report.memory.peak * 2)
+    assert not bad.good and bad.peak_error == -0.5 and "-50.0% of the measured one" in str(bad)
+
+
+def test_time_grows_with_work_and_overlap_is_played():
+    small, large = report_of(width=4096), report_of(width=8192)
+    assert large.time.total > small.time.total and large.time.flops == 4 * small.time.flops
+    assert small.time.total <= small.time.compute + small.time.communication + small.time.host
+    assert small.tokens_per_second == pytest.approx(64 / small.time.total)
+    assert {figure.basis for figure in small.figures.values()} == {"exact", "assumed"}
+
+
+def test_files(tmp_path):
+    report = report_of()
+    report.save(tmp_path / "r.json")
+    report.save(tmp_path / "r.trace.json")
+    report.save(tmp_path / "r.txt")
+    said = json.loads((tmp_path / "r.json").read_text())
+    assert said["memory"]["peak"] == report.memory.peak and said["figures"]["step (s)"]["basis"] == "assumed"
+    events = json.loads((tmp_path / "r.trace.json").read_text())["traceEvents"]
+    queues = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert {queues[e["tid"]] for e in events if e["ph"] == "X"} == {"compute", "communication"}
+    assert max(e["args"]["bytes"] for e in events if e["ph"] == "C") == report.memory.peak
+    assert "rank 0 of 32" in (tmp_path / "r.txt").read_text()
+
+
+def test_kinds_of_ranks_and_the_worst():
+    def uneven(mesh):
+        x = shardwise.ones(10, 4096, device_mesh=mesh, placements=[Shard(0)]).requires_grad_()
+        return lambda: x.exp().sum().backward()
+
+    report = every_kind(uneven, outline(4, play=3))  # 3, 3, 3 and 1 rows
+    assert report.rank == 0 and [rank for rank, _ in report.kinds] == [3, 0]
+    assert report.kinds[0][1] < report.kinds[1][1] == report.memory.peak
+
+
+def test_questions():
+    mesh = outline((1, 1), axis_names=("dp", "tp"))
+    batch, report = largest(linear, mesh, limit=report_of((1, 1), batch=48).memory.peak, start=16)
+    assert batch == 48 and report.memory.peak == report_of((1, 1), batch=48).memory.peak
+    assert largest(linear, mesh, limit=10) == (0, None)
+    found = sweep(linear, [mesh, outline((1, 8), axis_names=("dp", "tp"))], batch=(16,), quiet=True)
+    assert len(found.rows) == 2 and found.best and found.table().row_count == 2
+    assert compare(found.rows[0][1], found.rows[1][1]).row_count > 5
+    assert "tp=8" in str(compare(found.rows[0][1], found.rows[1][1])) and "1x8" in repr(found)
+
+
+def test_hardware(tmp_path):
+    for name in known():
+        hardware = Hardware.load(name)
+        assert hardware.memory.source and all(f.source for f in hardware.flops.values())
+        hardware.save(tmp_path / "copy.json")
+        assert Hardware.load(tmp_path / "copy.json") == hardware
+    with pytest.raises(HardwareError, match="'abacus' is not known; use one of a100"):
+        Hardware.load("abacus")
+    near, far = (Hardware.load("h100-sxm").exchange_seconds([8], [stride], GB)[0] for stride in (1, 8))
+    assert far > 5 * near
+
+
+def test_no_mesh():
+    with pytest.raises(OutlineError, match="no outlined mesh is active"):
+        shardwise.estimate(lambda: None)
+
+
+def test_commands(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import shardwise\nfrom shardwise import Shard\n"
+        "def build(mesh, rows=64):\n"
+        "    x = shardwise.ones(rows, 8, device_mesh=mesh, placements=[Shard(0)])\n"
+        "    return lambda: x.sum().full_tensor()\n"
+    )
+    saved = tmp_path / "out.json"
+    assert cli.main(["estimate", str(script), "--mesh", "4096", "--set", "rows=8192", "--save", str(saved)]) == 0
+    assert "rank 0 of 4,096" in capsys.readouterr().out and json.loads(saved.read_text())["fits"]
+    assert cli.main(["estimate", str(tmp_path / "none.py"), "--mesh", "2"]) == 2
+    if not torch.cuda.is_available():
+        assert cli.main(["calibrate", "--device", "cuda"]) == 2
+        assert "device 'cuda' is not here" in capsys.readouterr().err
+
+
+def test_plain_tensors_enter(recwarn):
+    with outline((2, 2), axis_names=("dp", "tp")) as mesh:
+        x = DTensor.from_local(torch.zeros(4, 4), mesh["dp"], [Shard(0)])
+        assert shardwise.estimate(lambda: x + 1).memory.peak > 0
+
+
+def test_tensors_of_another_mesh_do_not_count():
+    with outline(2) as other:
+        held = shardwise.ones(4096, device_mesh=other, placements=[Replicate()])
+    with outline(2) as mesh:
+        x = shardwise.ones(256, device_mesh=mesh, placements=[Replicate()])
+        assert shardwise.estimate(lambda: x + 1, warmup=0).memory.peak == 2 * rounded(256 * 4)
+    assert held.shape == (4096,)

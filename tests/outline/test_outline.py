@@ -1,0 +1,109 @@
+"""A mesh without values: where its rank stands, what it refuses, what may be assumed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise
+from shardwise import DTensor, MeshError, OutlineError, Replicate, Shard, distribute_tensor, outline
+from shardwise.testing.outlined import ASKS, compare_without_values
+from shardwise.testing.spread import combinations
+from shardwise.testing.subjects import subjects
+
+OPERATORS = (  # some of each family; `benchmarks/estimate.py operators` has all of them
+    "add", "nn.functional.linear", "cumsum", "softmax", "topk", "index_select", "cat", "std", "bernoulli", "as_strided",
+    "nn.functional.embedding_bag", "nn.functional.conv_transpose1d", "min [reduction_no_dim]", "fft.fft", "linalg.lu",
+    "_foreach_sqrt", "masked.norm", "nn.functional.interpolate [trilinear]", "nn.BatchNorm3d (train)", "unique",
+)  # fmt: skip
+
+
+def test_where_the_rank_stands():
+    mesh = outline((512, 128), axis_names=("dp", "tp"), play=(3, 5))
+    assert mesh.get_rank() == 3 * 128 + 5 and mesh.get_coordinate() == [3, 5]
+    assert mesh["tp"].get_coordinate() == [5] and mesh["tp"].ranks == tuple(range(384, 512))
+    assert mesh["dp"].get_local_rank() == 3 and mesh["dp"].ranks[:2] == (5, 133)
+    assert mesh["dp", "tp"] is mesh and mesh["tp"] is mesh["tp"]
+    assert mesh._flatten("all").get_coordinate() == [389] and mesh["all"].size() == 65536
+    assert repr(mesh) == "OutlinedMesh(dp=512, tp=128, device='cpu', rank 389)"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"shape": ()}, "outline: shape must be one or more ints > 0"),
+        ({"shape": (4,), "play": 4}, "play=4 is no rank of a mesh of 4 ranks"),
+        ({"shape": (2, 2), "play": (0, 2)}, "must be a rank's number or coordinates"),
+        ({"shape": (2,), "axis_names": ("a", "b")}, "must name each of the 1 axes"),
+        ({"shape": (2,), "device": "toaster"}, "outline: device must be a kind of device"),
+    ],
+)
+def test_what_describes_no_mesh(given, says):
+    with pytest.raises(MeshError, match=says.replace("(", r"\(").replace("?", r"\?")):
+        outline(**given)
+
+
+@pytest.mark.parametrize("sizes", [(10, 6), (3, 6), (0, 6), (1, 1)])
+def test_each_rank_holds_its_part(sizes):
+    for rank in range(4):
+        mesh = outline(4, play=rank)
+        x = distribute_tensor(torch.zeros(sizes), mesh, [Shard(0)], src_data_rank=None)
+        assert tuple(x.to_local().shape) == x._layout.local_shape_at((rank,))
+        assert tuple(x.full_tensor().shape) == sizes
+
+
+def test_no_memory_and_no_growth_with_ranks():
+    with outline((1024, 1024), axis_names=("dp", "tp")) as mesh:
+        w = nn.Parameter(shardwise.empty(1 << 20, 1 << 20, device_mesh=mesh, placements=[Shard(0), Shard(1)]))
+        w.pow(2).sum().backward()
+        assert tuple(w.grad.to_local().shape) == (1024, 1024)
+
+
+def test_values_that_are_asked_for():
+    with outline(4) as mesh:
+        x = shardwise.ones(8, 2, device_mesh=mesh, placements=[Shard(0)])
+        for ask in (
+            lambda: x.sum().item(),
+            lambda: x.tolist(),
+            lambda: bool(x[0, 0] > 0),
+            lambda: torch.ones(2).sum().item(),
+        ):
+            with pytest.raises(OutlineError, match=r"test_outline.py:\d+ asks for 'item'.*assume=\{'item': \.\.\.\}"):
+                ask()
+        with pytest.raises(OutlineError, match="'nonzero'"):
+            torch.nonzero(x)
+
+
+def test_values_that_are_assumed():
+    with outline(4, assume={"item": 2.5, "nonzero": 0.5, "masked_select": 3, "unique": 7}) as mesh:
+        x = shardwise.ones(8, 2, device_mesh=mesh, placements=[Shard(0)])
+        assert x.sum().item() == 2.5 and torch.ones(3).sum().item() == 2.5
+        assert x.to_local().nonzero().shape == (2, 2)
+        assert torch.nonzero(x).shape == (8, 2)  # half of what each of 4 ranks holds
+        assert torch.ones(9).masked_select(torch.ones(9) > 0).shape == (3,)
+        assert torch.ones(9).unique().shape == (7,)
+
+
+def test_real_tensors_enter_and_take_gradients():
+    mesh = outline(4)
+    weight = torch.ones(6, 4, requires_grad=True)
+    y = DTensor.from_local(weight, mesh, [Replicate()]) * 2
+    y.sum().backward()
+    assert weight.grad.shape == weight.shape
+
+
+def test_device_that_is_not_here():
+    with outline(2, device="cuda") as mesh:
+        assert mesh.device_type == "cuda"
+        x = torch.zeros(3, 4, device="cuda").to("cuda").cuda()
+        y = DTensor.from_local(x, mesh, [Shard(0)])
+        assert y.shape == (6, 4) and F.relu(y).to_local().shape == (3, 4)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_of_the_proof(name):
+    sample = subjects()[name].samples("function", 1)[0]
+    for shape in ((3,), (2, 2)):
+        for layouts in combinations(sample.tensors, shape, limit=1 if len(shape) > 1 else 2, seed=name):
+            outcome = compare_without_values(sample, shape, layouts)
+            assert outcome.verdict == (ASKS if name == "unique" else "right"), outcome.message

@@ -1,0 +1,80 @@
+"""Ranks that hold nothing raise what the others raise, and do not go on without them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardwise
+from shardwise import Replicate, Shard
+from tests.workers import device_mesh, run_ranks
+
+CALLS = {  # torch has no kernel for these, and does not say so of empty tensors
+    "bool @ bool": lambda x, w: x @ w,
+    "in place": lambda x, w: x.to(torch.int32).exponential_(),
+    "max_pool1d of bool": lambda x, w: F.max_pool1d(x[:, None], 2),
+    "conv1d of bool": lambda x, w: F.conv1d(x[:, None], w[None, :1, :2].expand(1, 1, 2)),
+    "softmax of int": lambda x, w: torch.softmax(x.to(torch.int64), -1),
+    "linalg.inv of half": lambda x, w: torch.linalg.inv(x.half()[:, :, None] * torch.eye(3).half()),
+}
+
+
+def raised(rank, world_size, name):
+    """What each rank raises, and whether the ranks still work together."""
+    mesh = device_mesh((world_size,))
+    sizes = (4,) + (0,) * (world_size - 1)
+    x = shardwise.distribute_tensor(torch.ones(4, 3, dtype=torch.bool), mesh, [Shard(0, sizes=sizes)])
+    w = shardwise.distribute_tensor(torch.ones(3, 3, dtype=torch.bool), mesh, [Replicate()])
+    found = []
+    for _ in range(2):  # the second time from what is cached
+        try:
+            CALLS[name](x, w)
+        except Exception as error:
+            found.append(type(error).__name__)
+    assert x.full_tensor().all()
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_all_ranks_raise(name):
+    x, w = torch.ones(4, 3, dtype=torch.bool), torch.ones(3, 3, dtype=torch.bool)
+    with pytest.raises(Exception) as plain:  # noqa: B017
+        CALLS[name](x, w)
+    assert run_ranks(raised, 3, name) == [[plain.type.__name__] * 2] * 3
+
+
+def twice_differentiated(rank, world_size):
+    """The kernel of attention on CPUs has no second derivative, also where a rank has no batch."""
+    mesh = device_mesh((world_size,))
+    place = lambda value, at: shardwise.distribute_tensor(value, mesh, [at]).requires_grad_()
+    x = place(torch.randn(4, 2, 2), Shard(1, sizes=(2, 0, 0)))
+    weights = [place(torch.randn(size), Replicate()) for size in ((6, 2), (6,), (2, 2), (2,))]
+    out, _ = F.multi_head_attention_forward(
+        x, x, x, 2, 1, weights[0], weights[1], None, None, False, 0.0, weights[2], weights[3], need_weights=False
+    )
+    (once,) = torch.autograd.grad((out * out).sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        torch.autograd.grad((once * once).sum(), [x])
+    return once.full_tensor()
+
+
+def test_no_rank_differentiates_what_others_cannot():
+    first, *others = run_ranks(twice_differentiated, 3)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def computed(rank, world_size):
+    """What torch has kernels for goes on, also where zeros would be refused for their values."""
+    mesh = device_mesh((world_size,))
+    x = shardwise.distribute_tensor(2 * torch.eye(3).expand(2, 3, 3), mesh, [Shard(0, sizes=(2, 0, 0))])
+    torch.manual_seed(4)
+    before = torch.random.get_rng_state()
+    found = [torch.linalg.cholesky(x), torch.linalg.inv(x), F.conv1d(x, torch.ones(1, 3, 2))]
+    assert torch.equal(before, torch.random.get_rng_state())
+    return [t.full_tensor() for t in found]
+
+
+def test_kernels_that_there_are():
+    x = 2 * torch.eye(3).expand(2, 3, 3)
+    want = [torch.linalg.cholesky(x), torch.linalg.inv(x), F.conv1d(x, torch.ones(1, 3, 2))]
+    for found in run_ranks(computed, 3):
+        torch.testing.assert_close(found, want)
