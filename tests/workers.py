@@ -169,7 +169,7 @@ class Pool:
             raise _error(failures, self.world_size) from failures[0].cause
 
     def _collect(self, timeout: float) -> tuple[dict, list[Failure]]:
-        """One answer of each rank: results by rank, and failures in the order they came in."""
+        """One answer of each rank: results by rank, and failures in the order they came in, deaths before all others."""
         results: dict = {}
         failures: list[Failure] = []
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
@@ -193,7 +193,8 @@ class Pool:
         if waiting:
             limit = f"did not finish within {timeout:g} s" if not failures else "did not finish after that"
             failures += [Failure(rank, limit, "hang", self._stack(rank)) for rank in waiting.values()]
-        return results, failures
+        # A rank's death makes the others raise, and their answers may come in before it is noticed.
+        return results, sorted(failures, key=lambda failure: not failure.where.startswith("death"))
 
     def _death(self, rank: int) -> Failure:
         process = self._processes[rank]
