@@ -44,12 +44,17 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[Any, ...]:
-        partners = [step.partner for step in reversed(ctx.steps)]
-        note = for_backward(ctx.note, ctx.source)
-        local = ctx.comm_after.assemble(ctx.after, tuple(map(in_memory, grads)))
-        with recording_to(ctx.recorders):
-            back = run_steps(ctx.comm_after, partners, local, note)
-        return None, *ctx.comm.pick_gradients(ctx.before, back)
+        return _run_back(ctx, grads)
+
+
+def _run_back(move: Ctx | _Transformed, grads: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Run the partners of the steps of a move in reverse; None for the argument that is no tensor, then gradients."""
+    partners = [step.partner for step in reversed(move.steps)]
+    note = for_backward(move.note, move.source)
+    local = move.comm_after.assemble(move.after, tuple(map(in_memory, grads)))
+    with recording_to(move.recorders):
+        back = run_steps(move.comm_after, partners, local, note)
+    return None, *move.comm.pick_gradients(move.before, back)
 
 
 class _Transformed:
@@ -78,13 +83,7 @@ class _TransformedMove(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[Any, ...]:
-        call = ctx.call
-        partners = [step.partner for step in reversed(call.steps)]
-        note = for_backward(call.note, call.source)
-        local = call.comm_after.assemble(call.after, tuple(map(in_memory, grads)))
-        with recording_to(call.recorders):
-            back = run_steps(call.comm_after, partners, local, note)
-        return None, *call.comm.pick_gradients(call.before, back)
+        return _run_back(ctx.call, grads)
 
     @staticmethod
     def jvp(ctx: Ctx, _: object, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:

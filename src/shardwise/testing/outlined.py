@@ -16,7 +16,7 @@ from shardwise.errors import OutlineError
 from shardwise.mesh import outline, simulate
 from shardwise.tensor import DTensor
 from shardwise.testing.seeding import seed_torch
-from shardwise.testing.spread import Combination, spread_out
+from shardwise.testing.spread import Combination
 from shardwise.testing.trial import RIGHT, WRONG, Outcome, Sample
 
 ASKS = "asks for values"
@@ -63,10 +63,7 @@ def _run(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            mine = [
-                spread_out(t, mesh, places, seed=seed + i, requires_grad=d, holes=sample.holes)
-                for i, (t, places, d) in enumerate(zip(sample.tensors, layouts, sample.differentiable, strict=True))
-            ]
+            mine = sample.laid_out(mesh, layouts, seed)
             seed_torch()
             with log:
                 got = tree_flatten(sample.call(mine))[0]

@@ -54,6 +54,14 @@ class Sample:
         self.least_exact = max((TOLERANCE.get(t.dtype, 0.0) for t in self.tensors), default=0.0)
         self.differentiable = [self.grad and is_float(t.dtype) for t in self.tensors]
 
+    def laid_out(self, mesh: MeshArgument, layouts: Combination, seed: int = 0) -> list[DTensor]:
+        """The sample's tensors as distributed leaves, one of `layouts` each."""
+        each = zip(self.tensors, layouts, self.differentiable, strict=True)
+        return [
+            spread_out(tensor, mesh, places, seed=seed + i, requires_grad=differentiable, holes=self.holes)
+            for i, (tensor, places, differentiable) in enumerate(each)
+        ]
+
 
 @dataclass
 class Reference:
@@ -125,10 +133,7 @@ def attempt(expected: Reference, mesh: MeshArgument, layouts: Combination, seed:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            mine = [
-                spread_out(t, mesh, places, seed=seed + i, requires_grad=d, holes=sample.holes)
-                for i, (t, places, d) in enumerate(zip(sample.tensors, layouts, sample.differentiable, strict=True))
-            ]
+            mine = sample.laid_out(mesh, layouts, seed)
             seed_torch()
             with log, use("torch"):  # the same random numbers as plain torch
                 got = tree_flatten(sample.call(mine))[0]
