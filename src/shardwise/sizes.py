@@ -22,13 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.base import Coords
+from shardwise.comm.base import Comm, Coords
 from shardwise.errors import DimError, LayoutError, out_of_range
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.layout import dense_stride, shards_from_table
 from shardwise.layout.placement import StridedShard, check_reductions
 from shardwise.layout.split import Intervals, count
 from shardwise.mesh import DeviceMesh, Mesh
+from shardwise.protocols import LocalValue
 
 Kinds = Mapping[Coords, tuple[str, tuple[int, ...]]]  # dtype and local shape of each rank, by its mesh coordinates
 Shapes = Mapping[Coords, tuple[int, ...]]
@@ -96,7 +97,7 @@ def layout_of_locals(
         )
     stride = stride or dense_stride(shape, first.stride())
     layout = Layout.make(mesh, placements, shape, first.dtype, stride, first.device)
-    for coords, held in (shapes or {c: tuple(comm.at(local, c).shape) for c in comm.coords_here()}).items():
+    for coords, held in (shapes or _shapes_here(comm, local)).items():
         if held != layout.local_shape_at(coords):
             raise LayoutError(
                 f"shape={layout.shape}: under {list(layout.placements)} the rank at {coords} holds "
@@ -110,6 +111,13 @@ def layout_of_locals(
 
 
 # -- what the ranks hold -----------------------------------------------------------------------------------
+def _shapes_here(comm: Comm, local: LocalValue) -> Shapes:
+    """The local shapes of the ranks in this process, by coordinates."""
+    if comm.simulated:
+        return {coords: shape for coords, (_, shape) in comm.all_kinds(local).items()}
+    return {coords: tuple(comm.at(local, coords).shape) for coords in comm.coords_here()}
+
+
 def exchange_kinds(local: torch.Tensor, mesh: Mesh) -> Kinds:
     """The dtype and local shape of every rank (one small exchange, in which all ranks of the mesh take part); raises on
     all ranks alike, where they differ in dtype or in the number of dims."""

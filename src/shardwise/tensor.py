@@ -278,6 +278,8 @@ class DTensor(Wrapper):
     def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """The whole value as a plain tensor on every rank, differentiable.
 
+        On a simulated sub-mesh whose groups hold different values it is a RankTensor: each rank has its group's.
+
         Args:
             grad_placements: How the gradient that comes back for it is laid out; by default replicated.
         """

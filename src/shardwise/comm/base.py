@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from shardwise.protocols import LocalValue, Structure
+
 Coords = tuple[int, ...]
 
 
@@ -95,6 +97,15 @@ class Comm(ABC):
     @abstractmethod
     def first(self, local: Any) -> torch.Tensor:
         """The plain tensor of the first rank of this process."""
+
+    def whole(self, local: LocalValue) -> Structure:
+        """How many tensors a Replicate value is for the program: one, or one per group of a simulated sub-mesh."""
+        return self.structure(local)
+
+    def agreed(self, local: LocalValue, what: str) -> torch.Tensor:
+        """The plain tensor behind a Replicate value that decides something for the whole mesh, such as the sizes that
+        ranks found; LayoutError, saying `what` it is, where the groups of a simulated sub-mesh hold different ones."""
+        return self.first(local)
 
     def same(self, one: Any, other: Any) -> bool:
         """Whether two local values are the same tensors."""

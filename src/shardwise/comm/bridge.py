@@ -129,11 +129,14 @@ def share(comm: Comm, local: LocalValue, axes: Sequence[int]) -> LocalValue:
     return regroup(comm, local, comm.structure(comm.first_of_replicas(local, axes)))
 
 
-def collapse(comm: Comm, local: LocalValue) -> torch.Tensor:
-    """The plain tensor behind a Replicate local value."""
+def collapse(comm: Comm, local: LocalValue) -> LocalValue:
+    """The plain tensor behind a Replicate local value. Where groups of a simulated sub-mesh hold different ones, each
+    rank's own."""
     if not comm.simulated:
         return local
-    return comm.values(regroup(comm, local, (0,) * len(comm.structure(local))))[0]
+    found = regroup(comm, local, comm.whole(local))
+    values = comm.values(found)
+    return values[0] if len(values) == 1 else found
 
 
 class _Replaced(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -11,7 +11,8 @@ import shardwise.comm.rank_surface  # noqa: F401  (what a RankTensor answers)
 from shardwise.comm.base import Comm, Coords
 from shardwise.comm.rank_tensor import PerRank, RankTensor, is_list_op, map_positions, map_ranks, unique
 from shardwise.comm.reduction import reduce_parts
-from shardwise.errors import MeshError
+from shardwise.errors import LayoutError, MeshError
+from shardwise.protocols import LocalValue
 from shardwise.torch_private import storage_id
 
 OnGroup = Callable[[list[torch.Tensor], list[Coords]], list[torch.Tensor]]  # values and coordinates of some ranks
@@ -89,8 +90,38 @@ class SimulatedComm(Comm):
             seen.add(place)
         return tuple(grads)
 
+    def whole(self, local: LocalValue) -> tuple[int, ...]:
+        """The structure of a Replicate value for the program: one tensor, or one per group where the groups of a
+        sub-mesh hold different ones."""
+        one, *others = self._by_group(local).values()
+        if all(_equal(one, other) for other in others):
+            return (0,) * len(self.grid)
+        numbers = {spectator: i for i, spectator in enumerate(dict.fromkeys(self.spectators))}
+        return tuple(numbers[spectator] for spectator in self.spectators)
+
+    def _by_group(self, local: LocalValue) -> dict[Hashable, torch.Tensor]:
+        """What the first rank of each group has."""
+        assert isinstance(local, RankTensor)
+        found: dict[Hashable, torch.Tensor] = {}
+        for spectator, value in zip(self.spectators, local.ranks, strict=True):
+            found.setdefault(spectator, value)
+        return found
+
     def first(self, local: Any) -> torch.Tensor:
         return local.ranks[0]
+
+    def agreed(self, local: LocalValue, what: str) -> torch.Tensor:
+        if len(set(self.whole(local))) > 1:
+            self._refuse(what, [value.tolist() for value in self._by_group(local).values()])
+        return self.first(local)
+
+    def _refuse(self, what: str, found: Sequence[object]) -> NoReturn:
+        shown = ", ".join(map(str, found[:4])) + (", ..." if len(found) > 4 else "")
+        raise LayoutError(
+            f"{what}: the groups of the simulated sub-mesh {list(self.axis_names)} have {shown}, but a tensor on it "
+            f"has one layout for all of them. Lay it out on the whole mesh, give every group the same, or run on "
+            f"processes, where each group has a tensor of its own"
+        )
 
     def same(self, one: Any, other: Any) -> bool:
         return all(a is b for a, b in zip(one.ranks, other.ranks, strict=True))
@@ -121,7 +152,12 @@ class SimulatedComm(Comm):
         )
 
     def all_kinds(self, local: Any) -> dict[Coords, tuple[str, tuple[int, ...]]]:
-        return {c: (str(value.dtype), tuple(value.shape)) for c, value in zip(self.grid, local.ranks, strict=True)}
+        found: dict[Coords, tuple[str, tuple[int, ...]]] = {}
+        for coords, value in zip(self.grid, local.ranks, strict=True):
+            kind = str(value.dtype), tuple(value.shape)
+            if found.setdefault(coords, kind) != kind:
+                self._refuse(f"local tensors of the ranks at {coords}", [found[coords], kind])
+        return found
 
     def first_of_replicas(self, local: Any, axes: Sequence[int]) -> RankTensor:
         values = list(local.ranks)
@@ -158,3 +194,11 @@ class SimulatedComm(Comm):
 
     def stack(self, local: Any, axes: Sequence[int]) -> RankTensor:
         return self.per_group(lambda values, coords: [torch.stack(values)] * len(values), local, axes)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN being the same as NaN. Without values they do."""
+    if one is other or one.is_meta:
+        return True
+    with torch.no_grad():
+        return one.shape == other.shape and bool(((one == other) | (one != one) & (other != other)).all())

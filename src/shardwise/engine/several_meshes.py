@@ -97,7 +97,7 @@ def _seen_on(tensor: Wrapper, mesh: Mesh, func: Call) -> Wrapper:
     if not all(place.is_replicate() for place in layout.placements):
         with running(op_name(func)):
             tensor = _replicated(tensor)
-    return replicated_plain(layout.mesh.comm.first(tensor._local), mesh)
+    return replicated_plain(layout.mesh.comm.agreed(tensor._local, f"{op_name(func)}: a number"), mesh)
 
 
 def _replicated(tensor: Distributed) -> Distributed:

@@ -48,7 +48,7 @@ def with_counted_size(out: Tensor, dim: int, axes: Sequence[int]) -> Tensor:
     with relaxed(), torch.no_grad():  # under strict() too: such an op is nothing without this exchange
         counts = whole(run_local(lambda v: torch.tensor([v.shape[dim]], device=v.device), [out], one_each))
         alike = [mesh.comm.first(out._local).shape[dim]] * len(cells)  # without values, all are taken to find as many
-        found = alike if mesh.comm.outlined else mesh.comm.first(counts._local).tolist()
+        found = alike if mesh.comm.outlined else mesh.comm.agreed(counts._local, "sizes that ranks found").tolist()
     pieces = dict(zip(cells, sizes_to_pieces(found), strict=True))
     shards = shards_from_table(sizes, sum(found), lambda cell: pieces[cell], dim)
     new = dict(zip(axes, shards, strict=True))

@@ -133,7 +133,7 @@ def _exchanged_counts(chosen: DTensor, experts: int) -> tuple[list[Run], numpy.n
     count = lambda local, held: _counted(local, experts, held, most)
     counts = run_local(count, [chosen], table, lambda coords: layout.held(0, coords))
     whole = table.replace(placements=[REPLICATE] * len(table.placements))
-    known = mesh.comm.first(move(counts._local, table, whole, Note("dispatch", "sizes")))
+    known = mesh.comm.agreed(move(counts._local, table, whole, Note("dispatch", "sizes")), "tokens per expert")
     if is_abstract(known):
         numbers = numpy.zeros((len(holders), most, experts), dtype=numpy.int64)
         for i, holder in enumerate(holders):

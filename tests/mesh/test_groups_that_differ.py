@@ -1,0 +1,63 @@
+"""Simulated sub-meshes whose groups hold different values: nobody's is lost, and no layout is taken from one of them."""
+
+import pytest
+import torch
+
+from shardwise import DTensor, LayoutError, RankTensor, Replicate, Shard, distribute_tensor, simulate
+
+WORLD = simulate((2, 2), axis_names=("dp", "tp"))
+TP = WORLD["tp"]
+
+
+def per_rank(*values):
+    return RankTensor([torch.tensor(value, dtype=torch.float64) for value in values])
+
+
+def mixed():
+    """Group 0 holds [0, 1, 2, 3], group 1 [10, 20, 30, 40]."""
+    return DTensor.from_local(per_rank([0, 1], [2, 3], [10, 20], [30, 40]), TP, [Shard(0)])
+
+
+def test_full_tensor_is_each_groups_own():
+    got = mixed().full_tensor()
+    assert isinstance(got, RankTensor)
+    assert [value.tolist() for value in got.ranks] == [[0, 1, 2, 3]] * 2 + [[10, 20, 30, 40]] * 2
+    assert [value.item() for value in mixed().sum().full_tensor().ranks] == [6, 6, 100, 100]
+
+
+def test_it_is_plain_where_groups_hold_the_same():
+    same = per_rank([0, float("nan")], [2, 3], [0, float("nan")], [2, 3])
+    assert type(DTensor.from_local(same, TP, [Shard(0)]).full_tensor()) is torch.Tensor
+    assert type(distribute_tensor(torch.arange(5.0), TP, [Shard(0)]).full_tensor()) is torch.Tensor
+
+
+def test_gradients_go_back_to_their_own_group():
+    weight = distribute_tensor(torch.ones(4, dtype=torch.float64), TP, [Shard(0)]).requires_grad_()
+    whole = (weight * mixed()).full_tensor()
+    (whole * whole).sum().backward()
+    found = [value.tolist() for value in weight.grad.to_local().ranks]
+    assert found == [[0, 2], [8, 18], [200, 800], [1800, 3200]]
+
+
+def test_one_answer_for_python_is_refused():
+    for ask in (float, bool, lambda x: x > 50 and True):
+        with pytest.raises(LayoutError, match="the ranks differ"):
+            ask(mixed().sum() - 6)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+@pytest.mark.parametrize(
+    "op", [lambda x: x[x > 1.5], torch.nonzero, torch.unique, lambda x: torch.repeat_interleave(x, x.long())]
+)
+def test_sizes_that_differ_are_refused(op, placement):
+    x = DTensor.from_local(per_rank([1, 1, 0, 2], [1, 1, 0, 2], [1, 2, 3, 4], [1, 2, 3, 4]), TP, [Replicate()])
+    with pytest.raises(LayoutError, match=r"groups of the simulated sub-mesh \['tp'\] have .* Lay it out on the whole mesh"):
+        op(x.redistribute(placements=[placement]))
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+@pytest.mark.parametrize("shape", [None, (4,)])
+def test_local_tensors_of_other_shapes_are_refused(placement, shape):
+    uneven = RankTensor([torch.ones(2), torch.ones(2), torch.ones(3), torch.ones(3)])
+    with pytest.raises(LayoutError, match=r"ranks at \(0,\).*\(2,\).*\(3,\)"):
+        DTensor.from_local(uneven, TP, [placement], shape=shape, stride=shape and (1,))
