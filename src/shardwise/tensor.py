@@ -377,7 +377,7 @@ class DTensor(Wrapper):
     __complex__, __index__ = _asked_of_whole(complex), _asked_of_whole(operator.index)
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+        return format(self._whole(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     # -- memory ---------------------------------------------------------------------------------------------
     def apply_(self, function: Callable[[Any], float]) -> DTensor:  # type: ignore[override]

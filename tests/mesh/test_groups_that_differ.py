@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise import DTensor, LayoutError, RankTensor, Replicate, Shard, distribute_tensor, simulate
+from shardwise import DTensor, LayoutError, Partial, RankTensor, Replicate, Shard, distribute_tensor, simulate
 
 WORLD = simulate((2, 2), axis_names=("dp", "tp"))
 TP = WORLD["tp"]
@@ -61,3 +61,21 @@ def test_local_tensors_of_other_shapes_are_refused(placement, shape):
     uneven = RankTensor([torch.ones(2), torch.ones(2), torch.ones(3), torch.ones(3)])
     with pytest.raises(LayoutError, match=r"ranks at \(0,\).*\(2,\).*\(3,\)"):
         DTensor.from_local(uneven, TP, [placement], shape=shape, stride=shape and (1,))
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Partial(), Partial("max")])
+def test_only_what_all_groups_hold_moves_to_another_mesh(placement):
+    groups = ([1, 2], [2, 5]), ([2, 3], [1, 4])  # the same sums, other greatest values
+    local = per_rank(*groups[0], *groups[1])
+    x = DTensor.from_local(local, TP, [placement])
+    for mesh, placements in ((WORLD, [Replicate(), Shard(0)]), (WORLD["dp"], [Shard(0)])):
+        if placement == Partial():
+            assert x.redistribute(mesh, placements).full_tensor().tolist() == [3, 7]
+            continue
+        with pytest.raises(LayoutError, match=r"redistribute to another mesh: .* different values at \(0,\)"):
+            x.redistribute(mesh, placements)
+
+
+def test_formats():
+    assert f"{mixed().sum():.1f}" == "[6.0, 6.0, 100.0, 100.0]"
+    assert f"{distribute_tensor(torch.ones(3), TP, [Shard(0)]).sum():.1f}" == "3.0"

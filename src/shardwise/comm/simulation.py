@@ -99,6 +99,14 @@ class SimulatedComm(Comm):
         numbers = {spectator: i for i, spectator in enumerate(dict.fromkeys(self.spectators))}
         return tuple(numbers[spectator] for spectator in self.spectators)
 
+    def check_groups(self, local: LocalValue, what: str) -> None:
+        """Raise where ranks at the same place in the groups of a sub-mesh hold different tensors."""
+        assert isinstance(local, RankTensor)
+        firsts: dict[Coords, torch.Tensor] = {}
+        for coords, value in zip(self.grid, local.ranks, strict=True):
+            if not _equal(firsts.setdefault(coords, value), value):
+                self._refuse(what, [f"different values at {coords}"])
+
     def _by_group(self, local: LocalValue) -> dict[Hashable, torch.Tensor]:
         """What the first rank of each group has."""
         assert isinstance(local, RankTensor)

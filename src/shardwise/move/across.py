@@ -21,10 +21,11 @@ from shardwise.comm.guard import Guard
 from shardwise.comm.messages import along_ranks
 from shardwise.comm.outline import OutlineComm
 from shardwise.comm.record import Note
+from shardwise.comm.simulation import SimulatedComm
 from shardwise.errors import MoveError
 from shardwise.layout import Layout
 from shardwise.layout.on_mesh import cached_on_mesh
-from shardwise.layout.placement import REPLICATE
+from shardwise.layout.placement import REPLICATE, Partial
 from shardwise.layout.tileset import TileSet
 from shardwise.move.exchange import Whole
 from shardwise.move.planner import plan_steps, without_sums
@@ -32,6 +33,7 @@ from shardwise.move.run import run_move, run_steps
 from shardwise.move.steps import Step, Steps
 from shardwise.move.tiles import TilePlan
 from shardwise.move.transfer import Transfer
+from shardwise.protocols import LocalValue
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +134,8 @@ def plan_across(src: Layout, dst: Layout) -> Crossing:
 def move_across(local: Any, src: Layout, dst: Layout, note: Note) -> Any:
     """What the ranks of `dst`'s mesh hold, from what those of `src`'s hold; differentiable. Every rank of both calls
     it; outside of the target's mesh the result is empty."""
+    if src.mesh.comm.simulated:
+        _check_groups(src.mesh.comm, local, src)
     larger = _on_one_mesh(src, dst)
     if larger is not None:
         here, there = larger
@@ -146,6 +150,15 @@ def move_across(local: Any, src: Layout, dst: Layout, note: Note) -> Any:
         return crossed
     replicas = [a for a, p in enumerate(plan.exchange.dst.placements) if p.is_replicate()]
     return run_move(share(dst.mesh.comm, crossed, replicas), dst.mesh.comm, plan.after, note)
+
+
+def _check_groups(comm: SimulatedComm, local: LocalValue, src: Layout) -> None:
+    """LayoutError where the groups of a simulated sub-mesh hold different values: only one of them would move."""
+    with torch.no_grad():
+        for axis, place in enumerate(src.placements):
+            if isinstance(place, Partial):  # groups may have different parts of the same value
+                local = comm.all_reduce(local, (axis,), "sum" if place.reduce_op == "avg" else place.reduce_op)
+    comm.check_groups(local, "redistribute to another mesh")
 
 
 def _on_one_mesh(src: Layout, dst: Layout) -> tuple[Layout, Layout] | None:
