@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from shardwise import DTensor, LayoutError, Partial, RankTensor, Replicate, Shard, distribute_tensor, simulate
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+from tests.workers import device_mesh, run_ranks
 
 WORLD = simulate((2, 2), axis_names=("dp", "tp"))
 TP = WORLD["tp"]
@@ -79,3 +82,56 @@ def test_only_what_all_groups_hold_moves_to_another_mesh(placement):
 def test_formats():
     assert f"{mixed().sum():.1f}" == "[6.0, 6.0, 100.0, 100.0]"
     assert f"{distribute_tensor(torch.ones(3), TP, [Shard(0)]).sum():.1f}" == "3.0"
+
+
+# -- the same on processes, where every group has a tensor of its own ----------------------------------------------
+OPS = [
+    lambda x: x @ x.T,
+    lambda x: x.sum().full_tensor() * x,
+    lambda x: x.softmax(0),
+    lambda x: x.cumsum(0),
+    lambda x: x.sort(0)[0],
+    lambda x: x.std(0),
+    lambda x: x.reshape(-1),
+    lambda x: torch.cat([x, x.flip(0)]),
+    lambda x: x.roll(1, 0)[1:, :2],
+    lambda x: F.layer_norm(x, x.shape[-1:]),
+    lambda x: F.dropout(x, 0.5),
+    lambda x: x.topk(2, 0)[0],
+    lambda x: x.full_tensor().square(),
+]
+
+
+def own(rank, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def results(world, each):
+    """Results and gradients of ops, and a step of tensor parallelism with fully_shard, from values that `each` makes."""
+    found = []
+    for placement in (Shard(0), Shard(1), Partial()):
+        for op in OPS:
+            x = DTensor.from_local(each(lambda rank: own(rank, 4, 3)), world["tp"], [placement]).detach().requires_grad_()
+            y = op(x)
+            (y * y.detach()).sum().backward()
+            found += [y.to_local() if isinstance(y, DTensor) else y, x.grad.to_local()]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 5)).double()
+    parallelize_module(model, world["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=world["dp"])
+    model(each(lambda rank: own(rank // 2, 3, 6))).square().sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    return [*found, norm.full_tensor(), *(parameter.grad.to_local() for parameter in model.parameters())]
+
+
+def on_a_rank(rank, world_size):
+    found = results(device_mesh((2, 2), ("dp", "tp")), lambda make: make(rank))
+    return [value.detach() for value in found]
+
+
+def test_as_on_processes():
+    mine = results(WORLD, lambda make: RankTensor([make(rank) for rank in range(4)]))
+    for rank, theirs in enumerate(run_ranks(on_a_rank, 4)):
+        for value, expected in zip(mine, theirs, strict=True):
+            value = value.ranks[rank] if isinstance(value, RankTensor) else value
+            torch.testing.assert_close(value.detach(), expected)

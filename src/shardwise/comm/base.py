@@ -102,6 +102,10 @@ class Comm(ABC):
         """How many tensors a Replicate value is for the program: one, or one per group of a simulated sub-mesh."""
         return self.structure(local)
 
+    def is_shared(self, value: torch.Tensor) -> bool:
+        """Whether the ranks of each group hold one tensor, of the same shape in all groups."""
+        return False
+
     def agreed(self, local: LocalValue, what: str) -> torch.Tensor:
         """The plain tensor behind a Replicate value that decides something for the whole mesh, such as the sizes that
         ranks found; LayoutError, saying `what` it is, where the groups of a simulated sub-mesh hold different ones."""

@@ -118,6 +118,12 @@ class SimulatedComm(Comm):
     def first(self, local: Any) -> torch.Tensor:
         return local.ranks[0]
 
+    def is_shared(self, value: torch.Tensor) -> bool:
+        if not isinstance(value, RankTensor) or len(value.ranks) != len(self.grid):
+            return False
+        held = {(spectator, id(v)) for spectator, v in zip(self.spectators, value.ranks, strict=True)}
+        return len(held) == len(set(self.spectators)) and len({(v.shape, v.stride()) for v in value.ranks}) == 1
+
     def agreed(self, local: LocalValue, what: str) -> torch.Tensor:
         if len(set(self.whole(local))) > 1:
             self._refuse(what, [value.tolist() for value in self._by_group(local).values()])

@@ -58,9 +58,14 @@ def _wrapped(value: Any, mesh: Mesh) -> Any:
 
 
 def replicated_plain(value: torch.Tensor, mesh: Mesh) -> Wrapper:
-    """A plain tensor as a Replicate one on `mesh`, sharing its memory and its autograd history."""
+    """A plain tensor as a Replicate one on `mesh`, sharing its memory and its autograd history. What the ranks of each
+    group of a simulated mesh have in common, as `full_tensor()` of a sub-mesh gives it, is one too."""
     if isinstance(value, RankTensor):
-        raise MeshError("a RankTensor meets a DTensor; say how it is laid out: DTensor.from_local(x, mesh, placements)")
+        if not mesh.comm.is_shared(value):
+            raise MeshError(
+                "a RankTensor meets a DTensor; say how it is laid out: DTensor.from_local(x, mesh, placements)"
+            )
+        return wrap(mesh.comm.adopt(value, ()), replicated_like(value, mesh))
     kind = odd_kind(value)
     if "DTensor" in kind:
         raise LayoutError(f"a {kind} meets a shardwise.DTensor; convert it: shardwise.interop.from_torch(x)")
