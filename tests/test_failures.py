@@ -46,9 +46,9 @@ def test_a_lost_peer_is_an_error(fate, tmp_path):
     start = time.monotonic()
     first, _ = run_forked(SCRIPT, [(rank, tmp_path / "store", fate) for rank in range(2)], only=0)
     lost = "rank 1 died" if fate == "dies" else "rank 1 did not answer"
-    assert f"CommError: cumsum: all_reduce on mesh axis 'dp' (2 ranks) failed at coordinates (0,); {lost}:" in first.said, (
-        first.noise
-    )
+    assert (
+        f"CommError: cumsum: all_reduce on mesh axis 'dp' (2 ranks) failed at coordinates (0,); {lost}:" in first.said
+    ), first.noise
     assert time.monotonic() - start < 200
 
 
