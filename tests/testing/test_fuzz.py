@@ -469,6 +469,12 @@ g1 = second(weigh(y1.std()), [x1])
 x1 = tensor((4, 4), seed=487, grad=True, at=[Shard(dim=0, sizes=(4, 0))])
 x2 = tensor((3, 4), seed=801, grad=True, at=[Replicate()])
 g1 = second(weigh(F.linear(x2, x1)), [x1])
+
+# mesh (2,)
+x1 = tensor((4, 1), torch.bfloat16, seed=613, grad=True, at=[Shard(dim=1)])
+y1 = x1.double()
+g1 = grads(weigh(y1 * y1), [x1])
+g2 = grads(weigh(y1), [x1])
 """
 
 

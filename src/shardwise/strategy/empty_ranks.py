@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from shardwise.comm.base import Coords
+from shardwise.comm.bridge import nothing_of
 from shardwise.comm.capturing import unwritten
 from shardwise.layout import Layout
 from shardwise.torch_private import is_abstract, is_transforming, original_views, storage_id
@@ -147,12 +148,7 @@ def _as_large_as(shape: Sequence[int], x: torch.Tensor) -> torch.Tensor:
     numbers = numbers.view(tuple(shape)).to(x.dtype)
     if not x.requires_grad or x.dim() != len(shape):
         return numbers
-    return _resized(_zeroed(x), shape) + numbers
-
-
-def _zeroed(x: torch.Tensor) -> torch.Tensor:
-    """Zeros, whose gradient is zeros, too: also where it would be NaN, which a product with 0 would stay."""
-    return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+    return _resized(nothing_of(x), shape) + numbers
 
 
 def _resized(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -174,4 +170,4 @@ def _tie(mine: object, other: object) -> object:
         return mine
     if not other.requires_grad or mine.dim() != other.dim():
         return mine
-    return mine + _resized(_zeroed(other), mine.shape)
+    return mine + _resized(nothing_of(other), mine.shape)
