@@ -15,12 +15,20 @@ import shardwise
 from shardwise import CommError, Replicate, Shard, distribute_tensor, init_device_mesh
 
 rank, fate = int(sys.argv[1]), sys.argv[3]
-open(f"{sys.argv[2]}-loaded-{rank}", "w").close()
-while not os.path.exists(f"{sys.argv[2]}-loaded-{1 - rank}"):  # to load torch may take one longer than the group waits
-    time.sleep(0.01)
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=datetime.timedelta(seconds=8))
+
+
+def meet(place):
+    open(f"{sys.argv[2]}-{place}-{rank}", "w").close()
+    while not os.path.exists(f"{sys.argv[2]}-{place}-{1 - rank}"):
+        time.sleep(0.01)
+
+
+limit = datetime.timedelta(seconds=8 if fate == "hangs" else 60)  # a death is noticed long before
+meet("loaded")  # to load torch may take one longer than the group waits
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=limit)
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
 x = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+meet("laid out")  # what this took of the other rank is over
 if rank == 1:
     if fate == "dies":
         os._exit(3)
@@ -38,14 +46,14 @@ def test_a_lost_peer_is_an_error(fate, tmp_path):
     start = time.monotonic()
     first, _ = run_forked(SCRIPT, [(rank, tmp_path / "store", fate) for rank in range(2)], only=0)
     lost = "rank 1 died" if fate == "dies" else "rank 1 did not answer"
-    assert f"CommError: cumsum: all_reduce on mesh axis 'dp' (2 ranks) failed at coordinates (0,); {lost}:" in first.said, (
-        first.noise
-    )
+    assert (
+        f"CommError: cumsum: all_reduce on mesh axis 'dp' (2 ranks) failed at coordinates (0,); {lost}:" in first.said
+    ), first.noise
     assert time.monotonic() - start < 200
 
 
 TRAINING = """
-import datetime, os, sys
+import datetime, os, sys, time
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch import nn
 from shardwise import CommError, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -74,6 +82,8 @@ if first:
 try:
     for step in range(first, 6):
         if rank == 3 and step == dies_at:
+            while not all(os.path.exists(f"{store}-saved-{step - 1}-{other}") for other in range(3)):
+                time.sleep(0.01)  # torch's own collectives in a save would name nobody
             os._exit(3)
         x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         x = distribute_tensor(x, mesh, [Shard(0), Replicate()], src_data_rank=None)
@@ -83,6 +93,7 @@ try:
         optimizer.step()
         print("LOSS", step, repr(loss.item()), flush=True)
         dcp.save(state(), checkpoint_id=f"{folder}/{step}")
+        open(f"{store}-saved-{step}-{rank}", "w").close()
 except CommError as error:
     print("FAILED", error, flush=True)
     os._exit(1)

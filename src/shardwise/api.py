@@ -164,7 +164,8 @@ def _send_parts(value: torch.Tensor, layout: Layout, source: int) -> torch.Tenso
             if isinstance(placement, Partial):
                 value = _as_partial(value, layout, axis)
         shape, is_sent = tuple(value.shape), True
-    return value if is_sent else value.to(device, copy=True, memory_format=torch.contiguous_format)
+    # what came may be a view of a buffer: as a leaf it would lose the gradients of its own views once it is written
+    return value.detach() if is_sent else value.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _as_partial(value: torch.Tensor, layout: Layout, axis: int) -> torch.Tensor:

@@ -57,6 +57,8 @@ count_dispatch_modes: Callable[[], int] = take("torch._C._len_torch_dispatch_sta
 _dispatch_stack: Callable[[], list[Any]] = take(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "capture: which program a thread writes down"
 )
+_TRACKING = "torch.autograd.grad_mode._force_original_view_tracking"
+_track_views: Callable[[bool], AbstractContextManager[None]] = take(_TRACKING, "views on ranks that hold nothing")
 set_grad_mode: Callable[[bool], None] = take("torch._C._set_grad_enabled", "capture: replays without autograd")
 below_autograd: Callable[[], AbstractContextManager[None]] = take(
     "torch._C._AutoDispatchBelowAutograd", "capture: replays without autograd's checks"
@@ -113,6 +115,11 @@ def has_cuda_guards() -> bool:
 def is_transforming() -> bool:
     """Whether a transform of torch.func or a level of forward-mode differentiation is under way."""
     return are_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def original_views() -> AbstractContextManager[None]:
+    """Inside, views are made whose autograd node is made anew from their own op after a write to their base."""
+    return _track_views(True)
 
 
 def is_recorded(value: torch.Tensor) -> bool:

@@ -80,8 +80,8 @@ def test_the_cap_makes_saves_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "_put", lambda *args: (go.wait(120), put(*args))[1])
     state = {"w": torch.ones(1000)}
     first = checkpoint.save(tmp_path / "a", state, async_=True, staged_bytes=5000)
-    threading.Timer(0.3, go.set).start()
     begin = time.monotonic()
+    threading.Timer(0.3, go.set).start()
     second = checkpoint.save(tmp_path / "b", state, async_=True, staged_bytes=5000)
     assert time.monotonic() - begin > 0.2
     first.wait()

@@ -144,7 +144,7 @@ def recorded(rank, world_size, folder):
             (x @ weight).square().sum().backward()
             late = x.redistribute(placements=[R, R], async_op=True)
             if rank == 3:
-                time.sleep(0.4)  # far longer than a busy machine keeps the others
+                time.sleep(0.4)  # longer than the others take
             late.wait()
             x.redistribute(placements=[Shard(1), R])
     return True
@@ -162,7 +162,9 @@ def test_on_processes(tmp_path, capsys):
         assert next(e for e in rank.collectives if e.kind == "all_gather").bytes == 128
     assert any(e.wait for rank in run.ranks.values() for e in rank.collectives)
     tables = summary(run)
-    assert tables["slow"][0]["rank"] == 3 and tables["slow"][0]["others_waited_s"] > 0.1
+    waited = {row["rank"]: row["others_waited_s"] for row in tables["slow"]}
+    assert waited[3] > 0.1  # on a busy machine another may have been late for longer
+    assert list(waited.values()) == sorted(waited.values(), reverse=True)
     assert {row["name"] for row in tables["by_axis"]} >= {"dp  all_gather", "dp  all_reduce"}
     trace = chrome_trace(run)["traceEvents"]
     assert {event["pid"] for event in trace} == {0, 1, 2, 3} and any(e.get("tid") == "in flight" for e in trace)

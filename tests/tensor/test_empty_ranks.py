@@ -12,6 +12,7 @@ CALLS = {  # torch has no kernel for these, and does not say so of empty tensors
     "bool @ bool": lambda x, w: x @ w,
     "in place": lambda x, w: x.to(torch.int32).exponential_(),
     "max_pool1d of bool": lambda x, w: F.max_pool1d(x[:, None], 2),
+    "max_pool3d of bool, a plane of which is cut": lambda x, w: F.max_pool3d(x[None, :, :, None], (2, 1, 1)),
     "conv1d of bool": lambda x, w: F.conv1d(x[:, None], w[None, :1, :2].expand(1, 1, 2)),
     "softmax of int": lambda x, w: torch.softmax(x.to(torch.int64), -1),
     "linalg.inv of half": lambda x, w: torch.linalg.inv(x.half()[:, :, None] * torch.eye(3).half()),
@@ -60,6 +61,57 @@ def twice_differentiated(rank, world_size):
 def test_no_rank_differentiates_what_others_cannot():
     first, *others = run_ranks(twice_differentiated, 3)
     assert all(torch.equal(first, other) for other in others)
+
+
+VALUES = torch.tensor([[0.3, -1.2, 0.7], [1.1, 0.4, -0.6]], dtype=torch.float64)
+EYE = torch.eye(3, dtype=torch.float64)
+
+
+def view_that_is_written(x):
+    y = x[:, 1:]
+    with torch.no_grad():
+        x.mul_(2)
+    return y * y
+
+
+DIFFERENTIATED = {  # of tensors without elements, torch drops the graph of most of these gradients
+    "cumprod": lambda x: (x * 1).cumprod(1),
+    "cummax": lambda x: x.cummax(1).values,
+    "logcumsumexp": lambda x: x.logcumsumexp(1),
+    "det": lambda x: torch.linalg.det(x[:, :, None] * EYE + EYE),
+    "conv1d": lambda x: F.conv1d(x[:, None], EYE[:1, None, :2]),
+    "a product with rows": lambda x: torch.ones(2, 3, dtype=x.dtype) @ (x * x).T,
+    "linear": lambda x: F.linear(EYE * x.new_ones(3, requires_grad=True), x),
+    "a view": view_that_is_written,
+}
+
+
+def second(x, call):
+    """The gradient of a call, and its own gradients."""
+    out = call(x)
+    weights = (torch.ones_like(out) * 1.5).detach().requires_grad_()
+    (once,) = torch.autograd.grad(out, [x], weights, create_graph=True)
+    if not once.requires_grad:
+        return [once, None, None]
+    return [once, *torch.autograd.grad((once * once).sum(), [x, weights], allow_unused=True)]
+
+
+def twice(rank, world_size):
+    """Second derivatives of all calls, with the graphs that a rank has which holds nothing."""
+    mesh, found = device_mesh((world_size,)), {}
+    for name, call in DIFFERENTIATED.items():
+        x = shardwise.distribute_tensor(VALUES.clone(), mesh, [Shard(0, sizes=(0, 2))]).requires_grad_()
+        found[name] = [grad if grad is None else grad.full_tensor() for grad in second(x, call)]
+    return found
+
+
+def test_all_ranks_build_the_same_graph():
+    for found in run_ranks(twice, 2):
+        for name, call in DIFFERENTIATED.items():
+            want = second(VALUES.clone().requires_grad_(), call)
+            for mine, plain in zip(found[name], want, strict=True):
+                zeros = torch.zeros(()) if plain is None else plain
+                torch.testing.assert_close(torch.zeros_like(zeros) if mine is None else mine, zeros, msg=name)
 
 
 def computed(rank, world_size):

@@ -17,7 +17,7 @@ SOME = (
 def test_some_end_right():
     wanted = [kind for kind in kinds() if kind.name in SOME]
     assert len(wanted) == len(SOME)
-    found = inject(wanted, len(wanted), seed=3, jobs=3)
+    found = inject(wanted, len(wanted), seed=3, jobs=3, timeout=60)  # of no kind here does a rank wait for that
     assert not [(trial.kind.name, trial.wrong) for trial in found if trial.wrong]
     assert table(found).row_count == len(SOME)
 
@@ -34,5 +34,5 @@ def _says_nothing(scene):
 
 
 def test_an_error_that_names_nobody_is_not_right():
-    (trial,) = inject([Kind("silent", _says_nothing, (2,))], 1)
+    (trial,) = inject([Kind("silent", _says_nothing, (2,))], 1, timeout=60)
     assert "does not name rank" in trial.wrong

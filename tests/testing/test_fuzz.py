@@ -5,6 +5,7 @@ import pytest
 from shardwise.testing.fuzz import Program, compose, judge, shrink
 from shardwise.testing.fuzz.campaign import simulated, try_seed
 from shardwise.testing.fuzz.judge import INEXACT, NO_ERROR, OTHER_ERROR, RAISED, RIGHT, WRONG
+from tests.workers import device_mesh, run_ranks
 
 FOUND = """
 # mesh (2,)
@@ -438,6 +439,13 @@ with torch.no_grad(): x1.mul_(2)
 g1 = second(weigh(y1.std()), [x1])
 
 # mesh (2,)
+x1 = tensor((4, 3), seed=5, at=[Shard(dim=0)])
+y1 = x1.std(0).requires_grad_()
+y2 = y1[1:]
+with torch.no_grad(): y1.mul_(2)
+g1 = grads(weigh(y2 * y2), [y1])
+
+# mesh (2,)
 x1 = tensor((2, 4, 3), seed=221, grad=True, at=[Shard(dim=2)])
 y1 = x1.std(2)
 with torch.no_grad(): y1[0] = 0
@@ -448,6 +456,36 @@ g1 = grads(weigh(y1), [x1])
 @pytest.mark.parametrize("text", FOUND.strip().split("\n\n"))
 def test_found(text):
     assert str(judge(Program.parse(text))) == RIGHT
+
+
+FOUND_ON_PROCESSES = """
+# mesh (2,)
+x1 = tensor((4, 2, 3), seed=845, grad=True, at=[Shard(dim=1, sizes=(0, 2))])
+y1 = x1[1:]
+with torch.no_grad(): x1.mul_(2)
+g1 = second(weigh(y1.std()), [x1])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=487, grad=True, at=[Shard(dim=0, sizes=(4, 0))])
+x2 = tensor((3, 4), seed=801, grad=True, at=[Replicate()])
+g1 = second(weigh(F.linear(x2, x1)), [x1])
+
+# mesh (2,)
+x1 = tensor((4, 1), torch.bfloat16, seed=613, grad=True, at=[Shard(dim=1)])
+y1 = x1.double()
+g1 = grads(weigh(y1 * y1), [x1])
+g2 = grads(weigh(y1), [x1])
+"""
+
+
+def judged(rank, world_size, texts):
+    mesh = device_mesh((world_size,))
+    return [str(judge(Program.parse(text), mesh)) for text in texts]
+
+
+def test_found_on_processes():
+    texts = FOUND_ON_PROCESSES.strip().split("\n\n")
+    assert run_ranks(judged, 2, texts) == [[RIGHT] * len(texts)] * 2
 
 
 def test_a_program_is_its_text():

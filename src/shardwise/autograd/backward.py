@@ -78,8 +78,8 @@ def grad(
 
 def _recorded_alike(values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """The gradients of simulated ranks, all of them recorded if one is: torch drops the graph of some empty ones. A
-    process knows its own gradient only, so there such a rank still differs from the others."""
-    if not any(grad is not None and grad.requires_grad for grad in grads):
+    process knows its own gradient only; there, local calls see to it (`strategy/empty_ranks.py`)."""
+    if len(values) == 1 or not any(grad is not None and grad.requires_grad for grad in grads):
         return list(grads)
     return [
         grad + 0 * value if grad is not None and not grad.numel() and grad.shape == value.shape else grad

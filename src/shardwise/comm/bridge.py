@@ -260,6 +260,34 @@ def zeros_of(kinds: Kinds, tensors: Sequence[torch.Tensor], seen: int | None = N
     return _Zeros.apply(kinds, len(tensors) if seen is None else seen, bilinear, *tensors)
 
 
+class _Nothing(torch.autograd.Function):
+    """See `nothing_of`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Ctx, grad: torch.Tensor | None) -> torch.Tensor | None:
+        return None if grad is None else _Nothing.apply(grad)
+
+    @staticmethod
+    def jvp(ctx: Ctx, tangent: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(tangent)
+
+
+def nothing_of(x: torch.Tensor) -> torch.Tensor:
+    """Zeros that autograd takes for a function of `x`, as it does their gradients, which are zeros whatever comes: a
+    product with 0 would keep NaNs. Nothing is saved, so a graph that may be used twice stays so."""
+    return _Nothing.apply(x)
+
+
 class _Joined(torch.autograd.Function):
     """Values pass; the gradients of all ranks come by together, so that a hook can see them as one tensor."""
 

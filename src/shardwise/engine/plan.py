@@ -28,7 +28,13 @@ from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
 from shardwise.move.steps import MeshStep, Spread
 from shardwise.protocols import LocalValue
-from shardwise.strategy.empty_ranks import in_new_memory_if_empty, is_empty_here_alone, refusing_as_others_do
+from shardwise.strategy.empty_ranks import (
+    as_others_do,
+    as_views_of_nothing,
+    in_new_memory_if_empty,
+    is_empty_here_alone,
+    rank_to_play,
+)
 from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.spec import Algorithm, LocalCall, PerCoords, Spec
 from shardwise.torch_private import is_recorded, is_transforming, schema_of, storage_id
@@ -68,14 +74,12 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         change = functools.partial(view_or_copy, spec.view)
     elif results.base is None and not in_place and assignment.splits is None and any(map(leaves_empty, inputs)):
         change = functools.partial(in_new_memory_if_empty, [output.dtype for output in outputs])
-    if (in_place or results.base is None) and is_empty_here_alone(inputs):
-        change = functools.partial(_both, change, refusing_as_others_do)
-    if assignment.local is None:
-        invoke, takes_all = call.mesh.comm.bind(change(func), split), True
+    local, takes_all = (assignment.local(inputs, outputs), False) if assignment.local is not None else (func, True)
+    if results.base is None or in_place:
+        local = changed(playing(local, inputs, outputs, in_place), change)
     else:
-        local = assignment.local(inputs, outputs)
-        local = PerCoords(change(local.func), local.value_at) if isinstance(local, PerCoords) else change(local)
-        invoke, takes_all = bind_local(call.mesh.comm, local, split, len(inputs)), False
+        local = changed(local, change, as_views_of_nothing if is_empty_here_alone([*inputs, *outputs]) else as_it_is)
+    invoke = bind_local(call.mesh.comm, local, split, len(inputs))
     copies = any(not spread_only for _, _, spread_only in moves)
     if in_place:
         run = _run(call, inputs, moves, invoke, takes_all, lambda args, kwargs, out: args[0], assignment.reasons)
@@ -104,11 +108,24 @@ def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memo
             result = program(*args, **kwargs)
         if not isinstance(result, Wrapper) or not any(result is arg for arg in args):
             memory.report(result, args)
+            if not views and not is_transforming():
+                no_views(result)
         if views and not all(shares_memory(args[0], view) for view in tree_flatten(result)[0]):
             note_copies(func, args, kwargs, (0,), result, name)
         return result
 
     return run
+
+
+def no_views(result: object) -> None:
+    """Have the local values of new tensors be views of nothing. A view that becomes a leaf, and is written then, loses
+    the gradients of its own views: torch takes these for views of what it is a view of."""
+    for out in tree_flatten(result)[0]:
+        if isinstance(out, Wrapper) and not out._layout.mesh.comm.outside:
+            comm = out._layout.mesh.comm
+            values = comm.values(out._local)
+            if any(value._base is not None and not value.requires_grad for value in values):
+                out._local = comm.rebuild(out._local, [v if v.requires_grad else v.detach() for v in values])
 
 
 def _run_direct(
@@ -200,8 +217,22 @@ def in_new_memory(func: Callable[..., object]) -> Callable[..., object]:
     return call
 
 
-def _both(outer: Change, inner: Change, func: Callable[..., object]) -> Callable[..., object]:
-    return outer(inner(func))
+def changed(local: LocalCall, *changes: Change) -> LocalCall:
+    """The local call with these changes, the first one innermost."""
+    for change in changes:
+        local = PerCoords(change(local.func), local.value_at) if isinstance(local, PerCoords) else change(local)
+    return local
+
+
+def playing(local: LocalCall, inputs: Sequence[Layout], outputs: Sequence[Layout], writes: bool) -> LocalCall:
+    """The local call; that of a rank that holds nothing, which plays one that holds something."""
+    layouts = [*inputs, *outputs]
+    coords = rank_to_play(layouts) if is_empty_here_alone(layouts) else None
+    if coords is None:
+        return local
+    shapes = [layout.local_shape_at(coords) for layout in inputs]
+    last = (local.value_at(coords),) if isinstance(local, PerCoords) else ()
+    return changed(local, lambda func: as_others_do(func, shapes, last, writes))
 
 
 def as_it_is(func: Callable[..., object]) -> Callable[..., object]:

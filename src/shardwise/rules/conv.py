@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,7 +97,6 @@ class Conv:
             x = _padded(x, {d: (low, high) for d, low, high, _ in edges})
             added = bias[0].view(-1, *[1] * spatial) if bias else 0
             if 0 in shape or not x.numel():  # torch takes no empty channels: a sum of no products
-                _check_there_is_a_kernel(x.dtype, x.device, spatial)
                 nothing = zeros_of([(shape, x.dtype)], [x, weight, *bias], seen=2, bilinear=True)[0]
                 return nothing if 0 in shape else nothing + added
             groups = max(self.groups * x.shape[-spatial - 1] // channels, 1)
@@ -109,14 +107,6 @@ class Conv:
             return _padded(out, {d: (-at, at + shape[d] - out.shape[d]) for d, _, _, at in edges}) + added
 
         return PerCoords(convolve, lambda coords: (output.local_shape_at(coords), edges_of(coords)))
-
-
-@functools.cache
-def _check_there_is_a_kernel(dtype: torch.dtype, device: torch.device, spatial: int) -> None:
-    """Raise what ranks that hold something raise where torch has no convolution of this dtype."""
-    if device.type != "meta":
-        one = torch.zeros([1] * (spatial + 2), dtype=dtype, device=device)
-        (F.conv1d, F.conv2d, F.conv3d)[spatial - 1](one, one)
 
 
 def _edges(halo: Halo, coords: Coords) -> tuple[int, ...]:

@@ -128,7 +128,7 @@ def nothing(shape: Sequence[int], values: Sequence[torch.Tensor], outs: Sequence
     are `seen`, those of gradients; in memory of their own, so that all ranks may write into them."""
     alike = [v for v in values if v.dtype == values[0].dtype]
     empty = zero_of(*alike).expand(0) if seen else reduce(torch.add, (v.flatten()[:0] for v in alike))
-    return one_or_all([empty.to(out.dtype, copy=True).reshape(shape) for out in outs])
+    return one_or_all([empty.reshape(shape).to(out.dtype, copy=True) for out in outs])
 
 
 # -- which pools there are ---------------------------------------------------------------------------------

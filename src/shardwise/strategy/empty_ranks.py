@@ -1,20 +1,27 @@
 """Local calls of ranks that hold nothing. They must build the same graph as the other ranks and raise what these raise,
-and torch's own functions take short cuts for empty tensors."""
+and torch's own functions take short cuts for empty tensors: a kernel that there is not is not missed, a gradient is a
+constant. So a rank that holds nothing *plays* one that holds something: it calls the same function on tensors of that
+rank's sizes, too. Of what that gives nothing is kept but the graph, through which no gradient but zeros goes.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.utils._pytree import tree_map_only
+import torch.nn.functional as F
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from shardwise.comm.base import Coords
+from shardwise.comm.bridge import nothing_of
 from shardwise.comm.capturing import unwritten
 from shardwise.layout import Layout
-from shardwise.torch_private import is_abstract, storage_id
+from shardwise.torch_private import is_abstract, is_transforming, original_views, storage_id
 
 _MISSING_KERNEL = re.compile(r"not (yet )?(implemented|supported)|unsupported|does not support", re.IGNORECASE)
-_MOST = 2**20  # elements: more are not computed to find out what torch says
+_MOST = 2**20  # elements: more are not computed only to find out what torch says
 
 
 def in_new_memory_if_empty(dtypes: Sequence[torch.dtype], func: Callable[..., object]) -> Callable[..., object]:
@@ -35,46 +42,132 @@ def in_new_memory_if_empty(dtypes: Sequence[torch.dtype], func: Callable[..., ob
     return call
 
 
+def as_views_of_nothing(func: Callable[..., object]) -> Callable[..., object]:
+    """`func`, whose results are views. After a write to what they are views of, torch makes their node anew, and that
+    of its own choice drops the graph of gradients without elements; so it is told to take the one that they had."""
+
+    def call(*args: object, **kwargs: object) -> object:
+        with original_views():
+            return func(*args, **kwargs)
+
+    return call
+
+
 def is_empty_here_alone(layouts: Sequence[Layout]) -> bool:
     """Whether this process is one rank, which holds nothing of a tensor that has elements."""
     if not layouts or any(0 in layout.shape for layout in layouts):
         return False
     comm = layouts[0].mesh.comm
-    if comm.simulated or comm.outside:
-        return False
-    (me,) = comm.coords_here()
-    return any(0 in layout.local_shape_at(me) for layout in layouts)
+    return not comm.simulated and not comm.outside and _is_empty_at(comm.coords_here()[0], layouts)
 
 
-def refuse_as_others_do(func: Callable[..., object], args: Sequence[object], kwargs: dict[str, object]) -> None:
-    """Raise if torch has no kernel for this call: it says so of tensors with elements only, which other ranks hold, and
-    a rank that went on would wait for them. The call is tried with one element where this rank has none."""
-    given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-    if sum(x.numel() for x in given) > _MOST or any(map(is_abstract, given)):
-        return
-    one = lambda x: torch.zeros([max(n, 1) for n in x.shape], dtype=x.dtype, device=x.device)  # noqa: E731
-    tried, named = tree_map_only(torch.Tensor, one, (tuple(args), kwargs))
-    devices = [x.device for x in given[:1] if x.is_cuda]
+def rank_to_play(layouts: Sequence[Layout]) -> Coords | None:
+    """Where the rank stands that one plays which holds nothing: the first that holds something of every tensor, if
+    there is such a rank."""
+    everyone = itertools.product(*map(range, layouts[0].mesh.shape))
+    return next((coords for coords in everyone if not _is_empty_at(coords, layouts)), None)
+
+
+def _is_empty_at(coords: Coords, layouts: Sequence[Layout]) -> bool:
+    return any(0 in layout.local_shape_at(coords) for layout in layouts)
+
+
+def as_others_do(
+    func: Callable[..., object],
+    shapes: Sequence[Sequence[int]],
+    last: tuple[object, ...] = (),
+    writes: bool = False,
+    asked: list[bool] | None = None,
+) -> Callable[..., object]:
+    """`func`, called by a rank that holds nothing as if it held something as well.
+
+    Args:
+        func: The local call.
+        shapes: The sizes that the rank which is played has of each tensor among the arguments.
+        last: The last argument on that rank, where it is another one on each.
+        writes: Whether `func` writes into an argument.
+        asked: Not empty if torch was asked already whether there is a kernel.
+    """
+    done = [] if asked is None else asked
+
+    def call(*args: object, **kwargs: object) -> object:
+        given = [x for x in tree_leaves((args[: len(args) - len(last)], kwargs)) if isinstance(x, torch.Tensor)]
+        recorded = not writes and torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        known = len(given) == len(shapes) and not is_transforming() and not any(map(is_abstract, given))
+        if not known or (done and not recorded):
+            return func(*args, **kwargs)
+        played = _play(func, (*args[: len(args) - len(last)], *last), kwargs, shapes, recorded)
+        done.append(True)  # it did not raise
+        result = func(*args, **kwargs)
+        return _tied(result, played) if recorded and played is not None else result
+
+    return call
+
+
+def _play(
+    func: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    shapes: Sequence[Sequence[int]],
+    recorded: bool,
+) -> object:
+    """What `func` gives on tensors of these shapes. Raise if torch has no kernel for this call: it says so of tensors
+    with elements only, which other ranks hold, and a rank that went on would wait for them. None if it raises anything
+    else, as it may because of what the numbers are."""
+    if not recorded and sum(map(_numel, shapes)) > _MOST:
+        return None
+    following = iter(shapes)
+    tried, named = tree_map_only(torch.Tensor, lambda x: _as_large_as(next(following), x), (args, kwargs))
+    devices = {x.device for x in tree_leaves(tried) if isinstance(x, torch.Tensor) and x.is_cuda}
     try:
-        with unwritten(), torch.no_grad(), torch.random.fork_rng(devices=devices):
-            func(*tried, **named)
+        with torch.set_grad_enabled(recorded), torch.random.fork_rng(devices=list(devices)):
+            if recorded:
+                return func(*tried, **named)
+            with unwritten():
+                return func(*tried, **named)
     except NotImplementedError:
         raise
     except RuntimeError as error:
         if _MISSING_KERNEL.search(str(error)):
             raise
-    except Exception:  # of what the zeros are; the call itself says what is wrong with its own arguments
-        return
+    except Exception:
+        return None
+    return None
 
 
-def refusing_as_others_do(func: Callable[..., object]) -> Callable[..., object]:
-    """`func`, which at its first call looks whether torch has a kernel for it."""
-    is_first = [True]
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
 
-    def call(*args: object, **kwargs: object) -> object:
-        if is_first[0]:
-            refuse_as_others_do(func, args, kwargs)
-            is_first[0] = False
-        return func(*args, **kwargs)
 
-    return call
+def _as_large_as(shape: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+    """A tensor of this shape, made from `x`, whose gradient is zeros whatever comes. Its numbers are in no order, so
+    that matrices have inverses; indices are 0."""
+    if not x.is_floating_point() and not x.is_complex():
+        return x.new_zeros(tuple(shape))
+    numbers = torch.arange(_numel(shape), dtype=torch.float64, device=x.device).square_().sin_().add_(1.5)
+    numbers = numbers.view(tuple(shape)).to(x.dtype)
+    if not x.requires_grad or x.dim() != len(shape):
+        return numbers
+    return _resized(nothing_of(x), shape) + numbers
+
+
+def _resized(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """With less elements, or more zeros, at the ends of dims."""
+    return F.pad(x, [n for d in reversed(range(x.dim())) for n in (0, shape[d] - x.shape[d])])
+
+
+def _tied(result: object, played: object) -> object:
+    """`result`, which autograd takes for a function of all that `played` is one of."""
+    flat, tree = tree_flatten(result)
+    others, same = tree_flatten(played)
+    if tree != same:
+        return result
+    return tree_unflatten([_tie(mine, other) for mine, other in zip(flat, others, strict=True)], tree)
+
+
+def _tie(mine: object, other: object) -> object:
+    if not isinstance(mine, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return mine
+    if not other.requires_grad or mine.dim() != other.dim():
+        return mine
+    return mine + _resized(nothing_of(other), mine.shape)

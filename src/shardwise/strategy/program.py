@@ -17,12 +17,12 @@ from shardwise.context import is_strict, refuse_in_program, running_op
 from shardwise.layout import Layout
 from shardwise.layout.layout import parent_sets, shards_from_table
 from shardwise.layout.placement import REPLICATE
-from shardwise.layout.split import Interval, Intervals, chunk_pieces, intersect, normalize
+from shardwise.layout.split import Interval, Intervals, chunk_pieces, count, intersect, normalize
 from shardwise.move import plan_steps
 from shardwise.move.pack import take
 from shardwise.move.run import run_steps
 from shardwise.move.window import Needs, windows_of
-from shardwise.strategy.empty_ranks import is_empty_here_alone, refuse_as_others_do
+from shardwise.strategy.empty_ranks import as_others_do, is_empty_here_alone, rank_to_play
 from shardwise.torch_private import is_any_autocast_enabled, is_recorded
 from shardwise.wrapper import Wrapper, wrap
 
@@ -62,14 +62,37 @@ def run_local(
     values = [_local(op, split) for op in operands]
     if value_at is not None:
         values.append(mesh.comm.per_rank(value_at))
-    if not mesh.comm.simulated and (key := (running_op(), *layouts)) not in mesh.tried:
-        if is_empty_here_alone(layouts):
-            refuse_as_others_do(func, values, {})
-        mesh.tried.add(key, True)
+    if not mesh.comm.simulated:
+        func = _playing(func, operands, [*layouts, *wanted], value_at)
     result = mesh.comm.bind(func, split)(*values)
     if isinstance(outputs, Layout):
         return _wrapped(result, outputs)
     return tuple(_wrapped(local, layout) for local, layout in zip(result, wanted, strict=True))
+
+
+def _playing(
+    func: Callable[..., Any],
+    operands: Sequence[object],
+    layouts: Sequence[Layout],
+    value_at: Callable[[Coords], Any] | None,
+) -> Callable[..., Any]:
+    """`func`; of a rank that holds nothing of tensors with these layouts, playing one that holds something."""
+    tried, key = layouts[0].mesh.tried, (running_op(), *layouts)
+    if key not in tried:
+        tried.add(key, (rank_to_play(layouts) if is_empty_here_alone(layouts) else None, []))
+    coords, asked = tried[key]
+    if coords is None:
+        return func
+    shapes = [_shape_at(op, coords) for op in operands if isinstance(op, (torch.Tensor, Windowed))]
+    return as_others_do(func, shapes, () if value_at is None else (value_at(coords),), asked=asked)
+
+
+def _shape_at(operand: torch.Tensor | Windowed, coords: Coords) -> tuple[int, ...]:
+    """The sizes of what the rank at `coords` gets of an operand."""
+    if not isinstance(operand, Windowed):
+        return operand._layout.local_shape_at(coords) if isinstance(operand, Wrapper) else tuple(operand.shape)
+    held = operand.tensor._layout.local_shape_at(coords)
+    return tuple(count(operand.needs[d](coords)) if d in operand.needs else n for d, n in enumerate(held))
 
 
 def _wrapped(local: torch.Tensor, layout: Layout) -> Tensor:

@@ -13,7 +13,6 @@ from torch import nn
 
 from shardwise import CommError, Replicate, Shard, distribute_tensor
 from shardwise.testing.faults.scene import (
-    TIMEOUT_SECONDS,
     Scene,
     WrongValueError,
     raises,
@@ -101,7 +100,7 @@ def thread_raises(scene: Scene) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    threading.Event().wait(TIMEOUT_SECONDS)
+    threading.Event().wait(scene.timeout)
 
 
 def forked(scene: Scene) -> None:

@@ -31,7 +31,7 @@ from rich.table import Table
 from shardwise.testing.faults.kinds import Kind
 from shardwise.testing.faults.scene import TIMEOUT_SECONDS, Scene, WrongValueError
 
-LIMIT_SECONDS = 4 * TIMEOUT_SECONDS  # joining a world and finding out who is lost take some too
+TIMEOUTS = 4  # that a fault may take: joining a world and finding out who is lost take some too
 FORK = multiprocessing.get_context("fork")
 
 
@@ -44,6 +44,7 @@ class Trial:
     faulty: int
     seed: int
     folder: Path
+    timeout: float = TIMEOUT_SECONDS  # of the groups
     started: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
     ranks: list[BaseProcess] = field(default_factory=list)
@@ -53,7 +54,7 @@ class Trial:
         """Fork off its ranks, which join in the store at that port."""
         self.folder.mkdir()
         for rank in range(self.size):
-            scene = Scene(rank, self.size, self.faulty, self.folder, self.seed, port)
+            scene = Scene(rank, self.size, self.faulty, self.folder, self.seed, port, self.timeout)
             self.ranks.append(FORK.Process(target=_play, args=(scene, self.kind), daemon=True))
         for process in self.ranks:
             process.start()
@@ -62,7 +63,7 @@ class Trial:
         """Whether its ranks have ended, or all time is used up; the faulty one may be stopped for good."""
         self.seconds = time.monotonic() - self.started
         hanging = [rank for rank, process in enumerate(self.ranks) if process.is_alive() and not self._may_stay(rank)]
-        if hanging and self.seconds < LIMIT_SECONDS:
+        if hanging and self.seconds < TIMEOUTS * self.timeout:
             return False
         for process in self.ranks:
             process.kill()
@@ -127,13 +128,13 @@ def _play(scene: Scene, kind: Kind) -> None:
     os.rename(scene.folder / f"end-{scene.rank}.new", scene.folder / f"end-{scene.rank}")
 
 
-def trials(wanted: Sequence[Kind], count: int, seed: int, folder: Path) -> Iterator[Trial]:
+def trials(wanted: Sequence[Kind], count: int, seed: int, folder: Path, timeout: float) -> Iterator[Trial]:
     """So many faults, of all kinds in turn, with numbers of ranks and places drawn from a seed."""
     chance = random.Random(seed)
     for i in range(count):
         kind = wanted[i % len(wanted)]
         size = chance.choice(kind.sizes)
-        yield Trial(kind, size, chance.randrange(size), chance.randrange(1000), folder / str(i))
+        yield Trial(kind, size, chance.randrange(size), chance.randrange(1000), folder / str(i), timeout)
 
 
 @contextmanager
@@ -154,15 +155,23 @@ def _serve(pipe: Connection) -> None:
         time.sleep(60)
 
 
-def inject(wanted: Sequence[Kind], count: int, seed: int = 0, jobs: int = 2, show: bool = False) -> list[Trial]:
-    """Put so many faults into programs, `jobs` at a time, and return them when all have ended."""
+def inject(
+    wanted: Sequence[Kind],
+    count: int,
+    seed: int = 0,
+    jobs: int = 2,
+    show: bool = False,
+    timeout: float = TIMEOUT_SECONDS,
+) -> list[Trial]:
+    """Put so many faults into programs, `jobs` at a time, and return them when all have ended. Groups wait for
+    `timeout` seconds: few, so that stopped ranks are noticed soon, or many where the machine is busy."""
     warm_up()
     done: list[Trial] = []
     running: list[Trial] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with store() as port, tempfile.TemporaryDirectory() as folder, Progress(*columns, disable=not show) as progress:
         bar = progress.add_task("faults", total=count)
-        waiting = trials(wanted, count, seed, Path(folder))
+        waiting = trials(wanted, count, seed, Path(folder), timeout)
         upcoming = next(waiting, None)
         while running or upcoming is not None:
             while upcoming is not None and len(running) < jobs:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardwise import DTensor, init_device_mesh
 
-TIMEOUT_SECONDS = 12.0  # of the groups
+TIMEOUT_SECONDS = 12.0  # of the groups, where nobody says anything else
 
 
 class WrongValueError(AssertionError):
@@ -39,6 +39,7 @@ class Scene:
     folder: Path
     seed: int
     port: int  # of the store
+    timeout: float = TIMEOUT_SECONDS  # of the groups, in seconds
     _worlds: Iterator[int] = field(default_factory=count)
 
     @property
@@ -47,13 +48,14 @@ class Scene:
 
     def join(self) -> None:
         """Make a world of the ranks; a new one each time."""
-        everyones = dist.TCPStore("127.0.0.1", self.port, timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS))
+        timeout = datetime.timedelta(seconds=self.timeout)
+        everyones = dist.TCPStore("127.0.0.1", self.port, timeout=timeout)
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore(f"{self.folder.name}/{next(self._worlds)}", everyones),
             rank=self.rank,
             world_size=self.size,
-            timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS),
+            timeout=timeout,
         )
         dist.barrier()  # no fault before all are there
 
