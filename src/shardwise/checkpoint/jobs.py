@@ -18,7 +18,7 @@ import torch
 from shardwise.checkpoint import crc
 from shardwise.checkpoint.blocks import Block, Runs, blocks_of, meet, runs_of
 from shardwise.checkpoint.files import DataFile, Entry
-from shardwise.checkpoint.holders import Held
+from shardwise.checkpoint.holders import Held, as_bytes
 from shardwise.errors import CheckpointError
 from shardwise.layout.tiles import Tile, Tiles, meetings
 
@@ -200,15 +200,6 @@ def _put(handle: int, job: Job, known: int | None = None) -> tuple[int, int]:
             _write_mapped(handle, rows, job.start, runs)
         linear = crc.of_runs(rows, runs.counts, runs.pitches)
     return crc.shifted(linear, job.block.stop - runs.stop), data.size
-
-
-def as_bytes(values: torch.Tensor) -> np.ndarray:
-    """The memory of some values; where they lie together on the CPU, no copy."""
-    flat = values.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    if not flat.numel():
-        return np.zeros(0, dtype=np.uint8)
-    flat = flat.as_strided(flat.shape, (1,))  # one element may come with any stride, but a view of bytes asks for 1
-    return flat.view(torch.uint8).numpy()
 
 
 def _offsets(runs: Runs) -> np.ndarray:

@@ -14,7 +14,7 @@ from shardwise.checkpoint.loader import Loader
 from shardwise.checkpoint.plan import LoadPlan, plan
 from shardwise.checkpoint.shared import Sharing
 from shardwise.checkpoint.source import Source
-from shardwise.checkpoint.targets import Targets
+from shardwise.checkpoint.targets import Targets, fixed_value
 from shardwise.checkpoint.tree import Flat, Value
 from shardwise.checkpoint.world import World, as_error
 from shardwise.errors import CheckpointError
@@ -58,6 +58,7 @@ def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: 
     """Compare names, shapes and dtypes on all processes, and make the plan. Raises on all of them alike."""
     targets, error = Targets(source.entries, source.values), None
     try:
+        _check_places(into)
         targets.collect(into, source.tree)
         for name, tensor in targets.tensors.items():
             check(name, tensor, "loading")
@@ -80,6 +81,15 @@ def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: 
     sides = _sides(targets, agreed, world)
     made = plan(source, sides, world.ranks, world.rank, memory, hosts=hosts, storage=line)
     return Prepared(source, targets, made, unexpected, sharing)
+
+
+def _check_places(into: Value) -> None:
+    name = fixed_value(into)
+    if name is not None:
+        what = f"the value {name!r} of `into`" if name else "`into`"
+        raise CheckpointError(
+            f"load: {what} cannot be replaced in place: it is in no dict and no list; give `into` as one of these"
+        )
 
 
 def _check_fits(source: Source, name: str, tensor: torch.Tensor) -> None:
