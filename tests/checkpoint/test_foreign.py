@@ -1,5 +1,6 @@
 """Checkpoints of other programs, read and written: torch.distributed.checkpoint, torch.save."""
 
+import json
 import os
 import pickle
 
@@ -61,3 +62,46 @@ def test_no_code_runs(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="x.pt: no file of torch.save that holds tensors and values only"):
         checkpoint.load(tmp_path / "x.pt", {})
     assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("format", ["dcp", "pt"])
+def test_a_flipped_bit_in_files_of_torch(tmp_path, format):
+    path = tmp_path / "c"
+    checkpoint.save(path, {"a": torch.ones(50_000)}, format=format)
+    file = path if format == "pt" else path / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    into = {"a": torch.zeros(50_000)}
+    with pytest.raises(CheckpointError, match="not what was written: the file is damaged"):
+        checkpoint.load(path, into)
+    assert not into["a"].any()
+    checkpoint.load(path, into, verify="none")
+    assert int((into["a"] != 1).sum()) == 1
+
+
+@pytest.mark.parametrize(
+    "ranges, size, text",
+    [
+        ([(0, 3), (1, 4)], 4, "'b' begins at byte .*, the one before it ends at"),
+        ([(0, 3), (4, 7)], 7, "'b' begins at byte"),
+        ([(0, 3), (3, 6)], 8, "2 bytes follow the last tensor"),
+        ([(0, 3), (3, 6)], 5, "cut short: tensor 'b'"),
+    ],
+)
+def test_headers_that_make_no_sense(tmp_path, ranges, size, text):
+    said = {name: {"dtype": "U8", "shape": [3], "data_offsets": at} for name, at in zip("ab", ranges)}
+    header = json.dumps(said).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    with pytest.raises(CheckpointError, match=text):
+        checkpoint.load(tmp_path / "x.safetensors", {name: torch.zeros(3, dtype=torch.uint8) for name in "ab"})
+
+
+def test_a_disk_that_dcp_cannot_write_to(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match="could not be written: rank 0: .*No space left"):
+        checkpoint.save(tmp_path / "c", {"a": torch.ones(2)}, format="dcp")
+    assert not list(tmp_path.iterdir())

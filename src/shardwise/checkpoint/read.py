@@ -99,10 +99,11 @@ def _check_fits(source: Source, name: str, tensor: torch.Tensor) -> None:
             f"{source.path}: tensor {name!r} has shape {entry.shape}, `into` has {tuple(tensor.shape)} there; "
             f"a table of changes (map=) can split, join and transpose"
         )
-    if tensor.dtype != entry.dtype:
+    if tensor.dtype != entry.dtype and not source.cast(name, tensor.dtype):
+        floats = tensor.dtype.is_floating_point and entry.dtype.is_floating_point
+        how = f"map=shardwise.checkpoint.Map.cast({tensor.dtype}) converts it" if floats else "load into a tensor of that dtype"
         raise CheckpointError(
-            f"{source.path}: tensor {name!r} has dtype {entry.dtype}, `into` has {tensor.dtype} there; "
-            f"map=shardwise.checkpoint.Map.cast({tensor.dtype}) converts it"
+            f"{source.path}: tensor {name!r} has dtype {entry.dtype}, `into` has {tensor.dtype} there; {how}"
         )
 
 

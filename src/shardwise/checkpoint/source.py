@@ -70,6 +70,10 @@ class Source(ABC):
         """The CRC-32 of a block, if reading compares it; None where that is not known."""
         return None
 
+    def cast(self, name: str, dtype: torch.dtype) -> bool:
+        """Give a tensor in another dtype from now on, if that is what this source is for; whether it does."""
+        return False
+
     def cut(self, name: str) -> object:
         """Tensors of one shape and dtype for which this is equal have the same blocks."""
         return name
