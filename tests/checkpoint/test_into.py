@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import checkpoint
+from shardwise import Shard, checkpoint, distribute_tensor, simulate
 from shardwise.checkpoint import CheckpointError, Manager
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -80,6 +80,20 @@ def test_tensors_of_any_memory(tmp_path):
     into = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in values.items()}
     checkpoint.load(tmp_path / "c", into)
     assert all(torch.equal(into[name], x) for name, x in values.items())
+
+
+@pytest.mark.parametrize("memory", [64 << 20, 100])
+def test_a_write_is_a_write_to_autograd(tmp_path, memory):
+    """What is read straight into a parameter changes its version: a graph that has kept the old values must not run."""
+    checkpoint.save(tmp_path / "c", {"w": torch.ones(3, 4), "d": torch.ones(4, 3)})
+    into = {"w": nn.Parameter(torch.zeros(3, 4)), "d": distribute_tensor(torch.zeros(4, 3), simulate(2), [Shard(0)])}
+    into["d"].requires_grad_()
+    losses = [x.square().sum() for x in into.values()]
+    checkpoint.load(tmp_path / "c", into, memory=memory)
+    assert into["w"].sum() == 12 and into["d"].full_tensor().sum() == 12
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "\ud800"])

@@ -115,7 +115,7 @@ def staged(tasks: Sequence[Task], room: torch.Tensor) -> list[Task]:
 class Put(Protocol):
     """Does one job; see `write_jobs`."""
 
-    def __call__(self, job: Job, known: int | None = None) -> tuple[int, int]: ...
+    def __call__(self, job: Job) -> tuple[int, int]: ...
 
 
 class Written(NamedTuple):
@@ -155,16 +155,16 @@ def write(folder: Path, files: Sequence[DataFile], jobs: Sequence[Job], blocks: 
 
 @contextlib.contextmanager
 def write_jobs(folder: Path, files: Sequence[DataFile]) -> Iterator[Put]:
-    """Inside, a function that does one job (of a block whose checksum may be known), and gives the linear part of its
-    checksum and its bytes. At the end the files reach the disk."""
+    """Inside, a function that does one job, and gives the linear part of its block's checksum and its bytes. At the end
+    the files reach the disk."""
     handles: dict[int, int] = {}
 
-    def put(job: Job, known: int | None = None) -> tuple[int, int]:
+    def put(job: Job) -> tuple[int, int]:
         path = folder / files[job.file].name
         if job.file not in handles:
-            handles[job.file] = _opened(path)
+            handles[job.file] = opened(path)
         try:
-            return _put(handles[job.file], job, known)
+            return _put(handles[job.file], job)
         except OSError as error:
             raise write_error(path, f"tensor {job.entry.name!r} at {job.box.offsets}", error) from error
 
@@ -177,20 +177,21 @@ def write_jobs(folder: Path, files: Sequence[DataFile]) -> Iterator[Put]:
             os.close(handle)
 
 
-def _opened(path: Path) -> int:
+def opened(path: Path) -> int:
+    """A file of a draft, to be written."""
     try:
         return os.open(path, os.O_RDWR)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror}; do all ranks see this folder?") from error
 
 
-def _put(handle: int, job: Job, known: int | None = None) -> tuple[int, int]:
+def _put(handle: int, job: Job) -> tuple[int, int]:
     """Write one job; the linear part of its block's checksum, and how many bytes it was."""
     runs = runs_of(job.box, job.entry.shape, job.entry.dtype.itemsize)
     data = as_bytes(job.values)
     if math.prod(runs.counts) == 1:
         _write_all(handle, data, job.start + runs.start)
-        linear = crc.raw(crc.buffer_of(data)) if known is None else crc.whole(known, data.size)
+        linear = crc.raw(crc.buffer_of(data))
     else:
         rows = data.reshape(-1, runs.length)
         if runs.length >= _SHORT_RUN:

@@ -45,7 +45,7 @@ def _save_dcp(folder: Path, flat: Flat, world: World) -> None:
         if world.is_first:
             drop_draft(draft_of(folder))
         if isinstance(error, dcp.CheckpointException):  # no Exception to Python, and all tracebacks in one text
-            causes = [f"rank {rank}: {failed[0]}" for rank, failed in error.failures.items()]
+            causes = [f"rank {rank}: {failed[0]}" for rank, failed in error.args[-1].items()]
             raise CheckpointError(f"{folder}: could not be written: {'; '.join(causes)}") from error
         raise
 

@@ -101,7 +101,8 @@ def _check_fits(source: Source, name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.dtype != entry.dtype and not source.cast(name, tensor.dtype):
         floats = tensor.dtype.is_floating_point and entry.dtype.is_floating_point
-        how = f"map=shardwise.checkpoint.Map.cast({tensor.dtype}) converts it" if floats else "load into a tensor of that dtype"
+        how = "load into a tensor of that dtype"
+        how = f"map=shardwise.checkpoint.Map.cast({tensor.dtype}) converts it" if floats else how
         raise CheckpointError(
             f"{source.path}: tensor {name!r} has dtype {entry.dtype}, `into` has {tensor.dtype} there; {how}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
@@ -181,8 +182,9 @@ class Targets:
                 self.taken.add(leaf)
                 if kind != "value":
                     own, entry = group.get(str(key)), self.entries[leaf]
-                    fits = isinstance(own, torch.Tensor) and leaf == joined(name, key)
-                    self.tensors[leaf] = own if fits else torch.zeros(entry.shape, dtype=entry.dtype)
+                    whole = isinstance(own, torch.Tensor) and leaf == joined(name, key)
+                    made = own if whole else torch.zeros(entry.shape, dtype=entry.dtype)
+                    self.tensors[leaf] = cast(torch.Tensor, made)
 
     def _stateful(self, state: Value, node: Node | None, name: str) -> None:
         """Of an object that loads itself, all that the checkpoint has is taken; its own tensors are loaded in place."""
