@@ -1,5 +1,7 @@
 """Checkpoints of other programs, read and written: torch.distributed.checkpoint, torch.save."""
 
+import errno
+import json
 import os
 import pickle
 
@@ -8,7 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardwise import checkpoint
-from shardwise.checkpoint import CheckpointError
+from shardwise.checkpoint import CheckpointError, Map, blocks, transpose
+from shardwise.checkpoint.mapping import MappedSource
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.rewrite import rewrite
 from tests.checkpoint.test_protocol import LAYOUTS, check, device_mesh, state, targets
@@ -61,3 +64,74 @@ def test_no_code_runs(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="x.pt: no file of torch.save that holds tensors and values only"):
         checkpoint.load(tmp_path / "x.pt", {})
     assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("format", ["dcp", "pt"])
+def test_a_flipped_bit_in_files_of_torch(tmp_path, format):
+    path = tmp_path / "c"
+    checkpoint.save(path, {"a": torch.ones(50_000)}, format=format)
+    file = path if format == "pt" else path / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    into = {"a": torch.zeros(50_000)}
+    with pytest.raises(CheckpointError, match="not what was written: the file is damaged"):
+        checkpoint.load(path, into)
+    assert not into["a"].any()
+    checkpoint.load(path, into, verify="none")
+    assert int((into["a"] != 1).sum()) == 1
+
+
+@pytest.mark.parametrize(
+    "ranges, size, text",
+    [
+        ([(0, 3), (1, 4)], 4, "'b' begins at byte .*, the one before it ends at"),
+        ([(0, 3), (4, 7)], 7, "'b' begins at byte"),
+        ([(0, 3), (3, 6)], 8, "2 bytes follow the last tensor"),
+        ([(0, 3), (3, 6)], 5, "cut short: tensor 'b'"),
+    ],
+)
+def test_headers_that_make_no_sense(tmp_path, ranges, size, text):
+    said = {name: {"dtype": "U8", "shape": [3], "data_offsets": at} for name, at in zip("ab", ranges)}
+    header = json.dumps(said).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    with pytest.raises(CheckpointError, match=text):
+        checkpoint.load(tmp_path / "x.safetensors", {name: torch.zeros(3, dtype=torch.uint8) for name in "ab"})
+
+
+def test_a_disk_that_dcp_cannot_write_to(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match="could not be written: rank 0: .*No space left"):
+        checkpoint.save(tmp_path / "c", {"a": torch.ones(2)}, format="dcp")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_from_file_to_file(tmp_path, monkeypatch, can):
+    """Blocks that are the same on both sides are copied by the system where it can; damage is found all the same."""
+    monkeypatch.setattr(blocks, "LEAST_BLOCK", 64)
+    if not can:
+
+        def no(*_):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+        monkeypatch.setattr(os, "copy_file_range", no)
+    state = {"a": torch.randn(7, 9), "e": torch.zeros(0), "c": torch.randn(5, dtype=torch.complex64), "n": 3, "b": torch.randn(40)}
+    checkpoint.save(tmp_path / "parts", state, max_file_bytes=200, step=2)
+    rewrite(open_source(tmp_path / "parts"), tmp_path / "merged", most=1 << 40)
+    rewrite(MappedSource(open_source(tmp_path / "merged"), Map([transpose("a")])), tmp_path / "turned", most=100)
+    for name, turned in (("merged", False), ("turned", True)):
+        into = {k: x if k == "n" else torch.zeros(x.t().shape if turned and k == "a" else x.shape, dtype=x.dtype) for k, x in state.items()}
+        assert checkpoint.load(tmp_path / name, into, verify="full").step == 2
+        into["a"] = into["a"].t() if turned else into["a"]
+        assert all(torch.equal(into[k], state[k]) for k in "aecb")
+    file = tmp_path / "merged" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-70] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="not what was written"):
+        rewrite(open_source(tmp_path / "merged"), tmp_path / "again", most=100)
+    assert not (tmp_path / "again").exists() and not (tmp_path / ".again.saving").exists()

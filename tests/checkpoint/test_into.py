@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import checkpoint
+from shardwise import Shard, checkpoint, distribute_tensor, simulate
 from shardwise.checkpoint import CheckpointError, Manager
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -57,6 +57,104 @@ def test_kinds_of_containers_stay(tmp_path):
     into = {"p": Pair(0, torch.zeros(1)), "o": collections.OrderedDict(a=0)}
     checkpoint.load(tmp_path / "c", into)
     assert type(into["p"]) is Pair and into["p"].x == 1 and into["o"] == collections.OrderedDict(a=1)
+
+
+def test_values_that_nothing_can_replace(tmp_path):
+    checkpoint.save(tmp_path / "c", [1, 2])
+    numbers = [0, 0, 0]
+    checkpoint.load(tmp_path / "c", numbers)
+    assert numbers == [1, 2]
+    refused(tmp_path / "c", (0, 0), "the value '0' of `into` cannot be replaced in place")
+    refused(tmp_path / "c", 0, "`into` cannot be replaced in place")
+    checkpoint.save(tmp_path / "t", (torch.ones(1), [1], Pair(1, 2)))
+    refused(tmp_path / "t", (torch.zeros(1), [0], Pair(0, 0)), "the value '2.x' of `into`|the value '2.0' of `into`")
+    into = [torch.zeros(1), [0], Pair(0, 0)]
+    inner = into[1]
+    checkpoint.load(tmp_path / "t", into)
+    assert inner == [1] and into[1] is inner and into[2] == Pair(1, 2) and type(into[2]) is Pair
+
+
+def test_tensors_of_any_memory(tmp_path):
+    values = {"c": torch.randn(4, dtype=torch.complex64).conj(), "s": torch.arange(6.0)[2:].as_strided((1,), (5,))}
+    checkpoint.save(tmp_path / "c", values)
+    into = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in values.items()}
+    checkpoint.load(tmp_path / "c", into)
+    assert all(torch.equal(into[name], x) for name, x in values.items())
+
+
+@pytest.mark.parametrize("memory", [64 << 20, 100])
+def test_a_write_is_a_write_to_autograd(tmp_path, memory):
+    """What is read straight into a parameter changes its version: a graph that has kept the old values must not run."""
+    checkpoint.save(tmp_path / "c", {"w": torch.ones(3, 4), "d": torch.ones(4, 3)})
+    into = {"w": nn.Parameter(torch.zeros(3, 4)), "d": distribute_tensor(torch.zeros(4, 3), simulate(2), [Shard(0)])}
+    into["d"].requires_grad_()
+    losses = [x.square().sum() for x in into.values()]
+    checkpoint.load(tmp_path / "c", into, memory=memory)
+    assert into["w"].sum() == 12 and into["d"].full_tensor().sum() == 12
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
+def test_names_that_files_cannot_have(tmp_path, name):
+    with pytest.raises(CheckpointError, match="a tensor cannot be called"):
+        checkpoint.save(tmp_path / "c", {name: torch.ones(1)})
+    assert not list(tmp_path.iterdir())
+
+
+class Kept(nn.Module):
+    """Its state dict has a copy of one tensor, and an extra state with a tensor and a number."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.w, self.cache, self.extra = nn.Parameter(torch.full((2,), n)), torch.full((3,), n), (torch.full((2,), n), n)
+
+    def _save_to_state_dict(self, found, prefix, keep):
+        super()._save_to_state_dict(found, prefix, keep)
+        found[prefix + "cache"] = self.cache.clone()
+
+    def _load_from_state_dict(self, found, prefix, *rest):
+        self.cache = found.pop(prefix + "cache").clone()
+        super()._load_from_state_dict(found, prefix, *rest)
+
+    def get_extra_state(self):
+        return {"t": self.extra[0] * 1, "n": self.extra[1]}
+
+    def set_extra_state(self, found):
+        self.extra = found["t"], found["n"]
+
+
+@pytest.mark.parametrize("format", ["shardwise", "dcp", "pt"])
+@pytest.mark.parametrize("inside", [lambda m: {"m": nn.Sequential(m)}, lambda m: m])
+def test_modules_whose_state_is_not_their_memory(tmp_path, format, inside):
+    checkpoint.save(tmp_path / "c", inside(Kept(3.0)), format=format)
+    other = Kept(0.0)
+    checkpoint.load(tmp_path / "c", inside(other))
+    assert other.w.tolist() == [3, 3] and other.cache.tolist() == [3, 3, 3]
+    assert other.extra[0].tolist() == [3, 3] and other.extra[1] == 3
+
+
+def optimizer_of(*sizes, lr=0.1):
+    groups = [{"params": [nn.Parameter(torch.zeros(2)) for _ in range(n)]} for n in sizes]
+    return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+
+
+def test_groups_of_other_sizes(tmp_path):
+    checkpoint.save(tmp_path / "c", {"o": optimizer_of(2, 1)})
+    refused(tmp_path / "c", {"o": optimizer_of(1, 2)}, "'o.param_groups.0': 2 parameters in the checkpoint, 1 in the opt")
+    refused(tmp_path / "c", {"o": optimizer_of(2)}, "'o': 2 groups of parameters")
+
+
+def test_states_and_rates_of_other_kinds(tmp_path):
+    one, other = optimizer_of(1, lr=torch.tensor(0.5)), optimizer_of(1)
+    one.param_groups[0]["params"][0].grad = torch.ones(2)
+    one.step()
+    param = other.param_groups[0]["params"][0]
+    other.state[param]["momentum_buffer"] = None
+    checkpoint.save(tmp_path / "c", {"o": one})
+    checkpoint.load(tmp_path / "c", {"o": other})
+    assert other.state[param]["momentum_buffer"].tolist() == [1, 1] and other.param_groups[0]["lr"] == torch.tensor(0.5)
 
 
 def trained(kind, steps):

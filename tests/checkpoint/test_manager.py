@@ -1,5 +1,6 @@
 """`Manager` and asynchronous saves: what is kept, what is found again, and that no error gets lost."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from shardwise import Shard, checkpoint, distribute_tensor, simulate
-from shardwise.checkpoint import CheckpointError, Manager, jobs
+from shardwise.checkpoint import CheckpointError, Manager, jobs, write
 from tests.workers import device_mesh, run_ranks
 
 
@@ -25,6 +26,19 @@ def test_what_is_kept(tmp_path):
     into = {"w": torch.zeros(2)}
     assert manager.restore(into) == 60 and into["w"].tolist() == [60.0, 60.0]
     assert manager.restore(into, step=20) == 20 and into["w"].tolist() == [20.0, 20.0]
+
+
+def test_the_best_of_saves_under_way(tmp_path, monkeypatch):
+    """The metric of a save that has not ended yet is not forgotten when the next one is noted."""
+    manager, state = Manager(tmp_path, keep=1, best="min", async_=True, sigterm=False), {"a": torch.ones(1)}
+    go, run = threading.Event(), write.run
+    monkeypatch.setattr(write, "run", lambda *args: (go.wait(60), run(*args)))
+    for step, metric in enumerate([5.0, 0.0, 4.0, 3.0]):
+        manager.save(step, state, metric=metric)
+    go.set()
+    manager.wait()
+    assert manager.steps() == [1, 3] and manager.best_path() == manager.path(1)
+    assert sorted(json.loads((tmp_path / "scores.json").read_text())) == ["1", "3"]
 
 
 def test_leftovers_are_cleaned_and_not_taken(tmp_path):

@@ -80,9 +80,35 @@ def test_what_lines_say(tmp_path):
     assert torch.equal(into["l.0.out"].full_tensor(), files["h.0.o"].t().double())
 
 
+def test_dims_counted_from_the_end(tmp_path):
+    a, b = torch.randn(2, 3), torch.randn(2, 3)
+    checkpoint.save(tmp_path / "c", {"a": a, "b": b, "e.0": a, "e.1": b, "w": torch.cat([a, b], 1)})
+    lines = [join(["a", "b"], "ab", dim=-1), stack("e.{i}", "e", over="i", dim=-1), split("w", ["x", "y"], dim=-1)]
+    into = {"ab": torch.zeros(2, 6), "e": torch.zeros(2, 3, 2), "x": torch.zeros(2, 3), "y": torch.zeros(2, 3)}
+    checkpoint.load(tmp_path / "c", into, map=Map(lines))
+    assert torch.equal(into["ab"], torch.cat([a, b], -1)) and torch.equal(into["e"], torch.stack([a, b], -1))
+    assert torch.equal(into["x"], a) and torch.equal(into["y"], b)
+    checkpoint.save(tmp_path / "d", into)
+    back = {"a": a * 0, "b": a * 0, "e.0": a * 0, "e.1": a * 0, "w": torch.zeros(2, 6)}
+    checkpoint.load(tmp_path / "d", back, map=Map(lines).inverse)
+    assert torch.equal(back["b"], b) and torch.equal(back["e.1"], b) and torch.equal(back["w"], into["ab"])
+
+
+def test_casts_keep_numbers(tmp_path):
+    """The count of steps of an optimizer would be rounded in float16. Values keep their names."""
+    saved = {"step": torch.tensor(5001.0), "scale": torch.tensor(1.5), "w": torch.ones(2)}
+    checkpoint.save(tmp_path / "c", {"a": saved, "l": [1, 2], "t": (1, "x"), "n": 3})
+    inner = {"step": torch.tensor(0.0), "scale": torch.tensor(0.0).half(), "w": torch.zeros(2).half()}
+    into = {"b": inner, "l": [0], "t": (0, ""), "n": 0}
+    checkpoint.load(tmp_path / "c", into, map=Map([rename("a.{rest*}", "b.{rest*}")], dtype=torch.half))
+    assert inner["step"] == 5001 and inner["scale"] == 1.5 and inner["w"].tolist() == [1, 1]
+    assert into["l"] == [1, 2] and into["t"] == (1, "x") and into["n"] == 3
+
+
 @pytest.mark.parametrize(
     ("lines", "text"),
     [
+        ([join(["a", "b"], "ab", dim=2)], "there is no dim 2 to join, split or stack 'a' along: 2 dims"),
         ([join(["a", "missing"], "ab")], "'missing' is missing, which 'ab' is made of"),
         ([join(["a", "b"], "ab")], r"'a' \(torch.float32, \(2, 3\)\) and 'b' .* cannot be one tensor"),
         ([rename("a", "b")], "two tensors would be called 'b'"),

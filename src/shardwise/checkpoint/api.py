@@ -148,7 +148,10 @@ def plan_load(
     _check(memory=memory)
     world = World.of(process_group)
     source = world.from_first(lambda: opened(path, map, "fast"))
-    return read.prepare(source, into, world, strict=strict, memory=memory, measure=True).plan
+    try:
+        return read.prepare(source, into, world, strict=strict, memory=memory, measure=True).plan
+    finally:
+        source.close()
 
 
 def opened(path: AnyPath, table: Map | None, verify: str) -> Source:

@@ -104,13 +104,27 @@ def read_header(path: Path) -> tuple[dict[str, tuple[Entry, Place]], bytes]:
         found = {name: _entry(name, at, path, 8 + length) for name, at in said.items() if name != "__metadata__"}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: the header is damaged: {error}") from error
-    for entry, place in found.values():
+    _check_ranges(path, found, 8 + length, size)
+    return found, begin + text
+
+
+def _check_ranges(path: Path, found: Mapping[str, tuple[Entry, Place]], begin: int, size: int) -> None:
+    """Raise where the tensors of a file do not lie one after the other from `begin` to its end."""
+    at = begin
+    for entry, place in sorted(found.values(), key=lambda item: (item[1].start, item[0].nbytes)):
         if place.start + entry.nbytes > size:
             raise CheckpointError(
                 f"{path}: cut short: tensor {entry.name!r} is bytes {place.start} to {place.start + entry.nbytes}, "
                 f"the file has {size}"
             )
-    return found, begin + text
+        if place.start != at:
+            raise CheckpointError(
+                f"{path}: the header is damaged: tensor {entry.name!r} begins at byte {place.start}, the one before it "
+                f"ends at {at}"
+            )
+        at += entry.nbytes
+    if at != size:
+        raise CheckpointError(f"{path}: {size - at} bytes follow the last tensor; it was overwritten or is damaged")
 
 
 def _entry(name: str, said: Mapping[str, Json], path: Path, data: int) -> tuple[Entry, Place]:

@@ -55,11 +55,20 @@ class _Chunk(NamedTuple):
     length: int
 
 
+def _damaged(file: Path | io.BytesIO) -> str | None:
+    """The part of a file of torch.save whose bytes are not what was written, if there is one; older files have no
+    checksums."""
+    if not zipfile.is_zipfile(file):
+        return None
+    with zipfile.ZipFile(file) as opened:
+        return opened.testzip()
+
+
 class DcpSource(Source):
     """A folder of torch.distributed.checkpoint. A block is what one process wrote of a tensor."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder
+    def __init__(self, folder: Path, *, verify: bool = True) -> None:
+        self.path, self.verify = folder, verify
         try:
             with open(folder / METADATA, "rb") as file:
                 said: Json = _Unpickler(file).load()
@@ -107,6 +116,11 @@ class DcpSource(Source):
                 f"{self.path / file}: cut short inside of {name!r}, bytes {offset} to {offset + length}"
             )
         self.bytes_read += length
+        if self.verify and _damaged(io.BytesIO(data)) is not None:
+            raise CheckpointError(
+                f"{self.path / file}: {name!r}, bytes {offset} to {offset + length} of the file are not what was "
+                f"written: the file is damaged"
+            )
         return data
 
     def blocks(self, name: str) -> Sequence[Block]:
@@ -135,9 +149,12 @@ class DcpSource(Source):
 class TorchSource(Source):
     """A file of torch.save, mapped into memory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, verify: bool = True) -> None:
         self.path = path
         self._open()
+        part = _damaged(path) if verify else None
+        if part is not None:
+            raise CheckpointError(f"{path}: {part!r} in it is not what was written: the file is damaged")
 
     def _open(self) -> None:
         try:

@@ -86,13 +86,17 @@ def kind_of(tensor: torch.Tensor, *, values: bool) -> Kind:
     simulated = isinstance(tensor, DTensor)
     total = 0
     for piece in held(tensor) if values else ():
-        total = zlib.crc32(buffer_of(_bytes(piece.values)), total)
+        total = zlib.crc32(buffer_of(as_bytes(piece.values)), total)
     return Kind(dtype, shape, "here", f"{'simulated' if simulated else 'plain'} {total:08x}")
 
 
-def _bytes(values: torch.Tensor) -> np.ndarray:
-    flat = values.detach().cpu().contiguous().reshape(-1)
-    return (flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)).numpy()
+def as_bytes(values: torch.Tensor) -> np.ndarray:
+    """The memory of some values; where they lie together on the CPU, no copy."""
+    flat = values.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    if not flat.numel():
+        return np.zeros(0, dtype=np.uint8)
+    flat = flat.as_strided(flat.shape, (1,))  # one element may come with any stride, but a view of bytes asks for 1
+    return flat.view(torch.uint8).numpy()
 
 
 def held(tensor: torch.Tensor) -> list[Held]:

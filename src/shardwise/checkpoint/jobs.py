@@ -18,7 +18,7 @@ import torch
 from shardwise.checkpoint import crc
 from shardwise.checkpoint.blocks import Block, Runs, blocks_of, meet, runs_of
 from shardwise.checkpoint.files import DataFile, Entry
-from shardwise.checkpoint.holders import Held
+from shardwise.checkpoint.holders import Held, as_bytes
 from shardwise.errors import CheckpointError
 from shardwise.layout.tiles import Tile, Tiles, meetings
 
@@ -115,7 +115,7 @@ def staged(tasks: Sequence[Task], room: torch.Tensor) -> list[Task]:
 class Put(Protocol):
     """Does one job; see `write_jobs`."""
 
-    def __call__(self, job: Job, known: int | None = None) -> tuple[int, int]: ...
+    def __call__(self, job: Job) -> tuple[int, int]: ...
 
 
 class Written(NamedTuple):
@@ -155,16 +155,16 @@ def write(folder: Path, files: Sequence[DataFile], jobs: Sequence[Job], blocks: 
 
 @contextlib.contextmanager
 def write_jobs(folder: Path, files: Sequence[DataFile]) -> Iterator[Put]:
-    """Inside, a function that does one job (of a block whose checksum may be known), and gives the linear part of its
-    checksum and its bytes. At the end the files reach the disk."""
+    """Inside, a function that does one job, and gives the linear part of its block's checksum and its bytes. At the end
+    the files reach the disk."""
     handles: dict[int, int] = {}
 
-    def put(job: Job, known: int | None = None) -> tuple[int, int]:
+    def put(job: Job) -> tuple[int, int]:
         path = folder / files[job.file].name
         if job.file not in handles:
-            handles[job.file] = _opened(path)
+            handles[job.file] = opened(path)
         try:
-            return _put(handles[job.file], job, known)
+            return _put(handles[job.file], job)
         except OSError as error:
             raise write_error(path, f"tensor {job.entry.name!r} at {job.box.offsets}", error) from error
 
@@ -177,20 +177,21 @@ def write_jobs(folder: Path, files: Sequence[DataFile]) -> Iterator[Put]:
             os.close(handle)
 
 
-def _opened(path: Path) -> int:
+def opened(path: Path) -> int:
+    """A file of a draft, to be written."""
     try:
         return os.open(path, os.O_RDWR)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror}; do all ranks see this folder?") from error
 
 
-def _put(handle: int, job: Job, known: int | None = None) -> tuple[int, int]:
+def _put(handle: int, job: Job) -> tuple[int, int]:
     """Write one job; the linear part of its block's checksum, and how many bytes it was."""
     runs = runs_of(job.box, job.entry.shape, job.entry.dtype.itemsize)
     data = as_bytes(job.values)
     if math.prod(runs.counts) == 1:
         _write_all(handle, data, job.start + runs.start)
-        linear = crc.raw(crc.buffer_of(data)) if known is None else crc.whole(known, data.size)
+        linear = crc.raw(crc.buffer_of(data))
     else:
         rows = data.reshape(-1, runs.length)
         if runs.length >= _SHORT_RUN:
@@ -200,15 +201,6 @@ def _put(handle: int, job: Job, known: int | None = None) -> tuple[int, int]:
             _write_mapped(handle, rows, job.start, runs)
         linear = crc.of_runs(rows, runs.counts, runs.pitches)
     return crc.shifted(linear, job.block.stop - runs.stop), data.size
-
-
-def as_bytes(values: torch.Tensor) -> np.ndarray:
-    """The memory of some values; where they lie together on the CPU, no copy."""
-    flat = values.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    if not flat.numel():
-        return np.zeros(0, dtype=np.uint8)
-    flat = flat.as_strided(flat.shape, (1,))  # one element may come with any stride, but a view of bytes asks for 1
-    return flat.view(torch.uint8).numpy()
 
 
 def _offsets(runs: Runs) -> np.ndarray:

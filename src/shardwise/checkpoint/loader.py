@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 
 from shardwise.checkpoint.blocks import meet
 from shardwise.checkpoint.holders import Held
@@ -55,6 +56,8 @@ class Loader:
         for i in range(span.first, span.first + span.blocks):
             tile = blocks[i].tile
             if read.slot is None:
+                if self._read_in_place(read, i, tile):
+                    continue
                 values = source.read_block(name, i, self._scratch(source.size(name, i)))
                 for part in read.parts:
                     box = meet(tile, part.box)
@@ -69,6 +72,21 @@ class Loader:
                 values = source.read_block(name, i, self._scratch(source.size(name, i)))
                 room.view(dtype).view(tile.sizes).copy_(values)
             at += size
+
+    def _read_in_place(self, read: Read, i: int, tile: Tile) -> bool:
+        """Read a block to where it belongs, without a copy; whether that can be: all goes to one run of memory."""
+        parts = [part for part in read.parts if meet(tile, part.box) is not None]
+        if len(parts) != 1 or meet(tile, parts[0].box) != tile or not self.source.reads_in_place(read.name):
+            return False
+        outer, values = self.pieces[read.name][parts[0].tile]
+        room = inside(values, outer, tile)
+        plain = room.device.type == "cpu" and not (room.is_conj() or room.is_neg() or room.is_inference())
+        if not plain or not room.is_contiguous():
+            return False
+        self.begun[read.name] = None
+        self.source.read_block(read.name, i, room.as_strided((room.numel(),), (1,)).view(torch.uint8))
+        increment_version(room)
+        return True
 
     def _scratch(self, size: int) -> torch.Tensor:
         if self.scratch.numel() < size:

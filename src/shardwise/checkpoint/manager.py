@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
@@ -74,6 +75,7 @@ class Manager:
         self.group = process_group
         self.stopping = False  # a SIGTERM came
         self._stop_saved = False
+        self._lock = threading.Lock()  # of the metrics, which the thread of asynchronous saves changes too
         self._before: Callable[[int, FrameType | None], object] | int | None = None
         World.of(process_group).from_first(self._make_root)
         if sigterm:
@@ -192,13 +194,13 @@ class Manager:
         """Remove what is no longer kept: never the one that was just saved."""
         steps = self.steps()
         kept = set(steps if self.keep is None else steps[-self.keep :]) | {newest}
-        best = self._best(self._scores(), steps)
-        for step in steps:
-            if step not in kept and step != best:
-                gone = self.root / f".{self.path(step).name}.saving"  # removed by the next save if this does not end
-                os.rename(self.path(step), gone)
-                sync_folder(self.root)
-                shutil.rmtree(gone, ignore_errors=True)
+        removed = [step for step in steps if step not in kept | {self._best(self._scores(), steps)}]
+        for step in removed:
+            gone = self.root / f".{self.path(step).name}.saving"  # removed by the next save if this does not end
+            os.rename(self.path(step), gone)
+            sync_folder(self.root)
+            shutil.rmtree(gone, ignore_errors=True)
+        self._forget(removed)
 
     def _scores(self) -> Scores:
         try:
@@ -207,8 +209,18 @@ class Manager:
             return {}
 
     def _note(self, step: int, metric: float) -> None:
-        known = set(self.steps())
-        scores = {s: value for s, value in self._scores().items() if s in known} | {step: metric}
+        """Write a metric down, before its checkpoint is there."""
+        with self._lock:
+            self._write_scores(self._scores() | {step: metric})
+
+    def _forget(self, steps: list[int]) -> None:
+        """Drop the metrics of checkpoints that were removed; those of saves under way stay."""
+        with self._lock:
+            scores = self._scores()
+            if scores.keys() & set(steps):
+                self._write_scores({step: score for step, score in scores.items() if step not in steps})
+
+    def _write_scores(self, scores: Scores) -> None:
         draft = self.root / f".{_SCORES}"
         write_synced(draft, json.dumps(scores))
         os.replace(draft, self.root / _SCORES)

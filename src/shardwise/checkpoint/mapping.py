@@ -170,7 +170,8 @@ class Map:
 
     Args:
         lines: What `rename`, `join`, `split`, `stack`, `transpose` and `drop` make; the first that fits a name counts.
-        dtype: What floating-point tensors are converted to on the way; None leaves them.
+        dtype: What floating-point tensors are converted to on the way; None leaves them. A tensor without dims (as the
+            count of steps of an optimizer) is converted only if the program's has this dtype.
     """
 
     def __init__(self, lines: Sequence[Line] = (), *, dtype: torch.dtype | None = None) -> None:
@@ -240,7 +241,7 @@ class Map:
         if name in out:
             raise CheckpointError(f"map: two tensors would be called {name!r}: {made.pieces[0].name!r} is one of them")
         entry = made.entry._replace(name=name)
-        if self.dtype is not None and entry.dtype.is_floating_point:
+        if self.dtype is not None and entry.dtype.is_floating_point and entry.shape:
             entry = entry._replace(dtype=self.dtype)
         out[name] = Mapped(entry, made.pieces)
 
@@ -252,7 +253,8 @@ class Map:
             raise CheckpointError(
                 f"map: {missing[0]!r} is missing, which {_filled(line.program[0], found)!r} is made of"
             )
-        parts, dim = [members[i, 0] for i in range(len(line.files))], line.dim or 0
+        parts = [members[i, 0] for i in range(len(line.files))]
+        dim = _dim(line, parts[0].name, len(parts[0].shape))
         _check_alike(parts, dim)
         at, pieces = 0, []
         for part in parts:
@@ -264,7 +266,7 @@ class Map:
         self._put(out, name, Mapped(Entry(name, parts[0].dtype, shape), tuple(pieces)))
 
     def _split(self, out: dict[str, Mapped], line: Line, found: dict[str, str], whole: Entry) -> None:
-        dim, shares = line.dim or 0, line.sizes or (1,) * len(line.program)
+        dim, shares = _dim(line, whole.name, len(whole.shape)), line.sizes or (1,) * len(line.program)
         n = whole.shape[dim]
         if n % sum(shares):
             raise CheckpointError(
@@ -283,11 +285,12 @@ class Map:
     def _stacked(
         self, out: dict[str, Mapped], line: Line, found: dict[str, str], members: dict[tuple[int, int], Entry]
     ) -> None:
-        name, dim, numbers = _filled(line.program[0], found), line.dim or 0, sorted(i for _, i in members)
+        name, numbers = _filled(line.program[0], found), sorted(i for _, i in members)
         if numbers != list(range(len(numbers))):
             gap = next(i for i, n in enumerate(numbers) if i != n)
             raise CheckpointError(f"map: number {gap} of {line.files[0]!r} is missing, which {name!r} is made of")
         parts = [members[0, i] for i in numbers]
+        dim = _dim(line, parts[0].name, len(parts[0].shape) + 1)
         _check_alike(parts, None)
         shape = (*parts[0].shape[:dim], len(parts), *parts[0].shape[dim:])
         pieces = []
@@ -297,7 +300,7 @@ class Map:
         self._put(out, name, Mapped(Entry(name, parts[0].dtype, shape), tuple(pieces)))
 
     def _unstacked(self, out: dict[str, Mapped], line: Line, found: dict[str, str], whole: Entry) -> None:
-        dim = line.dim or 0
+        dim = _dim(line, whole.name, len(whole.shape))
         rest = tuple(n for d, n in enumerate(whole.shape) if d != dim)
         for i in range(whole.shape[dim]):
             offsets = tuple(i if d == dim else 0 for d in range(len(whole.shape)))
@@ -305,6 +308,14 @@ class Map:
             piece = Piece(whole.name, Tile(offsets, sizes), dim, None, None, (0,) * len(rest))
             name = _filled(line.program[0], found | {str(line.over): str(i)})
             self._put(out, name, Mapped(Entry(name, whole.dtype, rest), (piece,)))
+
+
+def _dim(line: Line, name: str, ndim: int) -> int:
+    """The dim of a line, counted from the beginning."""
+    dim = line.dim or 0
+    if not -ndim <= dim < ndim:
+        raise CheckpointError(f"map: there is no dim {dim} to join, split or stack {name!r} along: {ndim} dims")
+    return dim % ndim
 
 
 def _all_of(shape: Sequence[int]) -> Tile:
@@ -338,6 +349,7 @@ class MappedSource(Source):
 
     def __init__(self, inner: Source, table: Map) -> None:
         self.inner, self.path, self.step, self.random = inner, inner.path, inner.step, inner.random
+        self.dtype = table.dtype
         self.mapped = table.apply(inner.entries)
         self.entries = {name: made.entry for name, made in self.mapped.items()}
         same = self.entries.keys() == inner.entries.keys()
@@ -371,6 +383,17 @@ class MappedSource(Source):
         piece, inner = pieces[0], self.inner.entries[pieces[0].name]
         as_it_is = piece[2:5] == (None, None, None) and piece.box == _all_of(inner.shape)
         return len(pieces) == 1 and as_it_is and entry.dtype == inner.dtype and self.inner.reads_in_place(piece.name)
+
+    def span(self, name: str) -> tuple[int, int] | None:
+        return self.inner.span(self.mapped[name].pieces[0].name) if self.reads_in_place(name) else None
+
+    def cast(self, name: str, dtype: torch.dtype) -> bool:
+        entry = self.entries[name]
+        if dtype != self.dtype or entry.shape or not entry.dtype.is_floating_point:
+            return False
+        self.entries[name] = entry._replace(dtype=dtype)
+        self.mapped[name] = self.mapped[name]._replace(entry=self.entries[name])
+        return True
 
     def checksum(self, name: str, i: int) -> int | None:
         piece, number, _ = self._parts(name)[i]

@@ -32,11 +32,11 @@ def open_source(path: str | os.PathLike[str], *, verify: str = "fast") -> Source
     if found.is_file():
         if found.suffix == ".safetensors":
             return FileSource(found, read_header(found)[0])
-        return TorchSource(found)
+        return TorchSource(found, verify=verify != "none")
     elif (found / MANIFEST).exists():
         return _own(found, verify)
     elif (found / METADATA).exists():
-        return DcpSource(found)
+        return DcpSource(found, verify=verify != "none")
     elif any(found.glob("*.safetensors")):
         return _hugging_face(found)
     elif found.is_dir():

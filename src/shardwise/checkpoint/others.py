@@ -41,9 +41,12 @@ def _save_dcp(folder: Path, flat: Flat, world: World) -> None:
         entries = flat.tensors | {name: value_of(said) for name, said in flat.values.items()}
         dcp.save(entries, checkpoint_id=draft, process_group=world.group, no_dist=world.group is None)
         world.from_first(lambda: commit(draft, folder))
-    except BaseException:
+    except BaseException as error:
         if world.is_first:
             drop_draft(draft_of(folder))
+        if isinstance(error, dcp.CheckpointException):  # no Exception to Python, and all tracebacks in one text
+            causes = [f"rank {rank}: {failed[0]}" for rank, failed in error.args[-1].items()]
+            raise CheckpointError(f"{folder}: could not be written: {'; '.join(causes)}") from error
         raise
 
 

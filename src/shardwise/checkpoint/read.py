@@ -14,7 +14,7 @@ from shardwise.checkpoint.loader import Loader
 from shardwise.checkpoint.plan import LoadPlan, plan
 from shardwise.checkpoint.shared import Sharing
 from shardwise.checkpoint.source import Source
-from shardwise.checkpoint.targets import Targets
+from shardwise.checkpoint.targets import Targets, fixed_value
 from shardwise.checkpoint.tree import Flat, Value
 from shardwise.checkpoint.world import World, as_error
 from shardwise.errors import CheckpointError
@@ -58,6 +58,7 @@ def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: 
     """Compare names, shapes and dtypes on all processes, and make the plan. Raises on all of them alike."""
     targets, error = Targets(source.entries, source.values), None
     try:
+        _check_places(into)
         targets.collect(into, source.tree)
         for name, tensor in targets.tensors.items():
             check(name, tensor, "loading")
@@ -82,6 +83,15 @@ def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: 
     return Prepared(source, targets, made, unexpected, sharing)
 
 
+def _check_places(into: Value) -> None:
+    name = fixed_value(into)
+    if name is not None:
+        what = f"the value {name!r} of `into`" if name else "`into`"
+        raise CheckpointError(
+            f"load: {what} cannot be replaced in place: it is in no dict and no list; give `into` as one of these"
+        )
+
+
 def _check_fits(source: Source, name: str, tensor: torch.Tensor) -> None:
     entry = source.entries[name]
     if tuple(tensor.shape) != entry.shape:
@@ -89,10 +99,12 @@ def _check_fits(source: Source, name: str, tensor: torch.Tensor) -> None:
             f"{source.path}: tensor {name!r} has shape {entry.shape}, `into` has {tuple(tensor.shape)} there; "
             f"a table of changes (map=) can split, join and transpose"
         )
-    if tensor.dtype != entry.dtype:
+    if tensor.dtype != entry.dtype and not source.cast(name, tensor.dtype):
+        floats = tensor.dtype.is_floating_point and entry.dtype.is_floating_point
+        how = "load into a tensor of that dtype"
+        how = f"map=shardwise.checkpoint.Map.cast({tensor.dtype}) converts it" if floats else how
         raise CheckpointError(
-            f"{source.path}: tensor {name!r} has dtype {entry.dtype}, `into` has {tensor.dtype} there; "
-            f"map=shardwise.checkpoint.Map.cast({tensor.dtype}) converts it"
+            f"{source.path}: tensor {name!r} has dtype {entry.dtype}, `into` has {tensor.dtype} there; {how}"
         )
 
 

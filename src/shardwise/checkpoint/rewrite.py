@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 
 from shardwise.checkpoint.blocks import Block
 from shardwise.checkpoint.commit import draft_of, drop_draft
+from shardwise.checkpoint.copying import batches, copy, is_copied
 from shardwise.checkpoint.holders import Held
 from shardwise.checkpoint.jobs import jobs_of, write_jobs
 from shardwise.checkpoint.source import Source
@@ -21,8 +22,6 @@ from shardwise.checkpoint.world import World
 from shardwise.checkpoint.write import Draft, begin, finish
 from shardwise.errors import CheckpointError
 from shardwise.layout.tiles import Tiles, meetings
-
-_BATCH = 8 << 20
 
 
 def rewrite(
@@ -54,8 +53,11 @@ def rewrite(
 
 def _copied(source: Source, draft: Draft, progress: Callable[[int], None] | None) -> tuple[np.ndarray, int]:
     place = {name: (i, start) for i, file in enumerate(draft.files) for name, start in file.starts.items()}
-    sums, total = np.zeros(draft.count, dtype=np.int64), 0
-    names = sorted(source.entries, key=lambda name: place[name])
+    sums = np.zeros(draft.count, dtype=np.int64)
+    ordered = sorted(source.entries, key=lambda name: place[name])
+    as_it_is = {name: is_copied(source, draft, name) for name in ordered}
+    total = copy(source, draft, [name for name in ordered if as_it_is[name]], sums, progress)
+    names = [name for name in ordered if not as_it_is[name]]
     meeting: dict[str, list[list[int]]] = {}  # of the tensor at hand
     with write_jobs(draft_of(draft.path), draft.files) as put, closing(_read_ahead(source, names)) as blocks:
         for name, i, values in blocks:
@@ -64,11 +66,7 @@ def _copied(source: Source, draft: Draft, progress: Callable[[int], None] | None
                 meeting = {name: _meeting(source.blocks(name), out, len(entry.shape))}
             piece = Held(block.tile, values)
             for job in jobs_of(*place[name], entry, out, draft.first[name], [piece], meeting[name][i]):
-                same = (
-                    job.block.tile == block.tile
-                )  # then its checksum, which was compared when it was read, is the same
-                known = source.checksum(name, i) if same else None
-                linear, written = put(job, known)
+                linear, written = put(job)
                 sums[job.number] ^= linear
                 total += written
             if progress is not None:
@@ -89,28 +87,13 @@ def _read_ahead(source: Source, names: Sequence[str]) -> Generator[tuple[str, in
 
     with ThreadPoolExecutor(1, "shardwise reader") as thread:
         coming = None
-        for number, some in enumerate(_batches(source, names)):
+        for number, some in enumerate(batches(source, names)):
             following = thread.submit(fill, some, number % 2)
             if coming is not None:
                 yield from coming.result()
             coming = following
         if coming is not None:
             yield from coming.result()
-
-
-def _batches(source: Source, names: Sequence[str]) -> Iterator[list[tuple[str, int]]]:
-    """All blocks of some tensors, as many together as a hand-over between threads is worth."""
-    some: list[tuple[str, int]] = []
-    size = 0
-    for name in names:
-        for i in range(len(source.blocks(name))):
-            if some and size + source.size(name, i) > _BATCH:
-                yield some
-                some, size = [], 0
-            some.append((name, i))
-            size += source.size(name, i)
-    if some:
-        yield some
 
 
 def _meeting(blocks: Sequence[Block], out: Sequence[Block], ndim: int) -> list[list[int]]:

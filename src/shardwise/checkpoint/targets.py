@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from shardwise.checkpoint.files import Entry
+from shardwise.checkpoint.holders import held
 from shardwise.checkpoint.tree import (
     Json,
     Lookup,
@@ -21,10 +24,11 @@ from shardwise.checkpoint.tree import (
     joined,
     nested,
     state_of,
-    value_of,
     walk,
 )
 from shardwise.errors import CheckpointError
+
+_EXTRA = "_extra_state"
 
 
 @dataclass
@@ -38,6 +42,13 @@ class Targets:
     taken: set[str] = field(default_factory=set)
     below: Lookup = field(default_factory=Lookup)
     from_names: dict[str, Node | None] = field(default_factory=dict)  # what `_node` has made
+    copies: dict[str, dict[str, Value]] = field(default_factory=dict)  # states of modules that are not their memory
+
+    @cached_property
+    def _leaves(self) -> dict[str, Node]:
+        """The nodes of all tensors and values by name."""
+        tensors: dict[str, Node] = {leaf: {"tensor": leaf} for leaf in self.entries}
+        return tensors | {leaf: {"value": said} for leaf, said in self.values.items()}
 
     def _keys(self, node: Node | None) -> list[Json]:
         return [] if node is None else list(self.below.children(node))
@@ -45,10 +56,9 @@ class Targets:
     def _node(self, node: Node | None, name: str, state: Value) -> Node | None:
         """The node of an object; of a checkpoint that has names only, one made from them, shaped as its state is."""
         if node is None and name not in self.from_names:
-            leaves: dict[str, Node] = {leaf: {"tensor": leaf} for leaf in self.entries}
-            leaves |= {leaf: {"value": said} for leaf, said in self.values.items()}
+            leaves = self._leaves
             below = {leaf.removeprefix(f"{name}."): at for leaf, at in leaves.items() if leaf.startswith(f"{name}.")}
-            self.from_names[name] = nested(below, state) if below else None
+            self.from_names[name] = nested(below, state) if below else leaves.get(name)
         return self.from_names.get(name) if node is None else node
 
     def _load_state(self, into: Value, state: Value, name: str) -> None:
@@ -66,11 +76,11 @@ class Targets:
         if isinstance(into, np.ndarray):
             if not into.flags.writeable:
                 raise CheckpointError(f"{name!r}: the numpy array in `into` is read-only; give a copy of it")
-            self._tensor(name, torch.from_numpy(into))
+            self._tensor(name, _view_of(into, name))
         elif isinstance(into, torch.Tensor):
             self._tensor(name, into)
         elif isinstance(into, nn.Module):
-            self._entries(into.state_dict(), node, name)
+            self._module(into, node, name)
         elif isinstance(into, torch.optim.Optimizer):
             self._optimizer(into, node, name)
         elif is_stateful(into):
@@ -83,7 +93,7 @@ class Targets:
         elif isinstance(into, (list, tuple)) and node is not None and not _is_values(node):
             raise CheckpointError(f"{name!r}: a list of values in `into`, but the checkpoint has tensors there")
         else:
-            self._value(name, node)
+            self._value(name, node, into)
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
         if name in self.entries:
@@ -98,7 +108,22 @@ class Targets:
         for key, item in into.items():
             self.collect(item, self.below(node, key), joined(name, key))
 
-    def _value(self, name: str, node: Node | None) -> None:
+    def _module(self, module: nn.Module, node: Node | None, name: str) -> None:
+        """The tensors of a module's state dict. Where they are copies (made by hooks, or by the module itself), what is
+        loaded into them goes to the module's own `load_state_dict` afterwards."""
+        state = module.state_dict()
+        for key, item in state.items():
+            if key.rpartition(".")[2] == _EXTRA:
+                self._stateful(item, self.below(node, key), joined(name, key))
+            else:
+                self.collect(item, self.below(node, key), joined(name, key))
+        own = {memory for tensor in (*module.parameters(), *module.buffers()) for memory in _memories(tensor)}
+        tensors = [item for key, item in state.items() if isinstance(item, torch.Tensor) and not key.endswith(_EXTRA)]
+        if any(memory not in own for tensor in tensors for memory in _memories(tensor)):
+            self.copies[name] = state
+
+    def _value(self, name: str, node: Node | None, into: Value) -> None:
+        node = self._node(node, name, into)
         found = [leaf for leaf, _, _ in walk(node, name)] if node is not None else [name]
         if any(leaf in self.entries for leaf in found):
             raise CheckpointError(f"{name!r}: a value in `into`, but a tensor in the checkpoint")
@@ -140,14 +165,26 @@ class Targets:
                     f"{name!r}: {len(inside)} groups of parameters in the checkpoint, "
                     f"{len(optimizer.param_groups)} in the optimizer"
                 )
-            for leaf, kind, _ in walk(groups, joined(name, "param_groups")):
-                if kind == "value":
-                    self.taken.add(leaf)
-                else:
-                    index = leaf.removeprefix(joined(name, "param_groups.")).split(".")
-                    self._tensor(leaf, optimizer.param_groups[int(index[0])][".".join(index[1:])])
+            for i, group in enumerate(optimizer.param_groups):
+                self._group(group, self.below(groups, i), joined(joined(name, "param_groups"), i))
         elif not any(leaf.startswith(joined(name, "param_groups")) for leaf in self.values):
             self.missing.append(joined(name, "param_groups"))
+
+    def _group(self, group: dict[str, Json], node: Node | None, name: str) -> None:
+        """The options of a group of parameters."""
+        numbers = len(self._keys(self.below(node, "params")))
+        if numbers != len(group["params"]):
+            raise CheckpointError(
+                f"{name!r}: {numbers} parameters in the checkpoint, {len(group['params'])} in the optimizer"
+            )
+        for key in self._keys(node):
+            for leaf, kind, _ in walk(self.below(node, key) or {}, joined(name, key)):
+                self.taken.add(leaf)
+                if kind != "value":
+                    own, entry = group.get(str(key)), self.entries[leaf]
+                    whole = isinstance(own, torch.Tensor) and leaf == joined(name, key)
+                    made = own if whole else torch.zeros(entry.shape, dtype=entry.dtype)
+                    self.tensors[leaf] = cast(torch.Tensor, made)
 
     def _stateful(self, state: Value, node: Node | None, name: str) -> None:
         """Of an object that loads itself, all that the checkpoint has is taken; its own tensors are loaded in place."""
@@ -174,7 +211,7 @@ class Targets:
         if isinstance(into, (torch.Tensor, np.ndarray)):
             return into
         if isinstance(into, nn.Module):
-            self._apply_extra(into, node)
+            self._apply_module(into, node, name)
         elif isinstance(into, torch.optim.Optimizer):
             self._apply_optimizer(into, node, name)
         elif is_stateful(into):
@@ -188,10 +225,9 @@ class Targets:
                     into[key] = new
         elif isinstance(into, (list, tuple)) and not _is_value(into):
             return self._apply_items(into, node, name)
-        elif node is not None:
-            return built(node, self.tensors.__getitem__)
-        elif name in self.values:
-            return value_of(self.values[name])
+        else:
+            found = self._node(node, name, into)
+            return into if found is None else _in_place(into, built(found, self.tensors.__getitem__))
         return into
 
     def _apply_items(self, into: Sequence[Value], node: Node | None, name: str) -> Value:
@@ -203,13 +239,21 @@ class Targets:
             return into
         return type(into)(*new) if hasattr(into, "_fields") else tuple(new)
 
-    def _apply_extra(self, module: nn.Module, node: Node | None) -> None:
-        """What modules keep beside tensors (`get_extra_state`)."""
+    def _apply_module(self, module: nn.Module, node: Node | None, name: str) -> None:
+        """What modules keep beside parameters and buffers: extra states, and what they give copies of."""
+        state = self.copies.get(name)
         for prefix, inner in module.named_modules():
-            key = joined(prefix, "_extra_state") if prefix else "_extra_state"
-            found = self.below(node, key)
-            if found is not None and _is_values(found):
-                inner.set_extra_state(built(found, self.tensors.__getitem__))
+            key = joined(prefix, _EXTRA)
+            found = self._node(self.below(node, key), joined(name, key), None)
+            if found is None:
+                continue
+            extra = built(found, self.tensors.__getitem__)
+            if state is None:
+                inner.set_extra_state(extra)
+            else:
+                state[key] = extra
+        if state is not None:
+            self._load_state(module, state, name)
 
     def _apply_optimizer(self, optimizer: torch.optim.Optimizer, node: Node | None, name: str) -> None:
         node = self._node(node, name, None)
@@ -219,7 +263,7 @@ class Targets:
                 full = joined(joined(joined(name, "state"), i), key)
                 inside = self.below(self.below(states, i), key)
                 if full in self.tensors:
-                    optimizer.state[params[i]].setdefault(key, self.tensors[full])
+                    optimizer.state[params[i]][key] = self.tensors[full]
                 elif inside is not None:
                     optimizer.state[params[i]][key] = built(inside, self.tensors.__getitem__)
         groups = self.below(node, "param_groups")
@@ -227,7 +271,7 @@ class Targets:
             found = self.below(groups, i)
             for key in self._keys(found):
                 inside = self.below(found, key)
-                if key != "params" and inside is not None and _is_values(inside):
+                if key != "params" and inside is not None:
                     new = built(inside, self.tensors.__getitem__)
                     as_tuple = isinstance(group.get(str(key)), tuple) and isinstance(new, list)
                     group[str(key)] = tuple(new) if as_tuple and isinstance(new, list) else new
@@ -243,6 +287,40 @@ def like(param: torch.Tensor, entry: Entry) -> torch.Tensor:
     if entry.shape == tuple(param.shape) and entry.shape:
         return torch.zeros_like(param.detach(), dtype=entry.dtype)
     return torch.zeros(entry.shape, dtype=entry.dtype)
+
+
+def _view_of(array: np.ndarray, name: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{name!r}: the numpy array in `into` cannot be loaded into: {error}") from error
+
+
+def _memories(tensor: torch.Tensor) -> list[int]:
+    """The pieces of memory that a tensor is in."""
+    return [values.untyped_storage().data_ptr() for _, values in held(tensor)]
+
+
+def _in_place(old: Value, new: Value) -> Value:
+    """A new value for the place of an old one: lists stay the same lists, and named tuples get their names."""
+    if isinstance(old, list) and isinstance(new, list):
+        old[:] = new
+        return old
+    names = getattr(old, "_fields", None)
+    if isinstance(new, tuple) and names is not None and len(new) == len(names):
+        return type(old)(*new)  # type: ignore[call-arg]
+    return new
+
+
+def fixed_value(into: Value, name: str = "") -> str | None:
+    """The name of a value that nothing can replace: it is in no dict and no list; None where there is none."""
+    if isinstance(into, (torch.Tensor, np.ndarray, MutableMapping, list)) or is_stateful(into):
+        return None
+    if not isinstance(into, (Mapping, tuple)):
+        return name
+    items = into.items() if isinstance(into, Mapping) else enumerate(into)
+    found = (fixed_value(item, joined(name, key)) for key, item in items)
+    return next((at for at in found if at is not None), None)
 
 
 def _is_value(item: Value) -> bool:

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import nn
 
 from shardwise.errors import CheckpointError
 
@@ -65,6 +64,7 @@ def flatten(state: Value) -> Flat:
 
 def _node(value: Value, name: str, flat: Flat) -> Node:
     if isinstance(value, (torch.Tensor, np.ndarray)):
+        _check_name(name)
         _add(flat.tensors, name, value if isinstance(value, torch.Tensor) else _of_array(value, name))
         return {"array" if isinstance(value, np.ndarray) else "tensor": name}
     if is_stateful(value):
@@ -93,10 +93,16 @@ def _twice(name: str) -> CheckpointError:
     )
 
 
+def _check_name(name: str) -> None:
+    """Raise where a safetensors file has no room for a tensor of this name."""
+    if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise CheckpointError(f"a tensor cannot be called {name!r} in a file; rename it")
+
+
 def _of_array(value: np.ndarray, name: str) -> torch.Tensor:
     try:
         return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(f"{name}: a numpy array of dtype {value.dtype} cannot be saved: {error}") from error
 
 
@@ -229,7 +235,3 @@ def nested(leaves: Mapping[str, Node], like: Value) -> Node:
     keys = {head: known.get(head, int(head) if head.isdigit() else head) for head in children}
     inner = like if isinstance(like, Mapping) else {}
     return {"dict": [[_value(keys[h], h), nested(child, inner.get(keys[h]))] for h, child in children.items()]}
-
-
-def is_module(value: Value) -> bool:
-    return isinstance(value, nn.Module)

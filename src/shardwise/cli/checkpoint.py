@@ -182,7 +182,7 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
     source = open_source(options.path)
     with _bar(console, "verify", total_bytes(source)) as advance:
         check_blocks(source, World(0, (0,), None), advance)
-    checked = "every byte is what was written" if getattr(source, "checksums", None) else "readable; no checksums in it"
+    checked = "every byte is what was written" if getattr(source, "checksums", None) else "readable; it has no manifest"
     console.print(f"{options.path}: {checked}")
     return 0
 
