@@ -129,4 +129,3 @@ class _Replay(torch.autograd.Function):
 def _own(result: torch.Tensor, *others: Sequence[torch.Tensor]) -> torch.Tensor:
     """A result that is no argument itself: autograd would take it for one that was not changed."""
     return result.view_as(result) if any(result is other for group in others for other in group) else result
-
