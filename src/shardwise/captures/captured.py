@@ -69,10 +69,14 @@ class Capture:
 
     def finish(self, passes: Sequence[str], compile: Compile | None) -> None:
         """Run the passes, and make the code."""
-        self.passes = [run_passes(program, passes) for program in self.programs]
-        if compile is not None:
-            for program in self.programs:
+
+        def prepare(program: Program) -> list[Any]:
+            done = run_passes(program, passes)
+            if compile is not None:
                 compile(program)
+            return done
+
+        self.passes = list(map(prepare, self.programs))
         self.run: Callable[..., tuple[torch.Tensor, ...]]
         if self._pair is None:
             code = Code(self.programs[0])
@@ -80,7 +84,7 @@ class Capture:
             if self.programs[0].is_graph:
                 self.graphed = self.run = GraphedRun(self.programs[0], code.run)
         else:
-            run = DifferentiableRun(self._pair)
+            run = DifferentiableRun(self._pair, prepare)
             self.run, self.text = run, f"# forward\n{run.code.text}\n# backward\n{run.back.text}"
 
     def changed(self, given: Sequence[torch.Tensor]) -> str:
