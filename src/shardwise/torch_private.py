@@ -9,6 +9,7 @@ attributes that every tensor and module has had since torch 1.0 (`_version`, `_b
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter, methodcaller
@@ -294,6 +295,26 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """The hooks before and after a step of one optimizer (two ordered dicts), for optimizers stepped on local tensors:
     those must be the last before and the first after a step."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+_all_steps: tuple[dict[int, Any], ...] = tuple(
+    take(f"torch.optim.optimizer._global_optimizer_{when}_hooks", "compiled steps: hooks on all optimizers")
+    for when in ("pre", "post")
+)
+
+
+def is_stepped_as_it_is(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether nobody but the library and torch's schedulers (which note that there was a step) takes part in steps."""
+    hooks = [hook for table in _all_steps for hook in table.values()]
+    own = vars(optimizer).get("step")
+    is_known = own is None or hasattr(own, "_wrapped_by_lr_sched")
+    return is_known and all((hook.__module__ or "").startswith("shardwise.") for hook in hooks)
+
+
+def body_of_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], None]:
+    """The step of an optimizer's class, without the hooks around it."""
+    hooked: Callable[[torch.optim.Optimizer], None] = inspect.getattr_static(type(optimizer), "step")
+    return inspect.unwrap(hooked, stop=lambda f: not hasattr(f, "hooked"))
 
 
 # --- functions and operators ----------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def used_up(value: torch.Tensor) -> torch.Tensor:
 class DifferentiableRun:
     """Runs a pair: the function of the plain tensors of the arguments."""
 
-    def __init__(self, pair: Pair, prepare: Callable[[Program], None]) -> None:
+    def __init__(self, pair: Pair, prepare: Callable[[Program], object]) -> None:
         self.pair, self.code, self.back = pair, Code(pair.forward), Code(pair.backward)
         self._prepare = prepare  # what was done to both programs
         self._partly: dict[frozenset[int], tuple[Code, list[bool]]] = {}
