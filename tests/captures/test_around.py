@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise
-from shardwise import Replicate
+from shardwise import CaptureError, Replicate
 from tests.captures.common import batches, both, laid_out, module
 
 factor = 1.0
@@ -265,8 +265,22 @@ def dict_argument():
     return take, [lambda f, x=x: call(f, x) for x in batches()], lambda: ()
 
 
+def argument_that_is_made_to_take_gradients():
+    def penalty(x):
+        x.requires_grad_()
+        x.square().sum().backward()
+
+    def call(f, x):
+        own = laid_out(x)
+        f(own)
+        return own.requires_grad, own.grad
+
+    return penalty, [lambda f, x=x: call(f, x) for x in batches()], lambda: ()
+
+
 EAGER = [module_that_counts, list_that_grows, object_that_is_written, iterator, numbers_of_python, seed_inside]
 EAGER += [stream_forked_inside, own_generator_of_distributed_numbers, tensor_of_tensors, list_argument, dict_argument]
+EAGER += [argument_that_is_made_to_take_gradients]
 
 
 @pytest.mark.parametrize("make", EAGER, ids=lambda make: make.__name__)
@@ -419,3 +433,10 @@ def test_many_entries_are_not_compared():
     captured = shardwise.capture(lambda x: x * numbers[0])
     captured(laid_out(batches()[0]))
     assert "20000 entries, too many" in next(iter(captured.eager))
+
+
+@pytest.mark.parametrize("make", [laid_out, torch.clone])
+def test_an_argument_that_gets_another_shape(make):
+    captured = shardwise.capture(lambda x: x.t_().sum())
+    with pytest.raises(CaptureError, match="another shape or layout in the call"):
+        captured(make(batches()[0]))

@@ -23,6 +23,7 @@ from shardwise.captures.entry import (
     as_own_object,
     flatten,
     hand_back_changes,
+    hand_back_tensors,
     held_elsewhere,
     key_of,
     modes,
@@ -182,6 +183,8 @@ class Captured:
         if hand_back_changes(passed, (args, kwargs), swap):
             tape.refuse("a list or dict among the arguments is changed in the call")
         del args, kwargs
+        if altered := hand_back_tensors(own, leaves):
+            tape.refuse(altered)
         if drawn := surroundings.drawn():
             tape.refuse(drawn)
         tape.note_gradients()

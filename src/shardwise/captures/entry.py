@@ -14,6 +14,7 @@ from shardwise.captures.differentiable import used_up
 from shardwise.comm.rank_tensor import RankTensor, unique
 from shardwise.context import is_strict
 from shardwise.engine import autocast
+from shardwise.errors import CaptureError
 from shardwise.protocols import Item
 from shardwise.random.generator import stream
 from shardwise.torch_private import DeviceMode, attention_kernels, function_modes
@@ -249,6 +250,36 @@ def hand_back_changes(given: Item, taken: Item, swap: dict[int, Any]) -> bool:
     elif isinstance(given, list):
         given[:] = map(own, taken)
     return True
+
+
+def hand_back_tensors(own: Sequence[Any], given: Sequence[Any]) -> str:
+    """Do to the tensors of the caller what a call has done to the objects that stood for them, beyond their values.
+
+    Returns:
+        Why the call cannot be repeated; empty if nothing was done.
+
+    Raises:
+        CaptureError: Where it cannot be done to a tensor from outside.
+    """
+    reason = ""
+    for mine, leaf in zip(own, given, strict=True):
+        if not isinstance(leaf, torch.Tensor) or mine is leaf:
+            continue
+        if _shape_of(mine) != _shape_of(leaf) or (mine.requires_grad and not mine.is_leaf and not leaf.requires_grad):
+            raise CaptureError(
+                f"capture: an argument of shape {tuple(leaf.shape)} gets another shape or layout in the call, or the "
+                f"graph of what is written into it; do that outside of the captured function"
+            )
+        if mine.requires_grad and not leaf.requires_grad:
+            leaf.requires_grad_()
+            leaf.grad = mine.grad
+            reason = f"an argument of shape {tuple(leaf.shape)} is made to take gradients in the call"
+    return reason
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    layout = tensor._layout if isinstance(tensor, Wrapper) else None
+    return (layout,) if layout is not None else (tensor.shape, tensor.stride())
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
