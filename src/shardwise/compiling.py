@@ -21,17 +21,17 @@ from shardwise.torch_private import compile_backend, has_no_compiler, mark_inlin
 from shardwise.wrapper import Wrapper
 
 Function = Callable[..., Any]
+_torchs = torch.compile
 
 
 def take_compile() -> None:
     """Replace torch.compile."""
-    original = torch.compile
 
-    @functools.wraps(original)
+    @functools.wraps(_torchs)
     def compile(model: Item = None, **options: Item) -> Item:
         if model is None:
             return lambda found: compile(found, **options)
-        made: Item = original(model, **options)
+        made: Item = _torchs(model, **options)
         if options.get("disable") or not callable(made) or isinstance(model, type):
             return made
         if isinstance(model, torch.nn.Module):
@@ -67,7 +67,8 @@ def _captured(func: Function, options: dict[str, Any]) -> Function:
         return captures.Captured(func, whole=options.get("fullgraph", False))
     compiler = import_module("shardwise.captures.compiled").Compiler
     made = compile_backend(backend, options.get("mode"), options.get("options"), options.get("dynamic"))
-    return captures.Captured(func, compile=compiler(_told(made)), whole=options.get("fullgraph", False))
+    steps = functools.partial(_torchs, **{key: value for key, value in options.items() if key != "fullgraph"})
+    return captures.Captured(func, compile=compiler(_told(made), steps), whole=options.get("fullgraph", False))
 
 
 def _told(backend: Function) -> Function:

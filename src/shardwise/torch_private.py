@@ -9,7 +9,8 @@ attributes that every tensor and module has had since torch 1.0 (`_version`, `_b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter, methodcaller
 from pkgutil import resolve_name
@@ -59,6 +60,10 @@ _dispatch_stack: Callable[[], list[Any]] = take(
 )
 _TRACKING = "torch.autograd.grad_mode._force_original_view_tracking"
 _track_views: Callable[[bool], AbstractContextManager[None]] = take(_TRACKING, "views on ranks that hold nothing")
+_function_modes: Callable[[], list[Any]] = take(
+    "torch.overrides._get_current_function_mode_stack", "capture: torch.device(...) around a call"
+)
+DeviceMode: type = take("torch.utils._device.DeviceContext", "capture: torch.device(...) around a call")
 set_grad_mode: Callable[[bool], None] = take("torch._C._set_grad_enabled", "capture: replays without autograd")
 below_autograd: Callable[[], AbstractContextManager[None]] = take(
     "torch._C._AutoDispatchBelowAutograd", "capture: replays without autograd's checks"
@@ -81,6 +86,22 @@ _mode_keys: Any = take("torch._C._TorchDispatchModeKey", "make_fx refuses a move
 def dispatch_modes() -> list[Any]:
     """The dispatch modes of this thread, the innermost last."""
     return _dispatch_stack() if count_dispatch_modes() else []
+
+
+_attention = [
+    take(f"torch._C._get_{kind}_sdp_enabled", "capture: sdpa_kernel(...) around a call")
+    for kind in ("flash", "mem_efficient", "math", "cudnn")
+]
+
+
+def attention_kernels() -> tuple[bool, ...]:
+    """Which kernels of attention may be used."""
+    return tuple([is_enabled() for is_enabled in _attention])
+
+
+def function_modes() -> list[Any]:
+    """The function modes of this thread, the innermost last."""
+    return _function_modes()
 
 
 # The mode in which make_fx is writing a graph; None elsewhere.
@@ -246,10 +267,25 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
 
 
+def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    """Where a module keeps its hooks, forward and backward."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
 def module_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
     """The hooks that a module has, forward and backward."""
-    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return [hook for table in tables for hook in table.values()]
+    return [hook for table in hook_tables(module) for hook in table.values()]
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Where a module keeps its children."""
+    return vars(module)["_modules"]
+
+
+global_hook_tables: tuple[dict[int, Any], ...] = tuple(
+    take(f"torch.nn.modules.module._global_{name}_hooks", "capture: hooks on all modules")
+    for name in ("forward", "forward_pre", "backward", "backward_pre")
+)
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
@@ -257,10 +293,35 @@ def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
 
 
+def gradient_hook_tables(tensors: Iterable[torch.Tensor]) -> list[dict[int, Any] | None]:
+    """Where plain tensors keep the hooks that wait for their gradients; None where there were never any."""
+    return [t for tensor in tensors for t in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)]
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """The hooks before and after a step of one optimizer (two ordered dicts), for optimizers stepped on local tensors:
     those must be the last before and the first after a step."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+_all_steps: tuple[dict[int, Any], ...] = tuple(
+    take(f"torch.optim.optimizer._global_optimizer_{when}_hooks", "compiled steps: hooks on all optimizers")
+    for when in ("pre", "post")
+)
+
+
+def is_stepped_as_it_is(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether nobody but the library and torch's schedulers (which note that there was a step) takes part in steps."""
+    hooks = [hook for table in _all_steps for hook in table.values()]
+    own = vars(optimizer).get("step")
+    is_known = own is None or hasattr(own, "_wrapped_by_lr_sched")
+    return is_known and all((hook.__module__ or "").startswith("shardwise.") for hook in hooks)
+
+
+def body_of_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], None]:
+    """The step of an optimizer's class, without the hooks around it."""
+    hooked: Callable[[torch.optim.Optimizer], None] = inspect.getattr_static(type(optimizer), "step")
+    return inspect.unwrap(hooked, stop=lambda f: not hasattr(f, "hooked"))
 
 
 # --- functions and operators ----------------------------------------------------------------------------------------

@@ -61,6 +61,42 @@ def test_a_whole_step_and_a_method():
         assert torch.equal(again(x).full_tensor(), again(x).full_tensor())
 
 
+def test_the_step_of_an_optimizer_is_compiled_once():
+    """Whatever rate a scheduler sets; hooks of the program still see every step, by then without a compiler."""
+    compiled, seen = [], []
+
+    def backend(graph, inputs):
+        compiled.append(str(graph.code))
+        return graph.forward
+
+    def trained(is_compiled):
+        model = module(nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 8))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = torch.compile(step, backend=backend, fullgraph=True) if is_compiled else step
+        counts = []
+        for i, x in enumerate(batches(8)):
+            if i == 6:
+                optimizer.register_step_post_hook(lambda *_: seen.append(1))
+            run(laid_out(x))
+            scheduler.step()
+            counts.append(sum("sqrt" in code for code in compiled))
+        return [p.full_tensor().detach() for p in model.parameters()], counts
+
+    (want, _), (found, counts) = trained(False), trained(True)
+    for a, b in zip(want, found, strict=True):
+        torch.testing.assert_close(a, b)
+    assert counts[-1] == counts[3] == 1 and len(seen) == 4
+
+
 def test_fullgraph_says_what_is_in_the_way():
     weight = laid_out(torch.ones(8, 8), [Replicate(), Shard(1)])
 

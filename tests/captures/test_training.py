@@ -287,6 +287,31 @@ def test_results_that_are_differentiated_outside():
         first.sum().backward()
 
 
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1), (0, 2)])
+def test_results_of_which_some_are_differentiated(which):
+    """Parameters that the others depend on get no gradient, which an optimizer tells from zeros."""
+
+    def make():
+        model = module(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def call(f, x):
+            found = f(laid_out(x))
+            sum(found[i].square().sum() for i in which).backward()
+            none = [p.grad is None for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            return *found, *none
+
+        def run(x):
+            y = model[0](x)
+            return y.relu(), model[1](y), model[2](x)
+
+        return run, [lambda f, x=x: call(f, x) for x in batches()], lambda: list(model.parameters())
+
+    assert both(make).replays == 3
+
+
 def test_a_loss_that_was_differentiated_inside():
     model = module(nn.Linear(8, 8))
     captured = shardwise.capture(step_of(model, torch.optim.SGD(model.parameters(), lr=0.1)))

@@ -22,6 +22,8 @@ from shardwise.captures.entry import (
     Results,
     as_own_object,
     flatten,
+    hand_back_changes,
+    hand_back_tensors,
     held_elsewhere,
     key_of,
     modes,
@@ -29,14 +31,16 @@ from shardwise.captures.entry import (
     plain_of,
 )
 from shardwise.captures.explain import explain
-from shardwise.captures.guards import Leaves, Surroundings, Watched
+from shardwise.captures.guards import Arguments, Tensors
 from shardwise.captures.passes import DEFAULT, check_names, run_passes
 from shardwise.captures.program import Program
 from shardwise.captures.sequence import DONE, NOT_YET, REFUSED, agree, check_sizes, compare_ranks, fingerprint
+from shardwise.captures.surroundings import Surroundings
 from shardwise.captures.tape import Tape
+from shardwise.comm.capturing import tape_here, tapes
 from shardwise.errors import CaptureError, check_type
 from shardwise.protocols import Item
-from shardwise.torch_private import is_used_up, module_hooks
+from shardwise.torch_private import global_hook_tables, is_used_up, module_hooks
 
 MOST_CAPTURES = 64  # programs that a function keeps
 _LEAVES = "a backward pass inside leaves the function by an argument"
@@ -54,8 +58,10 @@ class Guard(Protocol):
 class Capture:
     """One program, for arguments of one kind; or two, where its results are differentiated outside."""
 
-    def __init__(self, program: Program, pair: Pair | None, results: Results, guards: Sequence[Guard]) -> None:
-        self.results, self._guards = results, guards
+    def __init__(
+        self, program: Program, pair: Pair | None, results: Results, guards: Sequence[Guard], arguments: Arguments
+    ) -> None:
+        self.results, self._guards, self._arguments = results, guards, arguments
         self.programs = [program] if pair is None else [pair.forward, pair.backward]
         self._pair = pair
         self.passes: list[Any] = []  # what each pass left, per program
@@ -64,10 +70,14 @@ class Capture:
 
     def finish(self, passes: Sequence[str], compile: Compile | None) -> None:
         """Run the passes, and make the code."""
-        self.passes = [run_passes(program, passes) for program in self.programs]
-        if compile is not None:
-            for program in self.programs:
+
+        def prepare(program: Program) -> list[Any]:
+            done = run_passes(program, passes)
+            if compile is not None:
                 compile(program)
+            return done
+
+        self.passes = list(map(prepare, self.programs))
         self.run: Callable[..., tuple[torch.Tensor, ...]]
         if self._pair is None:
             code = Code(self.programs[0])
@@ -75,11 +85,13 @@ class Capture:
             if self.programs[0].is_graph:
                 self.graphed = self.run = GraphedRun(self.programs[0], code.run)
         else:
-            run = DifferentiableRun(self._pair)
+            run = DifferentiableRun(self._pair, prepare)
             self.run, self.text = run, f"# forward\n{run.code.text}\n# backward\n{run.back.text}"
 
-    def changed(self) -> str:
+    def changed(self, given: Sequence[torch.Tensor]) -> str:
         """What keeps the program from being run: something it was written with is another now."""
+        if not self._arguments.fit(given):
+            return "an argument is a tensor that the function knows by another name, or is no more"
         for guard in self._guards:
             reason = guard.changed()
             if reason:
@@ -113,6 +125,8 @@ class Captured:
         self.replays = 0
 
     def __call__(self, *args: Item, **kwargs: Item) -> Item:
+        if tapes and tape_here() is not None:  # another function is written down, with this one as a part
+            return self._func(*args, **kwargs)
         leaves, spec = flatten(args, kwargs)
         try:
             key = (spec, *modes(), *key_of(leaves))
@@ -120,17 +134,19 @@ class Captured:
             return self._run_eagerly(str(error), args, kwargs)
         found = self._found.get(key)
         if isinstance(found, list):
+            given = plain_inputs(leaves)
             for program in found:
                 if program.unsettled is not None and not self._is_settled(key, program):
                     return self(*args, **kwargs)
-                if not program.changed():
+                if not program.changed(given):
                     self.replays += 1
-                    return program.results.build(program.run(*plain_inputs(leaves)), leaves)
+                    return program.results.build(program.run(*given), leaves)
             if len(found) >= _VARIANTS:
-                found = self._found[key] = f"what it was captured with changes all the time: {found[-1].changed()}"
+                reason = found[-1].changed(given)
+                found = self._found[key] = f"what it was captured with changes all the time: {reason}"
         if isinstance(found, str):
             return self._run_eagerly(found, args, kwargs)
-        return self._write(key, leaves, spec)
+        return self._write(key, leaves, spec, (args, kwargs))
 
     def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item:
         self._count(reason)
@@ -146,47 +162,70 @@ class Captured:
         return getattr(self._func, "__qualname__", type(self._func).__name__)
 
     # -- capturing --------------------------------------------------------------------------------------------------
-    def _write(self, key: Item, leaves: list[Any], spec: Item) -> Item:
+    def _write(self, key: Item, leaves: list[Any], spec: Item, passed: Item) -> Item:
         """Run the function as it is, and keep what it did."""
+        surroundings = Surroundings([self._func, *(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))])
+        if surroundings.refused:
+            self._add(key, surroundings.refused)
+            return self._run_eagerly(surroundings.refused, *passed)
         tape = Tape()
         own = [as_own_object(leaf) for leaf in leaves]
         leaving = _enter(tape, own)
-        surroundings = Surroundings(self._func)
-        called: dict[int, torch.nn.Module] = {}
-        hook = register_module_forward_pre_hook(lambda module, _: called.update({id(module): module}))
+        called = _Called(surroundings)
         args, kwargs = tree_unflatten(own, spec)
         try:
-            with _without_autocast_cache(), tape.writing():
+            with _without_autocast_cache(), called, tape.writing():
                 box = [self._func(*args, **kwargs)]
         finally:
-            for handle in (hook, *leaving):
+            for handle in leaving:
                 handle.remove()
+        swap = {id(mine): leaf for mine, leaf in zip(own, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+        if hand_back_changes(passed, (args, kwargs), swap):
+            tape.refuse("a list or dict among the arguments is changed in the call")
         del args, kwargs
+        if altered := hand_back_tensors(own, leaves):
+            tape.refuse(altered)
+        if drawn := surroundings.drawn():
+            tape.refuse(drawn)
         tape.note_gradients()
         elsewhere = "" if tape.refused else held_elsewhere(box, own, leaves, tape.has_place)
-        results = Results(box[0], own)
+        results = Results(box[0], own, called.tensors())
         program = tape.finish(results.tensors)
-        pair = self._differentiated(tape, program, results, called.values())
+        pair = self._differentiated(tape, program, results, called.modules)
         if pair is None and not tape.refused:
             results.are_used_up = [t.grad_fn is not None for t in results.tensors]
         given = results.build(results.tensors, leaves)
         del box, own
         results.tensors = []
-        reason = tape.refused or elsewhere or tape.replaced(program)
+        reason = tape.refused or elsewhere or tape.replaced(program) or called.written()
         if not reason and pair is None:
             reason = _kept(tape, program)
         worst = agree(tape.comms.values(), REFUSED if tape.refused else NOT_YET if reason else DONE)
         if worst != DONE:
             self._refuse(key, reason or "another rank could not capture this call", is_final=worst == REFUSED)
             return given
-        began = [] if pair is not None else tape.began_without_gradient()
-        guards: list[Guard] = [Watched(list(called.values())), Leaves(tape.leaves(), began), surroundings]
-        made = Capture(program, pair, results, guards)
-        if pair is not None:  # what autograd keeps for the backward pass of this call is alive still
-            made.unsettled = lambda: _kept(tape, program)
+        made = self._guarded(tape, program, pair, results, called, plain_inputs(leaves))
         made.finish(self._passes, self._compile)
         self._add(key, made)
         return given
+
+    @staticmethod
+    def _guarded(
+        tape: Tape,
+        program: Program,
+        pair: Pair | None,
+        results: Results,
+        called: _Called,
+        given: Sequence[torch.Tensor],
+    ) -> Capture:
+        """A capture with all that it was written with."""
+        began = [] if pair is not None else tape.began_without_gradient()
+        around, state = called.tensors(), list(tape.state.values())
+        guards: list[Guard] = [called, Tensors(around, state, began)]
+        made = Capture(program, pair, results, guards, Arguments(given, [*around, *state]))
+        if pair is not None:  # what autograd keeps for the backward pass of this call is alive still
+            made.unsettled = lambda: _kept(tape, program)
+        return made
 
     @staticmethod
     def _differentiated(
@@ -320,6 +359,41 @@ class Captured:
     def __repr__(self) -> str:
         eager = f", {sum(self.eager.values())} eager calls" if self.eager else ""
         return f"<captured {self._name}: {self.captures} captures, {self.replays} replays{eager}>"
+
+
+class _Called:
+    """The Python that a call runs: what it was before, and the modules that were called, of which the walk from the
+    function may have missed some. Hooks on all modules keep a call from being repeated."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self._around = [surroundings]
+        self.modules: list[torch.nn.Module] = []
+
+    def __enter__(self) -> None:
+        self._handle = register_module_forward_pre_hook(self._is_called)
+
+    def __exit__(self, *error: object) -> None:
+        self._handle.remove()
+
+    def _is_called(self, module: torch.nn.Module, args: object) -> None:
+        self.modules.append(module)
+        if not any(around.knows(module) for around in self._around):
+            self._around.append(Surroundings([module]))
+
+    def changed(self) -> str:
+        """What is another than it was; empty if nothing is."""
+        if any(global_hook_tables):
+            return "a hook on all modules may do more than compute"
+        return next((reason for around in self._around if (reason := around.changed())), "")
+
+    def written(self) -> str:
+        """Why a call cannot be repeated that changes variables of Python; empty if it does not."""
+        reason = self.changed()
+        return reason and f"the call changes what no op shows: {reason}"
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that the call may have read."""
+        return [tensor for around in self._around for tensor in around.tensors]
 
 
 def _kept(tape: Tape, program: Program) -> str:

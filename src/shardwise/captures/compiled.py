@@ -1,8 +1,8 @@
 """Programs for a compiler: stretches of ops and moves become functions that Inductor, or another backend, makes.
 
-What runs as Python (steps of optimizers, random fills) stays as it is, between the stretches. Moves are an operator of
-their own that compilers see, with the shapes of their results; a token from one to the next keeps their order, which
-must be the same on all ranks.
+What runs as Python (random fills, most steps of optimizers) stays as it is, between the stretches; some steps are
+compiled by themselves (`compiled_step.py`). Moves are an operator of their own that compilers see, with the shapes of
+their results; a token from one to the next keeps their order, which must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.captures.program import Move, Program, Ref, SetGrad, Statement, with_items
+from shardwise.captures.compiled_step import CompiledStep, CompileFunction
+from shardwise.captures.program import Move, OptimizerStep, Program, Ref, SetGrad, Statement, with_items
 from shardwise.protocols import Item
 
 Backend = Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
@@ -65,11 +66,14 @@ def _without_values(values: list[torch.Tensor], token: torch.Tensor, number: int
 class Compiler:
     """Compiles the stretches of a program with a backend of torch.compile."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, compile_step: CompileFunction | None = None) -> None:
+        self._backend, self._compile_step = backend, compile_step
 
     def __call__(self, program: Program) -> None:
-        """Put compiled functions in the place of ops."""
+        """Put compiled functions in the place of ops, and of steps of optimizers."""
+        for statement in program.statements:
+            if isinstance(statement.func, OptimizerStep) and self._compile_step is not None:
+                statement.func = CompiledStep(statement.func.optimizer, self._compile_step)
         statements: list[Statement] = []
         needed = _needed_after(program)
         at = 0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from shardwise.captures.code import Code
-from shardwise.captures.program import Program
+from shardwise.captures.program import Program, Ref
+from shardwise.captures.pruned import without
 from shardwise.captures.tape import Tape
 from shardwise.protocols import Ctx, Tensors
 
@@ -30,6 +33,19 @@ class Pair:
         self.needed = needed  # which inputs of the forward take gradients
         self.leaves: list[torch.Tensor] = []
         self.differentiable: list[bool] = []
+        self.seeds: list[Ref] = []  # the gradients of the results, among the inputs of the backward program
+        self.zeros: list[Callable[[], torch.Tensor]] = []  # what stands for each where it is not given
+        self._whole = _copied(backward)
+
+    def without(self, missing: frozenset[int]) -> tuple[Program, list[bool]]:
+        """The backward program where some gradients of results are not given, and which of its outputs are left."""
+        return without(_copied(self._whole), self.seeds, [self.seeds[i] for i in missing])
+
+
+def _copied(program: Program) -> Program:
+    """A program of its own: passes and compilers change what they are given."""
+    statements = [replace(s, outs=list(s.outs)) for s in program.statements]
+    return Program(list(program.inputs), program.state, statements, list(program.outputs))
 
 
 def write_backward(tape: Tape, forward: Program, outputs: Sequence[torch.Tensor]) -> Pair | None:
@@ -68,7 +84,8 @@ def write_backward(tape: Tape, forward: Program, outputs: Sequence[torch.Tensor]
         [ref is not None for ref in grads],
         [i for i, t in enumerate(tape.inputs.values()) if t.requires_grad],
     )
-    pair.leaves = leaves
+    pair.leaves, pair.seeds = leaves, seed_refs
+    pair.zeros = [partial(torch.zeros, seed.shape, dtype=seed.dtype, device=seed.device) for seed in seeds]
     pair.differentiable = [t.requires_grad and t.grad_fn is not None for t in outputs]
     return pair
 
@@ -97,8 +114,24 @@ def used_up(value: torch.Tensor) -> torch.Tensor:
 class DifferentiableRun:
     """Runs a pair: the function of the plain tensors of the arguments."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, prepare: Callable[[Program], object]) -> None:
         self.pair, self.code, self.back = pair, Code(pair.forward), Code(pair.backward)
+        self._prepare = prepare  # what was done to both programs
+        self._partly: dict[frozenset[int], tuple[Code, list[bool]]] = {}
+
+    def backward(self, saved: Tensors, seeds: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+        """The gradients that the backward program makes; None for those that depend on no gradient that is given."""
+        pair, missing = self.pair, frozenset(i for i, seed in enumerate(seeds) if seed is None)
+        if not missing:
+            return iter(self.back.run(*saved, *seeds))
+        if missing not in self._partly:
+            program, left = pair.without(missing)
+            self._prepare(program)
+            self._partly[missing] = Code(program), left
+        code, left = self._partly[missing]
+        full = [zeros() if seed is None else seed for seed, zeros in zip(seeds, pair.zeros, strict=True)]
+        made = iter(code.run(*saved, *full))
+        return (next(made) if is_left else None for is_left in left)
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         pair = self.pair
@@ -114,19 +147,19 @@ class _Replay(torch.autograd.Function):
         results, saved = found[: pair._results], found[pair._results :]
         ctx.run = run
         ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t, is_one in zip(results, pair.differentiable, strict=True) if not is_one))
         return tuple(_own(t, inputs, sources) for t in results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Ctx, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         pair = ctx.run.pair
         seeds = [grad for grad, is_one in zip(grads, pair.differentiable, strict=True) if is_one]
-        made = iter(ctx.run.back.run(*ctx.saved_tensors, *seeds))
+        made = ctx.run.backward(ctx.saved_tensors, seeds)
         return None, None, *(next(made) if there else None for there in pair._made)
 
 
 def _own(result: torch.Tensor, *others: Sequence[torch.Tensor]) -> torch.Tensor:
     """A result that is no argument itself: autograd would take it for one that was not changed."""
     return result.view_as(result) if any(result is other for group in others for other in group) else result
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from shardwise.captures.differentiable import used_up
 from shardwise.comm.rank_tensor import RankTensor, unique
 from shardwise.context import is_strict
 from shardwise.engine import autocast
+from shardwise.errors import CaptureError
 from shardwise.protocols import Item
 from shardwise.random.generator import stream
+from shardwise.torch_private import DeviceMode, attention_kernels, function_modes
 from shardwise.wrapper import Wrapper, wrap, wrapper_of
 
 
@@ -33,12 +35,33 @@ def modes() -> tuple[Hashable, ...]:
         torch.are_deterministic_algorithms_enabled(),
         stream(),
         is_strict(),
+        attention_kernels(),
+        _functions_are_changed_by(),
     )
 
 
+def _functions_are_changed_by() -> tuple[Hashable, ...]:
+    """The function modes around a call. `torch.device(...)` is one whose effect is in what is written down."""
+    found = []
+    for mode in function_modes():
+        if isinstance(mode, DeviceMode):
+            found.append(mode.device)  # type: ignore[attr-defined]
+        elif not type(mode).__module__.startswith("shardwise."):
+            raise NotHashable(f"a torch function mode, {type(mode).__name__}, is on")
+    return tuple(found)
+
+
 def key_of(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
-    """What tells the arguments of one call from those of another."""
-    return tuple(map(_key, leaves))
+    """What tells the arguments of one call from those of another: each by itself, and which are the same object."""
+    return *map(_key, leaves), _repeated(leaves)
+
+
+def _repeated(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Per tensor the place of the first one that is the same object; empty if all are different."""
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    first: dict[int, int] = {}
+    found = tuple(first.setdefault(id(leaves[i]), i) for i in at)
+    return () if len(first) == len(found) else found
 
 
 def _key(leaf: Item) -> Hashable:
@@ -52,6 +75,8 @@ def _key(leaf: Item) -> Hashable:
         return kind, tuple(place[id(v)] for v in leaf.ranks), tuple(map(_plain_key, distinct))
     if isinstance(leaf, torch.Tensor):
         return kind, _plain_key(leaf)
+    if kind is float or kind is complex:
+        return kind, repr(leaf)  # 0.0 and -0.0 differ, and each nan is like the others
     try:
         hash(leaf)
     except TypeError:
@@ -110,19 +135,26 @@ Build = Callable[[Sequence[torch.Tensor]], Any]
 class Results:
     """How the results of a call are put together from plain tensors, and from arguments that are handed back."""
 
-    def __init__(self, result: Item, given: Sequence[Any]) -> None:
+    def __init__(self, result: Item, given: Sequence[Any], known: Iterable[torch.Tensor] = ()) -> None:
         leaves, self.spec = tree_flatten(result)
+        self._lasting = {*map(id, known)}  # objects that outlive the call
         self.tensors: list[torch.Tensor] = []
         self.are_used_up: list[bool] = []  # which of them the call has differentiated itself
         same = {id(leaf): i for i, leaf in enumerate(given) if isinstance(leaf, torch.Tensor)}
         self._parts: list[tuple[Build | None, int | None, Any]] = []
-        for leaf in leaves:
+        self._again: dict[int, int] = {}  # places of results that are the same object as an earlier one
+        first: dict[int, int] = {}
+        for place, leaf in enumerate(leaves):
+            if first.setdefault(id(leaf), place) != place and isinstance(leaf, torch.Tensor):
+                self._again[place] = first[id(leaf)]
+                self._parts.append((None, None, None))
+                continue
             at = same.get(id(leaf))
             build = None if at is not None else self._builder(leaf)
             self._parts.append((build, at, leaf if build is None and at is None else None))
 
     def _builder(self, leaf: Item) -> Build | None:
-        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter) or id(leaf) in self._lasting:
             return None  # a number, or an object that outlives the call
         first = len(self.tensors)
         if isinstance(leaf, Wrapper):
@@ -151,6 +183,8 @@ class Results:
             build(plain) if build is not None else given[at] if at is not None else value
             for build, at, value in self._parts
         ]
+        for place, first in self._again.items():
+            parts[place] = parts[first]
         return tree_unflatten(parts, self.spec)
 
 
@@ -188,6 +222,64 @@ def held_elsewhere(box: list[Any], own: list[Any], given: Sequence[Any], has_pla
 
 def _counts(items: list[Any]) -> list[int]:
     return [sys.getrefcount(item) for item in items]
+
+
+def hand_back_changes(given: Item, taken: Item, swap: dict[int, Any]) -> bool:
+    """Do to the lists and dicts of the caller what a call has done to the copies that it was given.
+
+    Args:
+        given: What the caller has passed.
+        taken: The copy.
+        swap: By the ids of tensors that were handed on as other objects: the caller's.
+
+    Returns:
+        Whether anything was changed, so that the call cannot be repeated.
+    """
+    if type(given) is not type(taken) or not isinstance(given, (list, tuple, dict)):
+        return swap.get(id(taken), taken) is not given
+    pairs = (given.values(), taken.values()) if isinstance(given, dict) else (given, taken)
+    if len(given) == len(taken) and list(given) == list(taken) if isinstance(given, dict) else len(given) == len(taken):
+        changed = [hand_back_changes(one, other, swap) for one, other in zip(*pairs, strict=True)]
+        if not any(changed) or isinstance(given, tuple):
+            return any(changed)
+    own = lambda item: swap.get(id(item), item)  # noqa: E731
+    if isinstance(given, dict):
+        found = {key: own(value) for key, value in taken.items()}
+        given.clear()
+        given.update(found)
+    elif isinstance(given, list):
+        given[:] = map(own, taken)
+    return True
+
+
+def hand_back_tensors(own: Sequence[Any], given: Sequence[Any]) -> str:
+    """Do to the tensors of the caller what a call has done to the objects that stood for them, beyond their values.
+
+    Returns:
+        Why the call cannot be repeated; empty if nothing was done.
+
+    Raises:
+        CaptureError: Where it cannot be done to a tensor from outside.
+    """
+    reason = ""
+    for mine, leaf in zip(own, given, strict=True):
+        if not isinstance(leaf, torch.Tensor) or mine is leaf:
+            continue
+        if _shape_of(mine) != _shape_of(leaf) or (mine.requires_grad and not mine.is_leaf and not leaf.requires_grad):
+            raise CaptureError(
+                f"capture: an argument of shape {tuple(leaf.shape)} gets another shape or layout in the call, or the "
+                f"graph of what is written into it; do that outside of the captured function"
+            )
+        if mine.requires_grad and not leaf.requires_grad:
+            leaf.requires_grad_()
+            leaf.grad = mine.grad
+            reason = f"an argument of shape {tuple(leaf.shape)} is made to take gradients in the call"
+    return reason
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    layout = tensor._layout if isinstance(tensor, Wrapper) else None
+    return (layout,) if layout is not None else (tensor.shape, tensor.stride())
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:

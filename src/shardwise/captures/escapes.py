@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_iter
 
+from shardwise.comm.capturing import tape_here
 from shardwise.protocols import Args, Item, Kwargs, Op, Result
 from shardwise.torch_private import gradient_hooks, module_hooks
 
@@ -21,6 +26,8 @@ _VALUES = {
         "__repr__ __format__"
     ).split()
 }
+_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+_OFFSET = torch.Tensor.storage_offset
 _DATA: Item = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GRAD: Item = torch.Tensor.grad.__set__  # type: ignore[attr-defined, union-attr]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -45,9 +52,11 @@ class Escapes(TorchFunctionMode):
 
     def __enter__(self) -> Escapes:
         self._hook = register_module_forward_pre_hook(self._module_is_called)
-        self._replaced = [(cls, name, cls.__dict__[name]) for cls, name in _python_methods()]
+        self._replaced: list[tuple[Any, str, Any]] = [(c, name, c.__dict__[name]) for c, name in _python_methods()]
         for cls, name, method in self._replaced:
             setattr(cls, name, self._as_region(method))
+        self._replaced.append((builtins, "print", print))
+        builtins.print = functools.partial(self._print, print)
         return super().__enter__()
 
     def __exit__(self, *error: Item) -> None:
@@ -71,16 +80,28 @@ class Escapes(TorchFunctionMode):
 
         return call
 
+    def _print(self, printing: Callable[..., None], *args: Item, **kwargs: Item) -> None:
+        """Words are printed again in each run; a tensor among them has refused to be written down."""
+        again = functools.partial(printing, *args, **kwargs)
+        if tape_here() is None:  # another thread prints, or what is written down prints by itself
+            again()
+        else:
+            self.tape.region("print", again)
+
     def __torch_function__(self, func: Op, types: Args, args: Args = (), kwargs: Kwargs | None = None) -> Result:
         if not self.tape.paused and args and type(args[0]) in _PLAIN:
             if func in _VALUES:
                 self.tape.refuse(f"Tensor.{_VALUES[func]}: a value of a tensor is asked for")
+            elif func is _OFFSET and not _is_of_library(sys._getframe(1)):
+                self.tape.refuse("Tensor.storage_offset: where a tensor begins in its memory is asked for")
             elif func == _DATA:
                 self.tape.refuse("Tensor.data is set: a tensor gets other memory")
             elif func == _GRAD:
                 result = func(*args, **(kwargs or {}))
                 self.tape.set_grad(args[0], args[1])
                 return result
+        if func in _MAKERS and not self.tape.paused and any(isinstance(x, torch.Tensor) for x in tree_iter(args[0])):
+            self.tape.refuse(f"{func.__name__} of tensors: their values are asked for")
         return func(*args, **(kwargs or {}))
 
     def _module_is_called(self, module: torch.nn.Module, args: object) -> None:
@@ -88,6 +109,10 @@ class Escapes(TorchFunctionMode):
             if not _is_known(hook):
                 name = f"{type(module).__name__}: {_name_of(hook)}"
                 self.tape.refuse(f"a hook on a module, {name}, may do more than compute")
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("shardwise", "torch")
 
 
 def _python_methods() -> Iterator[tuple[type, str]]:

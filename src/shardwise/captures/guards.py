@@ -1,130 +1,87 @@
-"""What must still hold when a program is run again: the modules, parameters and numbers that it was written with."""
+"""What must still hold of tensors when a program is run again: memory, gradients that they take, hooks."""
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable
-from operator import is_, itemgetter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.autograd.leaves import first_leaf
-from shardwise.comm.capturing import settings
-from shardwise.protocols import Item
+from shardwise.captures.readings import Reading
+from shardwise.torch_private import gradient_hook_tables, without_torch_function
 from shardwise.wrapper import Wrapper
 
-_SIMPLE = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+_OF_WRAPPER = ("_local", "_layout", "_leaf", "_hooks")
 
 
-class Watched:
-    """The modules that a program called: attributes, parameters and buffers, and which of those take gradients."""
+class Tensors:
+    """Tensors that were there before: whether they are what they were, and which of them take gradients.
 
-    def __init__(self, modules: list[torch.nn.Module]) -> None:
-        self._attributes: list[tuple[Callable[[Any], Any], dict[str, Any], Any]] = []
-        self._settings = [(tell, m, tell(m)) for m in modules for tell in settings if tell(m) is not None]
-        self._tables: list[tuple[dict[str, Any], list[Any]]] = []
-        tensors: dict[int, torch.Tensor] = {}
-        for module in modules:
-            self._note_attributes(vars(module))
-            for table in (module._parameters, module._buffers):
-                if table:
-                    self._tables.append((table, list(table.values())))
-                    tensors.update((id(t), t) for t in table.values() if t is not None)
-        wrappers = [t for t in tensors.values() if isinstance(t, Wrapper)]
-        self._wrappers = [(t.__dict__, t._local, t._layout) for t in wrappers]
-        self._leaves = [first_leaf(t) if isinstance(t, Wrapper) else t for t in tensors.values()]
-        self._flags = [leaf.requires_grad for leaf in self._leaves]
+    Args:
+        found: Those that the function may read, distributed or plain.
+        state: The plain ones that the program reads.
+        began: Leaves, and whether they had no gradient when the program began: where it makes a difference.
+    """
 
-    def _note_attributes(self, table: dict[str, Any]) -> None:
-        names = [name for name, value in table.items() if _is_simple(value)]
-        if names:
-            read = itemgetter(*names)
-            self._attributes.append((read, table, read(table)))
+    def __init__(
+        self,
+        found: Iterable[torch.Tensor],
+        state: Iterable[torch.Tensor],
+        began: Sequence[tuple[torch.Tensor, bool]],
+    ) -> None:
+        found = list(found)
+        tables = [vars(t) for t in found if isinstance(t, Wrapper)]
+        plain = {id(t): t for t in (first_leaf(t) if isinstance(t, Wrapper) else t for t in found)}
+        plain.update((id(t), t) for t in state)
+        self._plain, self._began = list(plain.values()), began
+        with without_torch_function():
+            self._note(tables)
 
-    def changed(self) -> str:
-        """What is another than it was; empty if nothing is."""
-        for read, attributes, values in self._attributes:
-            if read(attributes) != values:
-                return f"an attribute of a module changed: {_first_change(values, read(attributes))}"
-        for tell, module, chosen in self._settings:
-            if tell(module) != chosen:
-                return f"{type(module).__name__} is set to run otherwise"
-        for table, known in self._tables:
-            if len(table) != len(known) or not all(map(is_, table.values(), known)):
-                return f"a parameter or buffer was replaced: one of {', '.join(table)}"
-        for own, local, layout in self._wrappers:
-            if own["_local"] is not local or own["_layout"] is not layout:
-                return "a parameter or buffer has another layout or memory"
-        if [leaf.requires_grad for leaf in self._leaves] != self._flags:
-            return "a parameter was frozen, or is no longer"
-        return ""
-
-
-def _is_simple(value: object) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_simple, value))
-    return isinstance(value, _SIMPLE)
-
-
-def _first_change(before: Item, after: Item) -> str:
-    pairs = zip(before, after, strict=True) if isinstance(before, tuple) else [(before, after)]
-    return next((f"{a!r:.60} became {b!r:.60}" for a, b in pairs if a != b), "")
-
-
-class Leaves:
-    """Tensors that take gradients: whether they do, and whether they had one already."""
-
-    def __init__(self, leaves: list[torch.Tensor], began: list[tuple[torch.Tensor, bool]]) -> None:
-        self._leaves, self._began = leaves, began
-        self._flags = [True] * len(leaves)
+    def _note(self, tables: list[dict[str, Any]]) -> None:
+        self._flags = [t.requires_grad for t in self._plain]
+        self._wrappers = Reading(
+            "layout or memory of a tensor", lambda: [table.get(name) for table in tables for name in _OF_WRAPPER]
+        )
+        leaves = [t for t in self._plain if t.requires_grad]
+        self._hooks = [Reading("hooks of a tensor", lambda: gradient_hook_tables(leaves))]
+        hooks: list[Any] = [*gradient_hook_tables(leaves), *(table.get("_hooks") for table in tables)]
+        self._hooks += [Reading("hooks of a tensor", own.values) for own in hooks if own is not None]
 
     def changed(self) -> str:
         """What is another than it was; empty if nothing is."""
-        if [leaf.requires_grad for leaf in self._leaves] != self._flags:
-            return "a tensor takes gradients no more"
+        with without_torch_function():  # memory that `data_parallel` has given back
+            return self._changed()
+
+    def _changed(self) -> str:
+        if [t.requires_grad for t in self._plain] != self._flags:
+            return "a tensor takes gradients that did not, or no more"
+        for reading in (self._wrappers, *self._hooks):
+            reason = reading.changed()
+            if reason:
+                return reason
         for leaf, had_none in self._began:
             if (leaf.grad is None) is not had_none:
                 return "gradients were there, or not"
         return ""
 
 
-class Surroundings:
-    """The numbers, flags and tensors that a function takes from where it was defined: closures, globals, the attributes
-    of the object whose method it is."""
+class Arguments:
+    """Which arguments that take gradients are tensors that the function knows by another name, and which are not.
 
-    def __init__(self, func: Callable[..., Any]) -> None:
-        self._read = _readers(func)
-        self._known = [read() for read in self._read]
+    Args:
+        given: The plain tensors of the arguments.
+        known: Tensors that the function may read, or that the program has read.
+    """
 
-    def changed(self) -> str:
-        """What is another than it was; empty if nothing is."""
-        for read, known in zip(self._read, self._known, strict=True):
-            now = read()
-            if now is not known and not (isinstance(now, _SIMPLE) and type(now) is type(known) and now == known):
-                return f"a variable around the function changed: {known!r:.60} became {now!r:.60}"
-        return ""
+    def __init__(self, given: Sequence[torch.Tensor], known: Iterable[torch.Tensor]) -> None:
+        self._at = [i for i, t in enumerate(given) if t.requires_grad and t.is_leaf]
+        self._known = {}
+        if self._at:
+            self._known = {id(t): t for t in (first_leaf(t) if isinstance(t, Wrapper) else t for t in known)}
+        self._same = [id(given[i]) if id(given[i]) in self._known else None for i in self._at]
 
-
-_NOTHING = object()
-
-
-def _readers(func: Callable[..., Any]) -> list[Callable[[], Any]]:
-    found: list[Callable[[], Any]] = []
-    target, owner = getattr(func, "__func__", func), getattr(func, "__self__", func)
-    if not isinstance(owner, (torch.nn.Module, types.FunctionType)):  # of modules `Watched` knows the attributes
-        table = getattr(owner, "__dict__", {})
-        found += [functools.partial(table.get, name, _NOTHING) for name in list(table)]
-    if not isinstance(target, types.FunctionType):
-        return found
-    found += [functools.partial(_content, cell) for cell in target.__closure__ or ()]
-    table = target.__globals__
-    return found + [functools.partial(table.get, name, _NOTHING) for name in target.__code__.co_names if name in table]
-
-
-def _content(cell: types.CellType) -> Item:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty still
-        return _NOTHING
+    def fit(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether these arguments stand to those tensors as the first ones did."""
+        now = [id(given[i]) if id(given[i]) in self._known else None for i in self._at]
+        return now == self._same

@@ -70,7 +70,7 @@ class Tape(DispatchMode):  # type: ignore[misc]
         self._stepping: torch.optim.Optimizer | None = None
         self._options: dict[torch.optim.Optimizer, Any] = {}
         self._keys: dict[int, Ref] = {}
-        self._states: set[bytes] = set()
+        self._stream = b""  # where torch's generators stand, as far as the program has drawn
         self._constants: set[Ref] = set()
 
     # -- on and off -------------------------------------------------------------------------------------------------
@@ -83,7 +83,16 @@ class Tape(DispatchMode):  # type: ignore[misc]
             stack.enter_context(take_resize(self._resized))
             stack.enter_context(Escapes(self))
             stack.enter_context(self)
+            self._stream = self._generators()
             yield self
+        if self._generators() != self._stream:  # which goes on in each run
+            self.refuse("a random generator is set in the call, or drawn from unseen")
+
+    def _generators(self) -> bytes:
+        """The state of torch's generators for CPUs and for this GPU."""
+        with self._pausing():
+            state = torch.default_generator.get_state().numpy().tobytes()
+            return state + torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else state
 
     def refuse(self, reason: str) -> None:
         if not self.refused and not self.paused:
@@ -205,39 +214,45 @@ class Tape(DispatchMode):  # type: ignore[misc]
     ) -> None:
         refs = tuple(map(self.number_of, tensors))
         given: tuple[Ref, ...] = ()
-        with self._pausing(), self._watching_generator(name if draw is None else None):
-            if draw is None:
+        if draw is None:
+            with self._watching_generator(name), self._pausing():
                 put(*tensors)
-            else:
-                key = draw()
+        else:
+            ref, key = self._key(draw)
+            given = (ref,)
+            with self._pausing():
                 put(key, *tensors)
-        if draw is not None:
-            given = (self._key(key, draw),)
         self._write(Statement(put, (*given, *refs), label=f"fill_{name}", outside=True, single=False, writes=refs))
 
-    def _key(self, key: int, draw: Callable[[], int]) -> Ref:
-        """The number of a key. One that was drawn before is drawn from a generator that was set back: activations are
-        computed a second time, with the same numbers."""
+    def _key(self, draw: Callable[[], int]) -> tuple[Ref, int]:
+        """A key that is drawn now, and its number. One that was drawn before is drawn from a generator that was set
+        back: activations are computed a second time, with the same numbers."""
+        before = self._generators()
+        with self._pausing():
+            key = draw()
         if key not in self._keys:
+            if before != self._stream:
+                self.refuse("a random generator is set in the call")
+            self._stream = self._generators()
             ref = self._keys[key] = self._new()
             self._write(Statement(draw, outs=[ref], label="draw", outside=True))
-        return self._keys[key]
+        return self._keys[key], key
 
     @contextmanager
     def _watching_generator(self, func: Item) -> Iterator[list[str]]:
-        """torch's own stream goes on in each run; a program that sets it back cannot be repeated. Gives a list that is
-        empty afterwards if nothing was drawn."""
+        """Gives a list that is empty afterwards if a call has drawn nothing from torch's generators."""
         drawn: list[str] = []
-        if func is None or (isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded not in func.tags):
+        if isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded not in func.tags:
             yield drawn
             return
-        before = _state_of_generators()
+        before = self._generators()
         yield drawn
-        if _state_of_generators() != before:
+        after = self._generators()
+        if after != before:
             drawn.append(str(func))
-            if before in self._states:
-                self.refused = self.refused or f"{func}: the random generator was set back: numbers are drawn again"
-            self._states.add(before)
+            if before != self._stream:
+                self.refuse(f"{func}: a random generator is set in the call")
+            self._stream = after
 
     @contextmanager
     def _pausing(self) -> Iterator[None]:
@@ -302,6 +317,7 @@ class Tape(DispatchMode):  # type: ignore[misc]
     def run_again(self, label: str, func: Callable[[], object]) -> None:
         """Write down a call of Python that every run makes."""
         self._write(Statement(func, label=label, outside=True, single=False))
+        self._stream = self._generators()  # whatever that has drawn, it draws again
         for leaf in self._grads:
             self._grads[leaf] = self._tensor_of(leaf).grad
         self._options.update((optimizer, _options_of(optimizer)) for optimizer in self._options)
@@ -407,12 +423,6 @@ class Tape(DispatchMode):  # type: ignore[misc]
 
 def _leaves_of(param: torch.Tensor) -> Sequence[torch.Tensor]:
     return leaf_values(param) if isinstance(param, Wrapper) else (param,)
-
-
-def _state_of_generators() -> bytes:
-    """Of torch's generators for CPUs and for this GPU."""
-    state = torch.default_generator.get_state().numpy().tobytes()
-    return state + torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else state
 
 
 def _share_memory(given: Item, made: Item) -> bool:

@@ -54,6 +54,10 @@ class Tape(Protocol):
 settings: list[Callable[[torch.nn.Module], Hashable]] = []
 """Functions that tell how a module is set to run, beside its own attributes; None if they know nothing of it."""
 
+steppers: list[Callable[[torch.optim.Optimizer, Callable[[torch.optim.Optimizer], None]], bool]] = []
+"""Functions that step an optimizer on local tensors by what they are given in the place of torch's step; they say
+whether they could."""
+
 tapes: list[Tape] = []  # of all threads; empty nearly always, which is all that a warm path asks
 
 

@@ -7,19 +7,20 @@ puts the optimizer's twin (`twin.py`) in its place wherever that gives the same 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.autograd.leaves import leaf_values
-from shardwise.comm.capturing import tape_here, tapes
+from shardwise.comm.capturing import steppers, tape_here, tapes
 from shardwise.errors import AutogradError, LayoutError, RuleError
 from shardwise.optim.replaced import check_parameters
 from shardwise.optim.twin import ELEMENTWISE, Twin
 from shardwise.random.agreement import anything_drawn, compare_before_step
 from shardwise.tensor import DTensor
-from shardwise.torch_private import step_hooks
+from shardwise.torch_private import is_stepped_as_it_is, step_hooks
 
 AnyOptimizer = torch.optim.Optimizer
 Optimizer = TypeVar("Optimizer", bound=AnyOptimizer)
@@ -170,5 +171,20 @@ def _after_step(optimizer: AnyOptimizer, args: Args, kwargs: Kwargs) -> None:
         tape.end_step(optimizer)
 
 
+def _step_by(optimizer: AnyOptimizer, run: Callable[[AnyOptimizer], None]) -> bool:
+    """Step an optimizer's twin by `run` in the place of torch's step. False, with nothing done, where there is no twin
+    or where hooks of the program want to see the step."""
+    if any(step_hooks(optimizer)) or not is_stepped_as_it_is(optimizer) or _twin_of(optimizer) is None:
+        return False
+    replaced = _before_step(optimizer, (optimizer,), {})
+    if replaced is None:
+        return False
+    (stand_in, *_), kwargs = replaced
+    run(stand_in)
+    _after_step(optimizer, (stand_in,), kwargs)
+    return True
+
+
+steppers.append(_step_by)
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)

@@ -74,6 +74,8 @@ def fill_local(
     if is_abstract(first):
         return
     if tapes and (tape := tape_here()) is not None:
+        if generator not in (None, torch.default_generator):
+            tape.refuse(f"{what.name}: draws from a generator of its own")
         held, split = comm.structure(local), _split(layout)
         if stream() == TORCH:
             again = lambda *values: fill_local(comm.assemble(held, values), layout, what, generator, stride)  # noqa: E731

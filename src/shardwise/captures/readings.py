@@ -1,0 +1,64 @@
+"""Values in one place of a Python program, and what they were when a call was written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Sized
+from operator import is_
+from typing import Protocol
+
+import torch
+
+SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, frozenset)
+
+
+class Values(Sized, Iterable[object], Protocol):
+    """What a reading reads."""
+
+
+class Reading:
+    """Values that are read anew whenever it is asked whether they are still the same.
+
+    Numbers and strings are the same if they are equal, anything else if it is the same object.
+    """
+
+    __slots__ = ("_known", "_labels", "_name", "_read")
+
+    def __init__(self, name: str, read: Callable[[], Values], labels: Iterable[str] = ()) -> None:
+        self._name, self._read, self._labels = name, read, labels
+        self._known: Sequence[object] = tuple(read())
+
+    def changed(self) -> str:
+        """What is another than it was; empty if nothing is."""
+        now, known = self._read(), self._known
+        if len(now) == len(known) and all(map(is_, now, known)):
+            return ""
+        return self._difference(tuple(now))
+
+    def _difference(self, now: Sequence[object]) -> str:
+        if len(now) != len(self._known):
+            return f"{self._name}: {len(self._known)} entries became {len(now)}"
+        for at, (before, after) in enumerate(zip(self._known, now, strict=True)):
+            if before is not after and not are_equal(before, after):
+                label = next(iter([*self._labels][at:]), "")
+                return f"{self._name}{'.' * bool(label)}{label}: {_in_words(before)} became {_in_words(after)}"
+        self._known = now  # equal numbers that are new objects: the quick way from now on
+        return ""
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{value!r:.60}" if isinstance(value, (*SIMPLE, tuple)) else f"an object of {type(value).__name__}"
+
+
+def are_equal(one: object, other: object) -> bool:
+    """Whether two values are the same number, string or tuple of such: 1, 1.0 and True differ, so do 0.0 and -0.0."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(a is b or are_equal(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, float) and isinstance(other, float):
+        return one.hex() == other.hex()
+    if isinstance(one, complex) and isinstance(other, complex):
+        return repr(one) == repr(other)
+    return isinstance(one, SIMPLE) and one == other

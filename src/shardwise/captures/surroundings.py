@@ -1,0 +1,336 @@
+"""What a function may read of the Python around it: found before it runs, by the names in its code.
+
+From the function the walk goes on to closures, global variables, attributes of objects, containers, modules with all
+their children, and to the code of functions that are named on the way. Code of torch, of the package and of Python's
+own library is not read, but what is handed to it is: so what is left out are values that such code keeps to itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import sys
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardwise.captures.names import names_in
+from shardwise.captures.readings import SIMPLE, Reading, Values
+from shardwise.comm.capturing import settings
+from shardwise.protocols import Item
+from shardwise.torch_private import children_of, hook_tables
+
+_MOST = 10_000  # entries of a container that are compared at each call
+_FOREIGN = frozenset({"torch", "shardwise", "numpy", "builtins"} | set(sys.stdlib_module_names)) - {"__main__"}
+_CLOCKS = frozenset(
+    name for name in dir(time) if name.startswith(("time", "perf_counter", "monotonic", "process_time"))
+)
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_RATES = frozenset({"get_last_lr", "last_epoch", "get_lr", "_last_lr"})
+_BEGINNING = ("forward", "__call__", "__getattr__", "__getitem__", "__len__", "__iter__")
+
+
+class Surroundings:
+    """Everything that a function, and what it calls, takes from where it stands.
+
+    Attributes:
+        tensors: The tensors among it.
+        refused: Why calls cannot be told apart by it; empty if they can.
+    """
+
+    def __init__(self, roots: Iterable[Item]) -> None:
+        roots, names, perhaps = list(roots), frozenset(_BEGINNING), frozenset[str]()
+        while True:  # code that was found late names attributes of objects that were seen before
+            walk = _Walk(names, perhaps)
+            for root in roots:
+                walk.visit(root, getattr(root, "__qualname__", type(root).__name__))
+            if walk.names <= names and walk.perhaps <= perhaps:
+                break
+            names, perhaps = names | walk.names | walk.perhaps, perhaps | walk.perhaps
+        self._readings, self._empty = walk.readings, walk.empty
+        self._alive = walk.alive
+        self.tensors, self.refused = walk.tensors, walk.refused
+        self._drawn = [(_state(source), source) for source in (random, np.random, *walk.streams)]
+
+    def knows(self, item: object) -> bool:
+        """Whether the walk has come by an object."""
+        return id(item) in self._alive
+
+    def changed(self) -> str:
+        """What is another than it was; empty if nothing is."""
+        if any(self._empty):
+            return "a hook was added to a module"
+        for reading in self._readings:
+            reason = reading.changed()
+            if reason:
+                return reason
+        return ""
+
+    def drawn(self) -> str:
+        """Which numbers were drawn that no program draws again; empty if none were."""
+        for before, source in self._drawn:
+            if _state(source) != before:
+                return f"random numbers are drawn from {getattr(source, '__name__', type(source).__name__)}"
+        return ""
+
+
+def _state(source: Item) -> str:
+    """The state of a stream of random numbers that is not torch's."""
+    if source is np.random or isinstance(source, np.random.RandomState):
+        return repr([part.tobytes() if isinstance(part, np.ndarray) else part for part in source.get_state()])
+    if isinstance(source, np.random.Generator):
+        return repr(source.bit_generator.state)
+    return repr(source.getstate())
+
+
+class _Walk:
+    """One walk, with the names of attributes that are known before it."""
+
+    def __init__(self, names: frozenset[str], perhaps: frozenset[str]) -> None:
+        self._known, self._perhaps = names, sorted(perhaps)
+        self.names: set[str] = set()
+        self.perhaps: set[str] = set()
+        self.readings: list[Reading] = []
+        self.empty: list[dict[Any, Any]] = []  # of hooks: nobody must add any
+        self.tensors: list[torch.Tensor] = []
+        self.streams: list[Any] = []
+        self.alive: dict[int, object] = {}
+        self.refused = ""
+
+    def refuse(self, reason: str) -> None:
+        self.refused = self.refused or reason
+
+    def watch(self, name: str, read: Callable[[], Values], labels: Iterable[str] = ()) -> None:
+        self.readings.append(Reading(name, read, labels))
+
+    def visit(self, item: Item, name: str) -> None:
+        """Look at an object, once."""
+        if isinstance(item, SIMPLE) or id(item) in self.alive:
+            return
+        self.alive[id(item)] = item
+        for kind, look in _KINDS:
+            if isinstance(item, kind):
+                look(self, item, name)
+                return
+        if hasattr(type(item), "__next__"):
+            self.refuse(f"{name} is an iterator, {item!r:.60}: take from it outside and pass what it gives")
+            return
+        for kind, look in _CONTAINERS:
+            if isinstance(item, kind):
+                look(self, item, name)
+        self._object(item, name)
+
+    # -- code -------------------------------------------------------------------------------------------------------
+    def _function(self, func: types.FunctionType, name: str) -> None:
+        cells = func.__closure__ or ()
+        is_own = not _is_foreign(func)
+        if is_own:
+            found = names_in(func.__code__)
+            self.names |= found.attributes
+            self.perhaps |= found.perhaps
+            self._variables(func, sorted(found.variables & func.__globals__.keys()))
+            self.watch(f"defaults of {func.__qualname__}", lambda: (func.__code__, func.__defaults__))
+            if cells:
+                self.watch("around", lambda: [_content(cell) for cell in cells], func.__code__.co_freevars)
+        for at, cell in enumerate(cells):
+            self.visit(_content(cell), func.__code__.co_freevars[at])
+        for default in (func.__defaults__, func.__kwdefaults__, getattr(func, "__wrapped__", None)):
+            self.visit(default, f"a default of {name}")
+
+    def _variables(self, func: types.FunctionType, names: list[str]) -> None:
+        table = func.__globals__
+        if names:
+            self.watch(func.__module__, lambda: list(map(table.get, names)), names)
+        for name in names:
+            self.visit(table[name], name)
+
+    def _method(self, method: types.MethodType, name: str) -> None:
+        self.visit(method.__self__, name)
+        self.visit(method.__func__, name)
+
+    def _partial(self, part: functools.partial[Any], name: str) -> None:
+        for inner in (part.func, part.args, part.keywords):
+            self.visit(inner, name)
+
+    def _property(self, found: property, name: str) -> None:
+        self.visit(found.fget, name)
+
+    def _wrapped(self, found: Item, name: str) -> None:
+        self.visit(found.__func__, name)
+
+    def _builtin(self, func: types.BuiltinFunctionType, name: str) -> None:
+        if func.__module__ == "time" and func.__name__ in _CLOCKS:
+            self.refuse(f"{name} reads the clock: do that outside")
+        elif not isinstance(func.__self__, types.ModuleType):
+            self.visit(func.__self__, name)
+
+    # -- things -----------------------------------------------------------------------------------------------------
+    def _file(self, module: types.ModuleType, name: str) -> None:
+        if module is os and self._known & {"environ", "getenv"}:
+            self.watch("os.environ", lambda: [*os.environ, *os.environ.values()])
+        if module is time and self._known & _CLOCKS:
+            self.refuse("the function reads the clock: do that outside")
+        if not _is_foreign_name(module.__name__):
+            self._attributes(vars(module), name)
+
+    def _attributes(self, table: Item, name: str, perhaps: Iterable[str] = ()) -> None:
+        """The attributes that the code names; some of them may be missing now."""
+        names = sorted({*(self._known & table.keys()), *perhaps})
+        get = table.get
+        if names:
+            self.watch(name, lambda: list(map(get, names)), names)
+        for attribute in names:
+            self.visit(get(attribute), f"{name}.{attribute}")
+
+    def _class(self, cls: type, name: str) -> None:
+        for base in cls.__mro__:
+            if not _is_foreign(base):
+                self._attributes(vars(base), base.__qualname__)
+
+    def _object(self, item: object, name: str) -> None:
+        """An object of a class of the program's: the attributes that the code names. Of Python's own: all."""
+        cls, table = type(item), getattr(item, "__dict__", {})
+        if _is_foreign(cls):
+            self._foreign(item, table, name)
+            return
+        self.visit(cls, name)
+        self._attributes(table, name, self._perhaps)
+        slots = [s for base in cls.__mro__ for s in _slots(base) if s in self._known]
+        if slots:
+            self.watch(name, lambda: [getattr(item, slot, None) for slot in slots], slots)
+        for slot in slots:
+            self.visit(getattr(item, slot, None), f"{name}.{slot}")
+
+    def _foreign(self, item: object, table: dict[str, Any], name: str) -> None:
+        top = type(item).__module__.partition(".")[0]
+        self.visit(table.get("__wrapped__"), name)
+        if top in sys.stdlib_module_names and table:
+            self._dict(table, name)
+        elif top == "torch" and not isinstance(item, torch.amp.GradScaler):
+            tensors = [key for key, value in table.items() if isinstance(value, torch.Tensor)]
+            if tensors:
+                self.watch(f"a tensor of {name}", lambda: list(map(table.get, tensors)))
+            for key in tensors:
+                self.visit(table[key], name)
+
+    def _dict(self, table: dict[Any, Any], name: str) -> None:
+        if self._fits(table, name):
+            self.watch(name, lambda: [*table, *table.values()])
+            for key, value in list(table.items()):
+                self.visit(value, f"{name}[{key!r:.30}]")
+
+    def _sequence(self, items: Item, name: str) -> None:
+        if self._fits(items, name):
+            if not isinstance(items, tuple):
+                self.watch(name, lambda: items)
+            for item in items:
+                self.visit(item, f"an entry of {name}")
+
+    def _set(self, items: set[Any], name: str) -> None:
+        if self._fits(items, name):
+            self.watch(name, lambda: (frozenset(items),))
+
+    def _fits(self, items: Values, name: str) -> bool:
+        if len(items) > _MOST:
+            self.refuse(
+                f"{name} has {len(items)} entries, too many to compare: pass what is needed of it as an argument"
+            )
+        return len(items) <= _MOST
+
+    def _array(self, array: np.ndarray[Any, Any], name: str) -> None:
+        if self._fits(array.reshape(-1), name):
+            self.watch(name, lambda: (array.shape, array.dtype.str, array.tobytes()))
+
+    def _stream(self, source: Item, name: str) -> None:
+        self.streams.append(source)
+
+    # -- torch's ----------------------------------------------------------------------------------------------------
+    def _tensor(self, tensor: torch.Tensor, name: str) -> None:
+        self.tensors.append(tensor)
+
+    def _module(self, module: torch.nn.Module, name: str) -> None:
+        table = vars(module)
+        self.watch(type(module).__name__, table.values, table.keys())
+        for own in (module._parameters, module._buffers, children_of(module)):
+            if own:
+                self.watch(type(module).__name__, own.values, own.keys())
+        for hooks in hook_tables(module):
+            if hooks:
+                self.watch(f"a hook of {type(module).__name__}", hooks.values)
+            else:
+                self.empty.append(hooks)
+        for tell in settings:
+            if tell(module) is not None:
+                self.watch(f"how {type(module).__name__} is set to run", functools.partial(_told, tell, module))
+        self.visit(type(module), type(module).__name__)
+        own_values = [value for key, value in table.items() if key not in _OF_EVERY_MODULE]
+        inside = [*module._parameters.values(), *module._buffers.values(), *children_of(module).values()]
+        for value in (*own_values, *inside):
+            self.visit(value, f"an attribute of {type(module).__name__}")
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        groups = optimizer.param_groups
+        self.watch(f"the parameters of {name}", lambda: [p for group in groups for p in group["params"]])
+        if "param_groups" in self._known:
+            self.watch(f"the options of {name}", lambda: [v for g in groups for k, v in g.items() if k != "params"])
+
+    def _scheduler(self, scheduler: LRScheduler, name: str) -> None:
+        if self._known & _RATES:
+            self.watch(f"the rates of {name}", lambda: (scheduler.last_epoch, *scheduler.get_last_lr()))
+
+
+_KINDS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
+    (torch.Tensor, _Walk._tensor),
+    (torch.nn.Module, _Walk._module),
+    (types.FunctionType, _Walk._function),
+    (types.MethodType, _Walk._method),
+    (types.BuiltinFunctionType, _Walk._builtin),
+    (types.ModuleType, _Walk._file),
+    (functools.partial, _Walk._partial),
+    (property, _Walk._property),
+    ((staticmethod, classmethod), _Walk._wrapped),
+    (torch.optim.Optimizer, _Walk._optimizer),
+    (LRScheduler, _Walk._scheduler),
+    (np.ndarray, _Walk._array),
+    ((random.Random, np.random.Generator, np.random.RandomState), _Walk._stream),
+    (type, _Walk._class),
+]
+_CONTAINERS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
+    (dict, _Walk._dict),
+    ((list, tuple, deque), _Walk._sequence),
+    (set, _Walk._set),
+]
+
+
+def _is_foreign(item: Item) -> bool:
+    return _is_foreign_name(getattr(item, "__module__", None) or "builtins")
+
+
+def _is_foreign_name(module: str) -> bool:
+    return module.partition(".")[0] in _FOREIGN
+
+
+def _told(tell: Callable[[torch.nn.Module], Hashable], module: torch.nn.Module) -> Values:
+    return (tell(module),)
+
+
+def _slots(cls: type) -> Iterable[str]:
+    slots = cls.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else slots
+
+
+_NOTHING = "nothing yet"
+
+
+def _content(cell: types.CellType) -> Item:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty still
+        return _NOTHING
