@@ -442,6 +442,23 @@ x1 = tensor((2, 4, 3), seed=221, grad=True, at=[Shard(dim=2)])
 y1 = x1.std(2)
 with torch.no_grad(): y1[0] = 0
 g1 = grads(weigh(y1), [x1])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, grad=True, at=[Shard(dim=0)])
+y1 = x1 * 1
+y2 = y1[0]
+y2.mul_(3)
+y1.register_hook(clamped)
+y2.mul_(3)
+g1 = grads(weigh(y1, y2), [x1])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, grad=True, at=[Shard(dim=0)])
+y1 = x1 * 1
+y1.register_hook(doubled)
+y1.retain_grad()
+y1.mul_(2)
+backward_passes(weigh(y1), 2)
 """
 
 

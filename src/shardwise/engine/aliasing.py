@@ -155,14 +155,11 @@ def before_write(target: Wrapper, op: str, recorded: bool) -> None:
 def without_hooks(target: Wrapper) -> None:
     """Take the hooks off a view that is written next: in torch a written view gets its graph from its base anew, and
     hooks stay behind with what was computed before."""
-    comm, leaf = target._layout.mesh.comm, target.__dict__.get("_leaf")
     copy = next(iter(COPIES.get(storage_id_of(target), ())), None)
     is_copy = copy is not None and copy.tensor() is target and copy.whole is None
-    if leaf is not None and (is_copy or comm.first(leaf)._base is not None):  # they wait where simulated ranks meet
-        target._local = leaf
-        del target._leaf, target._hooks
-    elif copy is not None and is_copy and has_gradient_hooks(comm.first(target._local)):
-        fresh = copy.again(copy.source)
+    if copy is not None and is_copy and has_gradient_hooks(target._layout.mesh.comm.first(target._local)):
+        with torch.enable_grad():  # a write that is not recorded leaves a view with its base's graph too
+            fresh = copy.again(copy.source)
         became(target, as_it_is(target), fresh)
         target._local = fresh._local
 
