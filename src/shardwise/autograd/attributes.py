@@ -65,7 +65,8 @@ def get_grad(tensor: Wrapper) -> Any:
     if grads[0] is None:
         own.pop("_shown_grad", None)
         return None
-    wrapped = as_gradient(layout, layout.mesh.comm.rebuild(local, grads))
+    with torch.enable_grad():  # a gradient with a graph has it wherever it is read
+        wrapped = as_gradient(layout, layout.mesh.comm.rebuild(local, grads))
     own["_shown_grad"] = (grads, wrapped)
     return wrapped
 

@@ -145,11 +145,16 @@ def before_write(target: Wrapper, op: str, recorded: bool) -> None:
                 f"{op}: the result of {copy.name} is a view and is being modified inplace. This view is the output of "
                 f"a function that returns multiple views, which autograd does not allow; write to its .clone()"
             )
-        if torch.is_grad_enabled() and copy.source.requires_grad and copy.source.is_leaf:
+        if torch.is_grad_enabled() and copies_leaf(target):
             raise RuntimeError(
                 f"{op}: a view of a leaf Variable that requires grad is being used in an in-place operation; "
                 f"write under torch.no_grad()"
             )
+
+
+def copies_leaf(target: Wrapper) -> bool:
+    """Whether `target` is a copy of a view of a leaf that requires grad."""
+    return any(copy.source.requires_grad and copy.source.is_leaf for copy in COPIES.get(storage_id_of(target), ())[:1])
 
 
 def without_hooks(target: Wrapper) -> None:
