@@ -512,6 +512,48 @@ y2 = y1.as_strided((2, 2), (1, 4))
 y2.t_()
 y2.mul_(3)
 g1 = grads(weigh(y1, y2), [x1])
+
+# mesh (2,)
+x1 = tensor((2, 4, 3), seed=8, grad=True, at=[Shard(dim=0)])
+y1 = F.max_pool1d(x1.permute(0, 2, 1), 2)
+with torch.no_grad(): y2 = F.max_pool1d(x1.permute(0, 2, 1), kernel_size=2, ceil_mode=True)
+y3 = torch.nn.MaxPool1d(2)(x1.detach().permute(0, 2, 1))
+y4 = F.max_pool1d((x1 * 10).long(), 2)
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+x1.mul_(x1)
+x1.add_(x1[0])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+x1.mul_(x1)
+x1[1:].add_(x1[:-1])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+x1.mul_(x1)
+x1.copy_(x1.T)
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+x1.mul_(x1)
+torch.mul(x1[0:2], 2, out=x1[1:3])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+x1.mul_(x1)
+x1.index_copy_(0, torch.tensor([0]), x1[1:2])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+x1.mul_(x1)
+x1.put_(torch.tensor([0, 1]), x1[0, :2])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+x1.mul_(x1)
+torch._foreach_lerp_([x1], [x1[0]], 0.5)
 """
 
 
