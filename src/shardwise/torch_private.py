@@ -204,12 +204,12 @@ def set_number_of_node(node: torch.autograd.graph.Node, number: int) -> None:
     node._set_sequence_nr(number)  # type: ignore[attr-defined]
 
 
-def take_backward_passes(around: Callable[[Any, Any], AbstractContextManager[None]]) -> None:
+def take_backward_passes(around: Callable[..., AbstractContextManager[None]]) -> None:
     """Have every backward pass, of plain tensors too, run inside of ``around(roots, seeds)``."""
     run = resolve_name("torch.autograd._engine_run_backward")
 
     @functools.wraps(run)
-    def run_inside(roots: Any, seeds: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_inside(roots: object, seeds: object, *args: object, **kwargs: object) -> object:
         with around(roots, seeds):
             return run(roots, seeds, *args, **kwargs)
 

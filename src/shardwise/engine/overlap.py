@@ -6,7 +6,6 @@ torch itself is asked, with plain tensors that lie as the whole ones would.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -19,16 +18,19 @@ from shardwise.engine.plan import Plan
 from shardwise.torch_private import is_transforming
 from shardwise.wrapper import Wrapper
 
+Args = Sequence[object]
+Kwargs = dict[str, object]
+
 _MOST = 2**26  # bytes of memory for which torch is asked
 _SAYS_SO = "single memory location"
 
 
-def refusing_overlap(func: Callable[..., Any], paths: Sequence[Path], plan: Plan) -> Plan:
+def refusing_overlap(func: Callable[..., object], paths: Sequence[Path], plan: Plan) -> Plan:
     """The plan of a call that writes, which raises what torch raises if the tensors at `paths` overlap. It does not ask
     about what the program of an op calls: that op was asked about."""
     known: dict[Hashable, str] = {}  # by how they do: torch's words, if it refuses
 
-    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+    def run(args: Args, kwargs: Kwargs, local_args: list[object], local_kwargs: Kwargs) -> object:
         tensors = [fetch(args, kwargs, path) for path in paths]
         memory = [memory_of(tensor) for tensor in tensors]
         if len(set(memory)) < len(memory) and of_thread.op is None and not is_transforming():
@@ -43,7 +45,7 @@ def refusing_overlap(func: Callable[..., Any], paths: Sequence[Path], plan: Plan
 
 
 @torch.no_grad()
-def _refusal(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+def _refusal(func: Callable[..., object], args: Args, kwargs: Kwargs) -> str:
     """What torch says against a call on tensors that lie in memory like these; empty if nothing."""
     sizes: dict[int, int] = {}
 

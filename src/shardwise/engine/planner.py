@@ -67,7 +67,7 @@ def make_plan(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     return refusing_overlap(func, call.paths, plan) if overlaps else plan
 
 
-def _plan_of(func: Callable[..., Any], call: CallShape) -> Plan:
+def _plan_of(func: Callable[..., object], call: CallShape) -> Plan:
     kwargs = call.kwargs
     plan = _by_rule(func, call) if "out" not in kwargs or registry.is_users(func) else None
     if plan is not None:

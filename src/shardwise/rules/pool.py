@@ -24,9 +24,10 @@ from shardwise.strategy.notation import parse
 from shardwise.strategy.program import Halo, Reach, cut_like, each, reduced, run_local, windowed, zero_of
 from shardwise.strategy.reading import rearranged
 from shardwise.strategy.registry import rule
-from shardwise.wrapper import restride
+from shardwise.wrapper import Wrapper, restride
 
 ATEN = torch.ops.aten
+Sizes = int | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -177,15 +178,15 @@ for _d in (2, 3):
 
 
 @rule("max_pool1d")
-def max_pool1d(x: Operand, *args: Any, return_indices: bool = False, **named: Any) -> Algorithm | None:
+def max_pool1d(x: Operand, *args: object, return_indices: bool = False, **named: object) -> Algorithm | None:
     """torch has a kernel of its own for CPUs where no gradient is wanted, which stores its result in order."""
 
-    def run(value: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, *flags: Any,
-            ceil_mode: bool = False, **_: Any) -> Any:  # fmt: skip
+    def run(value: Wrapper, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1,
+            *flags: bool, ceil_mode: bool = False, **_: bool) -> Wrapper:  # fmt: skip
         rounding = flags[0] if flags else ceil_mode
         if value.device.type == "cpu" and not value.is_floating_point():
             raise NotImplementedError(f"max_pool1d is not implemented for {value.dtype} on CPUs")
-        found = ATEN.max_pool1d_with_indices(value, kernel_size, stride or (), padding, dilation, rounding)[0]
+        found: Wrapper = ATEN.max_pool1d_with_indices(value, kernel_size, stride or (), padding, dilation, rounding)[0]
         if value.device.type == "cpu" and not (value.requires_grad and torch.is_grad_enabled()):
             restride(found, contiguous_stride(tuple(found.shape)))
         return found
