@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.autograd.leaves import leaf_local
 from shardwise.errors import LayoutError, check_type
 from shardwise.layout import Layout
 from shardwise.layout.tiles import Tile, TileLike
@@ -88,7 +87,7 @@ def tensor_shard(tensor: Wrapper, index: MetadataIndex) -> torch.Tensor:
 def held_boxes(tensor: Wrapper) -> Iterator[tuple[Tile, torch.Tensor, tuple[int, ...]]]:
     """Yield each box of each distinct local tensor of this process, with the tensor and where the box starts in it."""
     layout: Layout = tensor._layout
-    comm, local = layout.mesh.comm, leaf_local(tensor)
+    comm, local = layout.mesh.comm, tensor._local
     if comm.outside:
         return
     values = comm.values(local)

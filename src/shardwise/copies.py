@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from shardwise.autograd.attributes import set_requires_grad
-from shardwise.autograd.leaves import leaf_local
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.layout.layout import checked_values
@@ -21,7 +20,7 @@ from shardwise.wrapper import Wrapper, is_note, notes_of, wrap
 
 def deep_copy(tensor: Wrapper, memo: dict[int, Any]) -> Any:
     """A copy in memory of its own, with copies of what the program has noted on the tensor."""
-    comm, local = tensor._layout.mesh.comm, leaf_local(tensor)
+    comm, local = tensor._layout.mesh.comm, tensor._local
     result = wrap(comm.rebuild(local, [value.__deepcopy__({}) for value in comm.values(local)]), tensor._layout)
     memo[id(tensor)] = result
     if _is_param(tensor):
@@ -32,7 +31,7 @@ def deep_copy(tensor: Wrapper, memo: dict[int, Any]) -> Any:
 
 def pickled(tensor: Wrapper) -> tuple[Any, ...]:
     """The arguments with which `unpickled` makes the tensor again."""
-    layout, local = tensor._layout, leaf_local(tensor)
+    layout, local = tensor._layout, tensor._local
     comm = layout.mesh.comm
     parts = [value.detach() for value in comm.values(local)]
     state = (layout.placements, layout.shape, layout.stride, layout.dtype, str(layout.device))

@@ -198,7 +198,6 @@ class _OfRanks(_Form):
         numbers = {id(part): i for i, part in enumerate(parts)}
         self.structure = [numbers[id(v)] for v in value.ranks]
         self.empty, self.count = [_kind(part) for part in parts], len(parts)
-        value.used = True
 
     def flat(self, value: RankTensor) -> Sequence[torch.Tensor]:
         return unique(value.ranks)
@@ -250,10 +249,6 @@ class _Call:
         self.result_forms: list[_Form] = []
         self.several = False
         self.dirty: set[int] = set()  # ids of arguments that were written and returned: such a result is the argument
-        for arg in args:
-            local = arg._local if isinstance(arg, Wrapper) else arg
-            if isinstance(local, RankTensor):
-                local.used = True
 
 
 # -- the node ----------------------------------------------------------------------------------------------

@@ -257,7 +257,8 @@ class DTensor(Wrapper):
             return self
         target, steps = target_of(self._layout, as_placements(placements), limit.of_thread.cap)
         if not steps:
-            return self if target is self._layout and not self._guessed else wrap(self._local, target)
+            same = target is self._layout and not self._guessed
+            return self if same else wrap(other_side(target.mesh.comm, self._local), target)
         op, note = of_thread.op, _REDISTRIBUTE
         if op is not None:
             note = Note(op)

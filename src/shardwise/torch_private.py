@@ -216,6 +216,8 @@ BackwardHookFunction: type = take("torch.nn.modules._functions.BackwardHookFunct
 DelayedError: Any = take("torch._C._functions.DelayedError", "double backward through a once_differentiable Function")
 take("torch._C._functions.UndefinedGrad", "torch.autograd.gradcheck")
 number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr")  # the sequence number of an autograd node
+take("torch._C._functions.AccumulateGrad._set_sequence_nr", "hooks on tensors of simulated ranks")
+take("torch.autograd._engine_run_backward", "hooks on tensors of simulated ranks")
 function_of: Callable[[Any], Any] = attrgetter("_forward_cls")  # the autograd Function that a `ctx` belongs to
 
 
@@ -223,6 +225,23 @@ def take_undefined_grad(replacement: Callable[[Any], Any]) -> None:
     """Replace the class of the node that drops a gradient, with which gradcheck tests backward functions."""
     original = resolve_name("torch._C._functions.UndefinedGrad")
     torch._C._functions.UndefinedGrad = replacement(original)  # type: ignore[misc]
+
+
+def set_number_of_node(node: torch.autograd.graph.Node, number: int) -> None:
+    """Give an autograd node another sequence number. Of the nodes that are ready, the one of the highest runs first."""
+    node._set_sequence_nr(number)  # type: ignore[attr-defined]
+
+
+def take_backward_passes(around: Callable[..., AbstractContextManager[None]]) -> None:
+    """Have every backward pass, of plain tensors too, run inside of ``around(roots, seeds)``."""
+    run = resolve_name("torch.autograd._engine_run_backward")
+
+    @functools.wraps(run)
+    def run_inside(roots: object, seeds: object, *args: object, **kwargs: object) -> object:
+        with around(roots, seeds):
+            return run(roots, seeds, *args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_inside  # type: ignore[assignment]
 
 
 def give_node_class(function: Any, base: type) -> None:
@@ -290,7 +309,8 @@ global_hook_tables: tuple[dict[int, Any], ...] = tuple(
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """The hooks that wait for the gradient of a plain tensor."""
-    return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
+    with without_torch_function():
+        return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
 
 
 def gradient_hook_tables(tensors: Iterable[torch.Tensor]) -> list[dict[int, Any] | None]:

@@ -6,7 +6,6 @@ It lives below the public class so that the engine can make results; `concrete` 
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +26,6 @@ class Wrapper(torch.Tensor):
     concrete: type[Wrapper]
     _local: LocalValue
     _layout: Layout
-    _leaf: LocalValue | None = None  # the local value that accumulates the gradient, where hooks stand behind it
-    _hooks: OrderedDict[int, Callable[[LocalValue], LocalValue]] | None = None  # of simulated ranks, seen as one tensor
     _shown_grad: tuple[list[torch.Tensor | None], Any] | None = None  # local gradients, and the tensor that shows them
     _loose_writes: int = 0  # how often `.data` was handed out or replaced
     _rebinds: int = 0  # how often an op gave the tensor another value and shape

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import DTensor, LayoutError, Partial, Shard, StrictError, debug, distribute_tensor, strict
+from shardwise import AutogradError, DTensor, LayoutError, Partial, Shard, StrictError, debug, distribute_tensor, strict
 from shardwise.layout.gradient import grad_placements
 from shardwise.testing import check_rule
 from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, on_one_axis, same, whole, x
@@ -233,6 +233,17 @@ def retain_grad_on_a_non_leaf(mesh):
             kept.append(hidden)
         same(kept[1].grad, kept[0].grad, where)
         assert kept[1].grad is kept[1].grad
+
+
+def retain_grad_before_another_shape(mesh):
+    """torch keeps the gradient of what the tensor was, under the new tensor's name; here it is refused."""
+    leaf = distribute_tensor(x(4, 4), mesh).requires_grad_()
+    hidden = leaf * 1
+    hidden.retain_grad()
+    with pytest.raises(AutogradError, match=r"t_ after retain_grad\(\).*call retain_grad\(\) after t_"):
+        hidden.t_()
+    hidden.sum().backward()
+    same(hidden.grad, torch.ones(4, 4, dtype=torch.float64))
 
 
 def no_grad_and_friends(mesh):
@@ -560,7 +571,7 @@ def gradients_of_mixed_plain_and_distributed(mesh):
 CHECKS = [
     flags, grad_is_one_object, grad_accumulates, grad_is_assigned, grad_is_assigned_in_any_layout, wrong_grad_is_refused, backward_needs_a_gradient,
     backward_frees_the_graph, autograd_backward, autograd_grad, double_backward, backward_with_create_graph,
-    retain_grad_on_a_non_leaf, no_grad_and_friends, detach_shares_memory,
+    retain_grad_on_a_non_leaf, retain_grad_before_another_shape, no_grad_and_friends, detach_shares_memory,
     data_is_the_value, leaf_in_place_is_refused, in_place_without_grad, in_place_recorded, views_alias, in_place_on_partial,
     saved_tensor_changed_in_place, checkpointing, spread_is_shared, spread_after_in_place,
     spread_of_a_non_leaf_after_in_place, spread_under_no_grad_then_grad, a_kept_spread_survives_backward,

@@ -1,5 +1,8 @@
 """Hooks on tensors: they see the gradient whole, as one device has it, and may replace it."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -99,6 +102,67 @@ def hooks_after_use(mesh):
         assert len(seen) == 3, where
 
 
+def hooks_that_replace_after_use(mesh):
+    """They see what comes through uses from before them too, and through those of a loss that left the mesh."""
+    for plain, leaf, where in leaves(mesh):
+        for t in (plain, leaf):
+            hidden = t * 2
+            out = hidden * hidden + hidden.sum() + t
+            hidden.register_hook(lambda g: g.clamp(-3, 3))
+            hidden.register_hook(lambda g: g + 1)
+            t.register_hook(lambda g: g * 3)
+            loss = (out * hidden).sum()
+            (t.asked,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+            (t.first,) = torch.autograd.grad(loss, t, create_graph=True)
+            (t.second,) = torch.autograd.grad((t.first * t.first).sum(), t, retain_graph=True)
+            loss = loss.full_tensor() if t is leaf else loss
+            loss.backward()
+        same(leaf.asked, plain.asked, where)
+        same(leaf.first, plain.first, where)
+        same(leaf.second, plain.second, where)
+        same(leaf.grad, plain.grad, where)
+
+
+def hooks_that_replace_where_ranks_have_nothing(mesh):
+    """A rank whose part of the gradient is no tensor at all gets its part of what the hook returns."""
+    for plain, leaf, where in leaves(mesh, partial=False):
+        for t in (plain, leaf):
+            hidden = t * 2
+            out = hidden[:1].sum()
+            hidden.register_hook(lambda g: g + 1)
+            out.backward()
+        same(leaf.grad, plain.grad, where)
+
+
+def a_hook_on_a_written_view(mesh):
+    """torch itself crashes here unless somebody has asked the view for its grad_fn."""
+    leaf = distribute_tensor(VALUE, mesh).requires_grad_()
+    hidden = leaf * 1
+    hidden.unsqueeze_(0)
+    hidden.detach().mul_(2)
+    hidden.register_hook(lambda g: g * 3)
+    hidden.sum().backward()
+    same(leaf.grad, torch.full_like(VALUE, 3))
+
+
+def hooks_go_with_their_graph(mesh):
+    """Nothing keeps a graph alive that only its own hooks know."""
+    kept = weakref.WeakSet()
+
+    class Big:
+        pass
+
+    for _ in range(3):
+        leaf = distribute_tensor(VALUE, mesh, on_one_axis(mesh, Shard(0))).requires_grad_()
+        big = Big()
+        kept.add(big)
+        (leaf * 2).register_hook(lambda g, big=big: None)
+        leaf.register_hook(lambda g, big=big: None)
+    del leaf, big
+    gc.collect()
+    assert not kept
+
+
 def hooks_after_a_move(mesh):
     """A use that is a move counts as a use."""
     for places in layouts(mesh, VALUE, partial=False):
@@ -145,6 +209,8 @@ def post_accumulate_hooks(mesh):
 CHECKS = [
     hooks_and_retained_gradients,
     hooks_observe, hooks_replace, hooks_replace_with_another_layout, hooks_after_use, hooks_after_a_move,
+    hooks_that_replace_after_use, hooks_that_replace_where_ranks_have_nothing, a_hook_on_a_written_view,
+    hooks_go_with_their_graph,
     hook_needs_requires_grad, post_accumulate_hooks,
 ]  # fmt: skip
 test_simulated, test_processes = checked_on(__name__, CHECKS)

@@ -168,7 +168,7 @@ def hooks_on_leaves(mesh):
     (leaf * WEIGHT).sum().backward()
     same(leaf.grad, torch.ones(3, dtype=torch.float64))
     n = mesh.shape[0]
-    for value in leaf._layout.mesh.comm.values(leaf._leaf if leaf._leaf is not None else leaf._local):
+    for value in leaf._layout.mesh.comm.values(leaf._local):
         torch.testing.assert_close(value.grad, torch.full((3,), 1 / n, dtype=torch.float64))
 
 

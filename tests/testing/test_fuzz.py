@@ -450,6 +450,118 @@ x1 = tensor((2, 4, 3), seed=221, grad=True, at=[Shard(dim=2)])
 y1 = x1.std(2)
 with torch.no_grad(): y1[0] = 0
 g1 = grads(weigh(y1), [x1])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, grad=True, at=[Shard(dim=0)])
+y1 = x1 * 1
+y2 = y1[0]
+y2.mul_(3)
+y1.register_hook(clamped)
+y2.mul_(3)
+g1 = grads(weigh(y1, y2), [x1])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, grad=True, at=[Shard(dim=0)])
+y1 = x1 * 1
+y1.register_hook(doubled)
+y1.retain_grad()
+y1.mul_(2)
+backward_passes(weigh(y1), 2)
+
+# mesh (2,)
+x1 = tensor((1, 1), seed=16, grad=True, at=[Shard(dim=0)])
+y3 = x1[0]
+y3.transpose_(0, -1)
+
+# mesh (2,)
+x1 = tensor((1, 2), seed=39, grad=True, at=[Replicate()])
+y1 = x1 * 1
+y1.t_()
+y2 = y1[1:3]
+y1.copy_(y1.sum().detach())
+g1 = grads(weigh(y1, y2, x1), [x1, y1])
+
+# mesh (2,)
+x1 = tensor((2, 3), seed=42, grad=True, at=[Replicate()])
+y1 = x1 * 1
+y2 = y1.as_strided((2, 2), (1, 4))
+y1.unsqueeze_(0)
+y1.register_hook(clamped)
+g1 = grads(weigh(y1, y2, y2), [x1], create_graph=True)
+
+# mesh (2,)
+x1 = tensor((2, 3), seed=42, grad=True, at=[Shard(dim=1)])
+y1 = x1 * 1
+y2 = y1.T
+y2.register_hook(doubled)
+y2.unsqueeze_(0)
+g1 = grads(weigh(y1, y2), [x1])
+
+# mesh (2,)
+x1 = tensor((2, 3), seed=44, grad=True, at=[Shard(dim=1)])
+y1 = x1 * 1
+y2 = y1[0]
+y1.t_()
+y1.retain_grad()
+backward_passes(weigh(y1, y2, x1), 2)
+
+# mesh (2,)
+x1 = tensor((2, 2), seed=94, grad=True, at=[Partial("sum")])
+y1 = x1 * 1
+y1.retain_grad()
+g1 = grads(weigh(y1, torch.relu(y1) ** 2), [x1], create_graph=True)
+with torch.no_grad(): z1 = y1.grad
+g2 = grads(weigh(y1.grad), [x1])
+
+# mesh (2,)
+x1 = tensor((2, 3), seed=26, grad=True, at=[Shard(dim=1)])
+y1 = x1 * 1
+y2 = y1.as_strided((2, 2), (1, 4))
+y2.t_()
+y2.mul_(3)
+g1 = grads(weigh(y1, y2), [x1])
+
+# mesh (2,)
+x1 = tensor((2, 4, 3), seed=8, grad=True, at=[Shard(dim=0)])
+y1 = F.max_pool1d(x1.permute(0, 2, 1), 2)
+with torch.no_grad(): y2 = F.max_pool1d(x1.permute(0, 2, 1), kernel_size=2, ceil_mode=True)
+y3 = torch.nn.MaxPool1d(2)(x1.detach().permute(0, 2, 1))
+y4 = F.max_pool1d((x1 * 10).long(), 2)
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+x1.mul_(x1)
+x1.add_(x1[0])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+x1.mul_(x1)
+x1[1:].add_(x1[:-1])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+x1.mul_(x1)
+x1.copy_(x1.T)
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+x1.mul_(x1)
+torch.mul(x1[0:2], 2, out=x1[1:3])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+x1.mul_(x1)
+x1.index_copy_(0, torch.tensor([0]), x1[1:2])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+x1.mul_(x1)
+x1.put_(torch.tensor([0, 1]), x1[0, :2])
+
+# mesh (2,)
+x1 = tensor((4, 4), seed=8, at=[Shard(dim=0)])
+x1.mul_(x1)
+torch._foreach_lerp_([x1], [x1[0]], 0.5)
 """
 
 

@@ -74,9 +74,6 @@ class RingAttention:
         flat = [value for local in operands for value in self.comm.values(local)]
         if not (torch.is_grad_enabled() and any(value.requires_grad for value in flat)):
             return self.forward(operands, note)[0]
-        if self.comm.simulated:
-            for local in operands:
-                local.used = True  # type: ignore[attr-defined]
         box: list[Any] = [self, operands, note]
         outs = _Attention.apply(box, *flat)
         return self.comm.assemble(box[-1], outs)

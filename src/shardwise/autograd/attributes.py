@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.autograd.gradients import as_gradient, check_is_told, distributed_gradient, grad_layout
-from shardwise.autograd.leaves import leaf_local, leaf_values
+from shardwise.autograd.leaves import leaf_values
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program
 from shardwise.engine.aliasing import COPIES, became
@@ -49,7 +49,7 @@ def retain_grad(tensor: Wrapper) -> None:
 def get_grad(tensor: Wrapper) -> Any:
     """The gradient as a distributed tensor; the same object as long as the local gradients are the same."""
     own = tensor.__dict__  # optimizers and clipping ask this of every parameter, several times per step
-    local, shown, layout = leaf_local(tensor), own.get("_shown_grad"), own["_layout"]
+    local, shown, layout = tensor._local, own.get("_shown_grad"), own["_layout"]
     if type(local) is torch.Tensor:
         grad = local.grad
         if shown is not None and shown[0][0] is grad:
@@ -65,7 +65,8 @@ def get_grad(tensor: Wrapper) -> Any:
     if grads[0] is None:
         own.pop("_shown_grad", None)
         return None
-    wrapped = as_gradient(layout, layout.mesh.comm.rebuild(local, grads))
+    with torch.enable_grad():  # a gradient with a graph has it wherever it is read
+        wrapped = as_gradient(layout, layout.mesh.comm.rebuild(local, grads))
     own["_shown_grad"] = (grads, wrapped)
     return wrapped
 
@@ -77,7 +78,7 @@ def _gradient_wrapper(layout: Layout) -> Callable[[LocalValue], Any]:
 
 def drop_grad(tensor: Wrapper) -> None:
     """tensor.grad = None. A gradient that the program holds keeps its values."""
-    local = leaf_local(tensor)
+    local = tensor._local
     if type(local) is torch.Tensor:
         local.grad = None
     else:
@@ -93,7 +94,7 @@ def set_grad(tensor: Wrapper, grad: torch.Tensor | None) -> None:
         return
     shown: Wrapper = _laid_out_as_gradient(tensor._layout, distributed_gradient(tensor._layout, grad, "grad"))
     comm = tensor._layout.mesh.comm
-    parts = comm.pick(comm.structure(leaf_local(tensor)), shown._local)
+    parts = comm.pick(comm.structure(tensor._local), shown._local)
     is_shared = len(set(map(id, parts))) < len(parts)
     if is_shared:  # the parts of a sum share its gradient, but each accumulates its own
         parts = tuple(part.clone() for part in parts)
@@ -117,7 +118,7 @@ def _laid_out_as_gradient(layout: Layout, grad: Wrapper) -> Wrapper:
 def get_data(tensor: Wrapper) -> Any:
     """tensor.data: the same memory without a graph."""
     tensor._loose_writes += 1
-    comm, local = tensor._layout.mesh.comm, leaf_local(tensor)
+    comm, local = tensor._layout.mesh.comm, tensor._local
     return wrap(comm.rebuild(local, [value.data for value in comm.values(local)]), tensor._layout, tensor._offset)
 
 
@@ -130,15 +131,13 @@ def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
     tensor._loose_writes += 1
     if value._layout.mesh is not tensor._layout.mesh:
         raise MeshError(f"data: on {value._layout.mesh!r}, the tensor on {tensor._layout.mesh!r}")
-    comm, local = tensor._layout.mesh.comm, leaf_local(tensor)
+    comm, local = tensor._layout.mesh.comm, tensor._local
     if COPIES:  # copied views of what it was go on with that
         before = wrap(comm.rebuild(local, [v.detach() for v in comm.values(local)]), tensor._layout, tensor._offset)
         became(tensor, before, None)
     if comm.structure(local) != comm.structure(value._local):
         flag = tensor.requires_grad
         tensor._local = comm.rebuild(value._local, [v.detach().requires_grad_(flag) for v in comm.values(value._local)])
-        tensor.__dict__.pop("_leaf", None)
-        tensor.__dict__.pop("_hooks", None)
     else:
         for mine, theirs in zip(comm.values(local), comm.values(value._local), strict=True):
             mine.data = theirs

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
 
 from shardwise.autograd.gradients import (
     as_gradient,
@@ -16,7 +15,7 @@ from shardwise.autograd.gradients import (
     finished_but_sums,
     from_gradient,
 )
-from shardwise.autograd.leaves import first_leaf, leaf_local, leaf_values
+from shardwise.autograd.leaves import first_leaf, leaf_values
 from shardwise.comm.rank_tensor import RankTensor, unique
 from shardwise.context import relaxed
 from shardwise.engine.reduce_to_parts import before_watching
@@ -109,41 +108,7 @@ def _watched(inputs: Sequence[torch.Tensor], what: str) -> list[tuple[torch.Tens
         if isinstance(tensor, Wrapper) and not first_leaf(tensor).is_leaf:
             check_is_told(tensor._layout, what)
     values = lambda x: tuple(unique(x.ranks)) if isinstance(x, RankTensor) else (x,)  # noqa: E731
-    found = [leaf_values(tensor) if isinstance(tensor, Wrapper) else values(tensor) for tensor in inputs]
-    if not any(map(_is_hooked, inputs)):
-        return found
-    nodes = {_node_of(group[0]) for group in found}
-    return [
-        tensor._layout.mesh.comm.values(tensor._local)  # type: ignore[attr-defined]
-        if _is_hooked(tensor) and _leads_to(_node_of(group[0]), nodes)
-        else group
-        for tensor, group in zip(inputs, found, strict=True)
-    ]
-
-
-def _is_hooked(tensor: torch.Tensor) -> bool:
-    """Whether ops use the tensor behind a node at which hooks see its gradient. A gradient that somebody wants to see
-    is, in torch, the one that the hooks return; but if the pass goes on from there to another input, it is the one that
-    they were given."""
-    return isinstance(tensor, Wrapper) and leaf_local(tensor) is not tensor._local
-
-
-def _node_of(value: torch.Tensor) -> Node | None:
-    return get_gradient_edge(value).node if value.requires_grad else None
-
-
-def _leads_to(node: Node | None, wanted: Collection[Node | None]) -> bool:
-    """Whether a backward pass goes on from a node to one of these."""
-    seen, queue = set[Node](), [node]
-    while queue:
-        here = queue.pop()
-        if here is None or here in seen:
-            continue
-        if here in wanted and here is not node:
-            return True
-        seen.add(here)
-        queue += [after for after, _ in here.next_functions]
-    return False
+    return [leaf_values(tensor) if isinstance(tensor, Wrapper) else values(tensor) for tensor in inputs]
 
 
 def _gathered_up(
@@ -159,7 +124,7 @@ def _gathered_up(
         found = dict(zip(map(id, unique(tensor.ranks)), full, strict=True))
         return RankTensor([found[id(value)] for value in tensor.ranks])
     layout = tensor._layout if batch is None else with_batch_dim(tensor._layout, batch)
-    return as_gradient(layout, tensor._layout.mesh.comm.rebuild(leaf_local(tensor), full))
+    return as_gradient(layout, tensor._layout.mesh.comm.rebuild(tensor._local, full))
 
 
 def _starts(

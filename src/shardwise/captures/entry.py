@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shardwise.autograd.leaves import leaf_local
 from shardwise.captures.differentiable import used_up
 from shardwise.comm.rank_tensor import RankTensor, unique
 from shardwise.context import is_strict
@@ -92,7 +91,7 @@ def _plain_key(t: torch.Tensor) -> Hashable:
 def plain_of(leaf: Item) -> list[torch.Tensor]:
     """The distinct plain tensors of an argument."""
     if isinstance(leaf, Wrapper):
-        return list(leaf._layout.mesh.comm.values(leaf_local(leaf)))
+        return list(leaf._layout.mesh.comm.values(leaf._local))
     if isinstance(leaf, RankTensor):
         return unique(leaf.ranks)
     return [leaf] if isinstance(leaf, torch.Tensor) else []

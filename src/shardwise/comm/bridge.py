@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from shardwise.comm.base import Comm
 from shardwise.comm.record import recorders, recording_to
 from shardwise.protocols import Ctx, LocalValue, Structure, Tensors
-from shardwise.torch_private import is_transforming, storage_id
+from shardwise.torch_private import is_transforming
 
 
 class _Held:
@@ -21,7 +21,6 @@ class _Held:
         self, comm: Comm, before: Structure, after: Structure, gradient: Callable[..., Any] | None = None
     ) -> None:
         self.comm, self.before, self.after, self.gradient = comm, before, after, gradient
-        self.hooks: object = None
 
 
 class _ConvertGradients(torch.autograd.Function):
@@ -286,49 +285,3 @@ def nothing_of(x: torch.Tensor) -> torch.Tensor:
     """Zeros that autograd takes for a function of `x`, as it does their gradients, which are zeros whatever comes: a
     product with 0 would keep NaNs. Nothing is saved, so a graph that may be used twice stays so."""
     return _Nothing.apply(x)
-
-
-class _Joined(torch.autograd.Function):
-    """Values pass; the gradients of all ranks come by together, so that a hook can see them as one tensor."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(held: _Held, *values: torch.Tensor) -> Tensors:
-        return tuple(v.detach() for v in values)  # no views: a step may write to the values later
-
-    @staticmethod
-    def setup_context(ctx: Ctx, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.held = inputs[0]
-        ctx.hooks = ctx.held.hooks  # by which `autograd/leaves.py` knows the node
-
-    @staticmethod
-    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        held = ctx.held
-        return None, *_apart(held.comm.values(held.gradient(held.comm.assemble(held.before, grads))))
-
-    @staticmethod
-    def jvp(ctx: Ctx, _: object, *tangents: torch.Tensor) -> Tensors:
-        return tuple(t.clone() for t in tangents)
-
-
-def _apart(gradients: Tensors) -> Iterator[torch.Tensor]:
-    """The gradients of several leaves, each in memory of its own: the next ones are added to them in place."""
-    memory: set[int] = set()
-    for gradient in gradients:
-        yield gradient.clone() if storage_id(gradient) in memory else gradient
-        memory.add(storage_id(gradient))
-
-
-def joined(comm: Comm, local: LocalValue, hooks: dict[int, Callable[[Any], Any]]) -> LocalValue:
-    """`local` behind one node over all ranks, where `hooks` see every rank's gradient at once."""
-    structure = comm.structure(local)
-
-    def run_hooks(gradient: LocalValue) -> LocalValue:
-        for hook in list(hooks.values()):
-            gradient = hook(gradient)
-        return gradient
-
-    held = _Held(comm, structure, structure, run_hooks)
-    held.hooks = hooks
-    return comm.assemble(structure, _Joined.apply(held, *comm.values(local)))

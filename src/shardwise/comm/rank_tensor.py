@@ -47,7 +47,6 @@ class RankTensor(torch.Tensor):
     """
 
     ranks: tuple[torch.Tensor, ...]
-    used = False  # whether autograd has recorded a use of it
     copies = False  # whether those who share a tensor hold copies of it: each gets the gradient, nobody the sum
 
     @staticmethod
@@ -181,7 +180,6 @@ def map_ranks(
     else:
         done = {key: run(rank) for key, rank in first.items()}
     results = [done[key] for key in which]
-    _note_use(results, tensors)
     for _, target in targets:  # a call that returns what it wrote into returns the object itself
         held = target.ranks if isinstance(target, RankTensor) else (target,) * len(results)
         if all(result is value for result, value in zip(results, held, strict=True)):
@@ -294,14 +292,6 @@ def _note_copies(made: RankTensor) -> RankTensor:
     return made
 
 
-def _note_use(results: Any, tensors: Sequence[RankTensor]) -> None:
-    if torch.is_grad_enabled() and any(
-        isinstance(r, torch.Tensor) and r.requires_grad for r in tree_flatten(results)[0]
-    ):
-        for tensor in tensors:
-            tensor.used = True
-
-
 def is_list_op(func: object) -> bool:
     """Whether it is one of torch's ops on lists of tensors."""
     return getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
@@ -364,7 +354,6 @@ def map_positions(
         nothing = done[who[0]] is None
         for n, j in enumerate(positions if not nothing else ()):
             results[j] = RankTensor([done[rank][n] for rank in who])
-    _note_use([r.ranks for r in results if r is not None], tensors)
     return None if nothing else results
 
 

@@ -145,24 +145,26 @@ def before_write(target: Wrapper, op: str, recorded: bool) -> None:
                 f"{op}: the result of {copy.name} is a view and is being modified inplace. This view is the output of "
                 f"a function that returns multiple views, which autograd does not allow; write to its .clone()"
             )
-        if torch.is_grad_enabled() and copy.source.requires_grad and copy.source.is_leaf:
+        if torch.is_grad_enabled() and copies_leaf(target):
             raise RuntimeError(
                 f"{op}: a view of a leaf Variable that requires grad is being used in an in-place operation; "
                 f"write under torch.no_grad()"
             )
 
 
+def copies_leaf(target: Wrapper) -> bool:
+    """Whether `target` is a copy of a view of a leaf that requires grad."""
+    return any(copy.source.requires_grad and copy.source.is_leaf for copy in COPIES.get(storage_id_of(target), ())[:1])
+
+
 def without_hooks(target: Wrapper) -> None:
     """Take the hooks off a view that is written next: in torch a written view gets its graph from its base anew, and
     hooks stay behind with what was computed before."""
-    comm, leaf = target._layout.mesh.comm, target.__dict__.get("_leaf")
     copy = next(iter(COPIES.get(storage_id_of(target), ())), None)
     is_copy = copy is not None and copy.tensor() is target and copy.whole is None
-    if leaf is not None and (is_copy or comm.first(leaf)._base is not None):  # they wait where simulated ranks meet
-        target._local = leaf
-        del target._leaf, target._hooks
-    elif copy is not None and is_copy and has_gradient_hooks(comm.first(target._local)):
-        fresh = copy.again(copy.source)
+    if copy is not None and is_copy and has_gradient_hooks(target._layout.mesh.comm.first(target._local)):
+        with torch.enable_grad():  # a write that is not recorded leaves a view with its base's graph too
+            fresh = copy.again(copy.source)
         became(target, as_it_is(target), fresh)
         target._local = fresh._local
 

@@ -17,11 +17,22 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.record import Note
 from shardwise.context import is_strict
-from shardwise.engine.aliasing import COPIES, after_write, as_it_is, became, before_write, memory_of, note_copies
-from shardwise.engine.call_shape import CallShape, Path, fetch, put, tensors_in
+from shardwise.engine.aliasing import (
+    COPIES,
+    after_write,
+    as_it_is,
+    became,
+    before_write,
+    copies_leaf,
+    memory_of,
+    note_copies,
+)
+from shardwise.engine.call_shape import CallShape, Path, fetch, op_name, put, tensors_in
+from shardwise.engine.local_copies import LOCAL_COPIES
 from shardwise.engine.plain_tensors import replicated_like
 from shardwise.engine.plan import Plan, refuse
 from shardwise.engine.results import Memory
+from shardwise.errors import AutogradError
 from shardwise.functions import writes_first
 from shardwise.layout import contiguous_stride
 from shardwise.layout.placement import REPLICATE
@@ -29,7 +40,7 @@ from shardwise.move import plan_steps, run_move
 from shardwise.protocols import LocalValue
 from shardwise.strategy.memory import copied_stride
 from shardwise.strategy.registry import in_place_flag
-from shardwise.torch_private import is_recorded, schema_of
+from shardwise.torch_private import is_recorded, is_transforming, schema_of, storage_id
 from shardwise.wrapper import Wrapper, rebind, wrap
 
 NO_RULE = "gather, since there is no rule for it, and compute it on every rank"
@@ -195,19 +206,54 @@ def rebound(func: Callable[..., Any]) -> Plan:
     def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         target = args[0]
         base = target._layout.mesh.comm.first(target._local)._base
-        if torch.is_grad_enabled() and target.requires_grad and (target.is_leaf or (base is not None and base.is_leaf)):
+        of_leaf = copies_leaf(target) if base is None else base.is_leaf
+        if torch.is_grad_enabled() and target.requires_grad and (target.is_leaf or of_leaf):
             view_of = "" if target.is_leaf else "view of a "
             raise RuntimeError(f"a {view_of}leaf Variable that requires grad is being used in an in-place operation.")
+        if target.retains_grad:
+            raise AutogradError(
+                f"{op_name(func)} after retain_grad(): the gradient that would be kept is that of the tensor of shape "
+                f"{tuple(target.shape)} that it is now; call retain_grad() after {op_name(func)}, or on a clone"
+            )
         before = as_it_is(target)
-        for value in target._layout.mesh.comm.values(target._local):
-            if not value.is_inference():
-                increment_version(value)  # torch takes it for a write; first, or it counts as one to the view's base
+        turns = target.requires_grad and not is_transforming()
+        if not turns:
+            _count_write(target)  # torch takes it for a write; first, or it counts as one to the view's base
         view = functional(before, *args[1:], **kwargs)
+        turned = _turned(target, view) if turns else None
+        if turns and turned is None:
+            _count_write(target)
+        was, now = turned or (before, view)
         if COPIES:
-            became(target, before, view)
-        return rebind(target, view)
+            became(target, was, view)
+        return rebind(target, now)
 
     return run
+
+
+def _count_write(target: Wrapper) -> None:
+    for value in target._layout.mesh.comm.values(target._local):
+        if not value.is_inference():
+            increment_version(value)
+
+
+def _turned(target: Wrapper, view: Wrapper) -> tuple[Wrapper, Wrapper] | None:
+    """Change the local tensors of `target` themselves into their views, so that autograd does what it does in torch:
+    gradients of views from before come through what the tensor is now, hooks stay with what it was. Returns what it was
+    and what it is; None where what a rank has for a view is none."""
+    comm, local = target._layout.mesh.comm, target._local
+    mine, views = comm.values(local), comm.values(view._local)
+    if comm.structure(local) != comm.structure(view._local):
+        return None
+    if any(storage_id(x) != storage_id(y) or storage_id(x) in LOCAL_COPIES for x, y in zip(mine, views, strict=True)):
+        return None
+    places = [(x.shape, x.stride(), x.storage_offset()) for x in mine]
+    for x, y in zip(mine, views, strict=True):
+        x.as_strided_(y.shape, y.stride(), y.storage_offset())
+    with torch.enable_grad():
+        was = [x.as_strided(*place) for x, place in zip(mine, places, strict=True)] if COPIES else mine
+    now = wrap(comm.rebuild(local, mine), view._layout, view._offset)
+    return wrap(comm.rebuild(local, was), target._layout, target._offset), now
 
 
 def not_in_place(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -194,7 +194,6 @@ def _with_writes_noted(plan: Plan, name: str) -> Plan:
             recorded = torch.is_grad_enabled() and any(t.requires_grad for _, t in tensors_in(args, kwargs))
             for target in written:
                 before_write(target, name, recorded)
-        if COPIES or any(target._hooks for target in written):
             for target in written:
                 without_hooks(target)
             local_args[0] = args[0]._local if written is not args[0] else [target._local for target in written]

@@ -18,12 +18,13 @@ from shardwise.engine.fallback import one_after_another, rebound, replicated, wr
 from shardwise.engine.into_out import into_outs, takes_outs
 from shardwise.engine.keys import ANY_FLOAT
 from shardwise.engine.nothing_here import nothing_here
+from shardwise.engine.overlap import refusing_overlap
 from shardwise.engine.plain_tensors import mesh_in, replicated_plain
 from shardwise.engine.plan import Plan, build_plan
 from shardwise.engine.saved import watched
 from shardwise.engine.several_meshes import over_meshes
 from shardwise.errors import ShardwiseError
-from shardwise.functions import writes_first
+from shardwise.functions import may_write, writes_first
 from shardwise.strategy import registry
 from shardwise.strategy.relayout import Relayout
 from shardwise.strategy.spec import Algorithm, Factors, Gathered, Operand
@@ -60,6 +61,14 @@ def make_plan(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         if several is not None:
             return several
     call = CallShape(func, args, kwargs)
+    plan = _plan_of(func, call)
+    comm = call.mesh.comm
+    overlaps = len(call.paths) > 1 and not (comm.outside or comm.outlined) and may_write(func, kwargs)
+    return refusing_overlap(func, call.paths, plan) if overlaps else plan
+
+
+def _plan_of(func: Callable[..., object], call: CallShape) -> Plan:
+    kwargs = call.kwargs
     plan = _by_rule(func, call) if "out" not in kwargs or registry.is_users(func) else None
     if plan is not None:
         return plan

@@ -138,8 +138,6 @@ def run_steps(comm: Any, steps: Sequence[Step], local: Value, note: Note, run: R
     if torch.is_grad_enabled():
         values = comm.values(local)
         if any(v.requires_grad for v in values):
-            if comm.simulated:
-                local.used = True
             call = [comm, steps, local, note, run or run_now]
             outs = _Move.apply(call, *values)
             return _comm_after(comm, steps).assemble(call[-1], outs)
@@ -291,8 +289,6 @@ def _extreme(comm: Any, step: AllReduce, local: Value, note: Note) -> Value:
         winners = run_steps(comm, (counts,), comm.bind(torch.Tensor.int, step.axes)(wins), note)
         winners = comm.bind(torch.where, step.axes)(wins, winners, 0)
     spread = Spread(step.layout, step.axes)  # each rank takes its own share of the gradient
-    if comm.simulated:
-        local.used = True
     box = _Winners(comm, spread, note, local, found, winners)
     values = [value for each in (local, found, winners) for value in comm.values(each)]
     return comm.assemble(box.after, _Extreme.apply(box, *values))

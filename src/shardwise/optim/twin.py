@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from shardwise.autograd.leaves import leaf_local, leaf_values
+from shardwise.autograd.leaves import leaf_values
 from shardwise.engine import aliasing
 from shardwise.errors import LayoutError, RuleError
 from shardwise.tensor import DTensor
@@ -29,7 +29,7 @@ class Slot:
     """One parameter: its local tensors (one for each distinct value of the ranks of this process) and their states."""
 
     def __init__(self, param: DTensor) -> None:
-        self.local, self.layout = leaf_local(param), param._layout
+        self.local, self.layout = param._local, param._layout
         self.values: tuple[torch.Tensor, ...] = leaf_values(param)
         self.seen: dict[str, tuple[Any, tuple[Any, ...]]] = {}  # by key: both sides of the state after the last step
         self._unchanged: tuple[list[Any], list[Any]] | None = None  # what both sides held after a step: the short cut
@@ -37,7 +37,7 @@ class Slot:
     def is_of(self, param: torch.Tensor) -> bool:
         """Whether the parameter still has the memory and layout it had when this was made."""
         own = param.__dict__
-        return own.get("_leaf", own["_local"]) is self.local and own["_layout"] is self.layout
+        return own["_local"] is self.local and own["_layout"] is self.layout
 
     def enter(self, outer: dict[str, Any] | None, state: State) -> None:
         """Bring the states of the local tensors to what the optimizer holds for the parameter."""

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.base import Coords
-from shardwise.layout import Layout
+from shardwise.layout import Layout, contiguous_stride
 from shardwise.layout.split import Interval
 from shardwise.rules.pad import copied
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, factors, line, operands_in, rearrangement
@@ -24,8 +24,10 @@ from shardwise.strategy.notation import parse
 from shardwise.strategy.program import Halo, Reach, cut_like, each, reduced, run_local, windowed, zero_of
 from shardwise.strategy.reading import rearranged
 from shardwise.strategy.registry import rule
+from shardwise.wrapper import Wrapper, restride
 
 ATEN = torch.ops.aten
+Sizes = int | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,24 @@ for _d in (2, 3):
     on_planes(f"fractional_max_pool{_d}d", _d, 1, outputs=2)
     on_planes(f"max_unpool{_d}d", _d, _d, linear="each", seen=False)
     on_planes(f"max_pool{_d}d_with_indices_backward", _d, _d, _d, seen=False)
+
+
+@rule("max_pool1d")
+def max_pool1d(x: Operand, *args: object, return_indices: bool = False, **named: object) -> Algorithm | None:
+    """torch has a kernel of its own for CPUs where no gradient is wanted, which stores its result in order."""
+
+    def run(value: Wrapper, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1,
+            *flags: bool, ceil_mode: bool = False, **_: bool) -> Wrapper:  # fmt: skip
+        rounding = flags[0] if flags else ceil_mode
+        if value.device.type == "cpu" and not value.is_floating_point():
+            raise NotImplementedError(f"max_pool1d is not implemented for {value.dtype} on CPUs")
+        found: Wrapper = ATEN.max_pool1d_with_indices(value, kernel_size, stride or (), padding, dilation, rounding)[0]
+        if value.device.type == "cpu" and not (value.requires_grad and torch.is_grad_enabled()):
+            restride(found, contiguous_stride(tuple(found.shape)))
+        return found
+
+    wants_indices = return_indices or (len(args) > 5 and args[5])  # of torch.nn.functional
+    return None if wants_indices else Algorithm(run, knows_memory=True)
 
 
 # -- resampling --------------------------------------------------------------------------------------------

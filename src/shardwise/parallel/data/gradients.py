@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 import torch
 
-from shardwise.autograd.leaves import leaf_local
 from shardwise.comm.capturing import tape_here, tapes
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note
@@ -168,11 +167,10 @@ class GradBucket:
 
 
 def _add_gradient(param: DTensor, parts: list[torch.Tensor]) -> None:
-    comm, mine = param._layout.mesh.comm, leaf_local(param)
+    comm, mine = param._layout.mesh.comm, param._local
     local = RankTensor(parts) if comm.simulated else parts[0]
     if has_hooks(param):
-        used = param._local  # behind the node where the gradients of simulated ranks meet, if there is one
-        torch.autograd.backward(comm.values(used), comm.pick(comm.structure(used), local))
+        torch.autograd.backward(comm.values(mine), comm.pick(comm.structure(mine), local))
         return
     for value, part in zip(comm.values(mine), comm.pick(comm.structure(mine), local), strict=True):
         tape = tape_here() if tapes else None

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.autograd.leaves import leaf_local, leaf_values
+from shardwise.autograd.leaves import leaf_values
 from shardwise.comm.bridge import share
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note
@@ -29,7 +29,7 @@ Owners = list[tuple[torch.nn.Module, str]]  # the modules that have a parameter,
 def has_hooks(param: torch.Tensor) -> bool:
     """Whether a hook waits for the gradient of a parameter."""
     if isinstance(param, DTensor):
-        return bool(param._hooks) or any(map(has_gradient_hooks, leaf_values(param)))
+        return any(map(has_gradient_hooks, leaf_values(param)))
     return has_gradient_hooks(param)
 
 
@@ -72,7 +72,7 @@ class ManagedParameter:
         return leaf_values(self.param)
 
     def values_by_rank(self) -> tuple[torch.Tensor, ...]:
-        local = leaf_local(self.param)
+        local = self.param._local
         return local.ranks if isinstance(local, RankTensor) else (local,)
 
     # -- parameters that the program changes ----------------------------------------------------------------
@@ -185,8 +185,6 @@ class ManagedParameter:
 
     # -- standing in ----------------------------------------------------------------------------------------
     def _local(self) -> torch.Tensor:
-        if self.param._hooks and self.leaves[0] is self.values[0]:  # one rank: the node where simulated gradients meet
-            return self.param._local
         return RankTensor(self.leaves) if self.layouts.kept.mesh.comm.simulated else self.leaves[0]
 
     def stand_in(self) -> torch.Tensor:

@@ -234,11 +234,6 @@ class Unit:
         else:
             for parameters, name, leaf, _ in self._slots:
                 parameters[name] = leaf
-            for p in self.parameters if self.is_alone else ():
-                if p.param._hooks:  # one rank: they wait behind the parameter itself
-                    behind = p.stand_in()
-                    for module, name in p.owners:
-                        module._parameters[name] = behind  # type: ignore[assignment]
         self._tell_recurrent()
 
     def _uninstall(self) -> None:

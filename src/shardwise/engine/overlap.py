@@ -1,0 +1,77 @@
+"""Writes into a tensor that shares memory with another one of the call. torch refuses most of those, by where the
+tensors lie in memory. Ranks do not see that: what a rank reads may have been moved, or lie in another rank's part. So
+torch itself is asked, with plain tensors that lie as the whole ones would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardwise.comm.capturing import unwritten
+from shardwise.context import of_thread
+from shardwise.engine.aliasing import memory_of
+from shardwise.engine.call_shape import Path, fetch
+from shardwise.engine.plan import Plan
+from shardwise.torch_private import is_transforming
+from shardwise.wrapper import Wrapper
+
+Args = Sequence[object]
+Kwargs = dict[str, object]
+
+_MOST = 2**26  # bytes of memory for which torch is asked
+_SAYS_SO = "single memory location"
+
+
+def refusing_overlap(func: Callable[..., object], paths: Sequence[Path], plan: Plan) -> Plan:
+    """The plan of a call that writes, which raises what torch raises if the tensors at `paths` overlap. It does not ask
+    about what the program of an op calls: that op was asked about."""
+    known: dict[Hashable, str] = {}  # by how they do: torch's words, if it refuses
+
+    def run(args: Args, kwargs: Kwargs, local_args: list[object], local_kwargs: Kwargs) -> object:
+        tensors = [fetch(args, kwargs, path) for path in paths]
+        memory = [memory_of(tensor) for tensor in tensors]
+        if len(set(memory)) < len(memory) and of_thread.op is None and not is_transforming():
+            key = tuple((memory.index(own), t._offset) for own, t in zip(memory, tensors, strict=True))
+            if key not in known:
+                known[key] = _refusal(func, args, kwargs)
+            if known[key]:
+                raise RuntimeError(known[key])
+        return plan(args, kwargs, local_args, local_kwargs)
+
+    return run
+
+
+@torch.no_grad()
+def _refusal(func: Callable[..., object], args: Args, kwargs: Kwargs) -> str:
+    """What torch says against a call on tensors that lie in memory like these; empty if nothing."""
+    sizes: dict[int, int] = {}
+
+    def measure(tensor: Wrapper) -> Wrapper:
+        memory = memory_of(tensor)
+        sizes[memory] = max(sizes.get(memory, 0), _end(tensor) * tensor.dtype.itemsize)
+        return tensor
+
+    tree_map_only(Wrapper, measure, (list(args), kwargs))
+    if sum(sizes.values()) > _MOST:
+        return ""
+    with unwritten(), torch.random.fork_rng(devices=[]):
+        rooms = {memory: torch.zeros(size, dtype=torch.uint8).untyped_storage() for memory, size in sizes.items()}
+        lying = lambda t: torch.empty(0, dtype=t.dtype).set_(  # noqa: E731
+            rooms[memory_of(t)], t._offset, t._layout.shape, t._layout.stride
+        )
+        plain_args, plain_kwargs = tree_map_only(Wrapper, lying, (list(args), kwargs))
+        try:
+            func(*plain_args, **plain_kwargs)
+        except Exception as error:  # whatever else torch has against the call is said by its plan
+            return str(error) if _SAYS_SO in str(error) else ""
+    return ""
+
+
+def _end(tensor: Wrapper) -> int:
+    """Where the elements of a tensor end in the memory that plain torch would have."""
+    layout = tensor._layout
+    reach = sum((n - 1) * step for n, step in zip(layout.shape, layout.stride, strict=True))
+    return tensor._offset + reach + 1 if all(layout.shape) else 0
