@@ -17,7 +17,7 @@ from shardwise.cli import main
 from shardwise.comm.calls import Clock
 from shardwise.comm.flight import Flight
 from shardwise.comm.record import Note
-from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, data_parallel, parallelize_module
 from shardwise.reports import blame, read_run
 from shardwise.reports.chrome import chrome_trace
 from shardwise.reports.page import page
@@ -92,6 +92,15 @@ def test_memory_by_category(tmp_path):
     assert begin == end == [held, 0, 0] and before_step == [held, held, 0]
     assert after_step[:2] == [held, held] and after_step[2] >= 2 * held
     assert "the rest up to" in page(run)
+
+
+@pytest.mark.filterwarnings("error")
+def test_memory_while_parameters_are_gathered(tmp_path):
+    """They are no leaves then, and have no gradients."""
+    model = data_parallel(torch.nn.Linear(8, 8), simulate(2), "parameters")
+    with debug.record(tmp_path):
+        model(torch.ones(2, 8)).sum().backward()
+    assert [row[2] for row in summary(read_run(tmp_path))["memory_by_category"]["rows"]] == [0, 0]
 
 
 def test_records_do_not_nest_and_arguments_are_checked(tmp_path):
