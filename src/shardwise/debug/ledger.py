@@ -70,9 +70,9 @@ class Ledger:
         """
         rows = self.rows()
         columns = len(HEADER) if any(row[-1] for row in rows) else len(HEADER) - 1  # reasons only where there are some
-        out = Table(*HEADER[:columns])
-        for column in out.columns:  # in a narrow terminal, lines and reasons are folded, and nothing is cut off
-            column.overflow, column.no_wrap = "fold", column.header not in ("source", "reason")
+        out = Table()
+        for name in HEADER[:columns]:  # in a narrow terminal, lines and reasons are folded, and nothing is cut off
+            out.add_column(name, overflow="fold", no_wrap=name not in ("source", "reason"))
         for row in rows[:most]:
             out.add_row(*row[:columns])
         if most is not None and len(rows) > most:
