@@ -19,7 +19,7 @@ from shardwise.layout import Layout, Partial, Placement
 from shardwise.layout.layout import holders_of
 from shardwise.layout.split import Intervals, positions
 from shardwise.layout.tiles import Tile
-from shardwise.torch_private import is_transformed
+from shardwise.torch_private import is_abstract, is_transformed
 from shardwise.wrapper import Wrapper
 
 _MOST_LETTERS = 160  # of one placement
@@ -62,7 +62,7 @@ def _values(tensor: Wrapper, layout: Layout, indent: int) -> str:
         return "the move that was to bring the values failed; using them says why"
     if coming is not None:
         return "the values are on their way here; the first use of them, or .wait(), waits"
-    if layout.device.type == "meta":
+    if is_abstract(comm.first(tensor._local)):  # on meta, or on an outlined mesh
         return "..."
     pending = [a for a, p in enumerate(layout.placements) if p.is_partial() and layout.mesh.shape[a] > 1]
     is_whole = layout.is_plain or (comm.simulated and not pending)

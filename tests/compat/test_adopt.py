@@ -128,6 +128,19 @@ def test_modules_that_were_never_imported_are_torchs_after_release():
     """)
 
 
+def test_our_state_dicts_before_torchs():
+    """Ours import torch's, which are replaced by ours once they are complete."""
+    python("""
+        import shardwise
+        shardwise.adopt()
+        from shardwise.checkpoint import state_dict as ours
+        from torch.distributed.checkpoint import state_dict as torchs
+        assert all(getattr(torchs, name) is getattr(ours, name) for name in ours.__all__)
+        shardwise.release()
+        assert torchs.get_state_dict is not ours.get_state_dict
+    """)
+
+
 def test_what_was_imported_before_is_named():
     python("""
         import types, sys, warnings

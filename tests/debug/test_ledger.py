@@ -171,7 +171,19 @@ def test_table_and_repr():
     assert text.startswith("3 communications, 36,000 bytes\n")
     for word in ("full_tensor", "all_gather", "forward", " 3 ", "36,000", "test_ledger.py"):
         assert word in text
+    assert "reason" not in text  # there is none
     assert repr(ledger()) == "0 communications, 0 bytes"
+
+
+def test_repr_in_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    x = distribute_tensor(torch.ones(8, 4), simulate((2, 2), axis_names=("data", "tensor")), [Shard(0), Shard(1)])
+    with ledger() as log:
+        x.redistribute(placements=[Shard(1), Shard(0)])
+    lines = repr(log).splitlines()
+    assert max(map(len, lines)) <= 80
+    letters = "".join(line.split("│")[7].strip() for line in lines if line.startswith("│"))
+    assert letters == log[0].source  # folded, not cut off
 
 
 def test_gradients_that_come_in_are_backward():

@@ -81,6 +81,17 @@ def test_tensors_plans_meshes_and_ledgers_have_pictures():
     assert len(tree(plan._repr_html_()).findall(".//{http://www.w3.org/2000/svg}svg")) == 2
 
 
+@pytest.mark.parametrize("shape", [(64,), (64, 32), (4, 16, 16)])
+def test_pictures_of_large_meshes_fit_into_80_columns(shape):
+    mesh = simulate(shape)
+    x = distribute_tensor(torch.zeros(4096, 64, 64, device="meta"), mesh, [Shard(dim) for dim in range(len(shape))])
+    for what in (x.layout, mesh):
+        wide = io.StringIO()
+        Console(file=wide, width=1000, color_system=None).print(what)
+        assert max(map(len, wide.getvalue().splitlines())) <= 80
+    assert len(shape) > 2 or f"rank {mesh.size() - 1}" in wide.getvalue()
+
+
 def test_tiles():
     tiles = [ShardMetadata([0, 0], [3, 4], "rank:0/cpu"), ShardMetadata([0, 4], [3, 2], "rank:1/cpu"), ShardMetadata([3, 0], [2, 6], "rank:5/cpu")]
     picture = picture_of_tiles(ShardedTensorMetadata(tiles, torch.Size([5, 6]), TensorProperties()))

@@ -6,8 +6,11 @@ import subprocess
 import sys
 import textwrap
 import time
+import zlib
+from base64 import b64decode
 from itertools import count
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +20,7 @@ from shardwise.cli import main
 from shardwise.comm.calls import Clock
 from shardwise.comm.flight import Flight
 from shardwise.comm.record import Note
-from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, data_parallel, parallelize_module
 from shardwise.reports import blame, read_run
 from shardwise.reports.chrome import chrome_trace
 from shardwise.reports.page import page
@@ -92,6 +95,35 @@ def test_memory_by_category(tmp_path):
     assert begin == end == [held, 0, 0] and before_step == [held, held, 0]
     assert after_step[:2] == [held, held] and after_step[2] >= 2 * held
     assert "the rest up to" in page(run)
+
+
+@pytest.mark.filterwarnings("error")
+def test_memory_while_parameters_are_gathered(tmp_path):
+    """They are no leaves then, and have no gradients."""
+    mesh = simulate(2)
+    model = data_parallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), mesh, "parameters")
+    with debug.record(tmp_path):
+        model(distribute_tensor(torch.ones(4, 8), mesh, [Shard(0)])).sum().backward()
+    assert [row[2] for row in summary(read_run(tmp_path))["memory_by_category"]["rows"]] == [0, 0]
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_time_begins_with_the_first_op(tmp_path, moves):
+    """Ops that come before the first collective, or alone, stand where they belong."""
+    x = distribute_tensor(torch.ones(8), simulate(2), [Shard(0)])
+    with debug.record(tmp_path):
+        x.sin()
+        time.sleep(0.05)
+        if moves:
+            x.full_tensor()
+        x.cos()
+    run = read_run(tmp_path)
+    traced = [e for e in chrome_trace(run)["traceEvents"] if e["ph"] == "X"]
+    assert min(e["ts"] for e in traced) == 0
+    assert 0.05 <= summary(run)["seconds"] == pytest.approx(max(e["ts"] + e["dur"] for e in traced) / 1e6, abs=1e-4)
+    found = json.loads(page(run).partition('id="data">')[2].partition("</script>")[0])
+    begins = np.frombuffer(zlib.decompress(b64decode(found["ranks"][0]["arrays"][1])), "<u4").cumsum()
+    assert begins[0] == 0 and 50_000 <= begins[-1] <= found["length"]
 
 
 def test_records_do_not_nest_and_arguments_are_checked(tmp_path):

@@ -10,7 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, distribute_tensor, plan_move, simulate
 from shardwise.comm.record import Note, Recorder
+from shardwise.layout.region import region_size
 from shardwise.move import move
+from shardwise.move.exchange import Exchange
 from tests.layout.brute import Dealt, deal, deterministic, grid, mesh_shapes, rngs, shapes
 from tests.move.cases import PARTIALS, PLAIN, UNEVEN, check_holds, placed, source
 
@@ -448,6 +450,30 @@ def test_explain():
     ]
     assert repr(plan) == plan.explain()
     assert "nothing to do" in plan_move(x.layout, x.layout).explain()
+
+
+@deterministic(100)
+@given(mesh_shapes, shapes, rngs)
+def test_bytes_out_are_those_of_all_peers(mesh_shape, shape, rng):
+    src, dst = deal(rng, mesh_shape, shape, partial_ops=("sum",)), deal(rng, mesh_shape, shape)
+    for step in plan_move(src.layout(), dst.layout()).steps:
+        if not isinstance(step, Exchange) or step.kind == "local":
+            continue
+        for coords in grid(mesh_shape):
+            sent = sum(region_size(region) for peer, region in step.outgoing(coords).items() if peer != coords)
+            assert step.bytes_out(coords) == sent * step.dst.dtype.itemsize, (step, coords)
+
+
+@pytest.mark.parametrize("places", [[Shard(0)], [Partial()], [Shard(0, sizes=(3, *[1] * 1023))]], ids=str)
+def test_a_plan_of_many_ranks_is_shown_without_a_look_at_every_peer(places):
+    layout = distribute_tensor(torch.zeros(1026, 2), simulate(1024), places).layout
+    for target in ([Replicate()], [Shard(1)], [Shard(0)]):
+        plan = plan_move(layout, layout.replace(placements=target))
+        lines = repr(plan).splitlines()
+        assert len(lines) <= 6 and max(map(len, lines)) < 100
+        looked_up = {key[0] for step in plan.steps if isinstance(step, Exchange) for key in step.kept}
+        assert not {"in", "out", "buffers"} & looked_up
+        assert ".explain() says how much memory" in lines[-1] and "bytes of memory" in plan.explain()
 
 
 def test_plans_of_equal_layouts_are_made_once():

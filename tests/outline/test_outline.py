@@ -100,6 +100,44 @@ def test_device_that_is_not_here():
         assert y.shape == (6, 4) and F.relu(y).to_local().shape == (3, 4)
 
 
+WRITES = {
+    "index_add": lambda x, i, v: x.index_add(0, i, v),
+    "index_copy": lambda x, i, v: x.index_copy(0, i, v),
+    "index_fill": lambda x, i, v: x.index_fill(0, i, 1.0),
+    "index_reduce": lambda x, i, v: x.index_reduce(0, i, v, "amax"),
+    "scatter_add": lambda x, i, v: x.scatter_add(0, i[:, None].expand(4, 3), v),
+    "scatter_reduce": lambda x, i, v: x.scatter_reduce(0, i[:, None].expand(4, 3), v, "amin"),
+    "index_put": lambda x, i, v: x.index_put((i,), v),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_at_indices_ask_for_no_values(name):
+    """Which of the indices a rank holds only values tell; they are taken to be spread evenly."""
+    mesh = outline(4, play=1)
+    x, index, source = (
+        distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, [place])
+        for shape, dtype, place in (
+            ((10, 3), torch.float32, Shard(0)),
+            ((4,), torch.int64, Replicate()),
+            ((4, 3), torch.float32, Replicate()),
+        )
+    )
+    x.requires_grad_()
+    source.requires_grad_()
+    written = WRITES[name](x, index, source)
+    assert written.shape == (10, 3) and written.placements == (Shard(0),) and written.to_local().shape == (3, 3)
+    written.sum().backward()
+    assert x.grad.to_local().shape == (3, 3)
+
+
+@pytest.mark.parametrize("loss", [F.multi_margin_loss, F.multilabel_margin_loss])
+def test_the_loss_of_one_row_is_a_number(loss):
+    row, targets = torch.zeros(5), torch.zeros(5 if loss is F.multilabel_margin_loss else (), dtype=torch.int64)
+    on = lambda value: distribute_tensor(value, outline(2), [Replicate()])
+    assert loss(on(row), on(targets), reduction="none").shape == loss(row, targets, reduction="none").shape == ()
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_of_the_proof(name):
     sample = subjects()[name].samples("function", 1)[0]

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, debug, distribute_tensor, simulate
+from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, debug, distribute_tensor, outline, simulate
 from shardwise.comm.shown import numbers_of, picked
 from tests.workers import device_mesh, run_ranks
 
@@ -158,3 +158,10 @@ def test_the_corners_are_the_right_ones():
     value = torch.arange(7 * 9 * 11).view(7, 9, 11)
     shown = numbers_of((7, 9, 11), lambda wanted: picked(value, wanted), 7)
     assert shown.startswith("[[[  0,   1,  ...,   9,  10],") and shown.endswith("[682, 683,  ..., 691, 692]]]")
+
+
+def test_without_values():
+    mesh = outline((64, 2), play=3)
+    for value, places in ((torch.ones(128, 2), [Shard(0), R]), (torch.ones(3), [R, R]), (torch.ones(()), [Partial(), R])):
+        for x in (distribute_tensor(value, mesh, places), distribute_tensor(value, mesh, places).requires_grad_()):
+            assert repr(x).startswith("DTensor(...,\n") and f"shape={tuple(x.shape)}" in repr(x)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 
 from shardwise.api import distribute_tensor
 from shardwise.errors import LayoutError
+from shardwise.interop import adoption
 from shardwise.materialize import with_memory
 from shardwise.tensor import DTensor
 
@@ -225,3 +226,7 @@ def _home(tensor: torch.Tensor) -> torch.device:
     if not tensor.is_meta:
         return tensor.device
     return tensor._layout.mesh.device if isinstance(tensor, DTensor) else torch.device("cpu")
+
+
+if (_adoption := adoption.active()) is not None:
+    _adoption.complete(state_dict)

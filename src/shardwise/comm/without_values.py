@@ -25,6 +25,7 @@ Assumed: TypeAlias = Number | str | Callable[[torch.Tensor], Number]
 Assumptions: TypeAlias = Mapping[str, Assumed]
 
 _ASKED = {"_local_scalar_dense": "item", "equal": "equal", "allclose": "allclose", "is_nonzero": "item"}
+_LOSSES_OF_ROWS = ("multi_margin_loss", "multilabel_margin_loss_forward")
 _HINTS = {
     "item": "the number that stands for every value that the program looks at",
     "equal": "whether tensors are equal",
@@ -52,11 +53,22 @@ class Absent(FakeMode):  # type: ignore[misc]
         self.group_of: Callable[..., object] | None = None  # gives process groups, where a script's are played too
 
     def __torch_dispatch__(self, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Result:
+        name = func.overloadpacket.__name__
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            made = super().__torch_dispatch__(func, types, args, kwargs)
+            return made if name not in _LOSSES_OF_ROWS else self._loss_of_a_row(made, args)
         except (AsksForValue, HasNoSize):
             pass  # outside of the handler, so that an error of ours is the only one that the program sees
-        return self._assumed(func.overloadpacket.__name__, func, args, kwargs or {})
+        return self._assumed(name, func, args, kwargs or {})
+
+    def _loss_of_a_row(self, made: Result, args: Args) -> Result:
+        """A loss of one row, not reduced: a number in torch, but a list of one by its kernel for shapes."""
+        loss = made[0] if isinstance(made, tuple) else made
+        if args[0].dim() > 1 or loss.shape != (1,) or (args[1].dim() and not isinstance(made, tuple)):
+            return made
+        with self:
+            loss = loss.reshape(())
+        return (loss, *made[1:]) if isinstance(made, tuple) else loss
 
     def enter(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor of the program, without its values; gradients find their way back to it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Iterator
+from shutil import get_terminal_size
 
 from rich.console import Console
 from rich.table import Table
@@ -67,9 +68,13 @@ class Ledger:
         Args:
             most: How many of them; the others are counted in the last line.
         """
-        out, rows = Table(*HEADER), self.rows()
+        rows = self.rows()
+        columns = len(HEADER) if any(row[-1] for row in rows) else len(HEADER) - 1  # reasons only where there are some
+        out = Table()
+        for name in HEADER[:columns]:  # in a narrow terminal, lines and reasons are folded, and nothing is cut off
+            out.add_column(name, overflow="fold", no_wrap=name not in ("source", "reason"))
         for row in rows[:most]:
-            out.add_row(*row)
+            out.add_row(*row[:columns])
         if most is not None and len(rows) > most:
             out.caption = f"... and {len(rows) - most:,} more rows: .table() has them all"
         return out
@@ -88,7 +93,7 @@ class Ledger:
         if not self.entries:
             return head
         out = io.StringIO()
-        Console(width=160, file=out).print(self.table(_SHOWN))
+        Console(width=min(160, get_terminal_size((160, 24)).columns), file=out).print(self.table(_SHOWN))
         return f"{head}\n{out.getvalue()}"
 
 

@@ -69,7 +69,8 @@ class MemoryByCategory:
         facts = {
             "at": time.time(),
             "parameters": sum(map(bytes_here, parameters)),
-            "gradients": sum(bytes_here(p.grad) for p in parameters if p.grad is not None),
+            # a parameter that ZeRO has gathered for the pass is no leaf: asked for its gradient, torch would warn
+            "gradients": sum(bytes_here(p.grad) for p in parameters if p.is_leaf and p.grad is not None),
             "optimizer": sum(map(bytes_here, _distinct(states))),
             "in use": memory_in_use(),
         }

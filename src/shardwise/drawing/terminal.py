@@ -8,6 +8,8 @@ from shardwise.drawing.picture import Box, Panel, Picture, Range, hex_of
 
 Cell = tuple[str, Box | None]
 Paint = Callable[[str, Box | None], str]
+_DOTS = "..."
+_MOST_COLUMNS = 80
 _MOST_LINES = 40  # unless one slice alone takes more
 
 
@@ -49,9 +51,21 @@ def _table(panel: Panel, paint: Paint) -> list[str]:
         table.append([(name, None), *(_cell(box) for box in boxes)])
     if not panel.rows_name:
         table = [line[1:] for line in table]
-    widths = [max(len(text) for text, _ in column) for column in zip(*table, strict=True)]
+    table, widths = _fitting(table)
     table.insert(1, [("-" * width, None) for width in widths])
     return [_line(line, widths, paint) for line in table]
+
+
+def _fitting(table: list[list[Cell]]) -> tuple[list[list[Cell]], list[int]]:
+    """The columns that a terminal has room for, and how wide they are: where it has not for all, dots stand for those
+    before the last one."""
+    widths = [max(len(text) for text, _ in column) for column in zip(*table, strict=True)]
+    room = _MOST_COLUMNS - len(_DOTS) - 2 - widths[-1]
+    shown = next((n for n in range(len(widths)) if sum(widths[: n + 1]) + 2 * (n + 1) > room), len(widths))
+    if sum(widths) + 2 * (len(widths) - 1) <= _MOST_COLUMNS or shown >= len(widths) - 1:
+        return table, widths
+    shown = max(1, shown)
+    return [[*line[:shown], (_DOTS, None), line[-1]] for line in table], [*widths[:shown], len(_DOTS), widths[-1]]
 
 
 def _cell(box: Box | None) -> Cell:

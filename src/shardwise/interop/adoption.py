@@ -219,9 +219,14 @@ class Adoption(MetaPathFinder, Loader):
 
     # -- other modules of torch -----------------------------------------------------------------------------
     def _rename(self, module: ModuleType) -> None:
+        """Put ours in place of torch's; what stands there already stays."""
         for name, new in self.names[module.__name__]().items():
-            if hasattr(module, name):
+            if hasattr(module, name) and not any(h.module is module and h.name == name for h in self.holders):
                 self._bind(module, name, new)
+
+    def complete(self, module: ModuleType) -> None:
+        """For a module of ours that imports torch's of the same names: torch's was loaded before ours was complete."""
+        self._rename(module)
 
     def _renamed(self) -> list[tuple[object, object]]:
         """What was replaced in those modules: torch's and ours."""

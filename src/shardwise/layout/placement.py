@@ -12,6 +12,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout.split import Intervals, chunk_bounds, chunk_pieces, compose, count, normalize, sizes_to_pieces
 
 _ALIASES = {"prod": "product"}  # the name that torch.Tensor has for it
+_MOST_SIZES = 64  # that a placement lists in words
 REDUCE_OPS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
 
 Pieces = tuple[tuple[Intervals, ...], ...]  # [outer coordinate on the same dim][coordinate] -> intervals in the parent
@@ -138,11 +139,11 @@ class Shard(Placement):
     def _detail(self) -> str:
         if self.pieces is None:
             return ""
-        sizes = self.sizes
+        sizes, parts = self.sizes, sum(map(len, self.pieces))
         if sizes is not None:
-            return f", sizes={sizes}"
+            return f", sizes={sizes if parts <= _MOST_SIZES else f'<{parts:,} sizes>'}"
         count = sum(len(part) for row in self.pieces for part in row)
-        return f", pieces={self.pieces if count <= 16 else f'<{count} intervals>'}"
+        return f", pieces={self.pieces if count <= 16 else f'<{count:,} intervals>'}"
 
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim}{self._detail()})"

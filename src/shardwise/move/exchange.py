@@ -26,7 +26,7 @@ from shardwise.errors import MoveError
 from shardwise.layout import Layout, Partial, Placement, Region, Shard
 from shardwise.layout.layout import holders_of
 from shardwise.layout.placement import REPLICATE
-from shardwise.layout.region import region_shape, region_size, smallest_around, within
+from shardwise.layout.region import region_shape, smallest_around, within
 from shardwise.layout.split import count, intersect
 from shardwise.move.pack import pick, place
 from shardwise.move.schedule import Pieces, Route, Routes, Shape, round_of
@@ -265,8 +265,7 @@ class Exchange(RoutedStep):
 
     def _outgoing(self, coords: Coords) -> Iterator[tuple[Coords, Region]]:
         """The same pairs, seen from the sender."""
-        fixed = [a for a in range(len(coords)) if a not in self.axes or self.src.placements[a].is_replicate()]
-        pinned, held = {a: coords[a] for a in fixed}, self.src.region(coords)
+        pinned, held = self._shared_with_needers(coords), self.src.region(coords)
         sides = [holders_of(self.dst, dim, have, pinned) for dim, have in enumerate(held)]
         for choice in itertools.product(*sides):
             needer = dict(pair for spot, _ in choice for pair in spot)
@@ -277,6 +276,10 @@ class Exchange(RoutedStep):
             region = within(held, tuple(part for _, part in choice))
             for peer in itertools.product(*ranges):
                 yield peer, region
+
+    def _shared_with_needers(self, coords: Coords) -> dict[int, int]:
+        """The coordinates that those who need something from `coords` have in common with it."""
+        return {a: c for a, c in enumerate(coords) if a not in self.axes or self.src.placements[a].is_replicate()}
 
     def routes(self, member: Coords) -> Routes:
         held, needed = (self.src.local_shape_at(member),), (self.result.local_shape_at(member),)
@@ -383,10 +386,19 @@ class Exchange(RoutedStep):
         return (parts * needed - have) * self.dst.dtype.itemsize
 
     def bytes_out(self, coords: Coords) -> int:
+        """Counted dim by dim, without a list of the peers, of which there may be thousands."""
         if self.kind == "local":
             return 0
-        sent = (region_size(region) for peer, region in self.outgoing(coords).items() if peer != coords)
-        return sum(sent) * self.dst.dtype.itemsize
+        shape, there, sent, stays = self.dst.mesh.shape, self.dst.region(coords), 1, 1
+        pinned = self._shared_with_needers(coords)
+        for dim, have in enumerate(self.src.region(coords)):
+            if pinned.keys().isdisjoint(self.dst.axes_of(dim)):
+                sent *= count(have)  # every index has one place along the axes that cut the dim
+            else:
+                sent *= sum(count(part) for _, part in holders_of(self.dst, dim, have, pinned))
+            stays *= count(intersect(have, there[dim]))
+        alike = [shape[a] for a, p in enumerate(self.dst.placements) if a not in pinned and not p.is_shard()]
+        return (sent * math.prod(alike) - stays) * self.dst.dtype.itemsize
 
     def outlined_buffers(self, coords: Coords) -> int:
         """Those of a backend that gathers and reduces natively where parts lie one after another, as NCCL does."""

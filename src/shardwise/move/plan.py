@@ -87,11 +87,19 @@ class MovePlan:
 
     def explain(self) -> str:
         """The plan as a table: steps with their bytes and memory, for the busiest rank, and the lower bound."""
-        title, rows, foot = self._table()
+        return self._text(memory=True)
+
+    def _text(self, memory: bool) -> str:
+        title, rows, foot = self._table(memory)
         return "\n".join([title, *_aligned(rows), f"  {foot}"])
 
-    def _table(self) -> tuple[str, list[tuple[str, ...]], str]:
-        """The title, the rows with their header, and the line below."""
+    def _table(self, memory: bool = True) -> tuple[str, list[tuple[str, ...]], str]:
+        """The title, the rows with their header, and the line below.
+
+        Args:
+            memory: Whether to say how much memory it takes, for which everything that a rank sends to its peers is
+                worked out.
+        """
         mesh, other = self.src.mesh, self.dst.mesh
         ranks = list(dict.fromkeys((*_shown(self.src), *_shown(self.dst))))
         costs: dict[Any, list[list[int]]] = {step: [] for step in self.steps}
@@ -103,13 +111,14 @@ class MovePlan:
             rows.append((f"{i + 1}. {step}", *(f"{max(column):,}" for column in zip(*found, strict=True))))
         total = max(map(self.bytes_in, ranks)), max(map(self.bytes_out, ranks))
         rows.append(("busiest rank" if self.steps else "nothing to do", f"{total[0]:,}", f"{total[1]:,}", ""))
-        bound, most_held = max(map(self.lower_bound, ranks)), max(map(self.peak_bytes, ranks))
+        bound = f"lower bound {max(map(self.lower_bound, ranks)):,} bytes in"
+        held = f"at most {max(map(self.peak_bytes, ranks)):,} bytes of" if memory else ".explain() says how much"
         meshes = repr(mesh) if mesh is other else f"{mesh!r} -> {other!r}"
         title = f"{_places(self.src)} -> {_places(self.dst)}, shape {self.src.shape}, {meshes}"
-        return title, rows, f"lower bound {bound:,} bytes in; at most {most_held:,} bytes of memory beyond the source"
+        return title, rows, f"{bound}; {held} memory beyond the source"
 
     def __repr__(self) -> str:
-        return self.explain()
+        return self._text(memory=max(len(self.src.mesh.ranks), len(self.dst.mesh.ranks)) <= _MOST_RANKS)
 
     def _pictures(self) -> tuple[Picture, Picture]:
         return picture_of(self.src, f"from {_places(self.src)}"), picture_of(self.dst, f"to {_places(self.dst)}")
@@ -122,7 +131,7 @@ class MovePlan:
         return f'<div style="font:13px monospace">{escape(title)}</div>{pair}{table}<div>{escape(foot)}</div>'
 
     def __rich__(self) -> str:
-        return "\n".join([*map(markup, self._pictures()), self.explain().replace("[", r"\[")])
+        return "\n".join([*map(markup, self._pictures()), repr(self).replace("[", r"\[")])
 
 
 def plan_move(src_layout: Layout, dst_layout: Layout, *, memory: int | None = None) -> MovePlan:

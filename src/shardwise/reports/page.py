@@ -13,7 +13,7 @@ import numpy as np
 from shardwise.drawing import page_table, size_name
 from shardwise.drawing.picture import hex_of
 from shardwise.reports.read import Event, Run
-from shardwise.reports.summary import ByCategory, Cost, Summary, first_time, summary
+from shardwise.reports.summary import ByCategory, Cost, Summary, first_time, last_time, summary
 
 _MOST_EVENTS = 480_000  # of all ranks, in the timeline: the last ones
 _MODULE, _COLLECTIVE, _IN_FLIGHT, _OP = 0, 1, 2, 3  # lanes
@@ -145,8 +145,7 @@ def _areas(memory: ByCategory) -> str:
 # -- the timeline's numbers ------------------------------------------------------------------------------
 def _timeline(run: Run) -> dict[str, object]:
     """Sites (what can happen where), and for each rank three arrays: the site, the time since the last, how long."""
-    start, sites, ranks = first_time(run), dict[tuple[object, ...], int](), []
-    stop = max((e.left or e.entered for rank in run.ranks.values() for e in rank.events), default=start)
+    start, stop, sites, ranks = first_time(run), last_time(run), dict[tuple[object, ...], int](), []
     unit = max(1e-6, (stop - start) / 2**31)
     each = max(1, _MOST_EVENTS // max(1, len(run.ranks)))
     for number, rank in sorted(run.ranks.items()):

@@ -64,8 +64,7 @@ class Summary(TypedDict):
 def summary(run: Run) -> Summary:
     """The tables of a run."""
     events = [event for rank in run.ranks.values() for event in rank.collectives]
-    start = first_time(run)
-    stop = max((event.left or event.entered for rank in run.ranks.values() for event in rank.events), default=start)
+    start, stop = first_time(run), last_time(run)
     some = next(iter(run.ranks.values()))
     return {
         "folder": str(run.folder),
@@ -88,7 +87,13 @@ def summary(run: Run) -> Summary:
 
 def first_time(run: Run) -> float:
     """When the first rank did the first thing."""
-    return min((rank.events[0].entered for rank in run.ranks.values() if rank.events), default=0.0)
+    return min((event.entered for rank in run.ranks.values() for event in (*rank.events, *rank.ops)), default=0.0)
+
+
+def last_time(run: Run) -> float:
+    """When the last rank was done with the last thing."""
+    times = (event.left or event.entered for rank in run.ranks.values() for event in (*rank.events, *rank.ops))
+    return max(times, default=0.0)
 
 
 def _costs(events: list[Event], name: Callable[[Event], str]) -> list[Cost]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from shardwise.comm.capturing import tape_here, tapes, unwritten
 from shardwise.layout import Layout
 from shardwise.layout.layout import contiguous_stride
-from shardwise.layout.split import Intervals
+from shardwise.layout.split import Intervals, count
 from shardwise.rules.data_dependent import broadcast_shape, select_masked
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.view import adds_up, clipped, dim_of, select, slice_, sum_of, unsqueeze
@@ -176,6 +176,15 @@ def located_all(indices: Sequence[Any], held: Sequence[Any], sizes: Sequence[int
             places[n], here = located(indices[n], intervals, sizes[n], from_end=True)
             mine = here if mine is None else mine & here
     return places, mine
+
+
+def places_of_mine(mine: torch.Tensor, held: Sequence[Any], sizes: Sequence[int]) -> torch.Tensor:
+    """The places, in one line, of the looked-up indices that a rank holds. Without values, indices are taken to be
+    spread evenly: it holds as many of them as it has of the dims."""
+    if not is_abstract(mine):
+        return mine.reshape(-1).nonzero().squeeze(1)
+    parts = [count(part) / max(1, size) for part, size in zip(held, sizes, strict=True) if part is not None]
+    return mine.new_empty(round(math.prod(parts) * mine.numel()), dtype=torch.int64)
 
 
 def pointable(x: torch.Tensor, dim: int) -> torch.Tensor:

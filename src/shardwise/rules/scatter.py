@@ -13,7 +13,17 @@ import torch
 
 from shardwise.layout.layout import contiguous_stride
 from shardwise.rules.data_dependent import broadcast_shape
-from shardwise.rules.index import Indexed, by_holders, clamped, is_mask, located, located_all, unravelled, without_masks
+from shardwise.rules.index import (
+    Indexed,
+    by_holders,
+    clamped,
+    is_mask,
+    located,
+    located_all,
+    places_of_mine,
+    unravelled,
+    without_masks,
+)
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, needs_grad
 from shardwise.strategy.registry import program, rule
@@ -63,7 +73,7 @@ def write_rows(op: str, x: Operand, dim: int, index: Operand, source: Any, *rest
     def write(suffix: str, x: torch.Tensor, index: torch.Tensor, *others: Any) -> torch.Tensor:
         *sources, (held,) = others
         at, mine = located(index.reshape(-1), held, size, RuntimeError if adds else IndexError, from_end=fills)
-        picked = mine.nonzero().squeeze(1)
+        picked = places_of_mine(mine, (held,), (size,))
         values = [s if fills else (s if s.ndim else s.reshape(1)).index_select(d, picked) for s in sources] or [source]
         return getattr(x, op + suffix)(d, at[picked], *values, *rest, **named)
 
@@ -103,8 +113,10 @@ def write_elements(op: str, x: Operand, dim: int, index: Operand, src: Any, *res
                 at, here = located(at, ((0, shape[e]),) if part is None else part, shape[e], RuntimeError)
                 mine = mine & here
             flat = flat + at * step
-        values = [s[tuple(map(slice, index.shape))][mine] for s in sources] or [src]
-        return getattr(x.reshape(-1), op + suffix)(0, flat[mine], *values, *rest, **named).view(x.shape)
+        picked = places_of_mine(mine, held, [shape[e] for e in dims])
+        values = [s[tuple(map(slice, index.shape))].reshape(-1)[picked] for s in sources] or [src]
+        at = flat.reshape(-1)[picked]
+        return getattr(x.reshape(-1), op + suffix)(0, at, *values, *rest, **named).view(x.shape)
 
     more = linear_in(2, adds) if sources and (adds or reduce in (None, "sum")) else {}
     return Written([names, *[theirs] * (1 + len(sources))], [names], **more, dims=dims, write=write)
@@ -132,7 +144,7 @@ def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = Fals
         *found, values, held = others
         places, mine = located_all(found, held, at.sizes)
         looked = broadcast_shape(*(i.shape for i in found))
-        picked = mine.expand(looked).reshape(-1).nonzero().squeeze(1)
+        picked = places_of_mine(mine.expand(looked), held, at.sizes)
         places = [p.expand(looked).reshape(-1)[picked] for p in places]
         if values.numel() != 1:
             kept = [n for d, n in enumerate(x.shape) if d not in at.dims]

@@ -54,7 +54,9 @@ def release() -> None:
 
 def _state_dicts() -> Mapping[str, object]:
     ours = importlib.import_module(f"{_ROOT}.checkpoint.state_dict")
-    return {name: getattr(ours, name) for name in ours.__all__}
+    names = getattr(ours, "__all__", ())
+    complete = all(hasattr(ours, name) for name in names)  # if not, ours imports torch's just now, and comes again
+    return {name: getattr(ours, name) for name in names} if complete else {}
 
 
 def _data_parallel() -> Mapping[str, object]:
