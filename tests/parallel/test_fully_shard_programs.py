@@ -131,6 +131,43 @@ def odd_modules(mesh):
         register_fsdp_forward_method(model, "decode")
 
 
+def forwards_inside_of_forwards(mesh):
+    """A module that calls itself and a method that is registered, with its own parameters needed after both; whole, or
+    repeated in the backward; and after an interrupt, which no hook hears of."""
+
+    class Inward(nn.Module):
+        def __init__(self, again=None):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last, self.again = nn.Linear(4, 4).double(), nn.Linear(4, 4).double(), again
+
+        def encode(self, x, depth):
+            if depth < 0:
+                raise KeyboardInterrupt
+            return self.first(self(x, depth - 1) if depth else x)
+
+        def forward(self, x, depth=2):
+            encode = self.encode
+            if self.again is not None and not depth:
+                encode = functools.partial(checkpoint, encode, use_reentrant=self.again)
+            return self.last(encode(x, depth))
+
+    x = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    want = Inward()
+    want(x).square().mean().backward()
+    for again, typed, free in itertools.product((None, False), (False, True), (False, True)):
+        model = fully_shard(Inward(again), mesh=mesh, reshard_after_forward=free)
+        register_fsdp_forward_method(model, "encode")
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                model(feed(x, mesh, typed), -1)
+            optimizer.zero_grad()
+            model(feed(x, mesh, typed).requires_grad_()).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
+            same(p.grad, q.grad, f"{name} {again} {typed} {free}")
+
+
 def other_parameters(mesh):
     """Parameters that are ignored, cut along another dim, or frozen; casts after sharding; clipping."""
     model, want = build(), build()
@@ -297,6 +334,7 @@ CHECKS = [
     tied_across_units,
     odd_modules,
     stages_of_a_pipeline,
+    forwards_inside_of_forwards,
     other_parameters,
     uneven_batches,
     states,

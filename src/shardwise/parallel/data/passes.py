@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -80,9 +81,10 @@ class DataParallel:
         if self._in_backward and self._end_of_backward() is None:
             self._give_up_backward()
         self._order.setdefault(unit, len(self._order))
-        is_outermost = not self._in_backward and self._outermost in (None, unit)  # an interrupted one stays behind
+        is_outermost = not self._in_backward and not (self._outermost and self._outermost.calls)
         if is_outermost:
             self._begin_outermost(unit, args, kwargs)
+        unit.calls.begin(sys._getframe(1))
         changed = self._cast_inputs(unit, args, kwargs, is_outermost)
         self._prepare(unit)
         unit.begin_forward(self._distributed.get(unit.data, False))
@@ -94,9 +96,8 @@ class DataParallel:
     def _begin_outermost(self, unit: Unit, args: Args, kwargs: Kwargs) -> None:
         """Decide how to compute."""
         self._outermost = unit
-        for other in self.units:
-            if other.use.now is not Use.IDLE:  # its forward was interrupted
-                other.end_forward()
+        for other in self.units:  # unsharded by the program, or its forward was interrupted
+            other.give_up_forward()
         for p in self._parameters():
             p.drop_if_cleared()
         meshes = {x._layout.mesh for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)}
@@ -147,12 +148,13 @@ class DataParallel:
                     hooked = True
             if not hooked:  # no hook will tell
                 self._was_distributed[unit] = distributed
+        unit.calls.end(sys._getframe(1))
         unit.end_forward()
         if unit.use.now is Use.IDLE:
             needed = torch.is_grad_enabled() and (not hooked or not self._frees_after_forward(unit))
             if not needed and not unit.lends(output):
                 unit.free()
-        if unit is self._outermost:
+        if unit is self._outermost and not unit.calls:
             self._outermost = None
             for data, is_typed in self._distributed.items():
                 if not is_typed and data.size > 1:
@@ -178,7 +180,7 @@ class DataParallel:
     def reshard(self, unit: Unit) -> None:
         """Free what `unshard` or a forward left whole; the modules have their parameters again."""
         if unit.use.now is Use.FORWARD:
-            unit.end_forward()
+            unit.give_up_forward()
         if unit.use.now is Use.IDLE:
             unit.free()
 
@@ -267,8 +269,7 @@ class DataParallel:
             self._give_up_backward()
         self._outermost = None
         for unit in self.units:
-            if unit.use.now is not Use.IDLE:
-                unit.end_forward()
+            unit.give_up_forward()
             unit.free()
         for p in self._parameters():
             p.drop_waiting()

@@ -12,6 +12,7 @@ from shardwise.comm.capturing import unwritten
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
+from shardwise.parallel.data.calls import Calls
 from shardwise.parallel.data.gradients import GradBucket, in_buckets
 from shardwise.parallel.data.layouts import DataMesh
 from shardwise.parallel.data.leaves import LeafGroup, mark_freed
@@ -40,6 +41,7 @@ class Unit:
 
     def _reset(self) -> None:
         self.use = State(f"a unit ({type(self.modules[0]).__name__})", Use.IDLE, USE)
+        self.calls = Calls()
         self.forget_leaves()
 
     def forget_leaves(self) -> None:
@@ -198,11 +200,19 @@ class Unit:
         self._begin(Use.BOTH if self.is_in_backward else Use.FORWARD, distributed)
 
     def end_forward(self) -> None:
-        """The module shows its parameters again, unless its backward goes on."""
+        """The module shows its parameters again, unless its backward goes on, or a forward that this one was inside of."""
+        if self.calls:
+            return
         if self.use.now is Use.BOTH:
             self.use.to(Use.BACKWARD)
         elif self.use.now is Use.FORWARD:  # else it failed before it began
             self._uninstall()
+
+    def give_up_forward(self) -> None:
+        """The module shows its parameters again, whatever it was about."""
+        self.calls.forget()
+        if self.use.now is not Use.IDLE:
+            self.end_forward()
 
     def begin_backward(self, distributed: bool) -> None:
         """Gather, and let the module compute with the leaves where its forward is repeated."""
