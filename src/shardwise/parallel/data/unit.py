@@ -200,7 +200,7 @@ class Unit:
         self._begin(Use.BOTH if self.is_in_backward else Use.FORWARD, distributed)
 
     def end_forward(self) -> None:
-        """The module shows its parameters again, unless its backward goes on, or a forward that this one was inside of."""
+        """The module shows its parameters again, unless its backward goes on, or a forward around this one."""
         if self.calls:
             return
         if self.use.now is Use.BOTH:
