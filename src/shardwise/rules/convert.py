@@ -106,7 +106,7 @@ for _name in "new_zeros new_ones new_empty new_full new_tensor".split():
 
 @program("new_empty_strided")
 def new_empty_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Tensor:
-    """Of its own size, and without gaps in memory, it is cut as the tensor is: every rank has its part in that order."""
+    """Of its own size, and without gaps in memory, it is cut as the tensor is."""
     inward = sorted(range(len(stride)), key=lambda dim: (-stride[dim], -size[dim]))
     if tuple(size) != x.shape or tuple(stride) != torch.empty_permuted(size, inward, device="meta").stride():
         return new(torch.Tensor.new_empty_strided, False, x, size, stride, **kwargs)

@@ -215,7 +215,7 @@ class DataParallel:
         if unit.policy.divide_by is not None:
             scale *= unit.data.size / unit.policy.divide_by
         for bucket in unit.buckets:
-            bucket.scale = scale
+            bucket.scale, bucket.after_sum = scale, unit.policy.after_sum
 
     def _backward_begins(self, unit: Unit, distributed: bool, grad: torch.Tensor) -> None:
         self._begin_backward()
