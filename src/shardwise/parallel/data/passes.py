@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.capturing import settings
 from shardwise.errors import AutogradError, LayoutError
 from shardwise.parallel.data.gradients import Reduction
 from shardwise.parallel.data.layouts import DataMesh
+from shardwise.parallel.data.nested import changed_in, values_in
 from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.states import Use
 from shardwise.parallel.data.unit import Unit, plain_tensors
@@ -100,7 +100,7 @@ class DataParallel:
             other.give_up_forward()
         for p in self._parameters():
             p.drop_if_cleared()
-        meshes = {x._layout.mesh for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)}
+        meshes = {x._layout.mesh for x in values_in((args, kwargs)) if isinstance(x, DTensor)}
         for data in {other.data for other in self.units}:
             self._distributed[data] = any(data.numbers_in(mesh) is not None for mesh in meshes)
 
@@ -109,7 +109,7 @@ class DataParallel:
         dtype, when = unit.policy.compute_dtype, unit.policy.casts_inputs
         if dtype is None or not (when == "always" or (when == "outermost" and is_outermost)):
             return None
-        return tree_map(functools.partial(_cast, dtype), (args, kwargs))
+        return changed_in((args, kwargs), functools.partial(_cast, dtype))
 
     def _prepare(self, unit: Unit) -> None:
         if unit.prepare():
@@ -138,7 +138,7 @@ class DataParallel:
     def after_forward(self, unit: Unit, module: torch.nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
         """Free what the module needs no more; gives its output if it was cast."""
         dtype = unit.policy.output_dtype
-        changed = None if dtype is None else tree_map(functools.partial(_cast, dtype), output)
+        changed = None if dtype is None else changed_in(output, functools.partial(_cast, dtype))
         output = output if changed is None else changed
         hooked, distributed = False, self._distributed.get(unit.data, False)
         if torch.is_grad_enabled():
@@ -310,7 +310,7 @@ def _cast(dtype: torch.dtype, value: T) -> T:
 
 
 def _check_output(output: object, data: DataMesh) -> None:
-    for x in tree_leaves(output):
+    for x in values_in(output):
         if isinstance(x, DTensor) and data.numbers_in(x._layout.mesh) is not None:
             raise LayoutError(
                 f"{data.caller}: the output of shape {tuple(x.shape)} is a DTensor over the data axis though "

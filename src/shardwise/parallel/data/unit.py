@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.capturing import unwritten
 from shardwise.comm.rank_tensor import RankTensor
@@ -16,6 +15,7 @@ from shardwise.parallel.data.calls import Calls
 from shardwise.parallel.data.gradients import GradBucket, in_buckets
 from shardwise.parallel.data.layouts import DataMesh
 from shardwise.parallel.data.leaves import LeafGroup, mark_freed
+from shardwise.parallel.data.nested import values_in
 from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.policy import Policy
 from shardwise.parallel.data.states import USE, State, Use
@@ -280,7 +280,7 @@ def plain_tensors(tree: Any) -> list[torch.Tensor]:
     if type(tree) is torch.Tensor:
         return [tree]
     found: dict[int, torch.Tensor] = {}
-    for item in tree_leaves(tree):
+    for item in values_in(tree):
         if isinstance(item, Wrapper):
             values: Sequence[torch.Tensor] = item._layout.mesh.comm.values(item._local)
         elif isinstance(item, RankTensor):
