@@ -149,7 +149,7 @@ def forwards_inside_of_forwards(mesh):
 
         def forward(self, x, depth=2):
             encode = self.encode
-            if self.again is not None and not depth:
+            if self.again is not None:  # one inside of the other
                 encode = functools.partial(checkpoint, encode, use_reentrant=self.again)
             return self.last(encode(x, depth))
 

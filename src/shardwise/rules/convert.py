@@ -105,7 +105,7 @@ for _name in "new_zeros new_ones new_empty new_full new_tensor".split():
 
 
 @program("new_empty_strided")
-def new_empty_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Tensor:
+def new_empty_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: object) -> Tensor:
     """Of its own size, and without gaps in memory, it is cut as the tensor is."""
     inward = sorted(range(len(stride)), key=lambda dim: (-stride[dim], -size[dim]))
     if tuple(size) != x.shape or tuple(stride) != torch.empty_permuted(size, inward, device="meta").stride():
