@@ -1,31 +1,80 @@
-"""torch.utils.checkpoint(use_reentrant=False) on distributed tensors: it computes again from its inputs, so those must
-be what they were. torch asks C++ whether they were written since, which sees no writes to local tensors."""
+"""torch.utils.checkpoint(use_reentrant=False) on distributed tensors. It computes again from its inputs, so
+
+- those must be what they were: torch asks C++ whether they were written since, which sees no writes to local tensors;
+- a checkpoint inside of another keeps no inputs: the outer one computes them again. What is saved, and comes back with
+  its gradient, are local tensors: C++ knows of no gradient of a distributed one.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
+import torch
+
+from shardwise.comm.rank_tensor import RankTensor
 from shardwise.engine.saved import Check
+from shardwise.layout import Layout
 from shardwise.torch_private import CheckpointFrame
-from shardwise.wrapper import Wrapper
+from shardwise.wrapper import Wrapper, wrap
 
 
 class _Frame(Protocol):
-    of_shardwise: Check
+    of_shardwise: tuple[Check, list[_Parts]]
+
+
+class _Parts(NamedTuple):
+    """How an input of a checkpoint is made again from the plain values that were saved in its place."""
+
+    size: int  # how many values
+    ranks: list[int] | None = None  # of a value of simulated ranks: which of the values each has
+    layout: Layout | None = None  # of a distributed tensor
+    input: weakref.ref[torch.Tensor] | None = None
+
+    def together(self, values: Sequence[object]) -> object:
+        """The input itself, if it is still there and these are its own values."""
+        local = values[0] if self.ranks is None else RankTensor([values[i] for i in self.ranks])  # type: ignore[misc]
+        given = None if self.input is None else self.input()
+        if given is not None and list(map(id, _values(given))) == list(map(id, values)):
+            return given
+        return local if self.layout is None else wrap(local, self.layout)  # type: ignore[arg-type]
 
 
 def take_checkpoints() -> None:
-    """Have torch's checkpoints raise if distributed tensors that they took were written before the backward pass."""
+    """Have torch's checkpoints save local tensors in place of distributed ones, and raise if one that they took was
+    written before the backward pass."""
     if not hasattr(CheckpointFrame, "save_inputs"):  # other versions of torch keep them with a Function, which knows
         return
     save, get = CheckpointFrame.save_inputs, CheckpointFrame.get_inputs
 
     def save_inputs(self: _Frame, *args: object) -> None:
-        save(self, *args)
-        self.of_shardwise = Check("checkpoint", [arg for arg in args if isinstance(arg, Wrapper)])
+        save(self, *(value for arg in args for value in _values(arg)))
+        check = Check("checkpoint", [arg for arg in args if isinstance(arg, Wrapper)])
+        self.of_shardwise = check, [_parts(arg) for arg in args]
 
     def get_inputs(self: _Frame) -> list[object]:
-        self.of_shardwise(None)
-        return get(self)  # type: ignore[no-any-return]
+        check, parts = self.of_shardwise
+        check(None)
+        values = iter(get(self))
+        return [part.together([next(values) for _ in range(part.size)]) for part in parts]
 
     CheckpointFrame.save_inputs, CheckpointFrame.get_inputs = save_inputs, get_inputs
+
+
+def _values(arg: object) -> list[object]:
+    """The plain values of an input, each one once."""
+    local = arg._local if isinstance(arg, Wrapper) else arg
+    return list({id(v): v for v in local.ranks}.values()) if isinstance(local, RankTensor) else [local]
+
+
+def _parts(arg: object) -> _Parts:
+    local = arg._local if isinstance(arg, Wrapper) else arg
+    if not isinstance(local, RankTensor) and local is arg:
+        return _Parts(1)
+    values, ranks = _values(arg), None
+    if isinstance(local, RankTensor):
+        place = {id(value): i for i, value in enumerate(values)}
+        ranks = [place[id(value)] for value in local.ranks]
+    assert isinstance(arg, torch.Tensor)  # all that is not itself its local value is
+    return _Parts(len(values), ranks, arg._layout if isinstance(arg, Wrapper) else None, weakref.ref(arg))

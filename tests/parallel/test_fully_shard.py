@@ -16,6 +16,7 @@ from shardwise.mesh import as_mesh
 from shardwise.parallel import (
     ColwiseParallel,
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
     RowwiseParallel,
@@ -398,8 +399,30 @@ def prefetch(mesh):
         first.set_modules_to_forward_prefetch([second, second.up])
 
 
+def hook_on_sums(mesh):
+    """It sees what all ranks have summed, and what it writes is what parameters get; a gradient that is missing stays so."""
+    want, seen = build(), []
+    loss_of(want, *batch()).backward()
+
+    def triple(sums):
+        seen.append(sums.dtype)
+        sums.mul_(3)
+
+    for typed in (False, True):
+        model = sharded(build(), mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        for part in (model, *model.blocks[:2]):
+            part.set_all_reduce_hook(triple)
+        loss_on(model, mesh, typed=typed).backward()
+        assert set(seen) == {torch.float32}
+        for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
+            factor = 1 if name.startswith("blocks.2") else 3
+            same(p.grad, None if q.grad is None else q.grad * factor, name, 1e-5)
+    with pytest.raises(LayoutError, match="hook must be a function of one tensor, got 3"):
+        model.set_all_reduce_hook(3)
+
+
 CHECKS = [
-    from_meta, initialised, mixed_precision, sums_that_wait, gradient_sync, divide_factor, memory, prefetch,
+    from_meta, initialised, mixed_precision, sums_that_wait, gradient_sync, divide_factor, hook_on_sums, memory, prefetch,
 ]  # fmt: skip
 ON_ONE_AXIS = {from_meta}
 
@@ -424,6 +447,25 @@ def test_offload_on_cpu():
     mesh = simulate(3, axis_names=("dp",))
     model = sharded(build(), mesh, offload_policy=CPUOffloadPolicy())
     equal(steps(model, mesh), one_device())
+
+
+def test_axes_by_name():
+    """The mesh of the whole program, and which of its axes are for data."""
+    mesh = simulate((2, 3, 2), axis_names=("copies", "parts", "tp"))
+    for axes, cut in (("parts", Shard(0)), (("copies", "parts"), Shard(0)), ("copies", Replicate())):
+        copies, parts = axes if isinstance(axes, tuple) else (None, axes) if cut == Shard(0) else (axes, None)
+        model, dims = build(), DataParallelMeshDims(shard=parts, replicate=copies)
+        parallelize_module(model.blocks[0], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        sharded(model, mesh, dp_mesh_dims=dims)
+        steps(model, mesh[axes])
+        assert model.narrow.weight.placements == tuple(cut if n == parts else Replicate() for n in model.narrow.weight.device_mesh.mesh_dim_names)
+        equal(model, one_device())
+    with pytest.raises(MeshError, match="axes \\('dp',\\) that mesh="):
+        fully_shard(build(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    with pytest.raises(LayoutError, match="several axes as one"):
+        fully_shard(build(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("copies", "parts")))
+    with pytest.raises(LayoutError, match="name at least one axis"):
+        DataParallelMeshDims()
 
 
 def test_an_enclosing_mesh():

@@ -1,6 +1,7 @@
 """fully_shard on odd programs: tied parameters, modules that are called twice, other methods, casts, failures."""
 
 import copy
+import dataclasses
 import functools
 import itertools
 
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise import DTensor, RankTensor, Shard, distribute_tensor, simulate
 from shardwise.errors import LayoutError
-from shardwise.parallel import fully_shard, register_fsdp_forward_method
+from shardwise.parallel import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from tests.parallel.data_net import batch, build, loss_of, run_checks
 from tests.parallel.shard_net import MESHES, feed, loss_on, sharded, steps
 from tests.tensor.common import same
@@ -129,6 +130,77 @@ def odd_modules(mesh):
         assert q.grad is None or p.grad is not r.grad
     with pytest.raises(LayoutError, match="has no method 'decode'"):
         register_fsdp_forward_method(model, "decode")
+
+
+def forwards_inside_of_forwards(mesh):
+    """A module that calls itself and a method that is registered, with its own parameters needed after both; whole, or
+    repeated in the backward; and after an interrupt, which no hook hears of."""
+
+    class Inward(nn.Module):
+        def __init__(self, again=None):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last, self.again = nn.Linear(4, 4).double(), nn.Linear(4, 4).double(), again
+
+        def encode(self, x, depth):
+            if depth < 0:
+                raise KeyboardInterrupt
+            return self.first(self(x, depth - 1) if depth else x)
+
+        def forward(self, x, depth=2):
+            encode = self.encode
+            if self.again is not None:  # one inside of the other
+                encode = functools.partial(checkpoint, encode, use_reentrant=self.again)
+            return self.last(encode(x, depth))
+
+    x = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    want = Inward()
+    want(x).square().mean().backward()
+    for again, typed, free in itertools.product((None, False), (False, True), (False, True)):
+        model = fully_shard(Inward(again), mesh=mesh, reshard_after_forward=free)
+        register_fsdp_forward_method(model, "encode")
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                model(feed(x, mesh, typed), -1)
+            optimizer.zero_grad()
+            model(feed(x, mesh, typed).requires_grad_()).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
+            same(p.grad, q.grad, f"{name} {again} {typed} {free}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    value: torch.Tensor
+    rest: object = None
+
+
+def records(mesh):
+    """Dataclasses as arguments and results: their tensors are cast, and a batch of DTensors is seen in them."""
+
+    class OfRecords(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner, self.seen = nn.Linear(4, 4), []
+
+        def forward(self, record):
+            self.seen.append((record.value.dtype, record.rest[0].value.dtype, record.rest[1]))
+            return Record(self.inner(record.value + record.rest[0].value), "kept")
+
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    want = OfRecords()
+    want(Record(x, [Record(x), 3])).value.square().mean().backward()
+    policy = MixedPrecisionPolicy(param_dtype=torch.float64, output_dtype=torch.float32)
+    for typed in (False, True):
+        model = fully_shard(OfRecords(), mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        mine = feed(x, mesh, typed)
+        result = model(Record(mine, [Record(mine), 3]))
+        assert model.seen == [(torch.float64, torch.float64, 3)]
+        assert (result.value.dtype, result.rest) == (torch.float32, "kept")
+        result.value.square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
+            same(p.grad, q.grad, f"{name} {typed}", 1e-5)
 
 
 def other_parameters(mesh):
@@ -297,6 +369,8 @@ CHECKS = [
     tied_across_units,
     odd_modules,
     stages_of_a_pipeline,
+    forwards_inside_of_forwards,
+    records,
     other_parameters,
     uneven_batches,
     states,

@@ -1,5 +1,7 @@
 """The same program with torch's fully_shard and with ours, on real processes: the same losses and parameters."""
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
@@ -163,11 +165,13 @@ def test_copies_and_parts():
 
 def test_every_method_is_here():
     """Those of torch's FSDPModule that change no value are taken; those that would say so."""
+    options = inspect.signature(ours.fully_shard).parameters
+    assert [name for name in inspect.signature(theirs.fully_shard).parameters if name not in options] == []
     public = [name for name in dir(theirs.FSDPModule) if not name.startswith("_")]
     assert [name for name in public if not hasattr(ours.FSDPModule, name)] == []
     model = ours.fully_shard(nn.Linear(2, 2), mesh=shardwise.simulate(2))
     model.set_force_sum_reduction_for_comms(True)
     model.set_post_optim_event(None)
-    for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"):
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
         with pytest.raises(RuleError, match=f"{name}: .* plans its own collectives"):
             getattr(model, name)(print)

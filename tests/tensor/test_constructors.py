@@ -399,6 +399,10 @@ def new_ones_of_its_own_size(mesh):
             assert other.placements == (R,) * mesh.ndim and other.shape == (4, 2)
             same(mine.new_tensor([1.0, 2.0]), value.new_tensor([1.0, 2.0]))
             assert mine.new_empty_strided((2, 3), (1, 2)).stride() == (1, 2)
+            for strided in (value, value.mT.contiguous().mT if value.ndim else value):
+                made = mine.new_empty_strided(strided.shape, strided.stride(), requires_grad=True).detach().fill_(2.0)
+                assert made.placements == kept and made.stride() == strided.stride(), places
+                same(made, torch.full_like(value, 2.0))
 
 
 def what_torch_calls_it(mesh):

@@ -14,6 +14,7 @@ from shardwise.parallel.expert.dispatch import Routed, combine, dispatch
 from shardwise.parallel.expert.layer import MixtureOfExperts, balance_loss, grouped_linear, top_k
 from shardwise.parallel.fsdp import (
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -32,6 +33,7 @@ from shardwise.parallel.styles.layers import ColwiseParallel, RowwiseParallel, S
 __all__ = [
     "CPUOffloadPolicy",
     "ColwiseParallel",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "MixtureOfExperts",

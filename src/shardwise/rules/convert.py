@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -97,10 +98,20 @@ def new(method: Any, sized: bool, x: Tensor, *args: Any, **kwargs: Any) -> Tenso
     return run_local(lambda size: method(one, *[size] * alike, *rest, **named), [], layout, layout.local_shape_at)
 
 
-for _name in "new_zeros new_ones new_empty new_empty_strided new_full new_tensor".split():
-    _new = partial(new, getattr(torch.Tensor, _name), _name not in ("new_tensor", "new_empty_strided"))
+for _name in "new_zeros new_ones new_empty new_full new_tensor".split():
+    _new = partial(new, getattr(torch.Tensor, _name), _name != "new_tensor")
     _new.__doc__ = "Every rank makes its part."
     program(_name)(_new)
+
+
+@program("new_empty_strided")
+def new_empty_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: object) -> Tensor:
+    """Of its own size, and without gaps in memory, it is cut as the tensor is."""
+    inward = sorted(range(len(stride)), key=lambda dim: (-stride[dim], -size[dim]))
+    if tuple(size) != x.shape or tuple(stride) != torch.empty_permuted(size, inward, device="meta").stride():
+        return new(torch.Tensor.new_empty_strided, False, x, size, stride, **kwargs)
+    outward = sorted(range(len(inward)), key=inward.__getitem__)
+    return x.permute(inward).new_empty([size[dim] for dim in inward], **kwargs).permute(outward)
 
 
 # -- to tensors that are not dense --------------------------------------------------------------------------

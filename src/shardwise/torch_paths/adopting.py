@@ -20,7 +20,7 @@ ROOTS = {
 
 _FULLY_SHARD = (
     "fully_shard FSDPModule MixedPrecisionPolicy OffloadPolicy CPUOffloadPolicy UnshardHandle "
-    "register_fsdp_forward_method share_comm_ctx"
+    "DataParallelMeshDims register_fsdp_forward_method share_comm_ctx"
 ).split()
 
 

@@ -53,6 +53,7 @@ class GradBucket:
                 self.places.setdefault(id(leaf), []).append((r, i))
         self.state = State("a bucket of gradients", Gradients.COLLECTING, GRADIENTS)
         self.scale = 1.0  # what gradients are multiplied with before they are summed
+        self.after_sum: Callable[[torch.Tensor], object] | None = None  # may write the sums
         self.begin()
 
     def begin(self) -> None:
@@ -153,7 +154,9 @@ class GradBucket:
         (local, wait), self._reducing = self._reducing, None
         wait()
         self.state.to(Gradients.REDUCED)
-        arrived = [matrix[0] for matrix in (local.ranks if isinstance(local, RankTensor) else (local,))]
+        arrived = self._rows_of(local)
+        if self.after_sum is not None:
+            self._call_after_sum(arrived)
         places = self.data.coords if self.cut else [0] * len(self.data.coords)
         has_gradient = [True] * len(self.parameters)
         if len(self.taken) < len(self.places) and not self.data.mesh.comm.outlined:  # another rank may have had it
@@ -164,6 +167,22 @@ class GradBucket:
             if has_gradient[i]:
                 p.unmark()
                 _add_gradient(p.param, [mine[i] for mine in parts])
+
+
+    def _rows_of(self, local: torch.Tensor) -> list[torch.Tensor]:
+        """What each rank that this process runs has of the sum; simulated ranks that share it, share it here."""
+        matrices = local.ranks if isinstance(local, RankTensor) else (local,)
+        first = {id(matrix): matrix[0] for matrix in matrices}
+        return [first[id(matrix)] for matrix in matrices]
+
+    def _call_after_sum(self, arrived: Sequence[torch.Tensor]) -> None:
+        assert self.after_sum is not None  # the caller has asked
+        tape = tape_here() if tapes else None
+        if tape is not None:
+            tape.refuse("a hook on the sums of gradients may do more than compute")
+        sums = {id(row): row[: self.flags_at] for row in arrived}
+        mine = [sums[id(row)] for row in arrived]
+        self.after_sum(RankTensor(mine) if self.data.mesh.comm.simulated else mine[0])
 
 
 def _add_gradient(param: DTensor, parts: list[torch.Tensor]) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.capturing import settings
 from shardwise.errors import AutogradError, LayoutError
 from shardwise.parallel.data.gradients import Reduction
 from shardwise.parallel.data.layouts import DataMesh
+from shardwise.parallel.data.nested import changed_in, values_in
 from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.states import Use
 from shardwise.parallel.data.unit import Unit, plain_tensors
@@ -80,9 +81,10 @@ class DataParallel:
         if self._in_backward and self._end_of_backward() is None:
             self._give_up_backward()
         self._order.setdefault(unit, len(self._order))
-        is_outermost = not self._in_backward and self._outermost in (None, unit)  # an interrupted one stays behind
+        is_outermost = not self._in_backward and not (self._outermost and self._outermost.calls)
         if is_outermost:
             self._begin_outermost(unit, args, kwargs)
+        unit.calls.begin(sys._getframe(1))
         changed = self._cast_inputs(unit, args, kwargs, is_outermost)
         self._prepare(unit)
         unit.begin_forward(self._distributed.get(unit.data, False))
@@ -94,12 +96,11 @@ class DataParallel:
     def _begin_outermost(self, unit: Unit, args: Args, kwargs: Kwargs) -> None:
         """Decide how to compute."""
         self._outermost = unit
-        for other in self.units:
-            if other.use.now is not Use.IDLE:  # its forward was interrupted
-                other.end_forward()
+        for other in self.units:  # unsharded by the program, or its forward was interrupted
+            other.give_up_forward()
         for p in self._parameters():
             p.drop_if_cleared()
-        meshes = {x._layout.mesh for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)}
+        meshes = {x._layout.mesh for x in values_in((args, kwargs)) if isinstance(x, DTensor)}
         for data in {other.data for other in self.units}:
             self._distributed[data] = any(data.numbers_in(mesh) is not None for mesh in meshes)
 
@@ -108,7 +109,7 @@ class DataParallel:
         dtype, when = unit.policy.compute_dtype, unit.policy.casts_inputs
         if dtype is None or not (when == "always" or (when == "outermost" and is_outermost)):
             return None
-        return tree_map(functools.partial(_cast, dtype), (args, kwargs))
+        return changed_in((args, kwargs), functools.partial(_cast, dtype))
 
     def _prepare(self, unit: Unit) -> None:
         if unit.prepare():
@@ -137,7 +138,7 @@ class DataParallel:
     def after_forward(self, unit: Unit, module: torch.nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
         """Free what the module needs no more; gives its output if it was cast."""
         dtype = unit.policy.output_dtype
-        changed = None if dtype is None else tree_map(functools.partial(_cast, dtype), output)
+        changed = None if dtype is None else changed_in(output, functools.partial(_cast, dtype))
         output = output if changed is None else changed
         hooked, distributed = False, self._distributed.get(unit.data, False)
         if torch.is_grad_enabled():
@@ -147,12 +148,13 @@ class DataParallel:
                     hooked = True
             if not hooked:  # no hook will tell
                 self._was_distributed[unit] = distributed
+        unit.calls.end(sys._getframe(1))
         unit.end_forward()
         if unit.use.now is Use.IDLE:
             needed = torch.is_grad_enabled() and (not hooked or not self._frees_after_forward(unit))
             if not needed and not unit.lends(output):
                 unit.free()
-        if unit is self._outermost:
+        if unit is self._outermost and not unit.calls:
             self._outermost = None
             for data, is_typed in self._distributed.items():
                 if not is_typed and data.size > 1:
@@ -178,7 +180,7 @@ class DataParallel:
     def reshard(self, unit: Unit) -> None:
         """Free what `unshard` or a forward left whole; the modules have their parameters again."""
         if unit.use.now is Use.FORWARD:
-            unit.end_forward()
+            unit.give_up_forward()
         if unit.use.now is Use.IDLE:
             unit.free()
 
@@ -213,7 +215,7 @@ class DataParallel:
         if unit.policy.divide_by is not None:
             scale *= unit.data.size / unit.policy.divide_by
         for bucket in unit.buckets:
-            bucket.scale = scale
+            bucket.scale, bucket.after_sum = scale, unit.policy.after_sum
 
     def _backward_begins(self, unit: Unit, distributed: bool, grad: torch.Tensor) -> None:
         self._begin_backward()
@@ -267,8 +269,7 @@ class DataParallel:
             self._give_up_backward()
         self._outermost = None
         for unit in self.units:
-            if unit.use.now is not Use.IDLE:
-                unit.end_forward()
+            unit.give_up_forward()
             unit.free()
         for p in self._parameters():
             p.drop_waiting()
@@ -309,7 +310,7 @@ def _cast(dtype: torch.dtype, value: T) -> T:
 
 
 def _check_output(output: object, data: DataMesh) -> None:
-    for x in tree_leaves(output):
+    for x in values_in(output):
         if isinstance(x, DTensor) and data.numbers_in(x._layout.mesh) is not None:
             raise LayoutError(
                 f"{data.caller}: the output of shape {tuple(x.shape)} is a DTensor over the data axis though "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ class Policy:
         frees_after_backward: else they stay whole until a parameter is written.
         reduces: whether the next backward pass reduces gradients, those that waited included.
         all_reduces: the same of a data mesh of two axes.
+        after_sum: called with each sum of gradients over the ranks, as one flat tensor that it may write.
         divide_by: what the sum of the gradients over the ranks is divided by; None: the number of ranks.
         ahead_in_forward: the units to gather when the forward of this one begins; None: the next one.
         ahead_in_backward: the same for its backward.
@@ -40,9 +41,15 @@ class Policy:
     frees_after_backward: bool = True
     reduces: bool = True
     all_reduces: bool = True
+    after_sum: Callable[[torch.Tensor], object] | None = None
     divide_by: float | None = None
     ahead_in_forward: Sequence[Unit] | None = None
     ahead_in_backward: Sequence[Unit] | None = None
+
+    @property
+    def gives_sums_as_they_are(self) -> bool:
+        """Whether the sum over one rank is that rank's gradient."""
+        return self.divide_by is None and self.after_sum is None
 
     @property
     def syncs(self) -> bool:

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.capturing import unwritten
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
+from shardwise.parallel.data.calls import Calls
 from shardwise.parallel.data.gradients import GradBucket, in_buckets
 from shardwise.parallel.data.layouts import DataMesh
 from shardwise.parallel.data.leaves import LeafGroup, mark_freed
+from shardwise.parallel.data.nested import values_in
 from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.policy import Policy
 from shardwise.parallel.data.states import USE, State, Use
@@ -40,6 +41,7 @@ class Unit:
 
     def _reset(self) -> None:
         self.use = State(f"a unit ({type(self.modules[0]).__name__})", Use.IDLE, USE)
+        self.calls = Calls()
         self.forget_leaves()
 
     def forget_leaves(self) -> None:
@@ -133,7 +135,7 @@ class Unit:
         by_kind: dict[Kind, list[ManagedParameter]] = {}
         for p in self.parameters:
             by_kind.setdefault(_kind(p), []).append(p)
-        alone = self.data.size == 1 and self.policy.divide_by is None and not any(map(_is_converted, by_kind))
+        alone = self.data.size == 1 and self.policy.gives_sums_as_they_are and not any(map(_is_converted, by_kind))
         self.groups = [LeafGroup(alike, self.data, alone) for alike in by_kind.values()]
         self.is_alone = alone
         self._first_values = [p.values[0] for p in self.parameters]
@@ -198,11 +200,19 @@ class Unit:
         self._begin(Use.BOTH if self.is_in_backward else Use.FORWARD, distributed)
 
     def end_forward(self) -> None:
-        """The module shows its parameters again, unless its backward goes on."""
+        """The module shows its parameters again, unless its backward goes on, or a forward around this one."""
+        if self.calls:
+            return
         if self.use.now is Use.BOTH:
             self.use.to(Use.BACKWARD)
         elif self.use.now is Use.FORWARD:  # else it failed before it began
             self._uninstall()
+
+    def give_up_forward(self) -> None:
+        """The module shows its parameters again, whatever it was about."""
+        self.calls.forget()
+        if self.use.now is not Use.IDLE:
+            self.end_forward()
 
     def begin_backward(self, distributed: bool) -> None:
         """Gather, and let the module compute with the leaves where its forward is repeated."""
@@ -265,7 +275,7 @@ def plain_tensors(tree: Any) -> list[torch.Tensor]:
     if type(tree) is torch.Tensor:
         return [tree]
     found: dict[int, torch.Tensor] = {}
-    for item in tree_leaves(tree):
+    for item in values_in(tree):
         if isinstance(item, Wrapper):
             values: Sequence[torch.Tensor] = item._layout.mesh.comm.values(item._local)
         elif isinstance(item, RankTensor):

@@ -6,11 +6,17 @@ from shardwise.parallel.fsdp.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from shardwise.parallel.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.parallel.fsdp.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from shardwise.parallel.fsdp.shard import fully_shard
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

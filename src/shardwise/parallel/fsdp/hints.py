@@ -39,9 +39,6 @@ class CommunicationHints:
         """Refused: it would change how gradients are reduced."""
         raise _refusal("set_custom_reduce_scatter")
 
-    def set_all_reduce_hook(self, hook: object, *, stream: object = None) -> NoReturn:
-        """Refused: it would change how gradients are reduced."""
-        raise _refusal("set_all_reduce_hook")
 
 
 def _refusal(name: str) -> RuleError:

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.errors import LayoutError, check_type
@@ -134,6 +135,25 @@ class FSDPModule(CommunicationHints):
         unit = self._state().unit
         unit.policy.divide_by = float(factor)
         if unit.data.size == 1:  # one rank divides too
+            unit.forget_leaves()
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object], *, stream: object = None) -> None:
+        """Call a function with the sums of the module's own gradients over the ranks, before parameters get them.
+
+        Args:
+            hook: gets a flat tensor, in the dtype of the reduction, that it may write: once for each part of the
+                gradients that is reduced together. It may call collectives of `torch.distributed`. On a simulated mesh
+                it gets a `RankTensor`.
+            stream: accepted; the function is called on the current stream.
+
+        Raises:
+            LayoutError: `hook` is not a function.
+        """
+        if not callable(hook):
+            raise LayoutError(f"set_all_reduce_hook: hook must be a function of one tensor, got {hook!r}")
+        unit = self._state().unit
+        unit.policy.after_sum = hook
+        if unit.data.size == 1:  # one rank calls it too
             unit.forget_leaves()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

@@ -1,10 +1,12 @@
-"""What programs tell fully_shard about dtypes and devices."""
+"""What programs tell fully_shard about dtypes, devices and axes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+from shardwise.errors import LayoutError
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,23 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a mesh are for data, where `fully_shard` is given the mesh of the whole program.
+
+    Attributes:
+        shard: the name of the axis over which parameters are cut; None: they are not cut.
+        replicate: the name of the axis along which there are copies of them; None: there is no such axis.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise LayoutError("DataParallelMeshDims: name at least one axis, shard=... or replicate=...")
 
 
 @dataclass

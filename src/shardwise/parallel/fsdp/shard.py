@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
@@ -12,17 +13,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.errors import LayoutError, MeshError, check_type
 from shardwise.layout import Layout
-from shardwise.mesh import DeviceMesh, SimulatedMesh, init_device_mesh
+from shardwise.mesh import DeviceMesh, SimulatedMesh, as_mesh, init_device_mesh
 from shardwise.modules import unchanged_on_error
 from shardwise.parallel.data.lay_out import Making, lay_out, owners_in
-from shardwise.parallel.data.layouts import DataMesh
+from shardwise.parallel.data.layouts import DataMesh, cut_nothing
 from shardwise.parallel.data.parameter import ManagedParameter, Owners
 from shardwise.parallel.data.passes import DataParallel
 from shardwise.parallel.data.policy import Policy
 from shardwise.parallel.data.unit import Unit
 from shardwise.parallel.fsdp.module import STATE, ShardedState, sharded_class, state_of, states_in
 from shardwise.parallel.fsdp.pipeline import pipeline_state
-from shardwise.parallel.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.parallel.fsdp.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
 _made = WeakIdKeyDictionary()  # parameter of before -> its ManagedParameter: other modules may still have the former
 _OFFLOADS = {kind.__name__ for kind in (OffloadPolicy, CPUOffloadPolicy)}  # torch's classes of these names are as good
@@ -38,6 +44,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (it is frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> nn.Module | Sequence[nn.Module]:
     """Keep a module's parameters, gradients and optimizer state in parts: whole only while the module computes.
 
@@ -59,6 +66,8 @@ def fully_shard(
         mp_policy: in which dtypes to compute.
         offload_policy: `CPUOffloadPolicy()` keeps everything that lies still on the CPU.
         ignored_params: parameters that stay as they are; their gradients are not reduced.
+        dp_mesh_dims: which axes of `mesh` are meant above, where it has others besides; parameters may be DTensors on
+            all of `mesh`.
 
     Returns:
         The module itself, or the list of them.
@@ -79,8 +88,8 @@ def fully_shard(
     """
     modules = _as_list(module)
     _check_modules(modules)
-    data = _data_mesh(mesh)
-    policy = _policy(data, mp_policy, reshard_after_forward)
+    data, is_cut = _data_mesh(_data_axes(mesh, dp_mesh_dims)), dp_mesh_dims is None or dp_mesh_dims.shard is not None
+    policy = _policy(data, mp_policy, reshard_after_forward, is_cut)
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise LayoutError(f"fully_shard: shard_placement_fn must be a function, got {shard_placement_fn!r}")
     if not isinstance(offload_policy, OffloadPolicy) and type(offload_policy).__name__ not in _OFFLOADS:
@@ -99,7 +108,7 @@ def fully_shard(
         tied = {param: users for param, users in owners.items() if param in _made}
         mine = {param: users for param, users in owners.items() if param not in _made}
         beside = [param for m in modules for param in m.parameters()]
-        parameters = lay_out(mine, _making(data, policy, offload_policy, mine, shard_placement_fn), beside)
+        parameters = lay_out(mine, _making(data, policy, offload_policy, mine, shard_placement_fn, is_cut), beside)
         _move_buffers(modules, units, data)
     for param, p in zip(mine, parameters, strict=True):
         _made[param], _managed[p.param] = p, True
@@ -184,7 +193,27 @@ def _data_mesh(mesh: DeviceMesh | SimulatedMesh | None) -> DataMesh:
     return data
 
 
-def _policy(data: DataMesh, mixed: MixedPrecisionPolicy, reshard: bool | int | None) -> Policy:
+def _data_axes(
+    mesh: DeviceMesh | SimulatedMesh | None, dims: DataParallelMeshDims | None
+) -> DeviceMesh | SimulatedMesh | None:
+    """Those axes of the mesh that the program names."""
+    if dims is None:
+        return mesh
+    if not hasattr(dims, "shard") or not hasattr(dims, "replicate"):
+        raise LayoutError(f"fully_shard: dp_mesh_dims must be a DataParallelMeshDims, got {dims!r}")
+    given = [(axis,) if isinstance(axis, str) else tuple(axis) for axis in (dims.replicate, dims.shard) if axis]
+    names = tuple(itertools.chain(*given))
+    if any(len(axes) > 1 for axes in given):
+        raise LayoutError(
+            f"fully_shard: dp_mesh_dims names several axes as one, {dims!r}; make them one axis of the mesh: "
+            f"mesh[{names!r}]._flatten('data')"
+        )
+    if mesh is None or not set(names) <= set(as_mesh(mesh).axis_names):
+        raise MeshError(f"fully_shard: dp_mesh_dims names axes {names} that mesh={mesh!r} does not have")
+    return mesh[names if len(names) > 1 else names[0]]
+
+
+def _policy(data: DataMesh, mixed: MixedPrecisionPolicy, reshard: bool | int | None, is_cut: bool) -> Policy:
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if not all(hasattr(mixed, name) for name in names):
         raise LayoutError(f"fully_shard: mp_policy must be a MixedPrecisionPolicy, got {mixed!r}")
@@ -203,7 +232,7 @@ def _policy(data: DataMesh, mixed: MixedPrecisionPolicy, reshard: bool | int | N
         mixed.reduce_dtype,
         mixed.output_dtype,
         casts_inputs="always" if mixed.cast_forward_inputs else "never",
-        frees=data.parts > 1,
+        frees=data.parts > 1 and is_cut,
         frees_after_forward=None if reshard is None else bool(reshard),
     )
 
@@ -214,6 +243,7 @@ def _making(
     offload: OffloadPolicy,
     owners: Iterable[nn.Parameter],
     placement_of: Callable[[nn.Parameter], object] | None,
+    is_cut: bool,
 ) -> Making:
     here = data.mesh.device
     if here.type == "cuda" and here.index is None:
@@ -228,11 +258,12 @@ def _making(
             return param.device
         return torch.device("cpu") if on_cpu else device(param)
 
-    dims = None if placement_of is None else {id(param): _chosen_dim(param, placement_of(param)) for param in owners}
-    chosen = None if dims is None else {key: dim for key, dim in dims.items() if dim is not None}
+    wanted = None if placement_of is None else {id(param): _chosen_dim(param, placement_of(param)) for param in owners}
+    chosen = None if wanted is None else {key: dim for key, dim in wanted.items() if dim is not None}
     pins = on_cpu and getattr(offload, "pin_memory", False) and data.mesh.device.type != "cpu"
+    cut, dims = (_cut_first, chosen) if is_cut else (cut_nothing, None)
     return Making(
-        data, _cut_first, policy.compute_dtype, kept_device=kept_device, device=device, dims=chosen, pins_memory=pins
+        data, cut, policy.compute_dtype, kept_device=kept_device, device=device, dims=dims, pins_memory=pins
     )
 
 
