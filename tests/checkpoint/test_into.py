@@ -28,6 +28,25 @@ def test_memory_that_cannot_be_written(tmp_path):
     refused(tmp_path / "c", {"a": torch.zeros(4).expand(3, 4)}, "'a': elements of the tensor share memory")
 
 
+def test_tensors_that_share_a_part_of_their_memory(tmp_path):
+    checkpoint.save(tmp_path / "c", {"a": torch.ones(3), "b": torch.zeros(3)})
+    x = torch.full((6,), 7.0)
+    refused(tmp_path / "c", {"a": x[:3], "b": x[1:4]}, "'a' and 'b' share a part of their memory")
+    refused(tmp_path / "c", {"a": x[::2], "b": x[2:5]}, "'a' and 'b' share a part of their memory")
+    refused(tmp_path / "c", {"a": x.view(torch.int32)[:3].view(torch.float32), "b": x[2:5]}, "share a part")
+    assert x.tolist() == [7] * 6
+    checkpoint.load(tmp_path / "c", {"a": x[::2], "b": x[1::2]})
+    assert x.tolist() == [1, 0] * 3
+    checkpoint.save(tmp_path / "d", {"a": torch.arange(12.0).view(3, 4)})
+    refused(tmp_path / "d", {"a": torch.zeros(9).as_strided((3, 4), (2, 1))}, "'a': elements of the tensor share memory")
+    refused(tmp_path / "d", {"a": torch.zeros(50).as_strided((3, 4), (6, 4))}, "'a': elements of the tensor share memory")
+    checkpoint.save(tmp_path / "e", {"a": torch.ones(3, 3)})
+    refused(tmp_path / "e", {"a": torch.zeros(9).as_strided((3, 3), (4, 0))}, "'a': elements of the tensor share memory")
+    gaps = torch.zeros(4, 9)[:, ::3].T
+    checkpoint.load(tmp_path / "d", {"a": gaps})
+    assert gaps.equal(torch.arange(12.0).view(3, 4))
+
+
 @pytest.mark.parametrize("format", ["shardwise", "safetensors"])
 def test_two_names_of_one_tensor(tmp_path, format):
     w = torch.zeros(3)

@@ -11,6 +11,7 @@ import torch
 from shardwise.checkpoint.agreement import Agreed, agree
 from shardwise.checkpoint.holders import Held, Side, check, held, side_of
 from shardwise.checkpoint.loader import Loader
+from shardwise.checkpoint.overlap import check_overlaps
 from shardwise.checkpoint.plan import LoadPlan, plan
 from shardwise.checkpoint.shared import Sharing
 from shardwise.checkpoint.source import Source
@@ -64,6 +65,7 @@ def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: 
             check(name, tensor, "loading")
             _check_fits(source, name, tensor)
         _check_tied(source, targets.tensors)
+        check_overlaps(targets.tensors)
     except Exception as raised:
         error = raised
     mine = targets.missing, sorted(targets.taken) if world.size > 1 else []
