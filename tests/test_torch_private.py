@@ -1,4 +1,4 @@
-"""Private names of torch: all there, all in one file, each with the feature that needs it."""
+"""Private names of torch: all there, all in one package, each with the feature that needs it."""
 
 import ast
 import functools
@@ -9,27 +9,27 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import torch_private
+from shardwise.torch_private import taking
 
 ROOT = Path(shardwise.__file__).parent
 
 
-@pytest.mark.parametrize("path", sorted(torch_private.USED_FOR))
+@pytest.mark.parametrize("path", sorted(taking.USED_FOR))
 def test_torch_still_has_it(path):
     """If this fails, the feature in the message breaks with this version of torch."""
     try:
-        torch_private.resolve_name(path)
+        taking.resolve_name(path)
     except AttributeError:
-        pytest.fail(f"torch {torch.__version__} has no {path}: {torch_private.USED_FOR[path]} does not work")
+        pytest.fail(f"torch {torch.__version__} has no {path}: {taking.USED_FOR[path]} does not work")
 
 
 def test_every_name_says_what_needs_it():
-    assert all(len(feature) > 5 for feature in torch_private.USED_FOR.values())
+    assert all(len(feature) > 5 for feature in taking.USED_FOR.values())
 
 
 def test_a_name_that_is_gone_breaks_its_feature_alone():
-    missing = torch_private.take("torch._C._no_such_name", "something that nobody needs")
-    del torch_private.USED_FOR["torch._C._no_such_name"]
+    missing = taking.take("torch._C._no_such_name", "something that nobody needs")
+    del taking.USED_FOR["torch._C._no_such_name"]
     assert not isinstance(3, missing)
     with pytest.raises(NotImplementedError, match=r"something that nobody needs needs torch\._C\._no_such_name"):
         missing()
@@ -49,13 +49,13 @@ def ours():
 
 
 ALLOWED = re.compile(r"torch\.utils\._pytree|torch\.ops\.|torch\.distributed\._shard")
-# Attributes of torch's objects that are not listed in torch_private.py, see its docstring.
+# Attributes of torch's objects that are not listed in torch_private/, see its docstring.
 ON_OBJECTS = {"_version", "_base", "_parameters", "_buffers"}
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_nobody_else_touches_them(path):
-    if path.name == "torch_private.py":
+    if path.parent.name == "torch_private":
         return
     tree = ast.parse(path.read_text())
     # the operator databases of torch's tests are what the proof goes through; Dynamo is told by the name of its module

@@ -24,7 +24,8 @@ from shardwise.move import plan_steps
 from shardwise.move.pack import take
 from shardwise.protocols import LocalValue
 from shardwise.tensor import DTensor
-from shardwise.torch_private import are_transforms_active, is_transforming, storage_id
+from shardwise.torch_private.autograd import is_transforming
+from shardwise.torch_private.tensors import are_transforms_active, storage_id
 from shardwise.wrapper import wrap
 
 

@@ -15,7 +15,8 @@ from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, as_placements
 from shardwise.mesh import as_mesh
 from shardwise.protocols import LocalValue
-from shardwise.torch_private import is_recorded, is_transforming, storage_id
+from shardwise.torch_private.autograd import is_recorded, is_transforming
+from shardwise.torch_private.tensors import storage_id
 from shardwise.wrapper import Wrapper, wrap
 
 

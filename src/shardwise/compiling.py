@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from shardwise.errors import CaptureError
 from shardwise.protocols import Item
-from shardwise.torch_private import compile_backend, has_no_compiler, mark_inline
+from shardwise.torch_private.tensors import compile_backend, has_no_compiler, mark_inline
 from shardwise.wrapper import Wrapper
 
 Function = Callable[..., Any]

@@ -25,14 +25,16 @@ from shardwise.context import of_thread
 from shardwise.engine.plain_tensors import replicated_plain
 from shardwise.engine.transforms import is_outside, turn_in, turn_out
 from shardwise.errors import AutogradError
-from shardwise.torch_private import (
+from shardwise.torch_private.autograd import (
     BackwardHookFunction,
     DelayedError,
-    are_transforms_active,
     function_of,
     give_node_class,
-    held_by_transforms,
     is_transforming,
+)
+from shardwise.torch_private.tensors import (
+    are_transforms_active,
+    held_by_transforms,
     requires_grad_in_cpp,
     without_torch_function,
 )

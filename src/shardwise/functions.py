@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.torch_private import schema_of
+from shardwise.torch_private.tensors import schema_of
 
 _MADE_FOR_A_CALL = (functools.partial, MethodType)
 _NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__init__", "__iter__"}

@@ -24,7 +24,8 @@ from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.errors import AxisError, MeshError
 from shardwise.outlined_mesh import OutlinedMesh, outline
 from shardwise.simulated_mesh import SimulatedMesh, _submesh, active_mesh, simulate  # noqa: F401  (_submesh: pickles)
-from shardwise.torch_private import active_device_mesh, root_mesh, without_fake_mode
+from shardwise.torch_private.distributed import active_device_mesh, root_mesh
+from shardwise.torch_private.tensors import without_fake_mode
 
 __all__ = ["DeviceMesh", "Mesh", "OutlinedMesh", "SimulatedMesh", "as_mesh", "init_device_mesh", "outline", "simulate"]
 

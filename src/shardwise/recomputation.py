@@ -16,7 +16,7 @@ import torch
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.engine.saved import Check
 from shardwise.layout import Layout
-from shardwise.torch_private import CheckpointFrame
+from shardwise.torch_private.autograd import CheckpointFrame
 from shardwise.wrapper import Wrapper, wrap
 
 

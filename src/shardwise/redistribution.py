@@ -18,7 +18,7 @@ from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.mesh import Mesh
 from shardwise.move import move_across, plan_steps
 from shardwise.move.steps import MeshStep
-from shardwise.torch_private import is_recorded
+from shardwise.torch_private.autograd import is_recorded
 from shardwise.wrapper import Wrapper, wrap
 
 Dtype = torch.dtype | None

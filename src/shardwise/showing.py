@@ -19,7 +19,7 @@ from shardwise.layout import Layout, Partial, Placement
 from shardwise.layout.layout import holders_of
 from shardwise.layout.split import Intervals, positions
 from shardwise.layout.tiles import Tile
-from shardwise.torch_private import is_abstract, is_transformed
+from shardwise.torch_private.tensors import is_abstract, is_transformed
 from shardwise.wrapper import Wrapper
 
 _MOST_LETTERS = 160  # of one placement

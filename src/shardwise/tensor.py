@@ -19,14 +19,8 @@ from shardwise.comm.record import Note
 from shardwise.context import is_strict, of_thread, refuse_in_program, relaxed
 from shardwise.copies import deep_copy, pickled, unpickled
 from shardwise.drawing import figure, markup
+from shardwise.engine import reduce_to_parts
 from shardwise.engine.call import SPECIAL, call_function, call_overload
-from shardwise.engine.reduce_to_parts import (
-    enter_with_gradient,
-    full_with_gradient,
-    gathered_axes,
-    leave_with_gradient,
-    note_gathered,
-)
 from shardwise.errors import LayoutError, RuleError, dim_from_front
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
 from shardwise.layout.picture import picture_of
@@ -39,7 +33,8 @@ from shardwise.redistribution import redistribute_across, redistribute_as, targe
 from shardwise.showing import text_of
 from shardwise.sizes import layout_of_locals
 from shardwise.spec import Spec
-from shardwise.torch_private import is_recorded, make_dual, make_wrapper, unpack_dual, use_list_ops_for
+from shardwise.torch_private.autograd import is_recorded
+from shardwise.torch_private.tensors import make_dual, make_wrapper, unpack_dual, use_list_ops_for
 from shardwise.wrapper import Wrapper, wrap
 
 _REDISTRIBUTE = Note("redistribute")
@@ -181,7 +176,7 @@ class DTensor(Wrapper):
         local, layout = layout_of_locals(local, mesh, places, shape, stride, run_check, assume_even)
         if grad_placements is not None:
             theirs = checked_grad_layout(layout, grad_placements)
-            return enter_with_gradient(local, layout, theirs, of_leaves)  # type: ignore[return-value]
+            return reduce_to_parts.enter_with_gradient(local, layout, theirs, of_leaves)  # type: ignore[return-value]
         return enter(local, layout, of_leaves)
 
     @staticmethod
@@ -214,7 +209,7 @@ class DTensor(Wrapper):
         if not is_recorded(self):
             return other_side(comm, local)
         if grad_placements is not None:
-            return leave_with_gradient(self, checked_grad_layout(self._layout, grad_placements))
+            return reduce_to_parts.leave_with_gradient(self, checked_grad_layout(self._layout, grad_placements))
         return other_side(comm, own_each(comm, local))
 
     def redistribute(
@@ -268,7 +263,8 @@ class DTensor(Wrapper):
             return _arriving(self, target, note)
         moved = wrap(run_move(self._local, target.mesh.comm, steps, note), target)
         if is_recorded(target.mesh.comm.first(moved._local)):
-            note_gathered(self, moved, gathered_axes(self._layout, target), for_calls=False)
+            axes = reduce_to_parts.gathered_axes(self._layout, target)
+            reduce_to_parts.note_gathered(self, moved, axes, for_calls=False)
         return moved
 
     def wait(self) -> DTensor:
@@ -277,9 +273,8 @@ class DTensor(Wrapper):
         return self
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
-        """The whole value as a plain tensor on every rank, differentiable.
-
-        On a simulated sub-mesh whose groups hold different values it is a RankTensor: each rank has its group's.
+        """The whole value as a plain tensor on every rank, differentiable; of a simulated sub-mesh whose groups hold
+        different values, a RankTensor.
 
         Args:
             grad_placements: How the gradient that comes back for it is laid out; by default replicated.
@@ -288,7 +283,8 @@ class DTensor(Wrapper):
         whole = layout.replace(placements=(REPLICATE,) * len(layout.placements), stride=None)
         comm = layout.mesh.comm
         if grad_placements is not None and is_recorded(self):
-            local = full_with_gradient(self._local, layout, whole, checked_grad_layout(whole, grad_placements))
+            theirs = checked_grad_layout(whole, grad_placements)
+            local = reduce_to_parts.full_with_gradient(self._local, layout, whole, theirs)
         else:
             local = move(self._local, layout, whole, Note("full_tensor"))
         return other_side(comm, collapse(comm, local))

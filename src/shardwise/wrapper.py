@@ -13,7 +13,7 @@ import torch
 
 from shardwise.layout import Layout
 from shardwise.protocols import LocalValue
-from shardwise.torch_private import held_by_transforms, make_wrapper, storage_id, without_torch_function
+from shardwise.torch_private.tensors import held_by_transforms, make_wrapper, storage_id, without_torch_function
 
 
 class Wrapper(torch.Tensor):

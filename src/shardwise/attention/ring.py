@@ -30,7 +30,7 @@ from shardwise.layout.split import Intervals
 from shardwise.move import plan_steps, run_move, start_move
 from shardwise.sizes import coords_on, cut_as_held
 from shardwise.strategy.program import sum_dtype
-from shardwise.torch_private import is_transforming
+from shardwise.torch_private.autograd import is_transforming
 
 Local = torch.Tensor  # a local value: of one rank on processes, of all ranks in simulation
 Wait = Callable[[], object]

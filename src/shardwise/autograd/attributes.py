@@ -19,7 +19,7 @@ from shardwise.layout import Layout
 from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.move import plan_steps, run_move
 from shardwise.protocols import LocalValue
-from shardwise.torch_private import without_torch_function
+from shardwise.torch_private.tensors import without_torch_function
 from shardwise.wrapper import Wrapper, wrap, wrapper_of
 
 

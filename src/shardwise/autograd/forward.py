@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from shardwise import torch_private
 from shardwise.comm.record import Note
 from shardwise.engine.transforms import turn_in, turn_out
 from shardwise.errors import AutogradError, LayoutError, MeshError
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import move
-from shardwise.torch_private import is_transformed, tracing_mode, without_torch_function
+from shardwise.torch_private import tensors as private
+from shardwise.torch_private.tensors import is_transformed, tracing_mode, without_torch_function
 from shardwise.wrapper import Wrapper, wrap
 
 _LINEAR = ("sum", "avg")  # reductions whose parts have parts of the tangent
@@ -32,7 +32,7 @@ def make_dual(tensor: torch.Tensor, tangent: torch.Tensor, level: int = 0) -> An
                 "the tensor a DTensor with distribute_tensor"
             )
         with without_torch_function():
-            return torch_private.make_dual(tensor, turn_out(tangent), level=level)  # type: ignore[arg-type]
+            return private.make_dual(tensor, turn_out(tangent), level=level)  # type: ignore[arg-type]
     primal = _with_linear_parts(tensor)
     layout, comm = primal._layout, primal._layout.mesh.comm
     given = turn_in(tangent, layout.mesh)
@@ -46,7 +46,7 @@ def make_dual(tensor: torch.Tensor, tangent: torch.Tensor, level: int = 0) -> An
     wanted = given._layout.replace(placements=layout.placements)
     moved = move(given._local, given._layout, wanted, Note("make_dual"))
     pairs = zip(comm.values(primal._local), comm.pick(comm.structure(primal._local), moved), strict=True)
-    duals = [torch_private.make_dual(value, part, level=level) for value, part in pairs]
+    duals = [private.make_dual(value, part, level=level) for value, part in pairs]
     return wrap(comm.rebuild(primal._local, duals), layout)
 
 
@@ -55,7 +55,7 @@ def unpack_dual(tensor: torch.Tensor, level: int = 0) -> tuple[Any, Any]:
     assert isinstance(tensor, Wrapper)
     tensor = _with_linear_parts(tensor)
     layout, comm = tensor._layout, tensor._layout.mesh.comm
-    found = [torch_private.unpack_dual(value, level=level) for value in comm.values(tensor._local)]
+    found = [private.unpack_dual(value, level=level) for value in comm.values(tensor._local)]
     rebuilt = lambda values: wrap(comm.rebuild(tensor._local, values), layout)
     primal = rebuilt([value for value, _ in found])
     if all(tangent is None for _, tangent in found):

@@ -15,7 +15,8 @@ from shardwise.layout.gradient import grad_layout, summed_axes, unsummed_axes
 from shardwise.layout.placement import REPLICATE
 from shardwise.move import move
 from shardwise.protocols import LocalValue
-from shardwise.torch_private import is_recorded, is_transformed
+from shardwise.torch_private.autograd import is_recorded
+from shardwise.torch_private.tensors import is_transformed
 from shardwise.wrapper import Wrapper, wrap
 
 

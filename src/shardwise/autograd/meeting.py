@@ -24,7 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.comm.base import Comm
 from shardwise.errors import AutogradError
 from shardwise.protocols import LocalValue, Structure
-from shardwise.torch_private import gradient_hooks, number_of_node, set_number_of_node, storage_id, take_backward_passes
+from shardwise.torch_private.autograd import gradient_hooks, number_of_node, set_number_of_node, take_backward_passes
+from shardwise.torch_private.tensors import storage_id
 
 Grads = Sequence[torch.Tensor | None]
 Hook = Callable[[LocalValue | None], LocalValue | None]  # None: no gradient came by

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardwise.captures.program import GetGrad, Program, Ref, SetGrad, Statement
-from shardwise.torch_private import storage_id, without_torch_function
+from shardwise.torch_private.tensors import storage_id, without_torch_function
 
 
 class Memory:

@@ -40,7 +40,7 @@ from shardwise.captures.tape import Tape
 from shardwise.comm.capturing import tape_here, tapes
 from shardwise.errors import CaptureError, check_type
 from shardwise.protocols import Item
-from shardwise.torch_private import global_hook_tables, is_used_up, module_hooks
+from shardwise.torch_private.autograd import global_hook_tables, is_used_up, module_hooks
 
 MOST_CAPTURES = 64  # programs that a function keeps
 _LEAVES = "a backward pass inside leaves the function by an argument"

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.captures.program import GetGrad, Program, Ref, SetGrad, Statement
 from shardwise.protocols import Item
-from shardwise.torch_private import below_autograd, set_grad_mode, without_torch_function
+from shardwise.torch_private.tensors import below_autograd, set_grad_mode, without_torch_function
 
 _INDENT = "    "
 

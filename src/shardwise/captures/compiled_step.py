@@ -12,7 +12,7 @@ import torch
 
 from shardwise.captures.program import OptimizerStep
 from shardwise.comm.capturing import steppers
-from shardwise.torch_private import body_of_step
+from shardwise.torch_private.autograd import body_of_step
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW)  # whose rates may be tensors
 _FEW = 3  # times that other options than the rate may change: each time is a compilation

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.captures.aliasing import Memory
 from shardwise.captures.program import Flattened, OptimizerStep, Program, SetGrad, Statement
-from shardwise.torch_private import storage_users
+from shardwise.torch_private.tensors import storage_users
 
 Run = Callable[..., tuple[torch.Tensor, ...]]
 

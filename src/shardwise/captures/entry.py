@@ -16,7 +16,7 @@ from shardwise.engine import autocast
 from shardwise.errors import CaptureError
 from shardwise.protocols import Item
 from shardwise.random.generator import stream
-from shardwise.torch_private import DeviceMode, attention_kernels, function_modes
+from shardwise.torch_private.tensors import DeviceMode, attention_kernels, function_modes
 from shardwise.wrapper import Wrapper, wrap, wrapper_of
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from shardwise.comm.capturing import tape_here
 from shardwise.protocols import Args, Item, Kwargs, Op, Result
-from shardwise.torch_private import gradient_hooks, module_hooks
+from shardwise.torch_private.autograd import gradient_hooks, module_hooks
 
 _VALUES = {
     getattr(torch.Tensor, name): name

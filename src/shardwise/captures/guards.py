@@ -9,7 +9,8 @@ import torch
 
 from shardwise.autograd.leaves import first_leaf
 from shardwise.captures.readings import Reading
-from shardwise.torch_private import gradient_hook_tables, without_torch_function
+from shardwise.torch_private.autograd import gradient_hook_tables
+from shardwise.torch_private.tensors import without_torch_function
 from shardwise.wrapper import Wrapper
 
 _OF_WRAPPER = ("_local", "_layout", "_leaf", "_hooks")

@@ -12,7 +12,7 @@ from shardwise.comm.record import Note
 from shardwise.move.cost import cost_of
 from shardwise.move.steps import MeshStep, Step
 from shardwise.protocols import Item, Structure
-from shardwise.torch_private import OpOverload, schema_of
+from shardwise.torch_private.tensors import OpOverload, schema_of
 
 
 def items_in(*values: Item) -> list[Any]:

@@ -25,7 +25,7 @@ from shardwise.captures.names import names_in
 from shardwise.captures.readings import SIMPLE, Reading, Values
 from shardwise.comm.capturing import settings
 from shardwise.protocols import Item
-from shardwise.torch_private import children_of, hook_tables
+from shardwise.torch_private.autograd import children_of, hook_tables
 
 _MOST = 10_000  # entries of a container that are compared at each call
 _FOREIGN = frozenset({"torch", "shardwise", "numpy", "builtins"} | set(sys.stdlib_module_names)) - {"__main__"}

@@ -35,7 +35,7 @@ from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note, recorders, user_line
 from shardwise.move.steps import Step
 from shardwise.protocols import Args, Item, Kwargs, Op, Result
-from shardwise.torch_private import (
+from shardwise.torch_private.tensors import (
     DispatchMode,
     OpOverload,
     schema_of,

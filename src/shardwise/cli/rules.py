@@ -20,7 +20,7 @@ from shardwise.cli.derive import Blank, Derivation, NoSample, derive
 from shardwise.strategy import registry
 from shardwise.strategy.registry import Rule
 from shardwise.strategy.spec import Gathered
-from shardwise.torch_private import all_op_names, has_kernel, schema_of
+from shardwise.torch_private.tensors import all_op_names, has_kernel, schema_of
 
 _EXAMPLES = """examples:
   shardwise rules                            every op that has a rule

@@ -10,7 +10,7 @@ import torch
 from shardwise.comm.base import Comm
 from shardwise.comm.record import recorders, recording_to
 from shardwise.protocols import Ctx, LocalValue, Structure, Tensors
-from shardwise.torch_private import is_transforming
+from shardwise.torch_private.autograd import is_transforming
 
 
 class _Held:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.protocols import Item
-from shardwise.torch_private import dispatch_modes
+from shardwise.torch_private.tensors import dispatch_modes
 
 
 class Tape(Protocol):

@@ -19,7 +19,7 @@ from shardwise.comm.peers import is_of_peers, who_is_lost
 from shardwise.comm.record import Note, of_thread, user_line
 from shardwise.comm.watch import errors
 from shardwise.errors import CommError
-from shardwise.torch_private import tracing_mode
+from shardwise.torch_private.tensors import tracing_mode
 
 _UNKNOWN = Note("")
 _TAGS = 0x3FFFFFFF

@@ -20,7 +20,7 @@ from shardwise.comm.process_group import PlainComm
 from shardwise.comm.record import Note, of_thread, record
 from shardwise.comm.without_values import Absent, told
 from shardwise.protocols import Result
-from shardwise.torch_private import FakeTensor
+from shardwise.torch_private.tensors import FakeTensor
 
 _SIZES_BYTES = 18 * 8  # what ranks tell each other of a tensor's dtype and shape
 

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 
 from shardwise.comm.calls import forks
-from shardwise.torch_private import default_store
+from shardwise.torch_private.distributed import default_store
 
 PATIENCE_SECONDS = 2.0  # for the others to notice as well: a process is gone a little after its connections are
 _OF_PEERS = re.compile(r"connection|timed? ?out|peer|network|socket|remote process|pair closure", re.IGNORECASE)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise.errors import LayoutError
 from shardwise.functions import may_write, writes_first, written
-from shardwise.torch_private import storage_id, storage_users
+from shardwise.torch_private.tensors import storage_id, storage_users
 
 Run = Callable[[], Any]
 Done = dict[Hashable, Any]  # results of calls, by what tells them apart

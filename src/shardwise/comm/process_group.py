@@ -33,7 +33,7 @@ from shardwise.comm.messages import (
 from shardwise.comm.record import Note, record
 from shardwise.comm.reduction import REDUCTIONS, reduce_parts
 from shardwise.comm.watch import sign_in
-from shardwise.torch_private import tracing_mode, without_fake_mode
+from shardwise.torch_private.tensors import tracing_mode, without_fake_mode
 
 _REDUCE = {
     "sum": dist.ReduceOp.SUM,

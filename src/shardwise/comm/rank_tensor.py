@@ -20,7 +20,8 @@ from shardwise.drawing import rank_names
 from shardwise.errors import LayoutError
 from shardwise.functions import may_write, writes_first, written
 from shardwise.protocols import Ctx
-from shardwise.torch_private import make_wrapper, reentrant, storage_users
+from shardwise.torch_private.autograd import reentrant
+from shardwise.torch_private.tensors import make_wrapper, storage_users
 
 
 class PerRank(tuple):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
-from shardwise.torch_private import current_node
+from shardwise.torch_private.autograd import current_node
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from shardwise.comm.rank_tensor import PerRank, RankTensor, is_list_op, map_posi
 from shardwise.comm.reduction import reduce_parts
 from shardwise.errors import LayoutError, MeshError
 from shardwise.protocols import LocalValue
-from shardwise.torch_private import storage_id
+from shardwise.torch_private.tensors import storage_id
 
 OnGroup = Callable[[list[torch.Tensor], list[Coords]], list[torch.Tensor]]  # values and coordinates of some ranks
 

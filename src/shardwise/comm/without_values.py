@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map_only
 from shardwise.comm.record import user_line
 from shardwise.errors import OutlineError
 from shardwise.protocols import Args, Kwargs, Op, Result
-from shardwise.torch_private import AsksForValue, FakeMode, FakeTensor, HasNoSize, has_cuda_guards, without_fake_mode
+from shardwise.torch_private.autograd import has_cuda_guards
+from shardwise.torch_private.tensors import AsksForValue, FakeMode, FakeTensor, HasNoSize, without_fake_mode
 
 Number: TypeAlias = int | float | bool | complex
 Assumed: TypeAlias = Number | str | Callable[[torch.Tensor], Number]

@@ -20,7 +20,8 @@ from shardwise.comm.record import Entry, Recorder
 from shardwise.debug.trace import ModuleTrace, Operation
 from shardwise.engine.call_shape import op_name
 from shardwise.layout import Placement
-from shardwise.torch_private import DispatchMode, current_node, number_of_node, sequence_number
+from shardwise.torch_private.autograd import current_node, number_of_node, sequence_number
+from shardwise.torch_private.tensors import DispatchMode
 from shardwise.wrapper import Wrapper
 
 _functional = torch.ops.c10d_functional

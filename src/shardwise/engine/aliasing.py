@@ -22,7 +22,8 @@ from shardwise.context import is_strict
 from shardwise.engine.call_shape import Path, fetch, put
 from shardwise.engine.local_copies import LOCAL_COPIES, after_local_write
 from shardwise.errors import RuleError
-from shardwise.torch_private import are_transforms_active, has_gradient_hooks
+from shardwise.torch_private.autograd import has_gradient_hooks
+from shardwise.torch_private.tensors import are_transforms_active
 from shardwise.wrapper import Wrapper, restride, storage_id_of, storage_of, wrap
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.engine.call_shape import CallShape, fetch, meta_like, put
 from shardwise.engine.plan import Plan
 from shardwise.strategy.spec import Factors
-from shardwise.torch_private import ignore_torch_function, is_any_autocast_enabled, make_wrapper
+from shardwise.torch_private.tensors import ignore_torch_function, is_any_autocast_enabled, make_wrapper
 
 is_on: Callable[[], bool] = is_any_autocast_enabled
 Casts = dict[int, torch.dtype]  # which tensors of a call are cast, by their number in it, and to what

@@ -30,13 +30,12 @@ from shardwise.engine.planner import planned
 from shardwise.engine.results import check_shapes
 from shardwise.engine.transforms import call_transformed
 from shardwise.errors import AutogradError
-from shardwise.torch_private import (
+from shardwise.torch_private.autograd import reentrant, with_transforms
+from shardwise.torch_private.tensors import (
     are_transforms_active,
     is_forward_grad_enabled,
-    reentrant,
     schema_of,
     with_torch_function,
-    with_transforms,
 )
 from shardwise.wrapper import Wrapper, wrap
 

@@ -17,7 +17,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import Mesh
 from shardwise.strategy.memory import correct_memory
 from shardwise.strategy.spec import Operand
-from shardwise.torch_private import schema_of, storage_id
+from shardwise.torch_private.tensors import schema_of, storage_id
 from shardwise.wrapper import Wrapper
 
 Path = tuple[Any, ...]  # where a tensor stands: the number or name of an argument, then positions in lists

@@ -14,7 +14,7 @@ from shardwise.engine.call_shape import CallShape, tensors_in
 from shardwise.engine.plan import Plan, build_plan
 from shardwise.layout import Partial
 from shardwise.strategy.spec import Factors, Order
-from shardwise.torch_private import is_recorded
+from shardwise.torch_private.autograd import is_recorded
 from shardwise.wrapper import Wrapper, wrap
 
 TURNED = {Partial("max"): Partial("min"), Partial("min"): Partial("max")}

@@ -40,7 +40,8 @@ from shardwise.move import plan_steps, run_move
 from shardwise.protocols import LocalValue
 from shardwise.strategy.memory import copied_stride
 from shardwise.strategy.registry import in_place_flag
-from shardwise.torch_private import is_recorded, is_transforming, schema_of, storage_id
+from shardwise.torch_private.autograd import is_recorded, is_transforming
+from shardwise.torch_private.tensors import schema_of, storage_id
 from shardwise.wrapper import Wrapper, rebind, wrap
 
 NO_RULE = "gather, since there is no rule for it, and compute it on every rank"

@@ -17,7 +17,7 @@ from shardwise.engine.plan import Plan
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout.layout import dense_stride
 from shardwise.rules.as_strided import is_part
-from shardwise.torch_private import OpOverload, schema_of
+from shardwise.torch_private.tensors import OpOverload, schema_of
 from shardwise.wrapper import Wrapper, rebind, storage_id_of
 
 _OF_FACTORIES = ("dtype", "layout", "device", "pin_memory")  # an overload with `out` may take these from it

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.torch_private import storage_id
+from shardwise.torch_private.tensors import storage_id
 
 
 class _Pair(NamedTuple):

@@ -24,7 +24,7 @@ from shardwise.errors import MeshError
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.strategy.spec import Algorithm, Gathered, Spec
-from shardwise.torch_private import schema_of
+from shardwise.torch_private.tensors import schema_of
 from shardwise.wrapper import wrap
 
 

@@ -15,7 +15,7 @@ from shardwise.context import of_thread
 from shardwise.engine.aliasing import memory_of
 from shardwise.engine.call_shape import Path, fetch
 from shardwise.engine.plan import Plan
-from shardwise.torch_private import is_transforming
+from shardwise.torch_private.autograd import is_transforming
 from shardwise.wrapper import Wrapper
 
 Args = Sequence[object]

@@ -37,7 +37,8 @@ from shardwise.strategy.empty_ranks import (
 )
 from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.spec import Algorithm, LocalCall, PerCoords, Spec
-from shardwise.torch_private import is_recorded, is_transforming, schema_of, storage_id
+from shardwise.torch_private.autograd import is_recorded, is_transforming
+from shardwise.torch_private.tensors import schema_of, storage_id
 from shardwise.wrapper import Wrapper, shares_memory
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]

@@ -28,14 +28,14 @@ from shardwise.functions import may_write, writes_first
 from shardwise.strategy import registry
 from shardwise.strategy.relayout import Relayout
 from shardwise.strategy.spec import Algorithm, Factors, Gathered, Operand
-from shardwise.torch_private import (
+from shardwise.torch_private.autograd import without_transforms
+from shardwise.torch_private.tensors import (
     OpOverload,
     are_transforms_active,
     fake_mode,
     schema_of,
     without_fake_mode,
     without_torch_function,
-    without_transforms,
 )
 from shardwise.wrapper import Wrapper
 

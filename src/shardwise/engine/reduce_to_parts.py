@@ -25,7 +25,7 @@ from shardwise.move.limit import current_cap
 from shardwise.move.run import run_steps
 from shardwise.move.steps import Spread
 from shardwise.protocols import LocalValue
-from shardwise.torch_private import is_transforming
+from shardwise.torch_private.autograd import is_transforming
 from shardwise.wrapper import Wrapper
 
 

@@ -16,7 +16,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import Layout
 from shardwise.protocols import LocalValue
 from shardwise.strategy.spec import Result, Spec
-from shardwise.torch_private import is_any_autocast_enabled, storage_id
+from shardwise.torch_private.tensors import is_any_autocast_enabled, storage_id
 from shardwise.wrapper import Wrapper, restride, shares_memory, wrap, wrapper_of
 
 Given = TypeVar("Given")

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.engine.call_shape import CallShape, fetch, meta_like
 from shardwise.layout import Layout
-from shardwise.torch_private import are_transforms_active, storage_id
+from shardwise.torch_private.tensors import are_transforms_active, storage_id
 from shardwise.wrapper import Wrapper
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]

@@ -22,14 +22,11 @@ from shardwise.layout.placement import REPLICATE, Placement
 from shardwise.mesh import Mesh
 from shardwise.move import move
 from shardwise.protocols import Ctx, LocalValue, Structure, Tensors, VmapInfo
-from shardwise.torch_private import (
+from shardwise.torch_private.autograd import take_jacfwd, take_transforms, take_undefined_grad, take_vmap
+from shardwise.torch_private.tensors import (
     are_transforms_active,
     held_by_transforms,
     is_transformed,
-    take_jacfwd,
-    take_transforms,
-    take_undefined_grad,
-    take_vmap,
     without_torch_function,
 )
 from shardwise.wrapper import Wrapper, wrap

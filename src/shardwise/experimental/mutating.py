@@ -18,7 +18,7 @@ from shardwise.functions import is_written_argument
 from shardwise.layout import Placement
 from shardwise.strategy.spec import Algorithm
 from shardwise.tensor import DTensor
-from shardwise.torch_private import schema_of
+from shardwise.torch_private.tensors import schema_of
 
 
 class OnCopies:

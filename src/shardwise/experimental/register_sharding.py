@@ -22,7 +22,7 @@ from shardwise.strategy import registry
 from shardwise.strategy.notation import parse
 from shardwise.strategy.reading import line_rule
 from shardwise.strategy.spec import Assignment, Choice, Factors, Operand, Spec, fitting, operands_in
-from shardwise.torch_private import OpOverload, OpOverloadPacket, schema_of
+from shardwise.torch_private.tensors import OpOverload, OpOverloadPacket, schema_of
 
 Op = Callable[..., Any]  # an op of torch.ops or torch.library, or a Python function
 Pair = tuple[tuple[Placement, ...], tuple[Placement, ...]]  # placements of outputs, of inputs

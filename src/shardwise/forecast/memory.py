@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.without_values import Absent
-from shardwise.torch_private import FakeTensor, storage_number
+from shardwise.torch_private.tensors import FakeTensor, storage_number
 from shardwise.wrapper import Wrapper
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"

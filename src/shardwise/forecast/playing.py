@@ -21,7 +21,7 @@ from shardwise.forecast.report import Report
 from shardwise.forecast.timing import play
 from shardwise.mesh import OutlinedMesh
 from shardwise.simulated_mesh import active_mesh
-from shardwise.torch_private import fake_mode
+from shardwise.torch_private.tensors import fake_mode
 from shardwise.wrapper import Wrapper
 
 

@@ -30,15 +30,8 @@ from shardwise.forecast.memory import (
 )
 from shardwise.forecast.timing import Began, Event, Kernel, Waited
 from shardwise.protocols import Args, Kwargs, Op, Result
-from shardwise.torch_private import (
-    DispatchMode,
-    FakeTensor,
-    current_node,
-    number_of_node,
-    schema_of,
-    sequence_number,
-    take_resize,
-)
+from shardwise.torch_private.autograd import current_node, number_of_node, sequence_number
+from shardwise.torch_private.tensors import DispatchMode, FakeTensor, schema_of, take_resize
 from shardwise.wrapper import Wrapper
 
 _NO_KERNELS = (

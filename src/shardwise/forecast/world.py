@@ -25,7 +25,7 @@ from shardwise.comm.record import user_line
 from shardwise.errors import MeshError, OutlineError
 from shardwise.forecast.groups import Collectives, Group
 from shardwise.mesh import OutlinedMesh
-from shardwise.torch_private import FakeTensor
+from shardwise.torch_private.tensors import FakeTensor
 
 _ROOT = __name__.partition(".")[0]
 _REFUSED = ("batch_isend_irecv", "gather", "scatter", "scatter_object_list", "monitored_barrier", "reduce_scatter_v")

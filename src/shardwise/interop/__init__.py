@@ -16,7 +16,7 @@ from shardwise.layout.split import count
 from shardwise.mesh import as_mesh
 from shardwise.protocols import MeshLike
 from shardwise.tensor import DTensor
-from shardwise.torch_private import AsyncCollectiveTensor
+from shardwise.torch_private.distributed import AsyncCollectiveTensor
 
 if TYPE_CHECKING:
     import torch.distributed.tensor as theirs

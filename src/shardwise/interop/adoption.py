@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 
 from shardwise.imports import when_imported
-from shardwise.torch_private import ignore_torch_function, make_wrapper, mesh_of_one
+from shardwise.torch_private.distributed import mesh_of_one
+from shardwise.torch_private.tensors import ignore_torch_function, make_wrapper
 
 INTERNALS = (
     *("torch._dynamo", "torch._functorch", "torch._higher_order_ops", "torch._inductor", "torch._prims", "torch.fx"),

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.errors import RuleError
 from shardwise.imports import when_imported
 from shardwise.tensor import DTensor
-from shardwise.torch_private import FSDP_CLASSES
+from shardwise.torch_private.tensors import FSDP_CLASSES
 
 Start = Callable[..., None]
 

@@ -18,7 +18,8 @@ from shardwise.move.limit import current_cap
 from shardwise.move.planner import plan_steps
 from shardwise.move.steps import AllReduce, Begun, GatherParts, MeshStep, Spread, Step
 from shardwise.protocols import Ctx, Structure, Tensors, VmapInfo
-from shardwise.torch_private import in_memory, is_transforming, storage_id
+from shardwise.torch_private.autograd import is_transforming
+from shardwise.torch_private.tensors import in_memory, storage_id
 
 Value: TypeAlias = Any  # a local value, or the list of a ShardedTensor's tensors
 Run = Callable[[Any, Sequence[Step], Any, Note, list[Recorder]], Any]

@@ -23,7 +23,7 @@ from shardwise.comm.messages import (
 from shardwise.comm.reduction import REDUCTIONS, reduce_parts
 from shardwise.move.pack import pick, place
 from shardwise.move.schedule import BUFFER, Laid, Member, Pieces, Put, Round, Routes, Shape, Span, round_of
-from shardwise.torch_private import foreach_copy_
+from shardwise.torch_private.tensors import foreach_copy_
 
 Tensors = Sequence[torch.Tensor]
 

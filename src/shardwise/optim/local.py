@@ -20,7 +20,7 @@ from shardwise.optim.replaced import check_parameters
 from shardwise.optim.twin import ELEMENTWISE, Twin
 from shardwise.random.agreement import anything_drawn, compare_before_step
 from shardwise.tensor import DTensor
-from shardwise.torch_private import is_stepped_as_it_is, step_hooks
+from shardwise.torch_private.autograd import is_stepped_as_it_is, step_hooks
 
 AnyOptimizer = torch.optim.Optimizer
 Optimizer = TypeVar("Optimizer", bound=AnyOptimizer)

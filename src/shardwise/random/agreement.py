@@ -21,7 +21,7 @@ from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.record import Note, record
 from shardwise.errors import CommError
 from shardwise.mesh import Mesh
-from shardwise.torch_private import without_fake_mode
+from shardwise.torch_private.tensors import without_fake_mode
 
 _AT_ONCE = 8  # up to so many draws, a comparison is over before anyone sees the numbers
 _EVERY = 64  # the most draws between two comparisons

@@ -22,7 +22,8 @@ from shardwise.random.distributions import Distribution
 from shardwise.random.fill import fill_held
 from shardwise.random.generator import TORCH, next_key, stream
 from shardwise.strategy.memory import copied_stride
-from shardwise.torch_private import is_abstract, is_recorded
+from shardwise.torch_private.autograd import is_recorded
+from shardwise.torch_private.tensors import is_abstract
 from shardwise.wrapper import Wrapper, wrap
 
 

@@ -15,7 +15,7 @@ from shardwise.layout.region import Region
 from shardwise.random.distributions import Distribution
 from shardwise.random.philox import CHUNK, words
 from shardwise.random.walk import Walk, walk_over
-from shardwise.torch_private import is_abstract
+from shardwise.torch_private.tensors import is_abstract
 
 _WORTH_THREADS = 1 << 19  # elements: with fewer, starting threads costs more than they save
 

@@ -16,7 +16,8 @@ import torch
 
 from shardwise.errors import ShardwiseError, check_type
 from shardwise.random.philox import words
-from shardwise.torch_private import count_dispatch_modes, current_node, without_modes
+from shardwise.torch_private.autograd import current_node
+from shardwise.torch_private.tensors import count_dispatch_modes, without_modes
 
 PHILOX, TORCH = "philox", "torch"
 _LOWEST = -(1 << 63)

@@ -13,7 +13,7 @@ from shardwise.attention.blocks import How
 from shardwise.attention.sequence import CutAttention, along_cuts, keys_alone_are_cut, output_stride
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Result, Tensor, factors, operands_in, reduced
 from shardwise.strategy.registry import rule
-from shardwise.torch_private import attention_math
+from shardwise.torch_private.tensors import attention_math
 from shardwise.wrapper import restride
 
 

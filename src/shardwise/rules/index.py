@@ -22,7 +22,7 @@ from shardwise.rules.view import adds_up, clipped, dim_of, select, slice_, sum_o
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Tensor, factors
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import LocalCall
-from shardwise.torch_private import assert_async, is_abstract
+from shardwise.torch_private.tensors import assert_async, is_abstract
 from shardwise.wrapper import Wrapper, shares_memory
 
 Action = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]  # rule, function, arguments

@@ -17,7 +17,7 @@ from shardwise.strategy.memory import correct_thin
 from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced
 from shardwise.strategy.registry import named, rule
 from shardwise.strategy.spec import Assignment, Places, Spec
-from shardwise.torch_private import foreach_max, foreach_mul_, foreach_norm, fused_optimizer_steps
+from shardwise.torch_private.tensors import foreach_max, foreach_mul_, foreach_norm, fused_optimizer_steps
 from shardwise.wrapper import wrap, wrapper_of
 
 _SAME_NAMES = {"alpha", "value", "weight", "memory_format", "non_blocking"}  # list ops have own names for the others

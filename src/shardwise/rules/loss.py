@@ -17,7 +17,7 @@ from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, R
 from shardwise.strategy.memory import contiguous, stored
 from shardwise.strategy.program import zero_of
 from shardwise.strategy.registry import program, rule
-from shardwise.torch_private import assert_async, schema_of
+from shardwise.torch_private.tensors import assert_async, schema_of
 
 REDUCTIONS = ("none", "mean", "sum")  # aten gives the number
 _TYPED_BY_INPUT = {"huber_loss", "soft_margin_loss"}  # the others have the dtype that input and target promote to

@@ -16,7 +16,7 @@ from shardwise.strategy.memory import as_first_suggests, stored
 from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, unchanged
-from shardwise.torch_private import without_fake_mode
+from shardwise.torch_private.tensors import without_fake_mode
 
 Sources = dict[int, torch.Tensor]  # dim -> for every output index, the input index it reads
 

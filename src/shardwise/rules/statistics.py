@@ -16,7 +16,7 @@ from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, facto
 from shardwise.strategy.memory import contiguous, stored
 from shardwise.strategy.program import Tensor, needs_grad, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
-from shardwise.torch_private import are_transforms_active
+from shardwise.torch_private.tensors import are_transforms_active
 
 
 # -- variances ---------------------------------------------------------------------------------------------

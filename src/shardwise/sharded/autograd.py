@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.sharded.base import ShardedTensorBase
 from shardwise.sharded.metadata import ShardedTensorMetadata
-from shardwise.torch_private import will_run
+from shardwise.torch_private.autograd import will_run
 
 if TYPE_CHECKING:
     from shardwise.sharded.tensor import ShardedTensor

@@ -15,7 +15,7 @@ from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties, 
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.showing import picture_of, text_of
 from shardwise.sharded.spec import ShardingSpec, spec_of
-from shardwise.torch_private import ignore_torch_function, make_wrapper
+from shardwise.torch_private.tensors import ignore_torch_function, make_wrapper
 
 
 class ShardedTensorBase(torch.Tensor):

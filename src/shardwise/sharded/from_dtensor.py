@@ -23,7 +23,7 @@ from shardwise.sharded.spec import EnumerableShardingSpec, ShardingSpec, spec_of
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.sharded.tiles import kept, new_cache, tiles_of
 from shardwise.tensor import DTensor
-from shardwise.torch_private import flatten_mesh
+from shardwise.torch_private.distributed import flatten_mesh
 
 _tilings = new_cache("to_sharded", 512)
 

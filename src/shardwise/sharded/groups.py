@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardwise.comm.messages import ALL_GATHER
 from shardwise.sharded.metadata import ShardMetadata
-from shardwise.torch_private import default_group, remote_device, rpc_is_running, rpc_workers
+from shardwise.torch_private.distributed import default_group, remote_device, rpc_is_running, rpc_workers
 
 Group: TypeAlias = dist.ProcessGroup  # or the object that `new_group` returns on ranks outside of the group
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import check_type
-from shardwise.torch_private import remote_device
+from shardwise.torch_private.distributed import remote_device
 
 _INTS = frozenset({int})
 as_remote_device = functools.lru_cache(maxsize=65536)(remote_device)  # equal texts give the same object

@@ -18,7 +18,7 @@ from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, dev
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec, spec_of
 from shardwise.sharded.tiles import move_parts, whole_on
-from shardwise.torch_private import parse_to
+from shardwise.torch_private.tensors import parse_to
 
 if TYPE_CHECKING:
     from shardwise.sharded.tensor import ShardedTensor

@@ -25,7 +25,8 @@ from shardwise.sharded.metadata import (
 )
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
-from shardwise.torch_private import make_wrapper, remote_device, without_torch_function
+from shardwise.torch_private.distributed import remote_device
+from shardwise.torch_private.tensors import make_wrapper, without_torch_function
 
 if TYPE_CHECKING:
     from shardwise.sharded.tensor import ShardedTensor

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from shardwise.sharded.groups import Group, as_group, communication_device
-from shardwise.torch_private import rpc_is_running, rpc_workers, wait_for_rrefs
+from shardwise.torch_private.distributed import rpc_is_running, rpc_workers, wait_for_rrefs
 
 _lock = threading.RLock()  # a finalizer may run while it is held
 sharded_tensor_map: dict[int, weakref.ReferenceType[Any]] = {}  # what is alive here, by number

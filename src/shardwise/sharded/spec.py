@@ -19,7 +19,7 @@ from shardwise.sharded.metadata import (
     state_of,
 )
 from shardwise.sharded.tiles import check_cover, check_disjoint
-from shardwise.torch_private import remote_device
+from shardwise.torch_private.distributed import remote_device
 
 if TYPE_CHECKING:
     from shardwise.sharded.tensor import ShardedTensor

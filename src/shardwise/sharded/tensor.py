@@ -28,7 +28,8 @@ from shardwise.sharded.ops.registry import Function
 from shardwise.sharded.shard import Shard
 from shardwise.sharded.spec import ShardingSpec
 from shardwise.sharded.tiles import tiles_of
-from shardwise.torch_private import reentrant, with_torch_function
+from shardwise.torch_private.autograd import reentrant
+from shardwise.torch_private.tensors import with_torch_function
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -18,7 +18,8 @@ from shardwise.comm.base import Coords
 from shardwise.comm.bridge import nothing_of
 from shardwise.comm.capturing import unwritten
 from shardwise.layout import Layout
-from shardwise.torch_private import is_abstract, is_transforming, original_views, storage_id
+from shardwise.torch_private.autograd import is_transforming, original_views
+from shardwise.torch_private.tensors import is_abstract, storage_id
 
 _MISSING_KERNEL = re.compile(r"not (yet )?(implemented|supported)|unsupported|does not support", re.IGNORECASE)
 _MOST = 2**20  # elements: more are not computed only to find out what torch says

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.strategy.registry import SPELLINGS
-from shardwise.torch_private import schema_of, storage_id
+from shardwise.torch_private.tensors import schema_of, storage_id
 
 Correction = Callable[..., None]  # (the result on meta tensors, the call's arguments): changes the result's strides
 C = TypeVar("C", bound=Correction)

@@ -23,7 +23,8 @@ from shardwise.move.pack import take
 from shardwise.move.run import run_steps
 from shardwise.move.window import Needs, windows_of
 from shardwise.strategy.empty_ranks import as_others_do, is_empty_here_alone, rank_to_play
-from shardwise.torch_private import is_any_autocast_enabled, is_recorded
+from shardwise.torch_private.autograd import is_recorded
+from shardwise.torch_private.tensors import is_any_autocast_enabled
 from shardwise.wrapper import Wrapper, wrap
 
 # A distributed tensor as programs use it: torch's methods, `redistribute`, `_layout` and `_local`. DTensor is above.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from shardwise.errors import RuleError
 from shardwise.functions import writes_first
 from shardwise.strategy.spec import Algorithm, Answer, Gathered, Program
-from shardwise.torch_private import function_namespaces, schema_of
+from shardwise.torch_private.tensors import function_namespaces, schema_of
 
 Rule = Callable[..., Answer]  # (operands and static arguments as in the call) -> how the call may be split
 R = TypeVar("R", bound=Callable[..., Any])

@@ -16,7 +16,7 @@ from shardwise.sharded.metadata import ShardedTensorMetadata, ShardMetadata, Ten
 from shardwise.sharded.shard import Shard, cut
 from shardwise.sharded.spec import ChunkShardingSpec, ShardingSpec, chunk_size
 from shardwise.sharded.tiles import move_parts, overlapping, tiles_of
-from shardwise.torch_private import remote_device
+from shardwise.torch_private.distributed import remote_device
 
 Parts = tuple[list[Shard], list[ShardMetadata]]  # of this rank; all tiles
 

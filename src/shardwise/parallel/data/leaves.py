@@ -24,7 +24,7 @@ from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.rows import Rows
 from shardwise.parallel.data.states import MEMORY, Memory, State
 from shardwise.tensor import DTensor
-from shardwise.torch_private import foreach_copy_, is_abstract, storage_id
+from shardwise.torch_private.tensors import foreach_copy_, is_abstract, storage_id
 
 # What a tensor without memory can still answer.
 _KNOWN = {

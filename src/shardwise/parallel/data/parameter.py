@@ -20,7 +20,7 @@ from shardwise.move.steps import Spread
 from shardwise.parallel.data.layouts import ParameterLayouts, moved
 from shardwise.protocols import LocalValue
 from shardwise.tensor import DTensor
-from shardwise.torch_private import has_gradient_hooks
+from shardwise.torch_private.autograd import has_gradient_hooks
 from shardwise.wrapper import wrap
 
 Owners = list[tuple[torch.nn.Module, str]]  # the modules that have a parameter, and under which name

@@ -21,7 +21,7 @@ from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.states import Use
 from shardwise.parallel.data.unit import Unit, plain_tensors
 from shardwise.tensor import DTensor
-from shardwise.torch_private import at_end_of_backward, module_hooks
+from shardwise.torch_private.autograd import at_end_of_backward, module_hooks
 
 Args = tuple[Any, ...]  # of a forward
 Kwargs = dict[str, Any]

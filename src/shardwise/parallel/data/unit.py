@@ -20,7 +20,7 @@ from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.policy import Policy
 from shardwise.parallel.data.states import USE, State, Use
 from shardwise.tensor import DTensor
-from shardwise.torch_private import storage_id, weights_replaced
+from shardwise.torch_private.tensors import storage_id, weights_replaced
 from shardwise.wrapper import Wrapper
 
 

@@ -22,7 +22,7 @@ from shardwise.move import move
 from shardwise.sizes import coords_on, cut_as_held
 from shardwise.strategy.program import run_local
 from shardwise.tensor import DTensor
-from shardwise.torch_private import is_abstract
+from shardwise.torch_private.tensors import is_abstract
 from shardwise.wrapper import wrap
 
 _BAD = -(1 << 62)  # what a rank adds to the number of an expert that does not exist, in place of its counts

@@ -21,7 +21,7 @@ from shardwise.comm.rank_tensor import RankTensor, unique
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.mesh import Mesh
 from shardwise.tensor import DTensor
-from shardwise.torch_private import is_transformed
+from shardwise.torch_private.tensors import is_transformed
 
 # How many DTensors are remembered, those that died included: all ranks must remember the same ones, and on each of them
 # the garbage collector may let a tensor die at another time.

@@ -14,7 +14,7 @@ from shardwise.random import distributions as draws
 from shardwise.sharded.factories import drawn, fill_randomly, filled
 from shardwise.sharded.ops.registry import own
 from shardwise.sharded.tensor import ShardedTensor
-from shardwise.torch_private import correct_fan
+from shardwise.torch_private.tensors import correct_fan
 
 Gen = torch.Generator | None
 

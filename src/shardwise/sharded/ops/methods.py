@@ -17,7 +17,7 @@ from shardwise.sharded.groups import Group, communication_device, same_ranks
 from shardwise.sharded.ops.registry import own
 from shardwise.sharded.shard import cut
 from shardwise.sharded.tensor import ShardedTensor, parts_of
-from shardwise.torch_private import has_same_memory_kind, typed_storage
+from shardwise.torch_private.tensors import has_same_memory_kind, typed_storage
 
 _T = torch.Tensor
 _backward, _grad = torch.autograd.backward, torch.autograd.grad

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.testing.spread import is_float
-from shardwise.torch_private import storage_id
+from shardwise.torch_private.tensors import storage_id
 
 Fits = Callable[[torch.Tensor], bool]
 

@@ -1,0 +1,242 @@
+"""Autograd, torch.func, and hooks of tensors, modules and optimizers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter, methodcaller
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+
+from shardwise.torch_private.taking import take
+from shardwise.torch_private.tensors import (
+    _track_views,
+    are_transforms_active,
+    count_dispatch_modes,
+    without_torch_function,
+)
+
+# --- torch.func -----------------------------------------------------------------------------------------------------
+_without_transforms: Any = take(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "plans and parts of functions in torch.func"
+)
+_with_transforms: Any = take(
+    "torch._functorch.pyfunctorch.temporarily_restore_interpreter_stack", "aten ops inside of torch.func"
+)
+_dual_level: Any = take("torch.autograd.forward_ad._current_level", "forward-mode differentiation")
+for _name in ("_wrap_for_grad", "_unwrap_for_grad", "_add_batch_dim", "_remove_batch_dim"):
+    take(f"torch._C._functorch.{_name}", "torch.func: distributed tensors enter and leave a transform")
+take("torch.autograd.functional._jacfwd", "functional.jacobian(strategy='forward-mode')")
+take("torch._vmap_internals._vmap", "functional.jacobian(vectorize=True), gradcheck(check_batched_grad=True)")
+without_transforms: Callable[[], Any] = _without_transforms  # a context manager that gives the transforms it hides
+with_transforms: Callable[[Any], Any] = _with_transforms  # and one that brings them back
+
+
+def has_cuda_guards() -> bool:
+    """Whether this torch was built for CUDA: without, autograd cannot record tensors that say they are there."""
+    return torch.backends.cuda.is_built()
+
+
+def is_transforming() -> bool:
+    """Whether a transform of torch.func or a level of forward-mode differentiation is under way."""
+    return are_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def original_views() -> AbstractContextManager[None]:
+    """Inside, views are made whose autograd node is made anew from their own op after a write to their base."""
+    return _track_views(True)
+
+
+def is_recorded(value: torch.Tensor) -> bool:
+    """Whether autograd sees what is done with a tensor, or may: a transform may differentiate any."""
+    return (value.requires_grad and torch.is_grad_enabled()) or is_transforming()
+
+
+def take_vmap(replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the vmap that torch.autograd's own functions use (is_grads_batched, functional.jacobian, gradcheck)."""
+    original = resolve_name("torch._vmap_internals._vmap")
+    made = replacement(original)
+    for module in (resolve_name("torch._vmap_internals"), torch.autograd.functional):
+        module._vmap = made  # type: ignore[union-attr]
+
+
+def take_jacfwd(replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what torch.autograd.functional does for strategy="forward-mode"."""
+    torch.autograd.functional._jacfwd = replacement(resolve_name("torch.autograd.functional._jacfwd"))
+
+
+def take_transforms(**replacements: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the C++ functions with which torch.func's transforms take tensors in and give them back, which ask no
+    tensor class: each by what its replacement makes of it."""
+    modules = [resolve_name("torch._functorch.eager_transforms"), resolve_name("torch._functorch.predispatch")]
+    for name, replacement in replacements.items():
+        original = resolve_name(f"torch._C._functorch.{name}")
+        made = replacement(original)
+        for module in modules:
+            for there in (name, f"{name}_impl"):
+                if getattr(module, there, None) is original:
+                    setattr(module, there, made)
+
+
+_DispatchKey: Any = take("torch._C.DispatchKey", "ops under a TorchDispatchMode")
+_DispatchKeySet: Any = take("torch._C.DispatchKeySet", "ops under a TorchDispatchMode")
+_included_keys: Any = take("torch._C._dispatch_tls_local_include_set", "ops under a TorchDispatchMode")
+_excluded_keys: Any = take("torch._C._dispatch_tls_local_exclude_set", "ops under a TorchDispatchMode")
+_force_keys: Any = take("torch._C._ForceDispatchKeyGuard", "ops under a TorchDispatchMode")
+
+
+@contextmanager
+def reentrant() -> Iterator[None]:
+    """Calls torch from inside of `__torch_dispatch__` as from outside: recorded by autograd, seen by tensor classes.
+
+    A dispatch mode that showed the op on its way here is off the stack while it does, but torch would look for it: it
+    is taken out of the keys too.
+    """
+    with torch.overrides.enable_reentrant_dispatch():
+        included = _included_keys()
+        if count_dispatch_modes() or not included.has(_DispatchKey.Python):
+            yield
+        else:
+            modes = _DispatchKeySet(_DispatchKey.Python) | _DispatchKeySet(_DispatchKey.PythonTLSSnapshot)
+            with _force_keys(included - modes, _excluded_keys()):
+                yield
+
+# --- autograd -------------------------------------------------------------------------------------------------------
+_engine: Any = take("torch.autograd.Variable._execution_engine", "what data_parallel does when a backward pass ends")
+sequence_number: Callable[[], int] = take("torch.autograd._get_sequence_nr", "CommDebugMode: whose backward runs")
+current_node: Callable[[], Any] = take("torch._C._current_autograd_node", "ledgers, random.use on autograd's threads")
+will_run: Callable[[Any], bool] = take("torch._C._will_engine_execute_node", "hooks of ShardedTensors of many shards")
+BackwardHookFunction: type = take("torch.nn.modules._functions.BackwardHookFunction", "backward hooks of modules")
+DelayedError: Any = take("torch._C._functions.DelayedError", "double backward through a once_differentiable Function")
+take("torch._C._functions.UndefinedGrad", "torch.autograd.gradcheck")
+number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr")  # the sequence number of an autograd node
+take("torch._C._functions.AccumulateGrad._set_sequence_nr", "hooks on tensors of simulated ranks")
+take("torch.autograd._engine_run_backward", "hooks on tensors of simulated ranks")
+function_of: Callable[[Any], Any] = attrgetter("_forward_cls")  # the autograd Function that a `ctx` belongs to
+
+
+def take_undefined_grad(replacement: Callable[[Any], Any]) -> None:
+    """Replace the class of the node that drops a gradient, with which gradcheck tests backward functions."""
+    original = resolve_name("torch._C._functions.UndefinedGrad")
+    torch._C._functions.UndefinedGrad = replacement(original)  # type: ignore[misc]
+
+
+def set_number_of_node(node: torch.autograd.graph.Node, number: int) -> None:
+    """Give an autograd node another sequence number. Of the nodes that are ready, the one of the highest runs first."""
+    node._set_sequence_nr(number)  # type: ignore[attr-defined]
+
+
+def take_backward_passes(around: Callable[..., AbstractContextManager[None]]) -> None:
+    """Have every backward pass, of plain tensors too, run inside of ``around(roots, seeds)``."""
+    run = resolve_name("torch.autograd._engine_run_backward")
+
+    @functools.wraps(run)
+    def run_inside(roots: object, seeds: object, *args: object, **kwargs: object) -> object:
+        with around(roots, seeds):
+            return run(roots, seeds, *args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_inside  # type: ignore[assignment]
+
+
+def give_node_class(function: Any, base: type) -> None:
+    """Have the nodes of an autograd Function be of a class that derives from `base` (the `ctx` that a user's Function
+    sees on distributed tensors)."""
+    node = function._backward_cls
+    own = {"_forward_cls": function, "_autograd_function_id": node._autograd_function_id}
+    function._backward_cls = type(node.__name__, (base,), own)
+
+
+def is_used_up(node: torch.autograd.graph.Node | None) -> bool:
+    """Whether a backward pass has been through a graph and freed what it saved."""
+    seen, waiting = set[Any](), [node]
+    while waiting:
+        here = waiting.pop()
+        if here is None or here in seen:
+            continue
+        seen.add(here)
+        for name in (name for name in dir(here) if name.startswith("_saved_")):
+            try:
+                getattr(here, name)
+            except RuntimeError:  # the words of torch: "Trying to backward through the graph a second time"
+                return True
+        waiting += [after for after, _ in here.next_functions]
+    return False
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have autograd call this when the backward pass that is running ends."""
+    _engine.queue_callback(callback)
+
+
+take("torch.Tensor._backward_hooks", "hooks on parameters of data_parallel")
+take("torch.Tensor._post_accumulate_grad_hooks", "hooks on parameters of data_parallel")
+
+
+CheckpointFrame: type[Any] = take("torch.utils.checkpoint._CheckpointFrame", "writes to the inputs of a checkpoint")
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a hook waits for the gradient of a plain tensor."""
+    return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
+
+
+def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    """Where a module keeps its hooks, forward and backward."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def module_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """The hooks that a module has, forward and backward."""
+    return [hook for table in hook_tables(module) for hook in table.values()]
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Where a module keeps its children."""
+    return vars(module)["_modules"]
+
+
+global_hook_tables: tuple[dict[int, Any], ...] = tuple(
+    take(f"torch.nn.modules.module._global_{name}_hooks", "capture: hooks on all modules")
+    for name in ("forward", "forward_pre", "backward", "backward_pre")
+)
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """The hooks that wait for the gradient of a plain tensor."""
+    with without_torch_function():
+        return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
+
+
+def gradient_hook_tables(tensors: Iterable[torch.Tensor]) -> list[dict[int, Any] | None]:
+    """Where plain tensors keep the hooks that wait for their gradients; None where there were never any."""
+    return [t for tensor in tensors for t in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)]
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """The hooks before and after a step of one optimizer (two ordered dicts), for optimizers stepped on local tensors:
+    those must be the last before and the first after a step."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+_all_steps: tuple[dict[int, Any], ...] = tuple(
+    take(f"torch.optim.optimizer._global_optimizer_{when}_hooks", "compiled steps: hooks on all optimizers")
+    for when in ("pre", "post")
+)
+
+
+def is_stepped_as_it_is(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether nobody but the library and torch's schedulers (which note that there was a step) takes part in steps."""
+    hooks = [hook for table in _all_steps for hook in table.values()]
+    own = vars(optimizer).get("step")
+    is_known = own is None or hasattr(own, "_wrapped_by_lr_sched")
+    return is_known and all((hook.__module__ or "").startswith("shardwise.") for hook in hooks)
+
+
+def body_of_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], None]:
+    """The step of an optimizer's class, without the hooks around it."""
+    hooked: Callable[[torch.optim.Optimizer], None] = inspect.getattr_static(type(optimizer), "step")
+    return inspect.unwrap(hooked, stop=lambda f: not hasattr(f, "hooked"))

@@ -1,0 +1,54 @@
+"""torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.torch_private.taking import take
+
+# --- torch.distributed ----------------------------------------------------------------------------------------------
+remote_device: Any = take("torch.distributed._remote_device", "placements such as 'rank:1/cuda:0'")
+default_group: Any = take("torch.distributed.distributed_c10d._get_default_group", "ShardedTensor of the default group")
+default_store: Any = take("torch.distributed.distributed_c10d._get_default_store", "messages between two ranks")
+functional_collectives: Any = take("torch.distributed._functional_collectives", "CommDebugMode: c10d_functional")
+AsyncCollectiveTensor: Any = take(
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor", "tensors of torch's DTensor that still wait"
+)
+_mesh_resources: Any = take("torch.distributed.device_mesh._mesh_resources", "`with mesh:` of a DeviceMesh")
+root_mesh: Callable[[Any], Any] = take(
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh", "tensors on two parts of one mesh meet"
+)
+
+
+def active_device_mesh() -> Any:
+    """The DeviceMesh of the innermost ``with mesh:`` of this thread; None outside of one."""
+    try:
+        return _mesh_resources.get_current_mesh()
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def mesh_of_one() -> torch.distributed.device_mesh.DeviceMesh:
+    """A mesh of this process alone, without a process group: torch's own DTensors, while ours stand in their place."""
+    return torch.distributed.device_mesh.DeviceMesh("cpu", torch.tensor([0]), _init_backend=False, _rank=0)
+
+
+flatten_mesh: Any = take("torch.distributed.device_mesh.DeviceMesh._flatten", "to_sharded() on a part of the world")
+rpc_is_running: Callable[[], bool] = take(
+    "torch.distributed.rpc._is_current_rpc_agent_set", "remote shards, RPC workers"
+)
+_rpc_agent: Any = take("torch.distributed.rpc.api._get_current_rpc_agent", "remote shards, RPC workers")
+_rref_future: Callable[[Any], Any] = take("torch.distributed.rpc.PyRRef._get_future", "waiting for remote shards")
+
+
+def rpc_workers() -> list[Any]:
+    """Every RPC worker, with its `name` and `id`."""
+    return _rpc_agent().get_worker_infos()
+
+
+def wait_for_rrefs(rrefs: list[Any]) -> None:
+    """Wait until all remote references are made, or raise where one could not be."""
+    torch.futures.wait_all([_rref_future(rref) for rref in rrefs])
