@@ -167,7 +167,7 @@ def test_a_counter_of_the_script_is_no_variable_of_the_function():
 
         return changing(lambda i: globals().update(step=i), train, 6, lambda: list(model.parameters()))
 
-    assert both(make).replays == 4
+    assert both(make).replays == 5
 
 
 # -- what runs eagerly ----------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def test_plain_tensors_alone():
 
         return step, [lambda f, x=x: f(x) for x in batches()], lambda: list(model.parameters())
 
-    assert both(make).replays == 2
+    assert both(make).replays == 3
 
 
 def test_indices_out_of_range_raise_in_replays_too():

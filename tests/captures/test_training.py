@@ -37,6 +37,30 @@ def step_of(model, optimizer):
     return step
 
 
+@pytest.mark.parametrize("zeroed", ["optimizer", "model"])
+def test_mixed_shapes_are_captured_once_each(zeroed):
+    """Also the first, whose call began without gradients: those that begin with some set them to None as well."""
+    losses = []
+    for wrapped in (lambda step: step, shardwise.capture):
+        shardwise.manual_seed(0)
+        model = tensor_parallel()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        owner = optimizer if zeroed == "optimizer" else model
+
+        def step(x, model=model, optimizer=optimizer, owner=owner):
+            owner.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = wrapped(step)
+        rows = [1 + i % 4 for i in range(12)]
+        data = [distribute_tensor(torch.full((n, 8), n / 3), MESH, [Shard(0), Replicate()]) for n in rows]
+        losses.append([run(x).full_tensor().item() for x in data])
+    assert losses[0] == losses[1] and (run.captures, run.replays) == (4, 8)
+
+
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop"])
 def test_a_step(kind):
     def make():
@@ -45,7 +69,7 @@ def test_a_step(kind):
         return step_of(model, optimizer), None, lambda: list(model.parameters())
 
     captured = both(make)
-    assert captured.replays == 2 and not captured.eager  # gradients are there from the second call on
+    assert captured.replays == 3 and not captured.eager  # though gradients are there from the second call on
     assert "clip" not in captured.code and f"{kind}_step(" in captured.code
 
 
@@ -65,7 +89,7 @@ def test_ranks_that_hold_nothing(rows):
         calls = [lambda f, x=x: f(laid_out(x)) for x in batches(4, (rows, 8))]
         return step, calls, lambda: list(model.parameters())
 
-    assert both(make).replays == 2
+    assert both(make).replays == 3
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
@@ -127,7 +151,7 @@ def test_a_changing_learning_rate():
         calls = [lambda f, x=x: call(f, x) for x in batches(6)]
         return step_of(model, optimizer), calls, lambda: list(model.parameters())
 
-    assert both(make).replays == 4
+    assert both(make).replays == 5
 
 
 def test_scheduler_and_scaler_inside():

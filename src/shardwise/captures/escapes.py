@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
@@ -32,6 +32,12 @@ _DATA: Item = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GRAD: Item = torch.Tensor.grad.__set__  # type: ignore[attr-defined, union-attr]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+Parameters = Callable[[Any], Iterable[torch.Tensor]]
+_ZEROED: list[tuple[Any, Parameters]] = [
+    (torch.optim.Optimizer, lambda owner: [p for group in owner.param_groups for p in group["params"]]),
+    (torch.nn.Module, lambda owner: owner.parameters()),
+]
+
 
 class Writer(Protocol):
     """What a tape does with what is seen here."""
@@ -40,6 +46,7 @@ class Writer(Protocol):
 
     def refuse(self, reason: str) -> None: ...
     def set_grad(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None: ...
+    def note_no_gradients(self, tensors: Iterable[torch.Tensor]) -> None: ...
     def region(self, label: str, func: Callable[[], Any]) -> Item: ...
 
 
@@ -55,6 +62,9 @@ class Escapes(TorchFunctionMode):
         self._replaced: list[tuple[Any, str, Any]] = [(c, name, c.__dict__[name]) for c, name in _python_methods()]
         for cls, name, method in self._replaced:
             setattr(cls, name, self._as_region(method))
+        for cls, parameters in _ZEROED:
+            self._replaced.append((cls, "zero_grad", cls.zero_grad))
+            cls.zero_grad = self._zeroing(cls.zero_grad, parameters)
         self._replaced.append((builtins, "print", print))
         builtins.print = functools.partial(self._print, print)
         return super().__enter__()
@@ -77,6 +87,19 @@ class Escapes(TorchFunctionMode):
             if any(isinstance(arg, torch.Tensor) for arg in (*args, *kwargs.values())):
                 self.tape.refuse(f"{name} looks at a tensor")
             return self.tape.region(name, again)
+
+        return call
+
+    def _zeroing(self, method: Callable[..., None], parameters: Parameters) -> Callable[..., None]:
+        """`zero_grad`, which writes down for every parameter that it has no gradient now: torch's own leaves out those
+        that have none already, and a later call may begin with some."""
+
+        @functools.wraps(method)
+        def call(owner: Item, *args: Item, **kwargs: Item) -> None:
+            without = [parameter for parameter in parameters(owner) if parameter.grad is None]
+            method(owner, *args, **kwargs)
+            if not self.tape.paused and kwargs.get("set_to_none", args[0] if args else True):
+                self.tape.note_no_gradients(without)
 
         return call
 

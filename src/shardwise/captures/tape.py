@@ -7,7 +7,7 @@ itself goes on, since it runs eagerly all the while.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -345,6 +345,12 @@ class Tape(DispatchMode):  # type: ignore[misc]
         value = None if grad is None else self.number_of(grad)
         self._write(Statement(_SET, (ref, value), label="set_grad", single=False))
         self._grads[ref] = grad
+
+    def note_no_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The program has seen to it that these have no gradients, also if they had some before."""
+        for leaf in (value for tensor in tensors for value in _leaves_of(tensor)):
+            if leaf.requires_grad and leaf.is_leaf and leaf.grad is None:
+                self.set_grad(leaf, None)
 
     def note_gradients(self) -> None:
         """Write down which gradients autograd has put on leaves since."""
