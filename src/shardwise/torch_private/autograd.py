@@ -130,12 +130,14 @@ def set_number_of_node(node: torch.autograd.graph.Node, number: int) -> None:
     node._set_sequence_nr(number)  # type: ignore[attr-defined]
 
 
-def take_backward_passes(around: Callable[..., AbstractContextManager[None]]) -> None:
-    """Have every backward pass, of plain tensors too, run inside of ``around(roots, seeds)``."""
+def take_backward_passes(around: Callable[..., AbstractContextManager[None]], is_needed: Callable[[], object]) -> None:
+    """Have every backward pass, of plain tensors too, run inside of ``around(roots, seeds)`` where that is needed."""
     run = resolve_name("torch.autograd._engine_run_backward")
 
     @functools.wraps(run)
     def run_inside(roots: object, seeds: object, *args: object, **kwargs: object) -> object:
+        if not is_needed():
+            return run(roots, seeds, *args, **kwargs)
         with around(roots, seeds):
             return run(roots, seeds, *args, **kwargs)
 
