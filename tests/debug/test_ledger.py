@@ -161,7 +161,8 @@ def test_asked_for_communication_has_no_reason():
     assert log[0].reason == ""
 
 
-def test_table_and_repr():
+def test_table_and_repr(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "240")  # wide enough for the path of this file, wherever it is
     x = distribute_tensor(torch.ones(1000), simulate(4), [Shard(0)])
     with ledger() as log:
         for _ in range(3):
