@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/gpt_4d.py      4 processes (gloo): 2 stages, each on 2 of them
     torchrun --nproc-per-node 8 examples/gpt_4d.py      8 processes: 2 stages x 2 parts of the batch x 2 of the model
+    torchrun --nproc-per-node 4 examples/gpt_4d.py 20   20 steps instead of 5
 
 The pipeline is torch.distributed.pipelining, with the schedules 1F1B and interleaved 1F1B. A stage takes and gives
 plain tensors. Inside, a plan of styles cuts its layers and the sequence over "tp", and `fully_shard` cuts parameters,
@@ -9,6 +10,7 @@ gradients and the optimizer's state over "dp".
 """
 
 import copy
+import sys
 
 import torch
 import torch.distributed as dist
@@ -129,16 +131,16 @@ def compare(name, mesh, steps=3):
     )
 
 
-def main():
+def main(steps):
     join()
     found = []
     for sizes in SIZES[dist.get_world_size()]:
         mesh = shardwise.init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
         for name in SCHEDULES:
             shape = " x ".join(f"{axis}={size}" for axis, size in zip(mesh.mesh_dim_names, sizes, strict=True))
-            found.append((f"{name:20} {shape:20}", compare(name, mesh, steps=5)))
+            found.append((f"{name:20} {shape:20}", compare(name, mesh, steps)))
     report(found)
 
 
 if __name__ == "__main__":
-    main()
+    main(steps=int(sys.argv[1]) if len(sys.argv) > 1 else 5)

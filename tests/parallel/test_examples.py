@@ -73,7 +73,7 @@ def test_hugging_face_on_processes():
 @pytest.mark.parametrize(("script", "lines"), [("gpt_4d", 4)])
 def test_the_script_runs_under_torchrun(script, lines):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += [EXAMPLES / f"{script}.py"]
+    command += [EXAMPLES / f"{script}.py", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert ran.returncode == 0, ran.stderr
