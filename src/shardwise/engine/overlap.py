@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.capturing import unwritten
 from shardwise.context import of_thread
-from shardwise.engine.aliasing import memory_of
+from shardwise.engine.aliasing import COPIES, memory_of
 from shardwise.engine.call_shape import Path, fetch
 from shardwise.engine.plan import Plan
 from shardwise.torch_private.autograd import is_transforming
+from shardwise.torch_private.tensors import are_apart, share_memory
 from shardwise.wrapper import Wrapper
 
 Args = Sequence[object]
@@ -30,7 +31,7 @@ def refusing_overlap(func: Callable[..., object], paths: Sequence[Path], plan: P
     about what the program of an op calls: that op was asked about."""
     known: dict[Hashable, str] = {}  # by how they do: torch's words, if it refuses
 
-    def run(args: Args, kwargs: Kwargs, local_args: list[object], local_kwargs: Kwargs) -> object:
+    def check(args: Args, kwargs: Kwargs) -> None:
         tensors = [fetch(args, kwargs, path) for path in paths]
         memory = [memory_of(tensor) for tensor in tensors]
         if len(set(memory)) < len(memory) and of_thread.op is None and not is_transforming():
@@ -39,9 +40,37 @@ def refusing_overlap(func: Callable[..., object], paths: Sequence[Path], plan: P
                 known[key] = _refusal(func, args, kwargs)
             if known[key]:
                 raise RuntimeError(known[key])
+
+    at = [path[0] for path in paths]  # of a tensor that is an argument, or of the list that it is in
+    if len(paths) == 2 and all(type(i) is int and len(path) == 1 for i, path in zip(at, paths, strict=True)):
+        return _checked_if_shared(at, check, plan)
+    lists = list(dict.fromkeys(at)) if all(type(path[0]) is int and len(path) == 2 for path in paths) else []
+
+    def run(args: Args, kwargs: Kwargs, local_args: list[object], local_kwargs: Kwargs) -> object:
+        if not lists or _may_share([tensor for i in lists for tensor in args[i]]):  # type: ignore[attr-defined]
+            check(args, kwargs)
         return plan(args, kwargs, local_args, local_kwargs)
 
     return run
+
+
+def _checked_if_shared(at: Sequence[int], check: Callable[[Args, Kwargs], None], plan: Plan) -> Plan:
+    """The plan of a call of two tensors, the arguments `at`: nothing but one question of C++ where they share none."""
+    first, second = at
+
+    def run(args: Args, kwargs: Kwargs, local_args: list[object], local_kwargs: Kwargs) -> object:
+        one, other = args[first]._local, args[second]._local  # type: ignore[attr-defined]
+        if type(one) is not torch.Tensor or COPIES or is_transforming() or share_memory(one, other):
+            check(args, kwargs)
+        return plan(args, kwargs, local_args, local_kwargs)
+
+    return run
+
+
+def _may_share(tensors: Sequence[object]) -> bool:
+    """Whether some of the tensors of lists may share memory, found in little time for each."""
+    local = [tensor._local for tensor in tensors if isinstance(tensor, Wrapper)]
+    return bool(COPIES) or type(local[0]) is not torch.Tensor or is_transforming() or not are_apart(local)
 
 
 @torch.no_grad()

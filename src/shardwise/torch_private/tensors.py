@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pkgutil import resolve_name
 from typing import Any
@@ -197,6 +197,16 @@ def is_abstract(x: torch.Tensor) -> bool:
 def storage_number(storage: torch.UntypedStorage) -> int:
     """What tells a storage from all others that are alive."""
     return storage._cdata
+
+
+share_memory: Callable[[torch.Tensor, torch.Tensor], bool] = take(
+    "torch._C._is_alias_of", "torch's errors of writes into memory that another operand shares"
+)
+
+
+def are_apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no two of many tensors share memory; of no transform's."""
+    return len({tensor.untyped_storage()._cdata for tensor in tensors}) == len(tensors)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
