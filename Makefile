@@ -34,8 +34,9 @@ demo: $(STAMP)
 # Each test process would compile the library anew where nothing may be written beside it.
 unexport PYTHONDONTWRITEBYTECODE
 
+# More workers than cores: tests of processes mostly wait for each other.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 
 # Four NCCL ranks share the GPUs that there are, also one.
 test-nccl: $(STAMP)
