@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # More workers than cores: tests of processes mostly wait for each other.
 test: lint
-	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 # Four NCCL ranks share the GPUs that there are, also one.
 test-nccl: $(STAMP)
