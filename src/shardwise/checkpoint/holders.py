@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shardwise.checkpoint.crc import buffer_of
+from shardwise.checkpoint.crc import crc32
 from shardwise.checkpoint.dtypes import short, stored
 from shardwise.checkpoint.tree import Json
 from shardwise.checkpoint.world import World
@@ -86,7 +86,7 @@ def kind_of(tensor: torch.Tensor, *, values: bool) -> Kind:
     simulated = isinstance(tensor, DTensor)
     total = 0
     for piece in held(tensor) if values else ():
-        total = zlib.crc32(buffer_of(as_bytes(piece.values)), total)
+        total = crc32(as_bytes(piece.values), total)
     return Kind(dtype, shape, "here", f"{'simulated' if simulated else 'plain'} {total:08x}")
 
 

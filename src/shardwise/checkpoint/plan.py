@@ -53,6 +53,7 @@ class LoadPlan:
     network: dict[int, int] = field(default_factory=dict)  # bytes that each process gets from others
     peak: int = 0  # bytes of buffers, on the process that has most
     arena: int = 0  # bytes of this process that others take from
+    ahead: int = 0  # bytes for what is read before it is asked for
     direct: int = 0  # spans that more than one host reads, since that is cheaper than messages
 
     @property
@@ -160,7 +161,8 @@ class _Rounds:
 
     def __init__(self, made: LoadPlan, source: Source, ranks: np.ndarray, hosts: np.ndarray, me: int) -> None:
         self.made, self.source, self.ranks, self.hosts, self.me = made, source, ranks, hosts, me
-        self.room = made.memory // 2 if made.staged else made.memory
+        made.ahead = 2 * MOST_SPAN if made.memory >= 8 * MOST_SPAN else 0
+        self.room = (made.memory // 2 if made.staged else made.memory) - made.ahead
         self.most = min(MOST_SPAN, self.room // 4, made.total // (4 * len(ranks)))  # of a span: all have some to read
         self.now: list[Read] = []
         self.any = False  # whether anybody has something in this round
@@ -301,6 +303,6 @@ class _Rounds:
 
     def finish(self) -> None:
         self.close()
-        self.made.peak += self.block
+        self.made.peak += self.block + self.made.ahead
         self.made.disk = dict(zip(self.ranks.tolist(), self.disk.tolist()))
         self.made.network = dict(zip(self.ranks.tolist(), self.got.tolist()))
