@@ -25,7 +25,7 @@ def buffer_of(array: np.ndarray) -> memoryview:
     return memoryview(array)  # type: ignore[arg-type]
 
 
-def crc32(data: bytes | memoryview | np.ndarray, before: int = 0) -> int:
+def crc_of(data: bytes | memoryview | np.ndarray, before: int = 0) -> int:
     """The CRC-32 of some bytes, as zlib has it, after those whose CRC is `before`."""
     known = _quicker() if len(data) >= _LONG else None
     if known is None:
@@ -49,7 +49,7 @@ def _quicker() -> Callable[[int, int, int], int] | None:
 
 def raw(data: bytes | memoryview) -> int:
     """The linear part of the CRC of some bytes: of zeros it is zero."""
-    return crc32(data, _ONES) ^ _ONES
+    return crc_of(data, _ONES) ^ _ONES
 
 
 def whole(linear: int, length: int) -> int:

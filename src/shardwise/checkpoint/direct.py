@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST = 256 << 10  # bytes below which a range is read the usual way
-_ALIGNED = 4096  # of offsets in files and of memory; what disks ask for divides it
+ALIGNED = 4096  # of offsets in files and of memory; what disks ask for divides it
 _BUFFERS = 2
 DIRECT = getattr(os, "O_DIRECT", 0)  # 0: this system has none
 _BYTES = ctypes.POINTER(ctypes.c_ubyte)
@@ -31,7 +32,7 @@ class _Range(NamedTuple):
     start: int
     stop: int
     memory: np.ndarray
-    count: Future[int]
+    ended: Future[int]
 
 
 class Ahead:
@@ -41,7 +42,7 @@ class Ahead:
         self._thread: ThreadPoolExecutor | None = None
         self._handles: dict[Path, int | None] = {}  # None: this file cannot be read so
         self._ranges: list[_Range] = []
-        self._buffers: list[np.ndarray] = []
+        self._memories: list[np.ndarray] = []
 
     def begin(self, path: Path, handle: int, start: int, stop: int) -> bool:
         """Start to read a range; whether that is done. What was begun two calls before is forgotten.
@@ -57,8 +58,8 @@ class Ahead:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "shardwise reader")
         if len(self._ranges) == _BUFFERS:
-            self._ranges.pop(0).count.exception()  # its memory is used again: the thread is done with it
-        first, last = start - start % _ALIGNED, stop + -stop % _ALIGNED
+            self._ranges.pop(0).ended.exception()  # its memory is used again: the thread is done with it
+        first, last = start - start % ALIGNED, stop + -stop % ALIGNED
         memory = self._buffer(last - first)
         count = self._thread.submit(_read, (direct, handle), memory[: last - first], first, start)
         self._ranges.append(_Range(path, start, stop, memory[start - first :], count))
@@ -68,16 +69,16 @@ class Ahead:
         """These bytes, as far as the file has them; None where they are in no range that was begun."""
         for found in self._ranges:
             if found.path == path and found.start <= start and stop <= found.stop:
-                end = min(stop - found.start, found.count.result())
+                end = min(stop - found.start, found.ended.result())
                 return found.memory[start - found.start : end]
         return None
 
     def _buffer(self, size: int) -> np.ndarray:
         """Memory that begins where a disk can write to; in turns."""
-        buffer = self._buffers.pop(0) if len(self._buffers) == _BUFFERS else np.empty(0, dtype=np.uint8)
+        buffer = self._memories.pop(0) if len(self._memories) == _BUFFERS else np.empty(0, dtype=np.uint8)
         if buffer.size < size:
             buffer = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
-        self._buffers.append(buffer)
+        self._memories.append(buffer)
         return buffer
 
     def _direct(self, path: Path) -> int | None:
@@ -94,7 +95,7 @@ class Ahead:
         for handle in self._handles.values():
             if handle is not None:
                 os.close(handle)
-        self._thread, self._handles, self._ranges, self._buffers = None, {}, [], []
+        self._thread, self._handles, self._ranges, self._memories = None, {}, [], []
 
 
 def _read(handles: tuple[int, int], memory: np.ndarray, first: int, start: int) -> int:
@@ -114,15 +115,21 @@ def _read(handles: tuple[int, int], memory: np.ndarray, first: int, start: int) 
     return at - start
 
 
+@functools.cache
+def _system() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def is_cached(handle: int, start: int, stop: int) -> bool:
     """Whether the system has half of a range of a file or more in its pages, or nobody can tell."""
     first = start - start % mmap.ALLOCATIONGRANULARITY
     try:
-        count = ctypes.CDLL(None, use_errno=True).mincore
+        count = _system().mincore
         with mmap.mmap(handle, stop - first, offset=first, prot=mmap.PROT_READ) as mapped:
             pages = np.zeros(-(-(stop - first) // mmap.PAGESIZE), dtype=np.uint8)
             where = np.frombuffer(mapped, dtype=np.uint8)
-            failed = count(ctypes.c_void_p(where.ctypes.data), ctypes.c_size_t(stop - first), pages.ctypes.data_as(_BYTES))
+            size = ctypes.c_size_t(stop - first)
+            failed = count(ctypes.c_void_p(where.ctypes.data), size, pages.ctypes.data_as(_BYTES))
             del where
     except (OSError, ValueError, AttributeError):
         return True

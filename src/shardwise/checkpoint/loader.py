@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from shardwise.checkpoint.blocks import meet
-from shardwise.checkpoint.holders import Held
+from shardwise.checkpoint.holders import Held, lies_together
 from shardwise.checkpoint.plan import LoadPlan, Read
 from shardwise.checkpoint.shared import Sharing
 from shardwise.checkpoint.source import Source
@@ -93,8 +93,7 @@ class Loader:
             return False
         outer, values = self.pieces[read.name][parts[0].tile]
         room = inside(values, outer, tile)
-        plain = room.device.type == "cpu" and not (room.is_conj() or room.is_neg() or room.is_inference())
-        if not plain or not room.is_contiguous():
+        if not lies_together(room) or room.is_inference():
             return False
         self.begun[read.name] = None
         self.source.read_block(read.name, i, room.as_strided((room.numel(),), (1,)).view(torch.uint8))

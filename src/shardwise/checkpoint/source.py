@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardwise.checkpoint.blocks import LEAST_BLOCK, Block, blocks_of
-from shardwise.checkpoint.crc import buffer_of, crc32
+from shardwise.checkpoint.blocks import LEAST_BLOCK, Block, Cuts
+from shardwise.checkpoint.crc import buffer_of, crc_of
 from shardwise.checkpoint.direct import Ahead
 from shardwise.checkpoint.files import Entry, Place
 from shardwise.checkpoint.manifest import Manifest
@@ -128,21 +128,21 @@ class FileSource(Source):
         self.tree = flat_tree(list(self.entries), {}) if manifest is None else manifest.tree
         self.step = None if manifest is None else manifest.step
         self.random = None if manifest is None else manifest.random
-        self._blocks: dict[str, list[Block]] = {}
+        self._cuts: Cuts | None = None
         self._handles: dict[Path, int] = {}
         self._ahead = Ahead()
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_handles": {}, "_blocks": {}, "_ahead": None}
+        return self.__dict__ | {"_handles": {}, "_cuts": None, "_ahead": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state | {"_ahead": Ahead()})
 
     def blocks(self, name: str) -> Sequence[Block]:
-        if name not in self._blocks:
-            entry = self.entries[name]
-            self._blocks[name] = blocks_of(entry.shape, entry.dtype.itemsize, self.block_bytes)
-        return self._blocks[name]
+        if self._cuts is None:
+            self._cuts = Cuts(self.block_bytes)
+        entry = self.entries[name]
+        return self._cuts[entry.shape, entry.dtype.itemsize]
 
     def order(self, name: str) -> tuple[str, int]:
         return str(self.places[name].file), self.places[name].start
@@ -208,7 +208,7 @@ class FileSource(Source):
 
     def _check(self, name: str, i: int, data: np.ndarray) -> None:
         block, place = self.blocks(name)[i], self.places[name]
-        if name in self.checksums and crc32(data) != self.checksums[name][i]:
+        if name in self.checksums and crc_of(data) != self.checksums[name][i]:
             raise CheckpointError(
                 f"{place.file}: tensor {name!r}, bytes {place.start + block.start} to {place.start + block.stop} of "
                 f"the file (rows from {block.tile.offsets}, sizes {block.tile.sizes}) are not what was written: the "

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardwise.checkpoint import crc
 from shardwise.checkpoint.agreement import Agreed, agree
-from shardwise.checkpoint.blocks import Block, block_bytes_for, blocks_of
+from shardwise.checkpoint.blocks import Block, Cuts, block_bytes_for
 from shardwise.checkpoint.commit import commit, draft_of, drop_draft, new_draft
 from shardwise.checkpoint.dtypes import from_short
 from shardwise.checkpoint.files import INDEX, DataFile, Entry, index_json, lay_out, sync_folder, write_synced
@@ -56,7 +56,8 @@ class Draft:
 
     @cached_property
     def blocks(self) -> dict[str, list[Block]]:
-        return {e.name: blocks_of(e.shape, e.dtype.itemsize, self.block_bytes) for e in self.entries}
+        cuts = Cuts(self.block_bytes)
+        return {entry.name: cuts[entry.shape, entry.dtype.itemsize] for entry in self.entries}
 
     @cached_property
     def first(self) -> dict[str, int]:
@@ -127,8 +128,8 @@ def _drafted(
         for name, kinds in agreed.tensors.items()
     ]
     layouts = {name: layout_json(tensor) for name, tensor in flat.tensors.items()}
-    size = block_bytes_for(sum(entry.nbytes for entry in entries))
-    tasks = [task.own(size) for task in _tasks(flat, agreed, world, entries)]
+    cuts = Cuts(block_bytes_for(sum(entry.nbytes for entry in entries)))
+    tasks = [task.own(cuts) for task in _tasks(flat, agreed, world, entries)]
     return Draft(folder, entries, most, tasks, agreed.tree, layouts, step, random, manifest)
 
 
