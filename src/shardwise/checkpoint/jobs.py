@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -116,12 +115,6 @@ def staged(tasks: Sequence[Task], room: torch.Tensor) -> list[Task]:
     return out
 
 
-class Put(Protocol):
-    """Does one job; see `write_jobs`."""
-
-    def __call__(self, job: Job) -> tuple[int, int]: ...
-
-
 class Written(NamedTuple):
     """The checksums, as far as this process knows them, and how many bytes it wrote."""
 
@@ -149,42 +142,57 @@ def write_error(path: Path, what: str, error: OSError) -> CheckpointError:
 def write(folder: Path, files: Sequence[DataFile], jobs: Sequence[Job], blocks: int) -> Written:
     """Do the jobs, and have the files reach the disk."""
     sums, total = np.zeros(blocks, dtype=np.int64), 0
-    with write_jobs(folder, files) as put:
+    with Writer(folder, files) as writer:
         for job in sorted(jobs, key=lambda job: (job.file, job.start, job.block.start)):
-            linear, size = put(job)
+            linear, size = writer.do(job)
             sums[job.number] ^= linear
             total += size
     return Written(sums, total)
 
 
-@contextlib.contextmanager
-def write_jobs(folder: Path, files: Sequence[DataFile]) -> Iterator[Put]:
-    """Inside, a function that does one job, and gives the linear part of its block's checksum and its bytes. At the end
-    the files reach the disk."""
-    targets: dict[int, Target] = {}
-    behind = Behind()
+class Writer:
+    """Writes to the files of a draft; at the end of a `with` statement all of it has reached the disk."""
 
-    def put(job: Job) -> tuple[int, int]:
-        path = folder / files[job.file].name
-        if job.file not in targets:
-            targets[job.file] = Target.of(path, opened(path))
+    def __init__(self, folder: Path, files: Sequence[DataFile]) -> None:
+        self.folder, self.files = folder, files
+        self._targets: dict[int, Target] = {}
+        self._behind = Behind()
+
+    def do(self, job: Job) -> tuple[int, int]:
+        """Do a job: the linear part of its block's checksum, and how many bytes it was."""
         what = f"tensor {job.entry.name!r} at {job.box.offsets}"
         try:
-            return _put(targets[job.file], behind, job, what)
+            return _put(self._target(job.file), self._behind, job, what)
         except OSError as error:
-            raise write_error(path, what, error) from error
+            raise write_error(self._target(job.file).path, what, error) from error
 
-    try:
-        yield put
-        behind.finish()
-        for target in targets.values():
-            os.fsync(target.handle)
-    except WriteFailed as failed:
-        raise write_error(failed.path, failed.what, failed.error) from failed.error
-    finally:
-        behind.close()
-        for target in targets.values():
-            target.close()
+    def put(self, file: int, data: np.ndarray, at: int, what: str) -> None:
+        """Write some bytes at a place of a file."""
+        self._behind.put(self._target(file), data, at, what)
+
+    def _target(self, file: int) -> Target:
+        if file not in self._targets:
+            path = self.folder / self.files[file].name
+            self._targets[file] = Target.of(path, opened(path))
+        return self._targets[file]
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            if error is None:
+                self._behind.finish()
+                for target in self._targets.values():
+                    os.fsync(target.handle)
+        except WriteFailed as failed:
+            error = failed
+        finally:
+            self._behind.close()
+            for target in self._targets.values():
+                target.close()
+        if isinstance(error, WriteFailed):
+            raise write_error(error.path, error.what, error.error) from error.error
 
 
 def opened(path: Path) -> int:

@@ -79,10 +79,6 @@ class Source(ABC):
         """Tensors of one shape and dtype for which this is equal have the same blocks."""
         return name
 
-    def span(self, name: str) -> tuple[int, int] | None:
-        """An open file and the byte at which the tensor begins, all of it in one run; None where that is not so."""
-        return None
-
     def reads_in_place(self, name: str) -> bool:
         """Whether a block that is read is its values as they are, from the beginning of the room on."""
         return False
@@ -160,9 +156,6 @@ class FileSource(Source):
 
     def reads_in_place(self, name: str) -> bool:
         return True
-
-    def span(self, name: str) -> tuple[int, int] | None:
-        return self._handle(self.places[name].file), self.places[name].start
 
     def expect(self, name: str, first: int, count: int) -> None:
         blocks, place = self.blocks(name), self.places[name]
