@@ -236,7 +236,7 @@ def loads(size, root, layers, how, times):
 
 def planning():
     """1,000 tensors on 65,536 ranks: what one rank works out to save them, and what the manifest says."""
-    from shardwise.checkpoint.blocks import block_bytes_for, blocks_of
+    from shardwise.checkpoint.blocks import Cuts, block_bytes_for
     from shardwise.checkpoint.files import Entry, lay_out
     from shardwise.checkpoint.holders import replicas
     from shardwise.checkpoint.jobs import meet
@@ -250,7 +250,8 @@ def planning():
     files = lay_out(entries, 5 << 30)
     size = block_bytes_for(sum(entry.nbytes for entry in entries))
     coords, written = mesh.coords(mesh.ranks[12345]), 0
-    blocks = {entry.name: blocks_of(entry.shape, 2, size) for entry in entries}
+    cuts = Cuts(size)
+    blocks = {entry.name: cuts[entry.shape, 2] for entry in entries}
     for entry in entries:
         layout = Layout.make(
             mesh, [shardwise.Shard(0), shardwise.Replicate(), shardwise.Shard(1)], entry.shape, torch.bfloat16
