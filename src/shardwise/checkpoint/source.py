@@ -13,7 +13,7 @@ import torch
 from shardwise.checkpoint.blocks import LEAST_BLOCK, Block, Cuts
 from shardwise.checkpoint.crc import buffer_of, crc_of
 from shardwise.checkpoint.direct import Ahead
-from shardwise.checkpoint.files import Entry, Place
+from shardwise.checkpoint.files import Checksums, Entry, Header, Place
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.storage import StorageLine, measured_storage
 from shardwise.checkpoint.tree import Json, Node, flat_tree, walk
@@ -114,43 +114,49 @@ class FileSource(Source):
         tensors: Mapping[str, tuple[Entry, Place]],
         manifest: Manifest | None = None,
         *,
+        headers: Sequence[Header] = (),
         verify: bool = True,
     ) -> None:
         self.path = path
         self.entries = {name: entry for name, (entry, _) in tensors.items()}
         self.places = {name: place for name, (_, place) in tensors.items()}
         self.block_bytes = LEAST_BLOCK if manifest is None else manifest.block_bytes
-        self.checksums = manifest.checksums if manifest is not None and verify else {}
+        self.checksums: Checksums = dict(manifest.checksums) if manifest is not None and verify else {}
+        self.own_block_bytes: dict[str, int] = {}  # of tensors whose file has its own checksums
+        for header in headers:
+            self.own_block_bytes |= dict.fromkeys(header.checksums, header.block_bytes)
+            self.checksums |= header.checksums if verify else {}
         self.tree = flat_tree(list(self.entries), {}) if manifest is None else manifest.tree
         self.step = None if manifest is None else manifest.step
         self.random = None if manifest is None else manifest.random
-        self._cuts: Cuts | None = None
+        self._cuts: dict[int, Cuts] = {}
         self._handles: dict[Path, int] = {}
         self._ahead = Ahead()
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_handles": {}, "_cuts": None, "_ahead": None}
+        return self.__dict__ | {"_handles": {}, "_cuts": {}, "_ahead": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state | {"_ahead": Ahead()})
 
     def blocks(self, name: str) -> Sequence[Block]:
-        if self._cuts is None:
-            self._cuts = Cuts(self.block_bytes)
-        entry = self.entries[name]
-        return self._cuts[entry.shape, entry.dtype.itemsize]
+        entry, size = self.entries[name], self.own_block_bytes.get(name, self.block_bytes)
+        if size not in self._cuts:
+            self._cuts[size] = Cuts(size)
+        return self._cuts[size][entry.shape, entry.dtype.itemsize]
 
     def order(self, name: str) -> tuple[str, int]:
         return str(self.places[name].file), self.places[name].start
 
     def cut(self, name: str) -> object:
-        return None
+        return self.own_block_bytes.get(name)
 
     def checksum(self, name: str, i: int) -> int | None:
         return self.checksums[name][i] if name in self.checksums else None
 
     def same_values(self, one: str, other: str) -> bool:
-        if one in self.checksums and other in self.checksums:
+        alike = self.own_block_bytes.get(one) == self.own_block_bytes.get(other)
+        if alike and one in self.checksums and other in self.checksums:
             return self.checksums[one] == self.checksums[other]
         return super().same_values(one, other)
 
