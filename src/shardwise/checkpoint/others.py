@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,8 +14,14 @@ from shardwise.checkpoint.holders import check
 from shardwise.checkpoint.tree import Flat, Value, built, flatten, value_of
 from shardwise.checkpoint.world import World
 from shardwise.errors import CheckpointError
+from shardwise.imports import later
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.tensor import DTensor
+
+if TYPE_CHECKING:
+    import torch.distributed.checkpoint as dcp
+else:
+    dcp = later("torch.distributed.checkpoint")  # which takes half a second to import
 
 
 def save(path: str | os.PathLike[str], state: Value, world: World, format: str) -> None:
@@ -34,8 +41,6 @@ def save(path: str | os.PathLike[str], state: Value, world: World, format: str) 
 
 
 def _save_dcp(folder: Path, flat: Flat, world: World) -> None:
-    import torch.distributed.checkpoint as dcp
-
     draft = world.from_first(lambda: new_draft(folder))
     try:
         entries = flat.tensors | {name: value_of(said) for name, said in flat.values.items()}
