@@ -107,8 +107,9 @@ class Comm(ABC):
         return False
 
     def agreed(self, local: LocalValue, what: str) -> torch.Tensor:
-        """The plain tensor behind a Replicate value that decides something for the whole mesh, such as the sizes that
-        ranks found; LayoutError, saying `what` it is, where the groups of a simulated sub-mesh hold different ones."""
+        """The plain tensor of the first rank of this process, where all groups of a simulated sub-mesh hold the same;
+        else LayoutError, which says `what` the value is: one that decides something for the whole mesh, such as the
+        sizes that ranks found."""
         return self.first(local)
 
     def same(self, one: Any, other: Any) -> bool:

@@ -15,6 +15,7 @@ from shardwise.errors import LayoutError, MeshError
 from shardwise.protocols import LocalValue
 from shardwise.torch_private.tensors import storage_id
 
+_MOST_SHOWN = 8  # elements of a tensor that an error shows
 OnGroup = Callable[[list[torch.Tensor], list[Coords]], list[torch.Tensor]]  # values and coordinates of some ranks
 
 
@@ -93,27 +94,27 @@ class SimulatedComm(Comm):
     def whole(self, local: LocalValue) -> tuple[int, ...]:
         """The structure of a Replicate value for the program: one tensor, or one per group where the groups of a
         sub-mesh hold different ones."""
-        one, *others = self._by_group(local).values()
-        if all(_equal(one, other) for other in others):
+        if self._difference(local) is None:
             return (0,) * len(self.grid)
         numbers = {spectator: i for i, spectator in enumerate(dict.fromkeys(self.spectators))}
         return tuple(numbers[spectator] for spectator in self.spectators)
 
-    def check_groups(self, local: LocalValue, what: str) -> None:
-        """Raise where ranks at the same place in the groups of a sub-mesh hold different tensors."""
+    def agreed(self, local: LocalValue, what: str) -> torch.Tensor:
+        difference = self._difference(local)
+        if difference is not None:
+            coords, values = difference
+            shown = [f"{value.tolist()}" for value in values if value.numel() <= _MOST_SHOWN]
+            self._refuse(what, [f"different values at {coords}" + (": " if shown else "") + " and ".join(shown)])
+        return self.first(local)
+
+    def _difference(self, local: LocalValue) -> tuple[Coords, tuple[torch.Tensor, torch.Tensor]] | None:
+        """Coordinates at which two groups of a sub-mesh hold different tensors, and those two; None if none do."""
         assert isinstance(local, RankTensor)
         firsts: dict[Coords, torch.Tensor] = {}
         for coords, value in zip(self.grid, local.ranks, strict=True):
             if not _equal(firsts.setdefault(coords, value), value):
-                self._refuse(what, [f"different values at {coords}"])
-
-    def _by_group(self, local: LocalValue) -> dict[Hashable, torch.Tensor]:
-        """What the first rank of each group has."""
-        assert isinstance(local, RankTensor)
-        found: dict[Hashable, torch.Tensor] = {}
-        for spectator, value in zip(self.spectators, local.ranks, strict=True):
-            found.setdefault(spectator, value)
-        return found
+                return coords, (firsts[coords], value)
+        return None
 
     def first(self, local: Any) -> torch.Tensor:
         return local.ranks[0]
@@ -123,11 +124,6 @@ class SimulatedComm(Comm):
             return False
         held = {(spectator, id(v)) for spectator, v in zip(self.spectators, value.ranks, strict=True)}
         return len(held) == len(set(self.spectators)) and len({(v.shape, v.stride()) for v in value.ranks}) == 1
-
-    def agreed(self, local: LocalValue, what: str) -> torch.Tensor:
-        if len(set(self.whole(local))) > 1:
-            self._refuse(what, [value.tolist() for value in self._by_group(local).values()])
-        return self.first(local)
 
     def _refuse(self, what: str, found: Sequence[object]) -> NoReturn:
         shown = ", ".join(map(str, found[:4])) + (", ..." if len(found) > 4 else "")

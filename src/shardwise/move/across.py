@@ -158,7 +158,7 @@ def _check_groups(comm: SimulatedComm, local: LocalValue, src: Layout) -> None:
         for axis, place in enumerate(src.placements):
             if isinstance(place, Partial):  # groups may have different parts of the same value
                 local = comm.all_reduce(local, (axis,), "sum" if place.reduce_op == "avg" else place.reduce_op)
-    comm.check_groups(local, "redistribute to another mesh")
+    comm.agreed(local, "redistribute to another mesh")
 
 
 def _on_one_mesh(src: Layout, dst: Layout) -> tuple[Layout, Layout] | None:
