@@ -24,8 +24,8 @@ else:
     dcp = later("torch.distributed.checkpoint")  # which takes half a second to import
 
 
-def save(path: str | os.PathLike[str], state: Value, world: World, format: str) -> None:
-    """Save a state as "dcp" (a folder) or "pt" (a file). Every process calls it."""
+def save(path: str | os.PathLike[str], state: Value, world: World, kind: str) -> None:
+    """Save a state as the kind "dcp" (a folder) or "pt" (a file). Every process calls it."""
     target, flat, error = Path(os.path.abspath(path)), Flat(), None
     try:
         flat = flatten(state)
@@ -34,7 +34,7 @@ def save(path: str | os.PathLike[str], state: Value, world: World, format: str) 
     except Exception as raised:
         error = raised
     world.agree(error)
-    if format == "dcp":
+    if kind == "dcp":
         _save_dcp(target, flat, world)
     else:
         _save_pt(target, flat, world)
