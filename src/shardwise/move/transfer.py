@@ -37,7 +37,7 @@ class Exchanged:
     is_local = False  # whether nothing travels between any ranks
     kept: dict[Any, Any]  # what was worked out before
 
-    def routes(self, member: Any) -> Routes:
+    def routes(self, member: Member) -> Routes:
         """What a member sends and takes."""
         raise NotImplementedError
 
@@ -135,7 +135,9 @@ class Transfer:
             self.along,
         )
 
-    def _run(self, spans: Sequence[Span], tensors: Any, buffer: torch.Tensor | None, wide: int) -> torch.Tensor:
+    def _run(
+        self, spans: Sequence[Span], tensors: list[torch.Tensor], buffer: torch.Tensor | None, wide: int
+    ) -> torch.Tensor:
         """The run of memory that these spans are together, as it travels."""
         if not spans:
             return as_wire(self.sources[0].new_empty(0))
