@@ -39,7 +39,7 @@ class Exchanged:
     is_local = False  # whether nothing travels between any ranks
     kept: dict[Any, Any]  # what was worked out before
 
-    def routes(self, member: Any) -> Routes:
+    def routes(self, member: Member) -> Routes:
         """What a member sends and takes."""
         raise NotImplementedError
 
@@ -137,7 +137,9 @@ class Transfer:
             self.along,
         )
 
-    def _run(self, spans: Sequence[Span], tensors: Any, buffer: torch.Tensor | None, wide: int) -> torch.Tensor:
+    def _run(
+        self, spans: Sequence[Span], tensors: list[torch.Tensor], buffer: torch.Tensor | None, wide: int
+    ) -> torch.Tensor:
         """The run of memory that these spans are together, as it travels."""
         if not spans:
             return as_wire(self.sources[0].new_empty(0))
@@ -150,18 +152,20 @@ class Transfer:
         return as_wire(x)[start * wide : stop * wide]
 
     def _send_separately(self, one: Round, packed: torch.Tensor | None, received: torch.Tensor | None) -> Work:
-        wide = width(self.sources[0].dtype)
-        ends = []
-        for spans, buffer, tensors in ((one.sends, packed, self.sources), (one.takes, received, self.out)):
-            wires = {slot: as_wire(self._of(slot, buffer, tensors)) for slot in {span.slot for span in spans}}
-            ends.append([(peer, wires[slot][a * wide : b * wide]) for peer, slot, a, b in spans])
-        return start_sends(ends[0], ends[1], self.along)
+        out = self._messages(one.sends, packed, self.sources)
+        return start_sends(out, self._messages(one.takes, received, self.out), self.along)
 
-    def _of(self, slot: int, buffer: torch.Tensor | None, tensors: Any) -> torch.Tensor:
-        if slot == BUFFER:
-            assert buffer is not None
-            return buffer
-        return self._contiguous(tensors, slot)
+    def _messages(
+        self, spans: Sequence[Span], buffer: torch.Tensor | None, tensors: list[torch.Tensor]
+    ) -> list[tuple[int, torch.Tensor]]:
+        """The runs of memory that go to, or come from, one peer each, as they travel."""
+        messages, known, wire = [], None, None
+        for peer, slot, start, stop in spans:
+            if wire is None or slot != known:
+                x = buffer if slot == BUFFER else self._contiguous(tensors, slot)
+                known, wire, first, wide = slot, *_as_run(x)  # type: ignore[arg-type]
+            messages.append((peer, wire.as_strided(((stop - start) * wide,), (1,), first + start * wide)))
+        return messages
 
     def _contiguous(self, tensors: list[torch.Tensor], slot: int) -> torch.Tensor:
         """The tensor in one piece of memory: one of the sources may have holes. A result has none."""
@@ -219,6 +223,15 @@ def _seen(tensors: Sequence[torch.Tensor], pieces: Pieces) -> list[torch.Tensor]
     return list(map(torch.as_strided, [tensors[slot] for slot in slots], shapes, strides, starts))
 
 
+def _as_run(x: torch.Tensor) -> tuple[torch.Tensor, int | torch.SymInt, int]:
+    """A contiguous tensor as it travels: in a dtype that backends carry, where its memory begins, and how many
+    elements of that dtype stand for one of its own."""
+    if x.dtype in WIRE:
+        return x, x.storage_offset(), 1
+    wire = as_wire(x)
+    return wire, wire.storage_offset(), width(x.dtype)
+
+
 def _laid(buffer: torch.Tensor, laid: Laid) -> list[torch.Tensor]:
     """What was laid out in a buffer, as views."""
     out: list[torch.Tensor] = []
@@ -240,7 +253,8 @@ def course_of(plan: Exchanged, me: Member, along: Along) -> Course:
     found = plan.kept.get(key)
     if found is None:
         native, routes = plan.native(along), plan.routes(me)
-        separate = along.group is None or plan.is_local or plan.sends_separately(along)
+        # gloo has no collective that is safe where ranks run different programs: messages then, each from its place
+        separate = along.group is None or along.backend == "gloo" or plan.is_local or plan.sends_separately(along)
         rounds = [round_of(routes, me, along.peers, i, plan.rounds, separate) for i in range(plan.rounds)]
         rounds = [_NO_ROUND] if native else rounds
         most = (max(one.packed for one in rounds), max(one.received for one in rounds))
