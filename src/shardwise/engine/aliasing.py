@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise.context import is_strict
 from shardwise.engine.call_shape import Path, fetch, put
-from shardwise.engine.local_copies import LOCAL_COPIES, after_local_write
+from shardwise.engine.local_copies import LOCAL_COPIES, after_local_write, source_of_local_copy
 from shardwise.errors import RuleError
 from shardwise.torch_private.autograd import has_gradient_hooks
 from shardwise.torch_private.tensors import are_transforms_active
@@ -85,6 +85,8 @@ def _note(copy: Wrapper, name: str, base: int, *rest: Any) -> None:
 def memory_of(tensor: Wrapper) -> int:
     """A number that two tensors have in common if they share memory in torch: copies of views count as views."""
     own = storage_id_of(tensor)
+    if LOCAL_COPIES:
+        own = source_of_local_copy(own)
     return next((copy.base for copy in COPIES.get(own, ())), own) if COPIES else own
 
 

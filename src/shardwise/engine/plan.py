@@ -85,7 +85,10 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     if in_place:
         run = _run(call, inputs, moves, invoke, takes_all, lambda args, kwargs, out: args[0], assignment.reasons)
         noted = _with_writes_noted(run, call.name)
-        return watched(noted, call) if copies else noted
+        if copies:
+            return watched(noted, call)
+        noted.copies_nothing = True  # type: ignore[attr-defined]  # the ranks' own tensors meet in memory as torch's do
+        return noted
     copied = base is not None and (moved or not assignment.aliases(inputs))
     plain = results.dtype in (None, outputs[0].dtype if outputs else None)  # a view of another dtype counts otherwise
     if not moves and results.single and not copied and not results.same and base in (None, (0,)) and plain:
