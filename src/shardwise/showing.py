@@ -154,4 +154,3 @@ def _in_order(parts: Sequence[torch.Tensor], dim: int, sets: Sequence[Intervals]
     indices = [i for a, b in runs for i in range(a, b)]
     order = sorted(range(len(indices)), key=indices.__getitem__)
     return joined.index_select(dim, torch.tensor(order, device=joined.device))
-

@@ -105,6 +105,7 @@ def reentrant() -> Iterator[None]:
             with _force_keys(included - modes, _excluded_keys()):
                 yield
 
+
 # --- autograd -------------------------------------------------------------------------------------------------------
 _engine: Any = take("torch.autograd.Variable._execution_engine", "what data_parallel does when a backward pass ends")
 sequence_number: Callable[[], int] = take("torch.autograd._get_sequence_nr", "CommDebugMode: whose backward runs")

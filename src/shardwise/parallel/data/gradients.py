@@ -168,7 +168,6 @@ class GradBucket:
                 p.unmark()
                 _add_gradient(p.param, [mine[i] for mine in parts])
 
-
     def _rows_of(self, local: torch.Tensor) -> list[torch.Tensor]:
         """What each rank that this process runs has of the sum; simulated ranks that share it, share it here."""
         matrices = local.ranks if isinstance(local, RankTensor) else (local,)
