@@ -126,6 +126,15 @@ def take_undefined_grad(replacement: Callable[[Any], Any]) -> None:
     torch._C._functions.UndefinedGrad = replacement(original)  # type: ignore[misc]
 
 
+take("torch.autograd.graph._get_grad_fn_or_grad_acc", "register_multi_grad_hook")
+
+
+def take_nodes(unwrapped: Callable[[Any], Any]) -> None:
+    """Have torch's own functions on graphs take unwrapped(node) for the node of a tensor."""
+    find = resolve_name("torch.autograd.graph._get_grad_fn_or_grad_acc")
+    torch.autograd.graph._get_grad_fn_or_grad_acc = lambda t: unwrapped(find(t))  # type: ignore[assignment]
+
+
 def set_number_of_node(node: torch.autograd.graph.Node, number: int) -> None:
     """Give an autograd node another sequence number. Of the nodes that are ready, the one of the highest runs first."""
     node._set_sequence_nr(number)  # type: ignore[attr-defined]
