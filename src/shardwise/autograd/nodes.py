@@ -48,7 +48,7 @@ class LocalNode:
 
     def _refusal(self, what: str) -> AutogradError:
         return AutogradError(
-            f"grad_fn.{what} of a distributed tensor: each rank has a {self._node.name()} of its own, which sees a part "
+            f"grad_fn.{what} of a distributed tensor: each rank has a {self._node.name()} of its own, which sees part "
             f"of the gradient. Call register_hook on the tensor itself; on a module, register_full_backward_hook"
         )
 

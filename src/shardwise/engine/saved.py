@@ -24,6 +24,9 @@ from shardwise.wrapper import Wrapper, storage_id_of
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
 
 
+_SAYS_NOTHING = "CppFunction"  # the class of nodes that do not tell what they keep, as those of list ops
+
+
 class Kept(NamedTuple):
     """The numbers of the operands and results that plain torch keeps for the gradient of a call."""
 
@@ -177,14 +180,21 @@ def _kept_with(
     layouts: Sequence[Layout],
     flags: Sequence[bool],
 ) -> Kept:
-    as_it_is = lambda tensor: tensor  # noqa: E731  (hooks of the program, a checkpoint's for instance, see nothing)
-    with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:  # hooks of the program, a checkpoint's for instance, see nothing
+        packed.append(storage_id(tensor))
+        return tensor
+
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
         leaves = [meta_like(layout).requires_grad_(flag) for layout, flag in zip(layouts, flags, strict=True)]
         operands = [copied(leaf) if leaf.requires_grad else leaf for leaf in leaves]
         given, inputs = {storage_id(x) for x in operands}, {x.grad_fn for x in operands}
         args, kwargs = tree_map_only(_Operand, lambda operand: operands[operand.index], arguments)
         outs = [out for out in tree_flatten(func(*args, **kwargs))[0] if isinstance(out, torch.Tensor)]
     saved = set(map(storage_id, _saved_by(outs, inputs)))
+    if any(type(out.grad_fn).__name__ == _SAYS_NOTHING for out in outs):
+        saved.update(packed)
     of = lambda tensors: tuple(i for i, x in enumerate(tensors) if storage_id(x) in saved)  # noqa: E731
     return Kept(of(operands), tuple(i for i in of(outs) if storage_id(outs[i]) not in given))
 
