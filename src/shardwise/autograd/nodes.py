@@ -5,7 +5,7 @@ the gradient, of one rank: such hooks are refused. Everything else is read off t
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.autograd import graph
@@ -25,7 +25,7 @@ class LocalNode:
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._node, name)
 
     def __dir__(self) -> list[str]:

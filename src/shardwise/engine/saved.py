@@ -71,8 +71,8 @@ class watched:
 
 @contextlib.contextmanager
 def watched_from_before(
-    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], paths: Sequence[Path]
-) -> Iterator[Callable[[Any], Any]]:
+    func: Callable[..., object], name: str, args: Sequence[object], kwargs: dict[str, object], paths: Sequence[Path]
+) -> Iterator[Callable[[object], object]]:
     """Around a call that writes into its first argument, and reads tensors that share its memory: torch keeps those
     from before the write, so it notices this very write. What is yielded takes the call's result, and returns it."""
     operands = [fetch(args, kwargs, path) for path in paths]
@@ -85,7 +85,7 @@ def watched_from_before(
     kept = kept_by_torch(func, arguments, [tensor._layout for tensor in operands], flags)
     check = Check(name, [operands[i] for i in kept.operands if paths[i][0] != 0])
 
-    def watch(result: Any) -> Any:
+    def watch(result: object) -> object:
         refusal = check.refusal()
 
         def refuse(_: object) -> None:

@@ -129,7 +129,7 @@ def take_undefined_grad(replacement: Callable[[Any], Any]) -> None:
 take("torch.autograd.graph._get_grad_fn_or_grad_acc", "register_multi_grad_hook")
 
 
-def take_nodes(unwrapped: Callable[[Any], Any]) -> None:
+def take_nodes(unwrapped: Callable[[torch.autograd.graph.Node], torch.autograd.graph.Node]) -> None:
     """Have torch's own functions on graphs take unwrapped(node) for the node of a tensor."""
     find = resolve_name("torch.autograd.graph._get_grad_fn_or_grad_acc")
     torch.autograd.graph._get_grad_fn_or_grad_acc = lambda t: unwrapped(find(t))  # type: ignore[assignment]
