@@ -12,12 +12,13 @@ import torch.nn.functional as F
 
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals
+from shardwise.rules.index import is_any
 from shardwise.rules.pointwise import broadcast
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, operands_in
 from shardwise.strategy.memory import contiguous, stored
 from shardwise.strategy.program import zero_of
 from shardwise.strategy.registry import program, rule
-from shardwise.torch_private.tensors import assert_async, schema_of
+from shardwise.torch_private.tensors import assert_async, is_abstract, schema_of
 
 REDUCTIONS = ("none", "mean", "sum")  # aten gives the number
 _TYPED_BY_INPUT = {"huber_loss", "soft_margin_loss"}  # the others have the dtype that input and target promote to
@@ -130,8 +131,11 @@ def per_target(operands: list[Operand], statics: Any, reduction: str) -> Factors
 def among(held: Intervals, target: torch.Tensor, size: int, ignore_index: int) -> torch.Tensor:
     """Where a rank has each target's class, -100 where it has not."""
     counted = target != ignore_index
-    inside = ((target >= 0) & (target < size)) | ~counted
-    assert_async(inside.all(), f"a target is out of bounds: there are {size} classes")
+    outside = ((target < 0) | (target >= size)) & counted
+    if target.is_cuda:
+        assert_async(~outside.any(), f"a target is out of bounds: there are {size} classes")
+    elif not is_abstract(target) and is_any(outside):
+        raise IndexError(f"target {int(target[outside][0])} is out of bounds: there are {size} classes")
     mine, offset = torch.full_like(target, -100), 0
     for start, stop in held:
         mine = torch.where(counted & (target >= start) & (target < stop), target - start + offset, mine)
