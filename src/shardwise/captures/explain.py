@@ -47,11 +47,11 @@ def _move_table(program: Program) -> Table:
     header = ("collective", "axis", "bytes", "for", "pass", "source", "overlaps with")
     table = Table(*header, title="collectives", title_justify="left")
     for at, statement in enumerate(program.statements):
-        move = statement.move
-        if move is not None:
+        for move in statement.moves:
             way = "backward" if move.note.backward else "forward"
             beside = _beside(program, at) if isinstance(statement.func, Begin) else ""
-            table.add_row(move.kind, move.where, size_name(move.bytes), move.note.op, way, statement.source, beside)
+            source = move.note.source or statement.source
+            table.add_row(move.kind, move.where, size_name(move.bytes), move.note.op, way, source, beside)
     return table
 
 

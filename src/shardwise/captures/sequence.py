@@ -28,11 +28,9 @@ from shardwise.protocols import Item
 def lines_of(program: Program) -> list[str]:
     """The collectives of a program in order, in words that are the same on all ranks."""
     found = []
-    for statement in program.statements:
-        move = statement.move
-        if move is not None:
-            steps = "; ".join(f"{step} of {step.describe()}" for step in move.steps if step.kind != "local")
-            found.append(f"{move.note.op}{' (backward)' if move.note.backward else ''}: {steps}, {move.note.source}")
+    for move in program.moves():
+        steps = "; ".join(f"{step} of {step.describe()}" for step in move.steps if step.kind != "local")
+        found.append(f"{move.note.op}{' (backward)' if move.note.backward else ''}: {steps}, {move.note.source}")
     return found
 
 
@@ -52,12 +50,11 @@ def check_sizes(program: Program) -> int:
         RanksDifferError: For the first one whose sizes do not match; it names the ranks and the line.
     """
     count = 0
-    for statement in program.statements:
-        move = statement.move
-        for step in move.steps if move is not None else ():
+    for move in program.moves():
+        for step in move.steps:
             if step.kind != "local":
                 count += 1
-                _check_step(step, move)  # type: ignore[arg-type]
+                _check_step(step, move)
     return count
 
 

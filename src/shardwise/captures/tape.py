@@ -291,7 +291,9 @@ class Tape(DispatchMode):  # type: ignore[misc]
         statement = Statement(moved, refs, label=moved.kind, single=False, source=source, note=note)
         statement.outside = comm.simulated
         made = after.values(result)
-        statement.kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in made)
+        statement.kinds, statement.taken = (
+            tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors) for tensors in (made, values)
+        )
         self._write(statement, *made)
         return result
 

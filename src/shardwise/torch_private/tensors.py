@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pkgutil import resolve_name
 from typing import Any
@@ -172,6 +172,20 @@ def compile_backend(
         return lambda graph, inputs: made(graph, inputs)
     found = torch._dynamo.lookup_backend(backend)
     return functools.partial(found, **({"options": options} if options else {}))
+
+
+def mark_sizes(tensor: torch.Tensor, dims: Iterable[int]) -> None:
+    """Tell torch.compile that these sizes of a tensor change; where its code needs them fixed, they are."""
+    USED_FOR["torch._dynamo.maybe_mark_dynamic"] = "torch.compile: sizes that change"
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def keeping_order() -> AbstractContextManager[None]:
+    """Inside, Inductor keeps collectives in the order of the graph, which is that of all ranks."""
+    USED_FOR["torch._inductor.config.patch"] = "torch.compile: collectives in the same order on all ranks"
+    found: AbstractContextManager[None] = resolve_name("torch._inductor.config.patch")(reorder_for_locality=False)
+    return found
 
 
 def has_no_compiler(error: BaseException | None) -> bool:
