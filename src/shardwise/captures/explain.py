@@ -16,7 +16,10 @@ PassLine = tuple[str, int, int, int, float]  # name, statements, moves, bytes, s
 
 
 def explain(
-    programs: Sequence[tuple[Program, Sequence[PassLine]]], eager: dict[str, int], not_graphs: Sequence[str] = ()
+    programs: Sequence[tuple[Program, Sequence[PassLine]]],
+    eager: dict[str, int],
+    not_graphs: Sequence[str] = (),
+    regions: dict[str, int] | None = None,
 ) -> str:
     """The text of `Captured.explain()`."""
     out = io.StringIO()
@@ -28,6 +31,8 @@ def explain(
         console.print(table if table.row_count else "It communicates nothing.")
     for reason in not_graphs:
         console.print(f"no CUDA graph: {reason}")
+    for reason, count in (regions or {}).items():
+        console.print(f"eager between captured parts, {count} times: {reason}")
     for reason, count in eager.items():
         console.print(f"eager, {count} calls: {reason}")
     if not programs and not eager:

@@ -221,8 +221,11 @@ class Program:
 
     @property
     def sets_gradients(self) -> bool:
-        """Whether a backward pass that leaves gradients is part of it."""
-        return any(isinstance(s.func, (SetGrad, GetGrad)) for s in self.statements)
+        """Whether a backward pass that leaves gradients is part of it; `zero_grad` is none."""
+        return any(
+            isinstance(s.func, GetGrad) or (isinstance(s.func, SetGrad) and s.args[1] is not None)
+            for s in self.statements
+        )
 
     def moves(self) -> list[Move]:
         """What it communicates, in order."""
