@@ -17,18 +17,17 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import fx
 
 from shardwise.captures.compiled_step import CompiledStep, CompileFunction
 from shardwise.captures.functional import lower_moves
 from shardwise.captures.program import Move, OptimizerStep, Program, Ref, SetGrad, Statement
-from shardwise.captures.symbolic import Family, Stretch
+from shardwise.captures.symbolic import Code, CompileAlone, Family, Stretch
 from shardwise.comm.record import Note, recorders, tell
 from shardwise.move.steps import MeshStep
 from shardwise.protocols import Item
 from shardwise.torch_private.tensors import keeping_order
 
-Backend = Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
+Backend = CompileAlone
 
 _FEW = 2  # ops: shorter stretches are left as they are
 _moves: weakref.WeakValueDictionary[int, _Numbered] = weakref.WeakValueDictionary()
@@ -121,8 +120,8 @@ class Compiler:
         statement.source = body[0].source
         return [statement, *sets]
 
-    def _alone(self, stretch: Stretch, tensors: list[torch.Tensor]) -> Callable[..., Any]:
-        return self._backend(stretch.graph(), tensors)
+    def _alone(self, stretch: Stretch, tensors: list[torch.Tensor]) -> Code:
+        return self._backend(stretch.as_graph(), tensors)
 
 
 class Lazily:
@@ -131,7 +130,7 @@ class Lazily:
     def __init__(
         self,
         stretch: Stretch,
-        compile: Callable[[Stretch, list[torch.Tensor]], Callable[..., Any]],
+        compile: Callable[[Stretch, list[torch.Tensor]], Code],
         moves: Sequence[Move],
         lowered: Sequence[Move],
         numbered: Sequence[_Numbered],
@@ -139,7 +138,7 @@ class Lazily:
         self._stretch, self._compile, self.moves = stretch, compile, moves
         self._lowered, self._numbered = lowered, numbered
         self._places = _places(lowered)
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: Code | None = None
 
     @torch.no_grad()
     def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:

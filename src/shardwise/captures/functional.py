@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from shardwise.captures.program import Move, Program, Ref, Statement, items_in, 
 from shardwise.comm.messages import WIRE, Along, as_wire, from_wire, width
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.reduction import reduce_parts
+from shardwise.layout.region import Region
 from shardwise.move.exchange import Exchange
 from shardwise.move.pack import build, pick, place
 from shardwise.move.schedule import Pieces
@@ -242,7 +242,7 @@ def _swapped(step: Exchange, comm: ProcessGroupComm, x: torch.Tensor, along: Alo
     read = dict.fromkeys(along.peers, 0)
     kept = routes.sends[me].regions_in(routes.held) if me in routes.sends else ()
     own = (pick(x, region) for region in kept)
-    routed: list[tuple[Any, torch.Tensor]] = []
+    routed: list[tuple[Region, torch.Tensor]] = []
     for route in routes.takes:
         columns: list[list[torch.Tensor]] = []
         for peer in route.sources:
@@ -262,7 +262,7 @@ def _swapped(step: Exchange, comm: ProcessGroupComm, x: torch.Tensor, along: Alo
 
 
 def _built(
-    step: Exchange, shape: Sequence[int], routed: Sequence[tuple[Any, torch.Tensor]], like: torch.Tensor
+    step: Exchange, shape: Sequence[int], routed: Sequence[tuple[Region, torch.Tensor]], like: torch.Tensor
 ) -> torch.Tensor:
     if not step.zeros:
         return build(shape, routed, like) if routed else like.new_empty(shape)

@@ -68,7 +68,7 @@ class Split:
             raise CannotSplit("no other statement is left")
         self._known = _identity(func)
         self._enter = source.entry()
-        self.names = source.arguments
+        self.names = source.argument_names
         self._bound = set(source.bound)
         self._rest = statements[at + 1 :]
         self.parts: list[Part] = []
@@ -97,7 +97,7 @@ class Split:
             self._add(statements, rest[at:], is_eager or trivial)
 
     @property
-    def captured(self) -> list[Any]:
+    def captured(self) -> list[Item]:
         """The captured parts."""
         return [part.run for part in self.parts if not part.is_eager]
 
@@ -170,9 +170,9 @@ class _Source:
             self.tree = self._parsed(function)
             if not _are_alike(self._compiled(self.tree.args, self.tree.body).__code__, code):
                 raise CannotSplit("its source is not what runs")
-        self.arguments = code.co_varnames[: _count(code)]
+        self.argument_names = code.co_varnames[: _count(code)]
         self._locals = frozenset(code.co_varnames)
-        self.bound = set(self.arguments)
+        self.bound = set(self.argument_names)
         if known is not None:  # a part of a function that is taken apart already
             self.tree, missing = known
             self.bound -= missing
@@ -234,7 +234,7 @@ class _Source:
 
     def entry(self) -> types.FunctionType:
         """A function with the arguments of the original that gives their values."""
-        names = [ast.Name(name, ast.Load()) for name in self.arguments]
+        names = [ast.Name(name, ast.Load()) for name in self.argument_names]
         built = self._compiled(self.tree.args, [ast.Return(ast.Tuple(list(names), ast.Load()))])
         built.__defaults__, built.__kwdefaults__ = self._func.__defaults__, self._func.__kwdefaults__
         return built

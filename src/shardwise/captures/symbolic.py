@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -21,8 +20,9 @@ from shardwise.protocols import Item
 from shardwise.torch_private.tensors import mark_sizes, schema_of
 
 Numbers = tuple[int, ...]
-CompileAlone = Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
-CompileModule = Callable[[fx.GraphModule], Callable[..., Any]]
+Code = Callable[..., Sequence[torch.Tensor]]
+CompileAlone = Callable[[fx.GraphModule, list[torch.Tensor]], Code]
+CompileModule = Callable[[fx.GraphModule], Code]
 
 _MOST = 4  # sets of symbols for one kind of stretch
 _MOST_SYMBOLS = 48  # in one of them: they are the dims of a tensor
@@ -60,7 +60,7 @@ class Stretch:
             return "number"
         return type(item), repr(item) if isinstance(item, (float, complex)) else item
 
-    def graph(self, symbols: Sequence[int | None] | None = None) -> fx.GraphModule:
+    def as_graph(self, symbols: Sequence[int | None] | None = None) -> fx.GraphModule:
         """The statements as a graph of torch.fx. With `symbols`, which tell for each number the symbol that it is, or
         None where it is itself, the graph takes a tensor more, whose shape has the values of the symbols."""
         graph = fx.Graph()
@@ -96,7 +96,7 @@ class Stretch:
         return fx.GraphModule({}, graph)
 
 
-def _arguments(s: Statement) -> Iterator[tuple[Any, bool]]:
+def _arguments(s: Statement) -> Iterator[tuple[Item, bool]]:
     """The arguments of an op in order, and whether numbers in each are sizes, which may be symbols."""
     schema = schema_of(s.func) if s.is_op else None
     sizes = {} if schema is None else {a.name: _is_size(a.real_type) for a in schema.arguments}
@@ -131,10 +131,10 @@ class Family:
     def __init__(self, alone: CompileAlone, shared: CompileModule) -> None:
         self._alone, self._shared = alone, shared
         self._members: list[Numbers] = []
-        self._by_size: dict[Hashable, Callable[..., Any]] = {}
-        self._by_symbols: list[tuple[list[int | None], Numbers, Callable[..., Any]]] = []
+        self._by_size: dict[Hashable, Code] = {}
+        self._by_symbols: list[tuple[list[int | None], Numbers, Code]] = []
 
-    def compiled(self, stretch: Stretch, tensors: list[torch.Tensor]) -> Callable[..., Any]:
+    def compiled(self, stretch: Stretch, tensors: list[torch.Tensor]) -> Code:
         """Code for a stretch that is given tensors of these sizes."""
         mine = stretch.numbers + tuple(size for t in tensors for size in t.shape)
         if mine not in self._members:
@@ -144,7 +144,7 @@ class Family:
             first = next((member for member in self._members if len(member) == len(mine)), None)
             symbols = [] if first is None else _symbols(first, mine)
             if first is not None and len(self._by_symbols) < _MOST and len({*symbols}) <= _MOST_SYMBOLS:
-                code = self._shared(stretch.graph(symbols[: len(stretch.numbers)]))
+                code = self._shared(stretch.as_graph(symbols[: len(stretch.numbers)]))
                 self._by_symbols.append((symbols, first, code))
                 values = _values(symbols, first, mine)
                 assert values is not None
@@ -152,15 +152,15 @@ class Family:
             self._members.append(mine)
         key = mine, *((t.stride(), t.dtype, t.device) for t in tensors)
         if any(s.writes for s in stretch.body):  # what shares memory with what is no part of the key
-            return self._alone(stretch.graph(), tensors)
+            return self._alone(stretch.as_graph(), tensors)
         if key not in self._by_size:
-            self._by_size[key] = self._alone(stretch.graph(), tensors)
+            self._by_size[key] = self._alone(stretch.as_graph(), tensors)
         return self._by_size[key]
 
     @staticmethod
     def _with(
-        code: Callable[..., Any], values: Sequence[int], shapes: Sequence[int | None], tensors: Sequence[torch.Tensor]
-    ) -> Callable[..., Any]:
+        code: Code, values: Sequence[int], shapes: Sequence[int | None], tensors: Sequence[torch.Tensor]
+    ) -> Code:
         sizes = torch.empty((*values, 0), device=tensors[0].device if tensors else None)
         mark_sizes(sizes, range(len(values)))
         ndims = [t.dim() for t in tensors]
@@ -171,7 +171,7 @@ class Family:
             if (dims := [dim for dim in range(n) if shapes[start + dim] is not None])
         ]
 
-        def run(*given: torch.Tensor) -> Any:
+        def run(*given: torch.Tensor) -> Sequence[torch.Tensor]:
             if marks:  # once: they are for the compiler
                 own = [t.detach() for t in given]
                 for i, dims in marks:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -48,9 +47,9 @@ def together(program: Program, run: Run) -> Run:
     return met
 
 
-def _places(program: Program) -> Sequence[tuple[Any, tuple[int, ...]]]:
+def _places(program: Program) -> Sequence[tuple[ProcessGroupComm, tuple[int, ...]]]:
     """Backends and axes over which several collectives go that would meet."""
-    counts: dict[tuple[int, tuple[int, ...]], list[Any]] = {}
+    counts: dict[tuple[int, tuple[int, ...]], list[ProcessGroupComm]] = {}
     for move in program.moves():
         for step in move.steps:
             if isinstance(step, (AllReduce, GatherParts)) and isinstance(move.comm, ProcessGroupComm):

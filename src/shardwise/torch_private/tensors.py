@@ -188,6 +188,20 @@ def keeping_order() -> AbstractContextManager[None]:
     return found
 
 
+def with_fixed_floats() -> AbstractContextManager[None]:
+    """Inside, numbers that torch.compile meets are constants of what it makes: it begins anew where it finds out late
+    that it cannot do with others."""
+    USED_FOR["torch._dynamo.config.patch"] = "torch.compile: steps of optimizers"
+    found: AbstractContextManager[None] = resolve_name("torch._dynamo.config.patch")(specialize_float=True)
+    return found
+
+
+def is_of_compiler(error: BaseException) -> bool:
+    """Whether torch.compile raised an error because it cannot compile something: nothing of that has run."""
+    USED_FOR["torch._dynamo.exc.TorchDynamoException"] = "torch.compile: steps of optimizers that it cannot compile"
+    return isinstance(error, resolve_name("torch._dynamo.exc.TorchDynamoException"))
+
+
 def has_no_compiler(error: BaseException | None) -> bool:
     """Whether Inductor failed because there is no compiler on the machine."""
     while error is not None:
