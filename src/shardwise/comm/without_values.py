@@ -51,6 +51,8 @@ class Absent(FakeMode):  # type: ignore[misc]
     def __init__(self, assume: Assumptions | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.assume: dict[str, Assumed] = dict(assume or {})
+        self.looked: Callable[[], None] | None = None  # is told whenever the program looks at a value
+        self.calls = 0  # how many calls of distributed tensors are under way
         self.group_of: Callable[..., object] | None = None  # gives process groups, where a script's are played too
 
     def __torch_dispatch__(self, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Result:
@@ -88,6 +90,8 @@ class Absent(FakeMode):  # type: ignore[misc]
         for key in (line, short, name):
             if key in self.assume:
                 said = self.assume[key]
+                if self.looked is not None:
+                    self.looked()
                 return said(what) if callable(said) and what is not None else said
         hint = _HINTS.get(name, "the share of the elements that are found (0.0 to 1.0), or how many (an int)")
         shape = "" if what is None else f" of a tensor of shape {tuple(what.shape)}"
