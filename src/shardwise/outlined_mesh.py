@@ -109,6 +109,7 @@ class OutlinedMesh(SimulatedMesh):
         super().__enter__()
         inside = ExitStack()
         inside.enter_context(self.mode)
+        inside.enter_context(self.mode.swappable())
         if torch.device(self.device_type).type != self.device.type:
             inside.enter_context(Elsewhere(torch.device(self.device_type).type, self.device))
         self._inside.append(inside)
