@@ -163,3 +163,19 @@ def test_a_longest_target_is_asked_for():
     assert (
         F.ctc_loss(*(distribute_tensor(x, mesh, [Replicate()]) for x in (logs, targets, lengths, lengths))).shape == ()
     )
+
+
+def test_optimizers_choose_as_on_the_device_that_is_played():
+    """On a GPU the default is list ops, whose temporary tensors are as large as all parameters together."""
+    peaks = {}
+    for device in ("cpu", "cuda"):
+        with outline(2, device=device):
+            w = [nn.Parameter(torch.zeros(1024)) for _ in range(8)]
+            optimizer = torch.optim.AdamW(w)
+
+            def step(w=w, optimizer=optimizer):
+                sum(x.sum() for x in w).backward()
+                optimizer.step()
+
+            peaks[device] = shardwise.estimate(step).memory.peak
+    assert peaks["cuda"] == peaks["cpu"] + 5 * 4096  # three temporary tensors at a time, and all eight
