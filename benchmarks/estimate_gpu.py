@@ -11,6 +11,7 @@ import os
 import statistics
 import time
 from collections import Counter
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise import outline
 from shardwise.forecast import Hardware
+from shardwise.forecast.measuring import host_seconds
 from shardwise.parallel import data_parallel
 
 
@@ -148,6 +150,14 @@ def recorded(report):
     return {"kinds": [json.loads(key) for key in kinds], "order": order}
 
 
+def as_fast_as_now(hardware):
+    """The hardware with a host as fast as it is now: cores that others use, too, are not always equally fast."""
+    now = min(host_seconds(torch.zeros(1, device="cuda"), torch.device("cuda")) for _ in range(5))
+    share = now / hardware.host.value
+    scaled = {name: replace(figure, value=figure.value * share) for name, figure in hardware.hosts.items()}
+    return replace(hardware, host=replace(hardware.host, value=now), hosts=scaled), share
+
+
 def compare_on_gpu(console, hardware, details=None):
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
@@ -161,8 +171,10 @@ def compare_on_gpu(console, hardware, details=None):
         [],
     )
     for settings in track(CONFIGURATIONS, "configurations"):
+        before = as_fast_as_now(hardware)[1]
         peak, seconds, more = measured(settings, details)
-        report = estimated(settings, hardware)
+        now, share = as_fast_as_now(hardware)
+        report = estimated(settings, now)
         spent = report.time
         memory.append(report.memory.peak / peak - 1)
         times.append(spent.total / seconds - 1)
@@ -170,7 +182,7 @@ def compare_on_gpu(console, hardware, details=None):
         table.add_row(
             said, f"{peak / 1e9:.3f}", f"{report.memory.peak / 1e9:.3f}", f"{memory[-1]:+.1%}", f"{seconds * 1e3:.2f}",
             f"{spent.total * 1e3:.2f}", f"{spent.host * 1e3:.2f}", f"{spent.compute * 1e3:.2f}",
-            str(len(spent.events)), f"{times[-1]:+.1%}",
+            str(len(spent.events)), f"{times[-1]:+.1%}", f"{before:.2f} {share:.2f}",
         )  # fmt: skip
         known.append({"configuration": said, "step": seconds, "peak": peak, "estimated": spent.total} | more)
         if details:

@@ -66,10 +66,11 @@ class Hardware:
         efficiency: By kind of op ("matmul", "attention", "memory"), the share of the peak that kernels reach.
         launch: Seconds that the shortest kernel takes.
         host: Seconds that the host takes to start an op.
-        hosts: The same where it is known better: by the phase of the op ("forward", "backward", "recomputed",
-            "optimizer"); on top come "tensor" for each tensor of a list that an op takes, "view" and "module" for each
-            view that is made and module that is called before it, "distributed" for ops on distributed tensors.
-            "exchange" is the start of a communication.
+        hosts: The same where it is known better: by the phase of the op ("forward", "backward",
+            "optimizer"). On top come "tensor" for each tensor of a list that an op takes, "view" and "module" for each
+            view that is made and module that is called before it, "distributed" for ops on distributed tensors,
+            "library" for the library's own, "checkpoint" for each part that is recomputed. "exchange" is the start of a
+            communication.
         grids: Measured seconds of kernels by their sizes: by the name of an op, or by the kind and dtype of products.
         links: From the closest to the farthest; ranks follow each other along the last axis of a mesh.
         table: Measured seconds of ops, by "op dtype shape": used instead of the roofline.
@@ -154,23 +155,18 @@ class Hardware:
         share = self._share(kind)
         return max(flops / (peak.value * share.value), moved, self.launch.value), share.basis
 
-    def host_seconds(
-        self, phase: str, tensors: int = 0, distributed: bool = False, views: int = 0, modules: int = 0
-    ) -> float:
+    def host_seconds(self, phase: str, **counts: int) -> float:
         """How long the host takes to start an op.
 
         Args:
             phase: Of the op; "exchange" for a communication.
-            tensors: How many tensors the lists have that it takes.
-            distributed: Whether it is an op on distributed tensors.
-            views, modules: How many views were made, and modules called, since the op before it. (In a backward pass
-                they count with the op.)
+            counts: What comes with it, by the names of `hosts`: how many of each.
         """
         said = self.hosts.get(phase, self.host).value
-        if phase == "backward":
-            views = modules = 0
-        counts = (("tensor", tensors), ("distributed", int(distributed)), ("view", views), ("module", modules))
-        return said + sum(count * self.hosts[name].value for name, count in counts if count and name in self.hosts)
+        for name, count in counts.items():
+            if count and name in self.hosts:
+                said += count * self.hosts[name].value
+        return said
 
     def _share(self, kind: str) -> Figure:
         return self.efficiency.get(kind, Figure(1.0, "assumed", "no efficiency is given"))

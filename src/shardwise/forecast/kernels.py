@@ -36,6 +36,8 @@ class Kernel:
         tensors: How many tensors the lists have that it takes.
         distributed: Whether it is part of an op on distributed tensors.
         views, modules: How many views were made, and modules called, since the op before it.
+        of_library: Whether it is the library's own, as a copy into a buffer by which gradients travel.
+        begins_again: Whether it is the first one of a part that is recomputed.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Kernel:
     distributed: bool = False
     views: int = 0
     modules: int = 0
+    of_library: bool = False
+    begins_again: bool = False
 
 
 def kernel_of(func: Op, args: Args, kwargs: Kwargs, out: Result, outs: Sequence[torch.Tensor]) -> Kernel:

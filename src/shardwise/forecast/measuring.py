@@ -11,7 +11,7 @@ import torch
 from shardwise.forecast.grids import Grid
 from shardwise.forecast.hardware import Figure, Hardware, HardwareError, Link, known
 from shardwise.forecast.kernels import ATTENTION, MATMUL, MEMORY
-from shardwise.forecast.measuring_host import host_figures
+from shardwise.forecast.measuring_host import LayOut, host_figures
 from shardwise.forecast.measuring_kernels import (
     attention_grids,
     device_seconds,
@@ -23,12 +23,15 @@ from shardwise.forecast.measuring_kernels import (
 _DTYPES = {"cuda": (torch.bfloat16, torch.float16, torch.float32), "cpu": (torch.float32, torch.bfloat16)}
 
 
-def measured(device: str = "cuda", like: str | None = None) -> Iterator[tuple[str, Hardware | None]]:
+def measured(
+    device: str = "cuda", like: str | None = None, lay_out: LayOut | None = None
+) -> Iterator[tuple[str, Hardware | None]]:
     """Measure this machine's device: yields (what was measured, None) after each part, and the description last.
 
     Args:
         device: "cuda" or "cpu".
         like: The known hardware whose links are taken over, since one device does not show them.
+        lay_out: Lays a module out on a mesh of one rank, as data parallelism does: its hooks take the host's time.
 
     Raises:
         HardwareError: The device is not here.
@@ -52,9 +55,9 @@ def measured(device: str = "cuda", like: str | None = None) -> Iterator[tuple[st
         flops[said] = Figure(_rate(grid, 2.0), "measured", f"the fastest of its matrix products, {how}")
     tiny = torch.zeros(1, device=where)
     launch = device_seconds(lambda: tiny.add_(1), where)
-    host = _host(tiny, where)
+    host = host_seconds(tiny, where)
     hosts = {}
-    for name, figure in host_figures(where, how):
+    for name, figure in host_figures(where, how, lay_out):
         hosts[name] = figure
         yield f"host: {name}", None
     memory = torch.cuda.get_device_properties(where).total_memory if where.type == "cuda" else base.memory.value
@@ -95,8 +98,8 @@ def _rate(grid: Grid, each: float, squares: str = "") -> float:
     return best
 
 
-def _host(tiny: torch.Tensor, device: torch.device) -> float:
-    """Seconds to start the simplest op there is."""
+def host_seconds(tiny: torch.Tensor, device: torch.device) -> float:
+    """Seconds to start the simplest op there is, on a tensor of one element."""
     drain(device)
     started = time.perf_counter()
     for _ in range(1000):

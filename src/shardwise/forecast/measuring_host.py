@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,12 @@ from shardwise.forecast.kernels import Kernel
 from shardwise.forecast.measuring_kernels import drain
 from shardwise.forecast.recorder import Recorder
 from shardwise.layout import Replicate
-from shardwise.mesh import outline
+from shardwise.mesh import UserMesh, outline
 from shardwise.tensor import DTensor
 
 _REPEATS, _MANY = 9, 300
+LaidOut: TypeAlias = Callable[[nn.Module], nn.Module]
+LayOut: TypeAlias = Callable[[nn.Module, UserMesh], nn.Module]
 
 
 class _Block(nn.Module):
@@ -45,15 +48,18 @@ class _Block(nn.Module):
 class _Program:
     """A small training step, of which each part can be run."""
 
-    def __init__(self, recompute: bool, layers: int = 6) -> None:
-        self.blocks, self.recompute = nn.ModuleList(_Block() for _ in range(layers)), recompute
+    def __init__(self, recompute: bool = False, laid_out: LaidOut | None = None, layers: int = 6) -> None:
+        blocks, self.recompute = nn.Sequential(*(_Block() for _ in range(layers))), recompute
+        self.blocks = blocks if laid_out is None else laid_out(blocks)
         self.x = torch.randn(2, 16, 64)
         self.optimizer = torch.optim.AdamW(self.blocks.parameters(), foreach=True)
 
     def forward(self) -> torch.Tensor:
+        if not self.recompute:
+            return self.blocks(self.x).sum()
         x = self.x
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        for block in self.blocks.children():
+            x = checkpoint(block, x, use_reentrant=False)
         return x.sum()
 
     def update(self) -> None:
@@ -65,31 +71,48 @@ class _Program:
         self.update()
 
 
-def host_figures(device: torch.device, how: str) -> Iterator[tuple[str, Figure]]:
-    """What the host takes to start an op: in a forward, a backward and a recomputed one, in an optimizer's step; for
-    each tensor of a list; and on top where tensors are distributed."""
+def host_figures(device: torch.device, how: str, lay_out: LayOut | None) -> Iterator[tuple[str, Figure]]:
+    """What the host takes to start an op: in a forward, a backward and an optimizer's step, and what comes on top.
+
+    Args:
+        device: Where the ops run.
+        how: What to say of how it was measured.
+        lay_out: Lays a module out on a mesh, with hooks of the library's own; they are not measured without.
+    """
     view, module = _of_views(device), _of_modules()
     yield "view", Figure(view, "measured", f"{_MANY} transposes of a tensor that needs a gradient, {how}")
     yield "module", Figure(module, "measured", f"{_MANY} calls of a module that does nothing, {how}")
+    counts, again = _counted(recompute=False), _counted(recompute=True)
     with torch.device(device):
-        plain, again = _Program(False), _Program(True)
-    counts, counts_again = _counted(False), _counted(True)
-    times, times_again = _parts(plain, device), _parts(again, device)
+        times, times_again = _parts(_Program(), device), _parts(_Program(recompute=True), device)
     source = f"a transformer of six small blocks, {how}"
     ahead = counts["views forward"] * view + counts["modules forward"] * module
     forward = max((times["forward"] - ahead) / counts["forward"], view)
     yield "forward", Figure(forward, "measured", source)
     yield "backward", Figure(times["backward"] / counts["backward"], "measured", source)
-    more = times_again["backward"] - times["backward"] + times_again["forward"] - times["forward"]
-    ahead = counts_again["views recomputed"] * view + counts_again["modules recomputed"] * module
-    yield (
-        "recomputed",
-        Figure(max((more - ahead) / counts_again["recomputed"], view), "measured", f"{source}, recomputed"),
-    )
+    more = sum(times_again.values()) - sum(times.values()) - again["recomputed"] * forward
+    more -= again["views recomputed"] * view + again["modules recomputed"] * module
+    yield "checkpoint", Figure(max(0.0, more / again["parts"]), "measured", f"{source}, recomputed")
     tensor, op = _of_lists(device)
     yield "tensor", Figure(tensor, "measured", f"AdamW of 16 and of 256 parameters, {how}")
     yield "optimizer", Figure(op, "measured", f"AdamW of 16 and of 256 parameters, {how}")
-    yield "distributed", Figure(_of_distributed(device), "measured", f"{_MANY} sums of distributed tensors, {how}")
+    with _one_rank():
+        mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))
+        said = f"{_MANY} sums of distributed tensors, {how}"
+        yield "distributed", Figure(_of_distributed(device, mesh), "measured", said)
+        if lay_out is not None:
+            figure = Figure(_of_library(device, mesh, lay_out, sum(times.values()), counts), "measured", source)
+            yield "library", figure
+
+
+def _of_library(device: torch.device, mesh: UserMesh, lay_out: LayOut, plain: float, counts: Counter[str]) -> float:
+    """Seconds on top for each op that hooks of the library start."""
+    with torch.device(device):
+        seconds = sum(_parts(_Program(laid_out=lambda module: lay_out(module, mesh)), device).values())
+    found = _counted(lay_out=lay_out)
+    known = (found["backward"] - counts["backward"]) + (found["forward"] - counts["forward"])
+    each = plain / (counts["backward"] + counts["forward"])
+    return max(0.0, (seconds - plain - known * each) / max(found["library"], 1))
 
 
 def _median(run: Callable[[], object], device: torch.device) -> float:
@@ -123,10 +146,11 @@ def _parts(program: _Program, device: torch.device) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def _counted(recompute: bool) -> Counter[str]:
-    """How many ops, views and modules the recorder notes in a step, by phase."""
-    with outline(1) as mesh:
-        program, recorder = _Program(recompute), Recorder(mesh.mode)
+def _counted(recompute: bool = False, lay_out: LayOut | None = None) -> Counter[str]:
+    """How many ops, views and modules the recorder notes in a step, by phase; and how many parts are recomputed."""
+    with outline(1, axis_names=("dp",)) as mesh:
+        laid_out = None if lay_out is None else lambda module: lay_out(module, mesh)
+        program, recorder = _Program(recompute, laid_out), Recorder(mesh.mode)
         with recorder.recording():
             program.step()
     counts: Counter[str] = Counter()
@@ -135,6 +159,8 @@ def _counted(recompute: bool) -> Counter[str]:
             counts[event.phase] += 1
             counts[f"views {event.phase}"] += event.views
             counts[f"modules {event.phase}"] += event.modules
+            counts["parts"] += event.begins_again
+            counts["library"] += event.of_library
     return counts
 
 
@@ -183,19 +209,17 @@ def _of_lists(device: torch.device) -> tuple[float, float]:
     return tensor, max(1e-7, (seconds[0] - tensors[0] * tensor) / max(ops[0], 1))
 
 
-def _of_distributed(device: torch.device) -> float:
-    with _one_rank():
-        mesh = init_device_mesh(device.type, (1,))
-        plain = torch.zeros(8, device=device)
-        ours = DTensor.from_local(plain, mesh, [Replicate()])
-        times = []
-        for x in (plain, ours):
+def _of_distributed(device: torch.device, mesh: UserMesh) -> float:
+    plain = torch.zeros(8, device=device)
+    ours = DTensor.from_local(plain, mesh, [Replicate()])
+    times = []
+    for x in (plain, ours):
 
-            def run(x: torch.Tensor = x) -> None:
-                for _ in range(_MANY):
-                    x + x
+        def run(x: torch.Tensor = x) -> None:
+            for _ in range(_MANY):
+                x + x
 
-            times.append(_median(run, device) / _MANY)
+        times.append(_median(run, device) / _MANY)
     return max(0.0, times[1] - times[0])
 
 

@@ -18,7 +18,7 @@ from shardwise.mesh import outline
 
 _aten = torch.ops.aten
 Call: TypeAlias = Callable[[], object]
-_BUSY = 4096  # rows of the product that keeps the device busy while the host starts what is measured
+_BUSY = 1 << 28  # elements whose copies keep the device busy while the host starts what is measured
 _LONG = 0.02  # seconds: nothing longer than that is measured
 _BYTES = {"cuda": tuple(1 << i for i in (14, 17, 20, 22, 24, 26, 28, 30)), "cpu": (1 << 14, 1 << 20)}
 _ROWS = {"cuda": (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768), "cpu": (64, 512)}
@@ -40,12 +40,12 @@ def device_seconds(run: Call, device: torch.device, repeats: int = 3) -> float:
     count = 3 if time.perf_counter() - started > 1e-3 else 20
     if device.type != "cuda":
         return min(_clocked(run, count) for _ in range(repeats))
-    busy = torch.randn(_BUSY, _BUSY, device=device, dtype=torch.bfloat16)
+    busy = torch.zeros(_BUSY, device=device)
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     best = math.inf
     for _ in range(repeats):
-        for _ in range(12):
-            busy @ busy
+        for _ in range(4):  # copies, as programs have them between products: those alone would get too warm to be fast
+            busy.neg_()
         first.record()
         for _ in range(count):
             run()
@@ -266,22 +266,22 @@ def _parts(nbytes: int) -> list[torch.Tensor]:
 
 def _list_add(nbytes: int) -> Call:
     x, y = _parts(nbytes // 3), _parts(nbytes // 3)
-    return lambda: _aten._foreach_add_(x, y)
+    return lambda: _aten._foreach_add_.List(x, y)
 
 
 def _list_mul(nbytes: int) -> Call:
     x = _parts(nbytes // 2)
-    return lambda: _aten._foreach_mul_(x, 0.5)
+    return lambda: _aten._foreach_mul_.Scalar(x, 0.5)
 
 
 def _list_lerp(nbytes: int) -> Call:
     x, y = _parts(nbytes // 3), _parts(nbytes // 3)
-    return lambda: _aten._foreach_lerp_(x, y, 0.5)
+    return lambda: _aten._foreach_lerp_.Scalar(x, y, 0.5)
 
 
 def _list_addcmul(nbytes: int) -> Call:
     x, y = _parts(nbytes // 4), _parts(nbytes // 4)
-    return lambda: _aten._foreach_addcmul_(x, y, y, 0.5)
+    return lambda: _aten._foreach_addcmul_.Scalar(x, y, y, 0.5)
 
 
 def _list_sqrt(nbytes: int) -> Call:

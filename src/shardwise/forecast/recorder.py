@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from unittest import mock
 
 import torch
@@ -35,6 +37,9 @@ from shardwise.torch_private.autograd import current_node, number_of_node, seque
 from shardwise.torch_private.tensors import DispatchMode, FakeTensor, schema_of, take_resize
 from shardwise.wrapper import Wrapper
 
+_ROOT = __name__.partition(".")[0]
+_MODULES = f"{_ROOT}.parallel"
+_PASSED_OVER = ("torch", "contextlib", "unittest", f"{_ROOT}.forecast", f"{_ROOT}.comm", f"{_ROOT}.torch_private")
 _NO_KERNELS = (
     "empty",
     "empty_strided",
@@ -64,6 +69,7 @@ class Recorder(DispatchMode, Watcher):  # type: ignore[misc]
         self._stepping = 0
         self._allocating: str | None = None
         self._views = self._modules = 0  # since the last op
+        self._phase = ""  # of the last op
         self.told: Callable[[int], None] | None = None  # is told now and then of how many ops there were
 
     # -- on and off -------------------------------------------------------------------------------------------------
@@ -150,6 +156,9 @@ class Recorder(DispatchMode, Watcher):  # type: ignore[misc]
         written = outs or [x for x in tree_iter(args[:1]) if isinstance(x, torch.Tensor)]
         kernel = kernel_of(func, args, kwargs, out, written)
         kernel.line, kernel.module, kernel.phase, kernel.distributed = line, module, phase, self.mode.calls > 0
+        kernel.of_library = _is_of_library()
+        kernel.begins_again = phase == "recomputed" != self._phase
+        self._phase = phase
         kernel.views, kernel.modules, self._views, self._modules = self._views, self._modules, 0, 0
         self.events.append(kernel)
 
@@ -223,3 +232,15 @@ class Recorder(DispatchMode, Watcher):  # type: ignore[misc]
     def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self._stepping -= 1
         self._claim_state(optimizer)
+
+
+def _is_of_library() -> bool:
+    """Whether what runs now was started by the library's own modules and hooks: the innermost frame that is neither
+    torch's nor of those who watch is one of theirs."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith(_PASSED_OVER):
+            return name.startswith(_MODULES)
+        frame = frame.f_back
+    return False

@@ -129,9 +129,7 @@ class _Queues:
         seconds, basis = self.hardware.op_seconds(
             kernel.flops, kernel.nbytes, kernel.dtype, kernel.kind, kernel.key, kernel.grids, kernel.sizes
         )
-        self.host += self.hardware.host_seconds(
-            kernel.phase, kernel.tensors, kernel.distributed, kernel.views, kernel.modules
-        )
+        self.host += self._started(kernel)
         start = max(self.compute, self.host)
         self.compute = start + seconds
         time.compute += seconds
@@ -142,6 +140,14 @@ class _Queues:
             time.recomputed += kernel.flops
         else:
             time.flops += kernel.flops
+
+    def _started(self, kernel: Kernel) -> float:
+        """How long the host takes to start it."""
+        more = {"tensor": kernel.tensors, "distributed": kernel.distributed, "library": kernel.of_library}
+        if kernel.phase != "backward":  # there, views count with the ops
+            more |= {"view": kernel.views, "module": kernel.modules, "checkpoint": kernel.begins_again}
+        phase = "forward" if kernel.phase == "recomputed" else kernel.phase
+        return self.hardware.host_seconds(phase, **more)
 
     def _exchange(self, event: Began) -> float:
         passage = event.passage
