@@ -66,7 +66,7 @@ def as_recorded(make: Callable[[], Call]) -> list[Kernel]:
     """What the recorder notes of a call, in order; `make` prepares it."""
     with outline(1) as mesh:
         call, recorder = make(), Recorder(mesh.mode)
-        with recorder.recording():
+        with recorder:  # what else there is in memory does not matter
             call()
     return [event for event in recorder.events if isinstance(event, Kernel)]
 
