@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -21,6 +24,7 @@ from shardwise.wrapper import Wrapper
 
 _MOST_PARAMETERS = 2000
 _MOST_MODULES = 10_000
+_MOST_TOPS = 100  # a program may make a new module for each call
 
 
 class Record:
@@ -35,28 +39,35 @@ class Record:
         self.path, self._keep, self._limit, self._ops = Path(path), keep, limit, ops
         self._open: list[int] = []  # slots of the modules that are being run
         self._outer: list[int] = []
-        self._names: dict[int, str] = {}
+        self._names: dict[int, _Named] = {}  # by id of the module; of one that is gone, another may have the id
+        self._tops = 0  # how many outermost modules were looked at
 
     def __enter__(self) -> Record:
         if flights:
             raise RuntimeError("record: a record is being written already; blocks of it do not nest")
         self._flight = Flight(self.path, self._keep, self._ops)
         self._memory = MemoryByCategory(self._flight)
+        self._start()
+        watch.on_blocked.append((self._limit, self._tell))
+        return self
+
+    def _start(self) -> None:
         flights.append(self._flight)
         self._hooks = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
-        watch.on_blocked.append((self._limit, self._tell))
-        return self
+
+    def _stop(self) -> None:
+        flights.clear()
+        for hook in self._hooks:
+            hook.remove()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._stop()
         self._memory.close()
-        flights.clear()
         watch.on_blocked[:] = [entry for entry in watch.on_blocked if entry[1] != self._tell]
         self._flight.say(**_end_of(error))
         self._flight.close()
@@ -71,8 +82,8 @@ class Record:
         flight = self._flight
         if not self._open:
             self._look_at(module)
-        name = self._names.get(id(module)) or type(module).__name__
-        number = flight.name_module(name, type(module).__name__)
+        named = self._names.get(id(module))
+        number = named.number if named is not None and named.module() is module else self._number_of(module)
         self._outer.append(flight.module)
         self._open.append(flight.enter_module(number))
         flight.module = number
@@ -84,15 +95,31 @@ class Record:
             if not self._open:
                 self._memory.forward_ends()
 
+    def _number_of(self, module: torch.nn.Module, name: str = "") -> int:
+        kind = type(module).__name__
+        number = self._flight.name_module(name or kind, kind)
+        if len(self._names) < _MOST_MODULES:
+            self._names[id(module)] = _Named(weakref.ref(module), number)
+        return number
+
     def _look_at(self, module: torch.nn.Module) -> None:
         """The layouts of an outermost module's parameters, once, and now and then what is in memory."""
-        if id(module) not in self._names:
+        named = self._names.get(id(module))
+        if (named is None or named.module() is not module) and self._tops < _MOST_TOPS:
+            self._tops += 1
             top = type(module).__name__
-            if len(self._names) < _MOST_MODULES:
-                self._names |= {id(m): f"{top}.{name}" if name else top for name, m in module.named_modules()}
-            rows = [_row(name, p) for name, p in list(module.named_parameters())[:_MOST_PARAMETERS]]
+            for name, inner in itertools.islice(module.named_modules(), _MOST_MODULES):
+                self._number_of(inner, f"{top}.{name}" if name else top)
+            rows = [_row(name, p) for name, p in itertools.islice(module.named_parameters(), _MOST_PARAMETERS)]
             self._flight.say(parameters=rows)
         self._memory.forward_begins(module)
+
+
+class _Named(NamedTuple):
+    """A module with its number in the record."""
+
+    module: weakref.ref[torch.nn.Module]
+    number: int
 
 
 def _end_of(error: BaseException | None) -> dict[str, object]:
