@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from threading import get_ident
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -74,6 +74,8 @@ class Flight:
         self._names: dict[Hashable, int] = {}
         # what ops and collectives are called, by the plan or step that runs them: a lookup instead of words
         self._known: dict[Hashable, int] = {}
+        # the number of a line, by code and instruction; the code is kept, so that no other has its id
+        self._places: dict[tuple[int, int], tuple[int, CodeType]] = {}
         self._inside: set[int] = set()  # threads that are in an op: what it calls itself is no op of the program
         self._threads: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -239,8 +241,17 @@ class Flight:
         frame: FrameType | None = user_frame(sys._getframe(2))
         if frame is None:
             return 0
-        key = (frame.f_code.co_filename, frame.f_lineno)
-        return names.get(key) or self._name(key, line=f"{key[0]}:{key[1]}", function=frame.f_code.co_qualname)
+        code = frame.f_code
+        where = (id(code), frame.f_lasti)  # which line that is takes longer to find out
+        found = self._places.get(where)
+        if found is not None:
+            return found[0]
+        key = (code.co_filename, frame.f_lineno)
+        number = names.get(key) or self._name(key, line=f"{key[0]}:{key[1]}", function=code.co_qualname)
+        if len(self._places) >= _MOST_KNOWN:
+            self._places.clear()
+        self._places[where] = (number, code)
+        return number
 
 
 def _short(ranks: Sequence[int]) -> list[int]:
