@@ -189,7 +189,7 @@ def test_it_is_there_after_a_kill(tmp_path):
     run = read_run(tmp_path)
     assert [event.source.rpartition(":")[2] for event in run.ranks[0].events] == ["6", "7"]
     assert run.ranks[0].end is None
-    assert blame(run).text.startswith("rank 0 ended without a word (killed?), after redistribute: all_gather on '0'")
+    assert blame(run).text.startswith("rank 0 ended without an error of its own (killed?), after redistribute: all_gather on '0'")
 
 
 def recorded(rank, world_size, folder):
@@ -289,7 +289,7 @@ def test_missing_ranks(tmp_path, monkeypatch):
         monkeypatch.setenv("RANK", str(rank))
         Flight(tmp_path, 10).close()
     found = blame(read_run(tmp_path))
-    assert found.ranks == (1,) and "rank 1 never came" in found.text
+    assert found.ranks == (1,) and "rank 1 never started" in found.text
 
 
 def test_nothing_to_read(tmp_path):
