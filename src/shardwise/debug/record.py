@@ -143,20 +143,20 @@ def _row(name: str, p: torch.Tensor) -> list[object]:
 
 
 def record(path: str | os.PathLike[str], *, keep: int = 65_536, limit: float = 20.0, ops: bool = True) -> Record:
-    """Keep, for each rank, what the program does and communicates inside of the block, in files that outlive it.
+    """Record what each rank does and communicates inside of the block, in files that survive a crash.
 
-    Every collective, every forward of a module and every op on a distributed tensor is written down, with its line,
-    layouts, time, bytes and memory, in two rings of `keep` records of 64 bytes: about 8 MiB a rank, however long the
-    run. The files are good after a ``kill -9``. What the backward pass communicates is there; its other ops are torch's
-    own, on local tensors, and are not.
-    ``shardwise report FOLDER`` makes a page of them, and ``shardwise blame FOLDER`` says which rank hung, died or did
-    something else. A collective that takes longer than `limit` seconds has the latter printed at once.
+    Every collective, every forward of a module and every op on a distributed tensor is recorded, with its line,
+    layouts, time, bytes and memory. The newest `keep` events are kept: about 8 MiB per rank, however long the run is.
+    The files are complete even after a ``kill -9``. Of the backward pass, only the communication is recorded: its other
+    ops are torch's own, on local tensors. ``shardwise report FOLDER`` makes a page of the record, and ``shardwise blame
+    FOLDER`` says which rank hung, died or did something else. If a collective takes longer than `limit` seconds, the
+    latter is printed at once.
 
     Args:
         path: A folder that all ranks can write to; each writes files of its own.
         keep: How many events are kept for each rank, of collectives and modules and again of ops; older ones are
             overwritten.
-        limit: Seconds after which a collective that does not end is told on stderr.
+        limit: After this many seconds in a collective, what `shardwise blame` says is printed on stderr.
         ops: Whether ops that do not communicate are kept too.
 
     Returns:

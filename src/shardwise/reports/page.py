@@ -41,7 +41,8 @@ def _timeline_head(events: int) -> str:
     return (
         "<h2>Timeline</h2><p>For each rank, from top to bottom: modules, ops on distributed tensors, collectives, and "
         f"collectives that run while the program goes on.{part} Turn the wheel to zoom, drag to move, double-click to "
-        'see everything; point at a bar to see what it is.</p><div id="timeline"><canvas id="canvas"></canvas><div id="tip"></div></div>'
+        "see everything; point at a bar to see what it is.</p>"
+        '<div id="timeline"><canvas id="canvas"></canvas><div id="tip"></div></div>'
     )
 
 
@@ -63,7 +64,8 @@ def _tables(found: Summary) -> str:
     parts = []
     for title, rows in (("line", found["by_line"]), ("axis", found["by_axis"]), ("module", found["by_module"])):
         parts.append(f"<h2>Communication by {title}</h2>" + _costs(title, rows))
-    parts.append("<h2>Slow ranks</h2><p>Which rank comes last to collectives, and how long the others waited for it.</p>")
+    parts.append("<h2>Slow ranks</h2>")
+    parts.append("<p>Which rank comes last to collectives, and how long the others waited for it.</p>")
     slow = [
         (f"rank {r['rank']}", f"{r['collectives']:,}", f"{r['last']:,}", f"{r['mean_ms']:.3f}", f"{r['most_ms']:.1f}",
          f"{r['others_waited_s']:.3f}") for r in found["slow"]
