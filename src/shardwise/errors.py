@@ -13,6 +13,10 @@ class DimError(LayoutError, IndexError):
     """A dim, an index or a row that a tensor does not have."""
 
 
+class MismatchError(LayoutError, AssertionError):
+    """Arguments that do not fit each other, where torch asserts that they do."""
+
+
 class MeshError(ShardwiseError, ValueError):
     """A mesh that is missing, of the wrong shape, or that this rank is not in."""
 
