@@ -3,6 +3,7 @@
     python benchmarks/train.py                 # 2 and 4 gloo processes on this machine
     python benchmarks/train.py --ranks 2 --only zero-3
     python benchmarks/train.py --one-gpu       # a mesh of one GPU, 12 layers x 768, batch 8 x 1024, bfloat16
+    torchrun --nproc-per-node 4 benchmarks/train.py --launched   # fully_shard of both, on NCCL where there are GPUs
 
 Every step is forward, backward and AdamW on float32. Times are the best of several rounds in which all peers take
 turns, in the same processes; the processor time beside them (all threads of rank 0) says what a step costs where other
@@ -201,11 +202,11 @@ def shardwise_fully_shard(options, rank, parts):
 
 def by_blocks(fully_shard, options, rank, parts):
     """The `fully_shard` of a library, block by block and then on the whole."""
-    model, mesh = build_model(options), mesh_of(parts)
+    model, mesh = build_model(options).to(options.device), mesh_of(parts, options.device)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return stepper(model, *batch(options, rank, parts))
+    return stepper(model, *(t.to(options.device) for t in batch(options, rank, parts)))
 
 
 def shardwise_data(options, rank, parts, shard):
@@ -216,8 +217,8 @@ def shardwise_data(options, rank, parts, shard):
 
 
 @functools.cache
-def mesh_of(parts):
-    return dist.device_mesh.init_device_mesh("cpu", (parts,), mesh_dim_names=("ranks",))
+def mesh_of(parts, device="cpu"):
+    return dist.device_mesh.init_device_mesh(device, (parts,), mesh_dim_names=("ranks",))
 
 
 TABLES = {  # name: (title, {peer: builder}); the first peer is the base of the ratios
@@ -439,6 +440,58 @@ def one_gpu(options, console):
     return {"one rank": {"seconds": best}}
 
 
+# ------------------------------------------------------------------ one rank of a launched group
+
+
+def launched(options, console):
+    """`fully_shard` of both where torchrun, or something like it, started this process as one rank of several."""
+    on_gpu = torch.cuda.is_available()
+    options.device = "cuda" if on_gpu else "cpu"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=2))
+    rank, parts = dist.get_rank(), dist.get_world_size()
+    peers = {"torch fully_shard": torch_fully_shard, "shardwise fully_shard": shardwise_fully_shard}
+    memory = {name: peak_on_gpu(build, options, rank, parts) for name, build in peers.items()} if on_gpu else {}
+    steps = {name: build(options, rank, parts) for name, build in peers.items()}
+    losses = {name: [float(step().detach()) for _ in range(2)][-1] for name, step in steps.items()}
+    best = {name: float("inf") for name in steps}
+    for _ in range(options.rounds):
+        for name, step in steps.items():
+            gc.collect()
+            _all_done(on_gpu)
+            start = time.perf_counter()
+            for _ in range(options.steps):
+                step()
+            _all_done(on_gpu)
+            best[name] = min(best[name], (time.perf_counter() - start) / options.steps)
+    if rank == 0:
+        title = f"fully_shard, {parts} ranks of {dist.get_backend()}, {options.layers} layers x {options.width}"
+        console.print(table(title, best, memory, losses))
+    dist.destroy_process_group()
+    return {"launched": {"seconds": best, "bytes": memory}}
+
+
+def _all_done(on_gpu):
+    """Wait for this rank's GPU, then for the other ranks."""
+    if on_gpu:
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def peak_on_gpu(build, options, rank, parts) -> int:
+    """Bytes that four steps take at most beyond what there was before."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step = build(options, rank, parts)
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 SMALL = {"layers": 4, "width": 256, "heads": 8, "context": 64, "batch": 8, "vocabulary": 2048, "steps": 3, "rounds": 5}
 LARGE = SMALL | {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocabulary": 50304, "steps": 10}
 
@@ -446,6 +499,7 @@ LARGE = SMALL | {"layers": 12, "width": 768, "heads": 12, "context": 1024, "voca
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one-gpu", action="store_true", help="a mesh of one rank instead of several processes")
+    parser.add_argument("--launched", action="store_true", help="this process is one rank that torchrun started")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES), help="these tables only")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="times only")
@@ -456,9 +510,10 @@ def main():
     for name, default in (LARGE if options.one_gpu else SMALL).items():
         if getattr(options, name) is None:
             setattr(options, name, default)
-    console = Console(width=120)
-    found = one_gpu(options, console) if options.one_gpu else compare(options, console)
-    if options.json:
+    options.device = "cpu"
+    run = one_gpu if options.one_gpu else launched if options.launched else compare
+    found = run(options, Console(width=120))
+    if options.json and int(os.environ.get("RANK", 0)) == 0:
         options.json.write_text(json.dumps(found, indent=1))
 
 
