@@ -15,6 +15,7 @@ from shardwise.comm.without_values import Absent, Assumptions, Elsewhere, device
 from shardwise.errors import MeshError
 from shardwise.protocols import Result
 from shardwise.simulated_mesh import SimulatedMesh, check_mesh
+from shardwise.torch_private.tensors import optimizers_use_list_ops_on
 
 
 class OutlinedMesh(SimulatedMesh):
@@ -109,6 +110,9 @@ class OutlinedMesh(SimulatedMesh):
         super().__enter__()
         inside = ExitStack()
         inside.enter_context(self.mode)
+        inside.enter_context(self.mode.swappable())
+        if torch.device(self.device_type).type != "cpu":
+            inside.enter_context(optimizers_use_list_ops_on(self.device.type))
         if torch.device(self.device_type).type != self.device.type:
             inside.enter_context(Elsewhere(torch.device(self.device_type).type, self.device))
         self._inside.append(inside)

@@ -19,6 +19,7 @@ from shardwise.layout import Layout, Partial, Placement
 from shardwise.layout.layout import holders_of
 from shardwise.layout.split import Intervals, positions
 from shardwise.layout.tiles import Tile
+from shardwise.protocols import LocalValue
 from shardwise.torch_private.tensors import is_abstract, is_transformed
 from shardwise.wrapper import Wrapper
 
@@ -129,7 +130,7 @@ def _row_major(coords: Sequence[int], shape: Sequence[int]) -> int:
 
 
 # -- the numbers -------------------------------------------------------------------------------------------
-def _gathered(comm: Comm, local: object, layout: Layout, wanted: Wanted) -> torch.Tensor:
+def _gathered(comm: Comm, local: LocalValue, layout: Layout, wanted: Wanted) -> torch.Tensor:
     """The wanted elements of a tensor whose ranks are all here, or all hold the whole."""
     first = comm.first(local)
     if layout.is_plain or is_transformed(first):
@@ -173,4 +174,3 @@ def _in_order(parts: Sequence[torch.Tensor], dim: int, sets: Sequence[Intervals]
     indices = [i for a, b in runs for i in range(a, b)]
     order = sorted(range(len(indices)), key=indices.__getitem__)
     return joined.index_select(dim, torch.tensor(order, device=joined.device))
-

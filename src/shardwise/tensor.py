@@ -13,6 +13,7 @@ from shardwise import checkpoint_protocol
 from shardwise.argument_types import MeshArgument, Placements
 from shardwise.autograd import attributes, backward, forward, hooks
 from shardwise.autograd.leaves import first_leaf, leaf_values
+from shardwise.autograd.nodes import node_of
 from shardwise.boundary import are_leaves, check_dense, checked_grad_layout, enter, held_outside, other_side
 from shardwise.comm.bridge import collapse, own_each
 from shardwise.comm.record import Note
@@ -307,7 +308,7 @@ class DTensor(Wrapper):
 
     grad = property(attributes.get_grad, attributes.set_grad, attributes.drop_grad)  # type: ignore[assignment]
 
-    grad_fn = property(lambda self: first_leaf(self).grad_fn)  # type: ignore[assignment]
+    grad_fn = property(node_of)  # type: ignore[assignment]
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]

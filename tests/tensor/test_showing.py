@@ -127,7 +127,10 @@ def test_a_tensor_inside_of_transforms_and_without_values():
 
 def test_rank_tensors():
     local = distribute_tensor(torch.arange(5), simulate(4), [Shard(0)]).to_local()
-    assert repr(local) == "RankTensor of 4 ranks: (2,) on ranks 0, 1, (1,) on rank 2, (0,) on rank 3; .ranks[0] is\ntensor([0, 1])"
+    assert (
+        repr(local)
+        == "RankTensor of 4 ranks: (2,) on ranks 0, 1, (1,) on rank 2, (0,) on rank 3; .ranks[0] is\ntensor([0, 1])"
+    )
 
 
 def test_long_ledgers_are_abbreviated():
@@ -169,6 +172,10 @@ def test_the_corners_are_the_right_ones():
 
 def test_without_values():
     mesh = outline((64, 2), play=3)
-    for value, places in ((torch.ones(128, 2), [Shard(0), R]), (torch.ones(3), [R, R]), (torch.ones(()), [Partial(), R])):
+    for value, places in (
+        (torch.ones(128, 2), [Shard(0), R]),
+        (torch.ones(3), [R, R]),
+        (torch.ones(()), [Partial(), R]),
+    ):
         for x in (distribute_tensor(value, mesh, places), distribute_tensor(value, mesh, places).requires_grad_()):
             assert repr(x).startswith("DTensor(...,\n") and f"shape={tuple(x.shape)}" in repr(x)

@@ -63,7 +63,7 @@ class RankTensor(torch.Tensor):
         pass
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
         surface = SURFACE.get(func)
         if surface is not None:
             return surface(*args, **(kwargs or {}))
@@ -74,7 +74,7 @@ class RankTensor(torch.Tensor):
         return map_ranks(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
         with reentrant():
             return map_ranks(func, args, kwargs or {})
 

@@ -89,6 +89,7 @@ class _OfThread(threading.local):
     note: Note | None = None  # on whose behalf a step of a move runs now
     step: Described | None = None  # that step
     digest = 0  # its number
+    has_met = False  # whether all ranks are known to be at the same program, so that no collective asks
 
 
 of_thread = _OfThread()

@@ -6,7 +6,6 @@ import itertools
 import math
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 from shardwise.errors import MoveError
 from shardwise.layout import Layout
@@ -39,7 +38,7 @@ class memory_cap:
         of_thread.cap = self.bytes
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         of_thread.cap = self.outer
 
 

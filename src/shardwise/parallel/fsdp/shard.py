@@ -263,9 +263,7 @@ def _making(
     chosen = None if wanted is None else {key: dim for key, dim in wanted.items() if dim is not None}
     pins = on_cpu and getattr(offload, "pin_memory", False) and data.mesh.device.type != "cpu"
     cut, dims = (_cut_first, chosen) if is_cut else (cut_nothing, None)
-    return Making(
-        data, cut, policy.compute_dtype, kept_device=kept_device, device=device, dims=dims, pins_memory=pins
-    )
+    return Making(data, cut, policy.compute_dtype, kept_device=kept_device, device=device, dims=dims, pins_memory=pins)
 
 
 def _cut_first(whole: Layout, parts: int) -> int | None:
