@@ -293,8 +293,7 @@ def _copied(statement: ast.stmt) -> ast.stmt:
             fields[name] = [_copied(item) if isinstance(item, ast.AST) else item for item in value]  # type: ignore[arg-type]
         else:
             fields[name] = _copied(value) if isinstance(value, ast.AST) else value  # type: ignore[arg-type]
-    made: Any = type(statement)(**fields)
-    return ast.copy_location(made, statement)
+    return ast.copy_location(type(statement)(**fields), statement)
 
 
 def _bare(arg: ast.arg) -> ast.arg:
