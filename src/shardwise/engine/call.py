@@ -47,7 +47,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _get_default_dtype = torch.get_default_dtype
 
 
-def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+def call_function(cls: type, func: Any, types: tuple[type, ...], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """`__torch_function__`: a torch function on distributed tensors runs its cached plan, or makes one."""
     special = SPECIAL.get(func)
     if special is not None:
@@ -143,7 +143,7 @@ def _check_gradient_is_kept(func: Callable[..., Any], args: Sequence[Any]) -> No
             )
 
 
-def _call_with_plain_tensors(cls: type, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _call_with_plain_tensors(cls: type, func: Any, types: tuple[type, ...], args: Sequence[Any], kwargs: Any) -> Any:
     """The same call with every plain tensor among the arguments made a Replicate one."""
     if are_transforms_active():
         result = call_transformed(func, args, kwargs)
@@ -157,7 +157,7 @@ def _call_with_plain_tensors(cls: type, func: Any, types: Any, args: Sequence[An
     return result
 
 
-def call_overload(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+def call_overload(cls: type, func: Any, types: tuple[type, ...], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """`__torch_dispatch__`: an aten op on distributed tensors, recorded by autograd on the local tensors."""
     if args and type(args[0]) is torch.Tensor and args[0].requires_grad and schema_of(func).is_mutable:
         raise AutogradError(
@@ -178,7 +178,7 @@ def call_overload(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
     return result if of_inference else tree_map_only(Wrapper, _not_inference, result)
 
 
-def _call_in_hidden_transforms(cls: type, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _call_in_hidden_transforms(cls: type, func: Any, types: tuple[type, ...], args: Sequence[Any], kwargs: Any) -> Any:
     """`call_function` inside of transforms, which were hidden from torch while it took a function apart."""
     hidden, of_thread.hidden = of_thread.hidden, None
     try:

@@ -166,18 +166,18 @@ class Report:
         limit = self.hardware.memory
         head.add_row(f"fits into {limit.value / 1e9:,.0f} GB", fits, limit.basis, self.hardware.name)
         for rank, peak in self.kinds:
-            head.add_row(f"peak of rank {rank}'s kind", f"{peak / 1e9:,.3f} GB", "exact", "played too")
-        memory = Table("memory at the peak", "GB", "share")
+            head.add_row(f"peak of rank {rank}'s kind", _sized(peak), "exact", "played too")
+        memory = Table("memory at the peak", "size", "share")
         for name, size in self.memory.categories.items():
             if size:
-                memory.add_row(name, f"{size / 1e9:,.3f}", f"{size / max(self.memory.peak, 1):.1%}")
-        lines = Table("memory by line", "GB")
+                memory.add_row(name, _sized(size), f"{size / max(self.memory.peak, 1):.1%}")
+        lines = Table("memory by line", "size")
         for line, size in self.memory.lines.most_common(8):
-            lines.add_row(line, f"{size / 1e9:,.3f}")
-        moved = Table("collective", "axis", "count", "GB received")
+            lines.add_row(line, _sized(size))
+        moved = Table("collective", "axis", "count", "received")
         counts = Counter((e.kind, e.axis) for e in self.entries)
         for (kind, axis), size in sorted(self.bytes.items(), key=lambda item: -item[1]):
-            moved.add_row(kind, axis, str(counts[kind, axis]), f"{size / 1e9:,.6f}")
+            moved.add_row(kind, axis, str(counts[kind, axis]), _sized(size))
         return [head, memory, lines, moved]
 
     def __repr__(self) -> str:
@@ -234,9 +234,17 @@ class Report:
 
 def _shown(name: str, value: float) -> str:
     if "bytes" in name:
-        return f"{value / 1e9:,.3f} GB"
+        return _sized(value)
     if "(s)" in name:
         return f"{value * 1e3:,.3f} ms"
     if "flop" in name:
         return f"{value / 1e12:,.3f} T"
     return f"{value:.1%}" if name == "MFU" else f"{value:,.0f}"
+
+
+def _sized(value: float) -> str:
+    """Bytes, in the unit that suits them."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= 0.1 * size:
+            return f"{value / size:,.3f} {unit}"
+    return f"{value:,.0f} B"

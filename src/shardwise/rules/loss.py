@@ -104,7 +104,7 @@ loss_rule("ctc_loss", per_alignment)
 
 
 # -- classes -----------------------------------------------------------------------------------------------
-def classes_of(x: Any) -> int:
+def classes_of(x: Operand | torch.Tensor) -> int:
     return 0 if x.ndim == 1 else 1
 
 
@@ -143,7 +143,15 @@ def among(held: Intervals, target: torch.Tensor, size: int, ignore_index: int) -
     return mine
 
 
-def over_count(func: Any, x: Any, target: Any, weight: Any = None, *, ignore_index: int = -100, **kwargs: Any) -> Any:
+def over_count(
+    func: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    **kwargs: Any,
+) -> torch.Tensor:
     """The mean, as a sum over the global count."""
     total = func(x, target, weight, ignore_index=ignore_index, **kwargs | {"reduction": "sum"})
     if target.dtype.is_floating_point:
@@ -152,7 +160,9 @@ def over_count(func: Any, x: Any, target: Any, weight: Any = None, *, ignore_ind
     return total / counted_weight(target, weight, ignore_index, total.dtype)
 
 
-def counted_weight(target: Any, weight: Any, ignore_index: int, dtype: torch.dtype | None) -> Any:
+def counted_weight(
+    target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype | None
+) -> torch.Tensor:
     counted = target != ignore_index
     weights = counted if weight is None else weight.detach()[target.masked_fill(~counted, 0)] * counted
     return weights.sum().to(dtype)
@@ -163,7 +173,9 @@ def per_class(operands: list[Operand], statics: Any, reduction: str) -> Factors 
     (x, target), dim = operands[:2], classes_of(operands[0])
     indices = not target.dtype.is_floating_point
 
-    def by_parts(x: Any, target: Any, weight: Any = None, *, ignore_index: int, **kwargs: object) -> Any:
+    def by_parts(
+        x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, *, ignore_index: int, **_: object
+    ) -> torch.Tensor:
         return F.nll_loss(F.log_softmax(x, dim), target, weight, ignore_index=ignore_index, reduction=reduction)
 
     if x.layout.is_cut(dim):

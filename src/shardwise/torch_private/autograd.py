@@ -249,6 +249,5 @@ def is_stepped_as_it_is(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def body_of_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], None]:
-    """The step of an optimizer's class, without the hooks around it."""
-    hooked: Callable[[torch.optim.Optimizer], None] = inspect.getattr_static(type(optimizer), "step")
-    return inspect.unwrap(hooked, stop=lambda f: not hasattr(f, "hooked"))
+    """The step of an optimizer's class, without the hooks around it and with grad mode as it is."""
+    return inspect.unwrap(inspect.getattr_static(type(optimizer), "step"))
