@@ -138,7 +138,8 @@ def outline(
     play: int | Sequence[int] | None = None,
     assume: Assumptions | None = None,
 ) -> OutlinedMesh:
-    """A mesh without values: it plays one rank of a mesh of any size, without communication and without memory.
+    """Make a mesh without values. It plays the part of one rank of a mesh of any size, without communication and
+    without memory for tensors.
 
     Programs run on it as on a DeviceMesh, and a `debug.ledger()` records what the rank would communicate. Inside of
     ``with mesh:`` plain tensors have no values either, so that a model larger than this machine can be built.
@@ -153,7 +154,7 @@ def outline(
             of the tensor that is asked.
 
     Returns:
-        The mesh, good wherever a DeviceMesh is.
+        The mesh. Use it wherever you would use a DeviceMesh.
 
     Raises:
         MeshError: An argument does not describe a mesh or one of its ranks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pkgutil import resolve_name
 from typing import Any
@@ -189,6 +189,34 @@ def compile_backend(
         return lambda graph, inputs: made(graph, inputs)
     found = torch._dynamo.lookup_backend(backend)
     return functools.partial(found, **({"options": options} if options else {}))
+
+
+def mark_sizes(tensor: torch.Tensor, dims: Iterable[int]) -> None:
+    """Tell torch.compile that these sizes of a tensor change; where its code needs them fixed, they are."""
+    USED_FOR["torch._dynamo.maybe_mark_dynamic"] = "torch.compile: sizes that change"
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def keeping_order() -> AbstractContextManager[None]:
+    """Inside, Inductor keeps collectives in the order of the graph, which is that of all ranks."""
+    USED_FOR["torch._inductor.config.patch"] = "torch.compile: collectives in the same order on all ranks"
+    found: AbstractContextManager[None] = resolve_name("torch._inductor.config.patch")(reorder_for_locality=False)
+    return found
+
+
+def with_fixed_floats() -> AbstractContextManager[None]:
+    """Inside, numbers that torch.compile meets are constants of what it makes: it begins anew where it finds out late
+    that it cannot do with others."""
+    USED_FOR["torch._dynamo.config.patch"] = "torch.compile: steps of optimizers"
+    found: AbstractContextManager[None] = resolve_name("torch._dynamo.config.patch")(specialize_float=True)
+    return found
+
+
+def is_of_compiler(error: BaseException) -> bool:
+    """Whether torch.compile raised an error because it cannot compile something: nothing of that has run."""
+    USED_FOR["torch._dynamo.exc.TorchDynamoException"] = "torch.compile: steps of optimizers that it cannot compile"
+    return isinstance(error, resolve_name("torch._dynamo.exc.TorchDynamoException"))
 
 
 def has_no_compiler(error: BaseException | None) -> bool:
