@@ -12,11 +12,12 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.capturing import tape_here, tapes
-from shardwise.context import is_strict
+from shardwise.context import is_strict, running
 from shardwise.engine.aliasing import memory_of
 from shardwise.engine.call_shape import tensors_in
+from shardwise.engine.into_out import out_names
 from shardwise.errors import RuleError, StrictError
-from shardwise.functions import written
+from shardwise.functions import writes_first, written
 from shardwise.wrapper import Wrapper
 
 Args = Sequence[object]
@@ -154,6 +155,19 @@ def as_in_one_memory(func: Callable[..., object], name: str, args: Args, kwargs:
                 target.copy_(plain[id(target)])
 
     return write
+
+
+def called_on_clones(func: Callable[..., object], name: str, args: Args, kwargs: Kwargs) -> object:
+    """The call with a clone of each tensor that is read and shares memory with one that is written: a rank's own
+    tensors may overlap where the whole ones do not, and torch would refuse the rank's call."""
+    outs = set(out_names(func))
+    memory = {memory_of(t) for t in _targets(func, args, kwargs) if isinstance(t, Wrapper)}
+    apart = lambda t: t.clone() if memory_of(t) in memory else t  # noqa: E731
+    first = 1 if writes_first(func) else 0
+    read_args = [*args[:first], *tree_map_only(Wrapper, apart, list(args[first:]))]
+    read_kwargs = {k: v if k in outs else tree_map_only(Wrapper, apart, v) for k, v in kwargs.items()}
+    with running(name):  # inside of which nobody asks again
+        return func(*read_args, **read_kwargs)
 
 
 def _written(func: Callable[..., object], lying: Lying) -> list[Wrapper]:

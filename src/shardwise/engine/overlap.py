@@ -15,7 +15,13 @@ from shardwise.context import of_thread
 from shardwise.engine.aliasing import COPIES, memory_of
 from shardwise.engine.call_shape import CallShape, fetch
 from shardwise.engine.local_copies import LOCAL_COPIES
-from shardwise.engine.one_memory import LARGEST, Lying, as_in_one_memory, reads_what_it_writes
+from shardwise.engine.one_memory import (
+    LARGEST,
+    Lying,
+    as_in_one_memory,
+    called_on_clones,
+    reads_what_it_writes,
+)
 from shardwise.engine.plan import Plan
 from shardwise.engine.saved import watched_from_before
 from shardwise.torch_private.autograd import is_transforming
@@ -60,16 +66,18 @@ def minding_overlap(func: Callable[..., object], call: CallShape, plan: Plan) ->
             return plan(args, kwargs, local_args, local_kwargs)
         if meeting.refusal:
             raise RuntimeError(meeting.refusal)
-        if copies_nothing and not (
-            COPIES and any(storage_id_of(fetch(args, kwargs, path)) in COPIES for path in paths)
-        ):
+        if copies_nothing and not meeting.reads_its_own and not are_copies(args, kwargs):
             return plan(args, kwargs, local_args, local_kwargs)
-        write = as_in_one_memory(func, name, args, kwargs) if meeting.reads_its_own else None
         with watched_from_before(func, name, args, kwargs, paths) as watch:
-            result = watch(plan(args, kwargs, local_args, local_kwargs))
-        if write is not None:
+            if not meeting.reads_its_own:
+                return watch(plan(args, kwargs, local_args, local_kwargs))
+            write = as_in_one_memory(func, name, args, kwargs)
+            result = watch(called_on_clones(func, name, args, kwargs))
             write()
-        return result
+            return result
+
+    def are_copies(args: Args, kwargs: Kwargs) -> bool:
+        return bool(COPIES) and any(storage_id_of(fetch(args, kwargs, path)) in COPIES for path in paths)
 
     at = [path[0] for path in paths]  # of a tensor that is an argument, or of the list that it is in
     if len(paths) == 2 and all(type(i) is int and len(path) == 1 for i, path in zip(at, paths, strict=True)):

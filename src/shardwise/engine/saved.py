@@ -182,11 +182,11 @@ def _kept_with(
 ) -> Kept:
     packed: list[int] = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:  # hooks of the program, a checkpoint's for instance, see nothing
+    def note_kept(tensor: torch.Tensor) -> torch.Tensor:  # hooks of the program, a checkpoint's for instance, see nothing
         packed.append(storage_id(tensor))
         return tensor
 
-    with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.enable_grad(), saved_tensors_hooks(note_kept, lambda tensor: tensor):
         leaves = [meta_like(layout).requires_grad_(flag) for layout, flag in zip(layouts, flags, strict=True)]
         operands = [copied(leaf) if leaf.requires_grad else leaf for leaf in leaves]
         given, inputs = {storage_id(x) for x in operands}, {x.grad_fn for x in operands}

@@ -144,7 +144,8 @@ def _gradients(program: Program) -> set[str]:
     node came last decides."""
     found: set[str] = set()
     for line in program.lines:
-        if line.startswith("g") or "torch.func." in line or not found.isdisjoint(names_used(line)):
+        made = line.startswith("g") or "torch.func." in line or "forward_mode" in line
+        if made or not found.isdisjoint(names_used(line)):
             found.update(names_made(line))
     return found
 
