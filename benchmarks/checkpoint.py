@@ -318,15 +318,18 @@ def merging(gib, root, times):
 
 
 _MERGE = """
-import resource, sys, time
+import sys, time
+import shardwise.checkpoint
 from shardwise.cli import main
-before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 10
+def most(key):  # ru_maxrss would count what the parent process once had
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+before = most("VmRSS")
 begin = time.perf_counter()
 code = main(["checkpoint", *sys.argv[1:]])
 seconds = time.perf_counter() - begin
 sys.stdout = sys.__stdout__
 print()
-print(seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+print(seconds, (most("VmHWM") - before) >> 10)
 sys.exit(code)
 """
 
