@@ -23,7 +23,7 @@ class TensorMeta(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """A layout under the names of torch's: the user's mesh, a placement an axis, the global tensor."""
+    """A layout under the names of torch's: the user's mesh, a placement per axis, the global tensor."""
 
     mesh: DeviceMesh | Mesh
     placements: tuple[Placement, ...]

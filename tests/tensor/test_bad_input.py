@@ -40,7 +40,7 @@ CASES = {
     "not a tensor": (lambda: distribute_tensor([1, 2], LINE), LayoutError, "tensor must be a torch.Tensor, got list"),
     "no mesh": (lambda: distribute_tensor(VALUE), MeshError, "device_mesh: None given and no mesh is active; pass a mesh or use `with mesh:`"),
     "not a mesh": (lambda: distribute_tensor(VALUE, "cpu"), MeshError, "device_mesh: expected a DeviceMesh or simulate(...), got 'cpu' (str)"),
-    "too few placements": (lambda: distribute_tensor(VALUE, MESH, [Shard(0)]), LayoutError, "placements: 1 given (Shard(dim=0)) for a mesh of 2 axes (2, 3); give one an axis"),
+    "too few placements": (lambda: distribute_tensor(VALUE, MESH, [Shard(0)]), LayoutError, "placements: 1 given (Shard(dim=0)) for a mesh of 2 axes (2, 3); give one per axis"),
     "too many placements": (lambda: distribute_tensor(VALUE, LINE, [R, R]), LayoutError, "placements: 2 given (Replicate(), Replicate()) for a mesh of 1 axes (3,)"),
     "dim too large": (lambda: distribute_tensor(VALUE, MESH, [R, Shard(2)]), LayoutError, "placements[1] = Shard(dim=2): dim 2 is out of range for a tensor of shape (5, 4); use -2 to 1"),
     "dim too small": (lambda: distribute_tensor(VALUE, LINE, [Shard(-3)]), LayoutError, "placements[0] = Shard(dim=-3): dim -3 is out of range for a tensor of shape (5, 4); use -2 to 1"),
