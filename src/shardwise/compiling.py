@@ -66,9 +66,11 @@ def _captured(func: Function, options: dict[str, Any]) -> Function:
     if backend in ("eager", "aot_eager"):  # what the program does, without a compiler
         return captures.Captured(func, whole=options.get("fullgraph", False))
     compiler = import_module("shardwise.captures.compiled").Compiler
-    made = compile_backend(backend, options.get("mode"), options.get("options"), options.get("dynamic"))
-    steps = functools.partial(_torchs, **{key: value for key, value in options.items() if key != "fullgraph"})
-    return captures.Captured(func, compile=compiler(_told(made), steps), whole=options.get("fullgraph", False))
+    dynamic = options.get("dynamic")
+    made = compile_backend(backend, options.get("mode"), options.get("options"), dynamic)
+    others = {key: value for key, value in options.items() if key not in ("fullgraph", "dynamic")}
+    compile = compiler(_told(made), functools.partial(_torchs, **others), is_dynamic=dynamic is not False)
+    return captures.Captured(func, compile=compile, whole=options.get("fullgraph", False))
 
 
 def _told(backend: Function) -> Function:

@@ -29,7 +29,8 @@ from shardwise.engine.plain_tensors import mesh_in, with_plain_wrapped
 from shardwise.engine.planner import planned
 from shardwise.engine.results import check_shapes
 from shardwise.engine.transforms import call_transformed
-from shardwise.errors import AutogradError
+from shardwise.errors import AutogradError, ShardwiseError
+from shardwise.functions import writes_first
 from shardwise.torch_private.autograd import reentrant, with_transforms
 from shardwise.torch_private.tensors import (
     are_transforms_active,
@@ -114,7 +115,17 @@ def call_function(cls: type, func: Any, types: tuple[type, ...], args: Sequence[
         return plan(args, kwargs, local_args, local_kwargs)
     except Exception as error:
         errors.add(op_name(func), error)
+        _check_not_a_leaf(func, args, error)
         raise
+
+
+def _check_not_a_leaf(func: Callable[..., Any], args: Sequence[Any], error: Exception) -> None:
+    """Raise what torch says first of a call that writes into a leaf, before whatever else is wrong with it."""
+    target = args[0] if args and torch.is_grad_enabled() and writes_first(func) else None
+    if not isinstance(target, Wrapper) or not isinstance(error, (RuntimeError, IndexError, ValueError)):
+        return
+    if target.requires_grad and target.is_leaf and not isinstance(error, ShardwiseError):
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.") from error
 
 
 def _check_gradient_is_kept(func: Callable[..., Any], args: Sequence[Any]) -> None:

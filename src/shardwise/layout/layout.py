@@ -254,8 +254,8 @@ def check_placements(
     """The placements in canonical form: dims counted from the front, explicit splits that equal chunks as chunks."""
     if len(placements) != len(mesh.shape):
         raise LayoutError(
-            f"placements: {len(placements)} given ({', '.join(map(repr, placements))}) for a mesh of "
-            f"{len(mesh.shape)} axes {tuple(mesh.shape)}; give one per axis"
+            f"placements must have the same length as the mesh has axes: {len(placements)} given "
+            f"({', '.join(map(repr, placements))}) for a mesh of {len(mesh.shape)} axes {tuple(mesh.shape)}"
         )
     _check_reductions_commute(mesh, placements)
     if not any(

@@ -405,14 +405,17 @@ class Exchange(RoutedStep):
         """Those of a backend that gathers and reduces natively where parts lie one after another, as NCCL does."""
         received = self.bytes_in(coords)
         if self.kind == "reduce_scatter" and self.even and self.rounds == 1 and self.reduce_op == "sum":
-            return self.bytes_at(coords)
+            return 0 if self._one_after_another(self.dst, self.src, coords) else self.bytes_at(coords)
         if self.reduces:
             return (received + self.bytes_at(coords)) // self.rounds
         if self.kind == "all_gather":
-            dims = {self.src.placements[a].dim for a in self.axes}  # type: ignore[attr-defined]
-            in_order = self.even and len(dims) == 1 and math.prod(self.dst.local_shape_at(coords)[: min(dims)]) == 1
-            return 0 if in_order else received // self.rounds
+            return 0 if self._one_after_another(self.src, self.dst, coords) else received // self.rounds
         return 2 * received // self.rounds
+
+    def _one_after_another(self, cut: Layout, whole: Layout, coords: Coords) -> bool:
+        """Whether what a rank has in the layout `whole` is, in memory, what one rank after another has in `cut`."""
+        dims = {cut.placements[a].dim for a in self.axes}  # type: ignore[attr-defined]
+        return self.even and len(dims) == 1 and math.prod(whole.local_shape_at(coords)[: min(dims)]) == 1
 
     def buffer_bytes(self, coords: Coords) -> int:
         """Those of the last round, which is the largest."""

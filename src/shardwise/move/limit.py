@@ -24,9 +24,9 @@ of_thread = _OfThread()
 
 
 class memory_cap:
-    """Inside, a move may hold at most `bytes` on a rank beyond its source, its result included.
+    """Inside, a move may use at most `bytes` of memory per rank in addition to its source; its result counts.
 
-    Without a cap a move holds at most what its source and result take together, and a tenth more."""
+    Without a cap, a move uses at most 1.1 times the memory of its source and result together."""
 
     def __init__(self, bytes: int) -> None:
         if not isinstance(bytes, int) or isinstance(bytes, bool) or bytes <= 0:

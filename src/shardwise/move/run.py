@@ -328,14 +328,16 @@ class _Extreme(torch.autograd.Function):
         ctx.box, *values = inputs
         ctx.others = len(values) - ctx.box.parts
         winners = values[ctx.box.parts + ctx.box.found :]
-        ctx.save_for_backward(*winners)
-        ctx.save_for_forward(*winners)
+        ctx.winners = None if is_transforming() else winners  # a move keeps nothing that a backward pass would free
+        if ctx.winners is None:
+            ctx.save_for_backward(*winners)
+            ctx.save_for_forward(*winners)
 
     @staticmethod
     def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[Any, ...]:
         box = ctx.box
         whole = run_steps(box.comm, (box.spread,), box.comm.assemble(box.after, grads), box.note)
-        back = box.share(whole, ctx.saved_tensors)
+        back = box.share(whole, ctx.saved_tensors if ctx.winners is None else ctx.winners)
         return None, *box.comm.pick_gradients(box.before, back), *(None,) * ctx.others
 
     @staticmethod

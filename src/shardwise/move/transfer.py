@@ -3,6 +3,7 @@ where it belongs."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from shardwise.comm.messages import (
     width,
 )
 from shardwise.comm.reduction import REDUCTIONS, reduce_parts
+from shardwise.layout.region import Region, region_size, run_start
 from shardwise.move.pack import pick, place
 from shardwise.move.schedule import BUFFER, Laid, Member, Pieces, Put, Round, Routes, Shape, Span, round_of
 from shardwise.torch_private.tensors import foreach_copy_
@@ -296,10 +298,24 @@ def gather_in_order(transfer: Transfer) -> Work | None:
 def reduce_and_scatter(transfer: Transfer) -> Work | None:
     """Parts of a sum that the backend adds up."""
     along, source = transfer.along, transfer.sources[0]
-    sent = transfer.plan.routes(along.peers[dist.get_rank(along.group)]).sends
     out = transfer.out[0].view(-1)
     if not out.numel():
         return None
-    regions = [region for peer in along.peers for region in sent[peer].regions_in([source.shape])]
-    transfer.keeping = torch.cat([pick(source, region).reshape(-1) for region in regions])
+    regions, in_order = _by_peer(transfer.plan, along.peers[dist.get_rank(along.group)], along, source.shape)
+    if in_order and source.is_contiguous():
+        transfer.keeping = source.view(-1)
+    else:
+        transfer.keeping = torch.cat([pick(source, region).reshape(-1) for region in regions])
     return getattr(dist, REDUCE_SCATTER)(out, transfer.keeping, group=along.group, async_op=True)
+
+
+def _by_peer(plan: Exchanged, me: Member, along: Along, shape: Shape) -> tuple[list[Region], bool]:
+    """What each peer gets of a tensor of this shape, and whether its memory is just that, one peer after another."""
+    found = plan.kept.get(("by peer", me))
+    if found is None:
+        sent = plan.routes(me).sends
+        regions = [region for peer in along.peers for region in sent[peer].regions_in([shape])]
+        ends = itertools.accumulate(map(region_size, regions), initial=0)
+        in_order = all(run_start(region, shape) == end for region, end in zip(regions, ends))  # the last end has none
+        found = plan.kept["by peer", me] = regions, in_order
+    return found
