@@ -36,23 +36,23 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Lay a tensor out over a mesh.
+    """Lay out a tensor over a mesh.
 
     Args:
-        tensor: The whole tensor, on every rank. A DTensor of torch's own class is taken over without a copy, if it is
-            laid out so.
+        tensor: The whole tensor, on every rank. A DTensor of torch's own class that has this layout is converted
+            without a copy.
         device_mesh: The mesh; by default that of the enclosing `with mesh:`.
         placements: One per mesh axis; by default Replicate.
-        src_data_rank: Whose values count: those of the rank at this coordinate of every axis, which sends them to the
-            others. None trusts that all ranks hold the same values, and moves nothing.
+        src_data_rank: The rank (its coordinate on every axis) whose values are used; it sends them to the others. With
+            None, nothing is sent, and all ranks must pass the same values.
 
     Returns:
         Inside of a transform of torch.func, a function of `tensor` that is differentiable, and of this rank's values.
         Elsewhere a leaf tensor in memory of its own; a Parameter, and one that requires grad, if `tensor` is.
 
     Raises:
-        LayoutError: For a tensor that cannot be laid out so.
-        AutogradError: For a tensor that is no leaf, whose gradient would be lost.
+        LayoutError: The tensor cannot be laid out like that.
+        AutogradError: The tensor is not a leaf, so its gradient would be lost.
 
     >>> import torch, shardwise
     >>> x = shardwise.distribute_tensor(torch.arange(8), shardwise.simulate(4), [shardwise.Shard(0)])
@@ -91,9 +91,12 @@ def _already(tensor: DTensor, mesh: Mesh, places: tuple[Placement, ...]) -> DTen
     """A tensor that is distributed, if it is laid out so."""
     if tensor._layout.mesh is mesh and tensor._layout.replace(placements=places) is tensor._layout:
         return tensor
+    same = tensor._layout.mesh is mesh
+    here, there = (list(tensor.placements), list(places)) if same else (tensor._layout.mesh, mesh)
     raise LayoutError(
-        f"distribute_tensor: the tensor is a DTensor laid out {list(tensor.placements)} already; "
-        f"use tensor.redistribute(placements={list(places)})"
+        f"distribute_tensor: the tensor is a DTensor already; use tensor.redistribute({'' if same else 'mesh, '}"
+        f"placements={list(places)}) to bring it from {here} to a different {'placements' if same else 'device mesh'}, "
+        f"{there}"
     )
 
 
@@ -106,8 +109,9 @@ def _check_plain(tensor: torch.Tensor) -> None:
     check_dense(tensor)
     if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
         raise AutogradError(
-            "distribute_tensor: the tensor is no leaf, and its gradient would end here; use DTensor.from_local(tensor, "
-            "mesh, [Replicate(), ...]).redistribute(placements=...), or tensor.detach()"
+            "distribute_tensor should be used to distribute leaf tensors: this one is no leaf, and its gradient would "
+            "end here; use DTensor.from_local(tensor, mesh, [Replicate(), ...]).redistribute(placements=...), or "
+            "tensor.detach()"
         )
 
 
@@ -190,8 +194,8 @@ def distribute_module(
     Args:
         module: The module; tied parameters stay tied.
         device_mesh: The mesh; by default that of the enclosing `with mesh:`.
-        partition_fn: Called as partition_fn(name, submodule, mesh) for every submodule, to lay out what it wants to.
-            What it leaves is replicated.
+        partition_fn: Called as partition_fn(name, submodule, mesh) for every submodule, to replace parameters and
+            buffers by DTensors. All that it does not replace is replicated.
         input_fn: Called as input_fn(module, inputs, mesh) before the module's forward; it returns other inputs.
         output_fn: Called as output_fn(module, outputs, mesh) after it; it returns another output. The older form of
             both functions, without the module, works too.
@@ -200,10 +204,15 @@ def distribute_module(
         The module itself.
 
     Raises:
-        LayoutError: For a module that is none, or functions that take other arguments.
+        LayoutError: `module` is not a module or was given before, or a function takes other arguments.
     """
     if not isinstance(module, torch.nn.Module):
         raise LayoutError(f"distribute_module: module must be a torch.nn.Module, got {type(module).__name__}")
+    if getattr(module, "_has_been_distributed", False):
+        raise LayoutError(
+            f"distribute_module should only be called once on a module: the functions of the first call are hooks of "
+            f"this {type(module).__name__} already"
+        )
     prepare_inputs = _with_module("input_fn", input_fn)
     prepare_outputs = _with_module("output_fn", output_fn)
     mesh = as_mesh(device_mesh, outside=True)
@@ -228,6 +237,7 @@ def distribute_module(
         module.register_forward_pre_hook(lambda mod, inputs: prepare_inputs(mod, inputs, mesh.source))
     if prepare_outputs is not None:
         module.register_forward_hook(lambda mod, inputs, outputs: prepare_outputs(mod, outputs, mesh.source))
+    module.__dict__["_has_been_distributed"] = True  # copies of the module have its hooks, and this
     return module
 
 
@@ -241,4 +251,6 @@ def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[[An
         except TypeError:
             continue
         return function if arguments == 3 else lambda module, values, mesh: function(values, mesh)
-    raise LayoutError(f"distribute_module: {name} must take (module, {name[:-3]}s, device_mesh), got {function!r}")
+    raise LayoutError(
+        f"distribute_module: {name} should take in 3 arguments, (module, {name[:-3]}s, device_mesh), got {function!r}"
+    )

@@ -28,9 +28,9 @@ def take_compile() -> None:
     """Replace torch.compile."""
 
     @functools.wraps(_torchs)
-    def compile(model: Item = None, **options: Item) -> Item:
+    def compile_or_capture(model: Item = None, **options: Item) -> Item:
         if model is None:
-            return lambda found: compile(found, **options)
+            return lambda found: compile_or_capture(found, **options)
         made: Item = _torchs(model, **options)
         if options.get("disable") or not callable(made) or isinstance(model, type):
             return made
@@ -39,7 +39,7 @@ def take_compile() -> None:
             return made
         return _choosing(model, made, options)
 
-    torch.compile = compile
+    torch.compile = compile_or_capture
 
 
 def _choosing(func: Function, compiled: Function, options: dict[str, Any]) -> Function:
@@ -76,7 +76,7 @@ def _captured(func: Function, options: dict[str, Any]) -> Function:
 def _told(backend: Function) -> Function:
     """The backend, with an error that says what to install."""
 
-    def compile(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Function:
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Function:
         try:
             return backend(graph, inputs)
         except Exception as error:
@@ -88,7 +88,7 @@ def _told(backend: Function) -> Function:
                 ) from error
             raise
 
-    return compile
+    return compile_graph
 
 
 def _holds_distributed(func: Function) -> bool:

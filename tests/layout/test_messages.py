@@ -20,11 +20,11 @@ def overlapping():
 BAD_LAYOUTS = {
     "too few placements": (
         lambda: on((2, 2), [Shard(0)], (4, 4)),
-        "placements: 1 given (Shard(dim=0)) for a mesh of 2 axes (2, 2); give one an axis",
+        "placements must have the same length as the mesh has axes: 1 given (Shard(dim=0)) for a mesh of 2 axes (2, 2)",
     ),
     "too many placements": (
         lambda: on((2,), [Shard(0), Replicate()], (4, 4)),
-        "placements: 2 given (Shard(dim=0), Replicate()) for a mesh of 1 axes (2,); give one an axis",
+        "placements must have the same length as the mesh has axes: 2 given (Shard(dim=0), Replicate()) for a mesh of 1 axes (2,)",
     ),
     "dim too large": (
         lambda: on((2, 2), [Replicate(), Shard(2)], (4, 4)),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.errors import LayoutError, MeshError
+from shardwise.errors import LayoutError, MeshError, MismatchError
 from shardwise.layout import Placement, as_placements
 from shardwise.mesh import DeviceMesh, Mesh, SimulatedMesh, as_mesh
 from shardwise.tensor import DTensor
@@ -26,18 +26,18 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """`func`, which takes what one rank holds, as a function of DTensors; differentiable. Also a decorator.
+    """Turn a function of local tensors into a function of DTensors; differentiable. Also a decorator.
 
-    On a simulated mesh `func` is called for the ranks one after another with plain tensors, and must not communicate.
-    An output that is cut costs one small exchange for each call, in which the ranks learn the sizes of each other's.
+    On a simulated mesh, `func` is called for one rank after the other, with plain tensors, and must not communicate. If
+    an output is cut, each call costs one small exchange, in which the ranks learn each other's sizes.
 
     Args:
         func: takes and gives local tensors. Without it, `local_map` gives a decorator.
         out_placements: those of a single output, or a tuple with one entry for each flattened output (None for what is
             not a tensor; a tensor with None is replicated, which takes arguments that are).
         in_placements: what `func` needs, one entry for each flattened positional argument; None takes any layout.
-        in_grad_placements: those of the gradients that `func` gives its inputs, where not as the inputs: a replicated
-            input of which each rank uses a part has the gradient [Partial()].
+        in_grad_placements: how the gradients of the inputs are laid out, if not like the inputs. For a replicated input
+            of which each rank uses only a part, give [Partial()].
         device_mesh: where the outputs live; default: the first DTensor's mesh.
         redistribute_inputs: whether to redistribute an argument that is laid out otherwise, instead of raising.
 
@@ -91,9 +91,10 @@ def local_map(
         split = _split_axes(tensors, mesh, [as_placements(p) for p in by_output if p is not None])
         outs = mesh.comm.bind_program(on_one_rank, split)(*local_args)
         if len(by_output) != len(outs):
-            raise LayoutError(
-                f"{name}: out_placements has {len(by_output)} entries for {len(outs)} flattened outputs; give a tuple "
-                f"with one for each, None for what is not a tensor"
+            raise MismatchError(
+                f"{name}: local_map requires one PlacementType be provided for each output value, received "
+                f"{len(by_output)} out_placements but {len(outs)} is expected! Give a tuple with one for each "
+                f"flattened output, None for what is not a tensor"
             )
         wrapped = [_distributed(out, by_output[i], mesh, split, f"{name}: output {i}") for i, out in enumerate(outs)]
         return tree_unflatten(wrapped, out_tree[0])
@@ -107,9 +108,9 @@ def _one_each(given: Sequence[Any] | None, positional: int, total: int, what: st
     if given is None:
         return [None] * total
     if len(given) != positional:
-        raise LayoutError(
-            f"{name}: {what} has {len(given)} entries for {positional} flattened positional arguments; give one for "
-            f"each, None for what is not a tensor"
+        raise MismatchError(
+            f"{name}: {what} length {len(given)} does not match the number of input args {positional}! Give one for "
+            f"each flattened positional argument, None for what is not a tensor"
         )
     return [None if p is None else as_placements(p) for p in given] + [None] * (total - positional)
 
@@ -124,7 +125,7 @@ def _local_argument(tensor: Any, need: Places, grad: Places, mesh: Mesh, redistr
         if not redistribute:
             raise LayoutError(
                 f"{what} is laid out {list(tensor.placements)}, in_placements asks for {list(need)}; redistribute it, "
-                f"or pass redistribute_inputs=True"
+                f"or set redistribute_inputs=True"
             )
         tensor = tensor.redistribute(placements=need)
     return tensor.to_local(grad_placements=grad)
@@ -153,7 +154,7 @@ def _distributed(out: Any, placements: Any, mesh: Mesh, split: tuple[int, ...], 
             )
         return DTensor.from_local(out, mesh, placements)
     if placements is not None:
-        raise LayoutError(
-            f"{what} is {out!r}, not a tensor, but out_placements says {list(placements)}; give None for it"
+        raise MismatchError(
+            f"{what}: Non-tensor output {out!r} expects None placements but received {list(placements)}!"
         )
     return out

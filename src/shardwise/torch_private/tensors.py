@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pkgutil import resolve_name
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -126,6 +127,22 @@ def use_list_ops_for(kind: type) -> None:
     """Have clip_grad_norm_ and torch.optim call list ops on tensors of this class."""
     for types in _foreach_types:
         types.append(kind)
+
+
+_LIST_DEVICES = "torch.optim.optimizer._get_foreach_kernels_supported_devices"
+_list_devices: Callable[[], list[str]] = take(_LIST_DEVICES, "outline: optimizers choose list ops as on a GPU")
+
+
+@contextmanager
+def optimizers_use_list_ops_on(kind: str) -> Iterator[None]:
+    """Inside, optimizers that are not told choose list ops for tensors without values on devices of this kind, as they
+    do for others on a GPU."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch(_LIST_DEVICES, lambda: [*_list_devices(), kind]))
+        for types in _foreach_types:
+            types.append(FakeTensor)
+            stack.callback(types.remove, FakeTensor)
+        yield
 
 
 def schema_of(func: Any) -> Any:
