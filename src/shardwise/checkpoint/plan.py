@@ -330,7 +330,7 @@ class _Rounds:
     def close(self) -> None:
         if self.any:
             self.made.rounds.append(self.now)
-            here = int(self.shared.per_rank[self.me]) if self.top > self.made.arena else 0  # at most that of all
+            here = int(self.shared.per_rank[self.me]) if self.top > self.made.arena else 0  # at most the top
             self.made.arena = max(self.made.arena, here)
             peak = int((self.shared.per_rank + self.messages).max()) if self.sent else self.top
             self.made.peak = max(self.made.peak, peak)
