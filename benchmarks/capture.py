@@ -121,7 +121,7 @@ CUTS = {"qkv.0": 0, "qkv.1": 0, "qkv.2": 0, "project": 1, "up": 0, "down": 1}
 
 def distributed(kind, mesh):
     torch.manual_seed(0)
-    model = GPT(512, 64, 256, 4, 4)
+    model = GPT(512, 64, 256, 4, 4).to(mesh.device_type)
     if kind == "ZeRO 3":
         return data_parallel(model, mesh, "parameters"), [shardwise.Shard(0)]
 

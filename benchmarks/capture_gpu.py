@@ -2,6 +2,9 @@
 
     python benchmarks/capture_gpu.py                    compiled 12 x 768, and CUDA graphs of two small models
     python benchmarks/capture_gpu.py --quick            no compilers
+    python benchmarks/capture_gpu.py --only graphs      CUDA graphs alone; `--only compiled` the other table
+    python benchmarks/capture_gpu.py --profile          which kernels take the time: plain, captured and compiled steps
+    python ../shared/nccl_ranks.py 4 benchmarks/capture_gpu.py --ranks      NCCL: captured beside eager, with values
 
 A step is forward, loss, backward and AdamW (capturable) in bfloat16, on a mesh of one rank. Peers take turns; the best
 of several slices counts. The losses of five steps are compared with plain torch's: they are bfloat16, so this finds
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as peer_tensor
 import torch.nn.functional as F
+from capture import distributed
 from gpt_step import GPT
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +33,7 @@ MODELS = {  # layers, width, heads, batch, context
     "GPT 12 x 768, 1 x 128": (12, 768, 12, 1, 128),
 }
 COMPILED = ["plain", "plain compiled", "DTensor compiled", "shardwise", "shardwise captured", "shardwise compiled"]
+OVERHEAD = ["plain", "plain reduce-overhead", "shardwise reduce-overhead"]
 GRAPHS = ["plain", "plain graph", "shardwise", "shardwise captured", "shardwise graph"]
 
 
@@ -55,8 +60,9 @@ def build(peer, mesh, sizes):
 
     if peer == "plain graph":
         return graphed(step, inputs, targets)
-    if "compiled" in peer:
-        step = torch.compile(step) if library is shardwise else compiled_parts(model, optimizer)
+    if "compiled" in peer or "reduce-overhead" in peer:
+        mode = "reduce-overhead" if "reduce-overhead" in peer else None
+        step = torch.compile(step, mode=mode) if library is shardwise else compiled_parts(model, optimizer, mode)
     elif "captured" in peer:
         step = shardwise.capture(step)
     elif "graph" in peer:
@@ -66,13 +72,13 @@ def build(peer, mesh, sizes):
     return run
 
 
-def compiled_parts(model, optimizer):
+def compiled_parts(model, optimizer, mode=None):
     """Forward and backward compiled, the optimizer as it is: what people write without capture."""
 
     def loss_of(inputs, targets):
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    compiled = torch.compile(loss_of)
+    compiled = torch.compile(loss_of, mode=mode)
 
     def step(inputs, targets):
         optimizer.zero_grad()
@@ -146,6 +152,75 @@ def measure(names, sizes, mesh, repeats, console, title):
             console.print(f"{name}: {step!r} {' '.join(said)}")
 
 
+def profile(mesh, console, compilers):
+    """The kernels that take most of the time of a step of the large model."""
+    sizes = MODELS["GPT 12 x 768, 8 x 1024"]
+    for name in ["plain", "shardwise captured", *(["plain compiled", "shardwise compiled"] if compilers else [])]:
+        call = build(name, mesh, sizes)
+        for _ in range(4):
+            call()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            start = time.perf_counter()
+            for _ in range(3):
+                call()
+            torch.cuda.synchronize()
+            took = (time.perf_counter() - start) / 3 * 1e3
+        events = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)
+        total = sum(e.self_device_time_total for e in events) / 3e3
+        kernels = sum(e.count for e in events) // 3
+        console.print(f"{name}: {took:.1f} ms with a profiler, {total:.1f} ms of kernels, {kernels} of them")
+        for event in events[:9]:
+            each = event.self_device_time_total / 3e3
+            console.print(f"   {each:7.2f} ms {event.count // 3:5d}x  {event.key[:95]}", highlight=False)
+        del call
+        gc.collect()
+
+
+def on_ranks(repeats):
+    """Steps of a small GPT on NCCL ranks: eager, captured and with moves that overlap; losses must be equal."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = shardwise.init_device_mesh("cuda", (world,))
+    for kind in ("tensor parallel", "ZeRO 3"):
+        calls, losses = {}, {}
+        for how in ("eager", "captured", "captured, overlap"):
+            model, places = distributed(kind, mesh)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+            def step(inputs, targets, model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            passes = ("aliases", "merge", "inverse", "unused", *(["overlap"] if "overlap" in how else []))
+            run = step if how == "eager" else shardwise.capture(step, passes=passes)
+            torch.manual_seed(1)
+            tokens = torch.randint(512, (2 * world, 65), device="cuda")
+            batch = [shardwise.distribute_tensor(t.contiguous(), mesh, places) for t in (tokens[:, :-1], tokens[:, 1:])]
+            calls[how] = lambda run=run, batch=batch: run(*batch)
+            losses[how] = [float(calls[how]().full_tensor()) for _ in range(6)]
+        best = dict.fromkeys(calls, float("inf"))
+        for _ in range(repeats):
+            for how, call in calls.items():
+                torch.cuda.synchronize()
+                dist.barrier()
+                start = time.perf_counter()
+                for _ in range(3):
+                    call()
+                torch.cuda.synchronize()
+                best[how] = min(best[how], (time.perf_counter() - start) / 3 * 1e3)
+        if rank == 0:
+            ratios = ", ".join(f"{how} {t:.1f} ms ({t / best['eager']:.2f}x)" for how, t in best.items())
+            same = all(losses[how] == losses["eager"] for how in calls)
+            apart = max(abs(a - b) for how in calls for a, b in zip(losses[how], losses["eager"]))
+            print(f"{kind}, {world} NCCL ranks: {ratios}; losses of six steps equal: {same} ({apart:.1e})", flush=True)
+    dist.destroy_process_group()
+
+
 def value(loss):
     return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
 
@@ -154,14 +229,28 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="no compilers")
     parser.add_argument("--repeats", type=int, default=6, help="slices; the best counts")
+    parser.add_argument("--only", choices=["compiled", "graphs", "overhead"], help="one kind of table")
+    parser.add_argument("--skip-peer", action="store_true", help="without torch's DTensor")
+    parser.add_argument("--profile", action="store_true", help="kernels instead of times")
+    parser.add_argument("--ranks", action="store_true", help="one of several NCCL ranks")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
+    if options.ranks:
+        on_ranks(options.repeats)
+        return
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     mesh = shardwise.init_device_mesh("cuda", (1,))
     console = Console(width=120)
+    if options.profile:
+        profile(mesh, console, not options.quick)
+        return
     for title, sizes in MODELS.items():
-        names = COMPILED if sizes[4] > 512 else GRAPHS
+        if options.only is not None and (options.only == "compiled") != (sizes[4] > 512):
+            continue
+        names = COMPILED if sizes[4] > 512 else OVERHEAD if options.only == "overhead" else GRAPHS
         names = [name for name in names if not options.quick or "compiled" not in name]
+        if options.skip_peer:
+            names = [name for name in names if "DTensor" not in name]
         measure(names, sizes, mesh, options.repeats, console, title)
     dist.destroy_process_group()
 

@@ -3,7 +3,7 @@
     python benchmarks/checkpoint.py                  # GPT of about 150 M parameters with AdamW, 1.8 GB, 4 processes
     python benchmarks/checkpoint.py --layers 2       # smaller
     python benchmarks/checkpoint.py --plan           # planning and metadata for 65,536 ranks
-    python benchmarks/checkpoint.py --merge 4        # 4 GiB in files of 256 MiB to one file
+    python benchmarks/checkpoint.py --merge 4        # 4 GiB in files of 256 MiB to one file, and to others; beside cp
 
 Bytes are those that the processes read by calls (/proc/self/io); the page cache is dropped before each load.
 """
@@ -139,9 +139,14 @@ def measured(task, folder=None, then=None):
     return [found[0].item(), total[0].item(), found[1].item(), total[1].item()]
 
 
-def best_of(times, task, folder=None):
-    runs = [measured(task, folder) for _ in range(times)]
-    return [min(run[0] for run in runs), runs[0][1], runs[0][2], min(run[3] for run in runs)]
+def best_of(times, *tasks):
+    """The best of some runs of each task, in turns, so that all meet the same machine. A task is a function, and the
+    folder of which the page cache is dropped before."""
+    runs = [[] for _ in tasks]
+    for _ in range(times):
+        for found, (task, folder) in zip(runs, tasks):
+            found.append(measured(task, folder))
+    return [[min(r[0] for r in found), found[0][1], found[0][2], min(r[3] for r in found)] for found in runs]
 
 
 def worker(rank, size, store, job, results):
@@ -196,12 +201,14 @@ def both(size, layers, how, fill):
 def saves(size, root, layers, times):
     ours, peers = both(size, layers, "rows", True)
     found = {}
-    run = lambda: checkpoint.save(f"{root}/ours", ours)  # noqa: E731
-    found["save"] = best_of(times, run), best_of(times, lambda: dcp_save(f"{root}/dcp", peers))
-    found["save as safetensors"] = (
-        best_of(times, lambda: checkpoint.save(f"{root}/hf", ours, format="safetensors")),
-        None,
+    native, peer, published = best_of(
+        times,
+        (lambda: checkpoint.save(f"{root}/ours", ours), None),
+        (lambda: dcp_save(f"{root}/dcp", peers), None),
+        (lambda: checkpoint.save(f"{root}/hf", ours, format="safetensors"), None),
     )
+    found["save"] = native, peer
+    found["save as safetensors (beside: native)"] = published, native
     found["blocked by an asynchronous save"] = blocked(times, ours, peers, root)
     found["bytes"] = sum(x.numel() * 4 for x in ours.values())
     return found
@@ -230,13 +237,14 @@ def blocked(times, ours, peers, root):
 
 def loads(size, root, layers, how, times):
     ours, peers = both(size, layers, how, False)
-    mine = best_of(times, lambda: checkpoint.load(f"{root}/ours", ours), f"{root}/ours")
-    return mine, best_of(times, lambda: dcp.load(peers, checkpoint_id=f"{root}/dcp"), f"{root}/dcp")
+    mine = lambda: checkpoint.load(f"{root}/ours", ours)  # noqa: E731
+    other = lambda: dcp.load(peers, checkpoint_id=f"{root}/dcp")  # noqa: E731
+    return best_of(times, (mine, f"{root}/ours"), (other, f"{root}/dcp"))
 
 
 def planning():
     """1,000 tensors on 65,536 ranks: what one rank works out to save them, and what the manifest says."""
-    from shardwise.checkpoint.blocks import block_bytes_for, blocks_of
+    from shardwise.checkpoint.blocks import Cuts, block_bytes_for
     from shardwise.checkpoint.files import Entry, lay_out
     from shardwise.checkpoint.holders import replicas
     from shardwise.checkpoint.jobs import meet
@@ -250,7 +258,8 @@ def planning():
     files = lay_out(entries, 5 << 30)
     size = block_bytes_for(sum(entry.nbytes for entry in entries))
     coords, written = mesh.coords(mesh.ranks[12345]), 0
-    blocks = {entry.name: blocks_of(entry.shape, 2, size) for entry in entries}
+    cuts = Cuts(size)
+    blocks = {entry.name: cuts[entry.shape, 2] for entry in entries}
     for entry in entries:
         layout = Layout.make(
             mesh, [shardwise.Shard(0), shardwise.Replicate(), shardwise.Shard(1)], entry.shape, torch.bfloat16
@@ -287,34 +296,33 @@ def load_planning(mesh, entries, block_bytes):
     return time.process_time() - begin
 
 
-def merging(gib, root):
-    """Seconds of `merge` and of `cp` for a checkpoint in several files, to the disk; memory of the former in MiB."""
+def merging(gib, root, times):
+    """Seconds of `merge`, `reshard` and `cp` for a checkpoint in several files, to the disk, the best of some runs of
+    each, in turns; and memory of the first two in MiB."""
     names = [f"t{i}" for i in range(int(gib * 16))]
     checkpoint.save(f"{root}/parts", {name: torch.rand(16 << 20) for name in names}, max_file_bytes=256 << 20)
-    command = [sys.executable, "-c", _MERGE, f"{root}/parts", f"{root}/merged"]
-    seconds = []
-    for task in (
-        lambda: subprocess.run(command, check=True, capture_output=True, text=True).stdout,
-        lambda: copied(root),
-    ):
-        drop_cache(f"{root}/parts")
-        begin = time.perf_counter()
-        said = task()
-        if said is None:
-            seconds.append(time.perf_counter() - begin)
-        else:
-            figures = said.splitlines()[-1].split()
-            seconds.append(float(figures[0]))
-            memory = int(figures[1])
-    return *seconds, memory
+    seconds, memory = {"merge": [], "reshard": [], "cp": []}, 0
+    for _ in range(times):
+        for what, found in seconds.items():
+            shutil.rmtree(f"{root}/{what}", ignore_errors=True)
+            drop_cache(f"{root}/parts")
+            if what == "cp":
+                found.append(copied(root))
+                continue
+            command = [sys.executable, "-c", _MERGE, what, f"{root}/parts", f"{root}/{what}"]
+            said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            took, extra = said.splitlines()[-1].split()
+            found.append(float(took))
+            memory = max(memory, int(extra))
+    return {what: min(found) for what, found in seconds.items()}, memory
 
 
 _MERGE = """
 import resource, sys, time
 from shardwise.cli import main
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 10
 begin = time.perf_counter()
-code = main(["checkpoint", "merge", *sys.argv[1:]])
+code = main(["checkpoint", *sys.argv[1:]])
 seconds = time.perf_counter() - begin
 sys.stdout = sys.__stdout__
 print()
@@ -324,8 +332,10 @@ sys.exit(code)
 
 
 def copied(root):
-    subprocess.run(["cp", "-r", f"{root}/parts", f"{root}/copy"], check=True)
-    subprocess.run(["sync", "-f", f"{root}/copy"], check=True)  # a merge is on the disk when it ends, too
+    begin = time.perf_counter()
+    subprocess.run(["cp", "-r", f"{root}/parts", f"{root}/cp"], check=True)
+    subprocess.run(["sync", "-f", f"{root}/cp"], check=True)  # a merge is on the disk when it ends, too
+    return time.perf_counter() - begin
 
 
 def main():
@@ -349,10 +359,10 @@ def main():
     root = tempfile.mkdtemp(dir=options.folder, prefix="checkpoint-")
     try:
         if options.merge:
-            merge, cp, memory = merging(options.merge, root)
-            console.print(
-                f"merge {merge:.2f} s, cp and sync {cp:.2f} s: {cp / merge:.2f}x its speed; {memory} MiB beside"
-            )
+            seconds, memory = merging(options.merge, root, options.times)
+            cp = seconds.pop("cp")
+            said = ", ".join(f"{what} {took:.2f} s: {cp / took:.2f}x its speed" for what, took in seconds.items())
+            console.print(f"cp and sync {cp:.2f} s; {said}; {memory} MiB beside")
             return 0
         table(root, options, console)
     finally:
@@ -378,7 +388,11 @@ def table(root, options, console):
                 size, functools.partial(loads, root=root, layers=options.layers, how=how, times=options.times)
             )
             progress.advance(task)
-    shown = Table(title=f"{total / 1e9:.2f} GB, best of {options.times}, torch {torch.__version__}")
+    shown = Table(
+        title=f"{total / 1e9:.2f} GB, best of {options.times} in turns, torch {torch.__version__}",
+        caption="Both sync their files (DCP: sync_files=True, its default) and compute with one thread a process (DCP: "
+        "thread_count=1, its default; shardwise has one more that waits for the disk); loads: page cache dropped.",
+    )
     for column in (
         "",
         "shardwise s",

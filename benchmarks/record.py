@@ -1,15 +1,18 @@
 """What recording a run costs: training steps with and without `shardwise.debug.record`, on gloo processes.
 
     python benchmarks/record.py                # the GPT of benchmarks/train.py on 4 processes
-    python benchmarks/record.py --rounds 30 --only "shardwise, layouts alone"
+    python benchmarks/record.py --rounds 100 --only "shardwise, layouts alone"
 
-Recorded and unrecorded rounds take turns in the same processes. A ratio is one round over the mean of the two around
-it, and the table has their median: what slows a machine for a while slows neighbours alike. The processor time beside
-it (all threads of all processes) says what a step costs where other programs keep the cores busy.
+Recorded and unrecorded steps take turns in the same processes, in the order off, on, on, off. A ratio is two recorded
+steps over the two unrecorded ones beside them, and the table has the median of these ratios: what slows a machine for
+a while slows neighbours alike. Beside the wall clock is the processor time of the threads that train, in all processes:
+what recording costs where other programs keep the cores busy. Gloo's own threads are left out of it, since they spin
+while they wait. "Sure to" is half the width of a 90 % interval of that median.
 """
 
 import argparse
 import gc
+import random
 import statistics
 import time
 from pathlib import Path
@@ -32,40 +35,46 @@ PEERS = {
 
 
 def measure(rank, parts, folder, peer, options, results):
-    """Seconds and processor seconds of each round, unrecorded and recorded in turn."""
+    """Seconds, and processor seconds of the training threads of all ranks, of each step: four turns a round."""
     join(rank, parts, folder)
     step = peers_of(PEERS[peer])[peer](options, rank, parts)
     run = Path(folder, "run")
-    took = []
-    for _ in range(3):
-        step()
-    for i in range(2 * options.rounds + 1):
+    took = torch.zeros(options.rounds * 4, 2, dtype=torch.float64)
+    with record(run, ops=not options.no_ops) as recording:
+        for _ in range(3):
+            step()  # the first one names everything
+        recording._stop()
         gc.collect()
-        dist.barrier()
-        recorded = i % 2 == 1
-        if recorded:
-            recording = record(run, ops=not options.no_ops)
-            recording.__enter__()
-            step()  # the first step names everything
+        gc.disable()
+        for i in range(len(took)):
+            recorded = i % 4 in (1, 2)
+            if recorded:
+                recording._start()
             dist.barrier()
-        start, busy = time.perf_counter(), time.process_time()
-        for _ in range(options.steps):
+            start, busy = time.perf_counter(), time.thread_time()
             step()
-        busy = torch.tensor(time.process_time() - busy, dtype=torch.float64)
-        dist.all_reduce(busy)
-        took.append(((time.perf_counter() - start) / options.steps, float(busy) / options.steps))
-        if recorded:
-            recording.__exit__(None, None, None)
+            took[i, 0], took[i, 1] = time.perf_counter() - start, time.thread_time() - busy
+            if recorded:
+                recording._stop()
+        recording._start()
+    dist.all_reduce(took)
     if rank == 0:
-        found = read_run(run).ranks[0]
-        results.put((took, len(found.events) / (options.steps + 1), len(found.ops) / (options.steps + 1)))
+        found, steps = read_run(run).ranks[0], options.rounds * 2 + 3
+        results.put(((took / parts).tolist(), len(found.events) / steps, len(found.ops) / steps))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def ratios(took, i):
-    """Each recorded round over the mean of its neighbours."""
-    return [2 * took[n][i] / (took[n - 1][i] + took[n + 1][i]) for n in range(1, len(took) - 1, 2)]
+    """Of each round, its two recorded steps over its two unrecorded ones."""
+    return [(took[n + 1][i] + took[n + 2][i]) / (took[n][i] + took[n + 3][i]) for n in range(0, len(took), 4)]
+
+
+def spread(values):
+    """Half the width of a 90 % interval of the median, by drawing the values again and again."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(1000))
+    return (medians[949] - medians[50]) / 2
 
 
 def main():
@@ -73,17 +82,21 @@ def main():
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--only", help="one of: " + ", ".join(PEERS))
     parser.add_argument("--no-ops", action="store_true", help="collectives and modules only")
-    for name, value in (SMALL | {"rounds": 12, "steps": 4}).items():
+    for name, value in (SMALL | {"rounds": 40}).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     console = Console(width=120)
-    table = Table("", "step, ms", "recorded, median", "processor time, median", "events a step", "ops a step")
+    table = Table("", "step, ms", "recorded, median", "processor time, median", "sure to", "events", "ops")
     for peer in [options.only] if options.only else PEERS:
         with console.status(peer):
             took, events, ops = on_processes(measure, options.ranks, peer, options)
-        wall, busy = (statistics.median(ratios(took, i)) for i in range(2))
-        plain = statistics.median(t[0] for t in took[::2])
-        table.add_row(peer, f"{plain * 1e3:.1f}", f"{wall:.3f}x", f"{busy:.3f}x", f"{events:.0f}", f"{ops:.0f}")
+        walls, busy = (ratios(took, i) for i in range(2))
+        plain = statistics.median(t[0] for t in took[0::4] + took[3::4])
+        wall, cost = statistics.median(walls), statistics.median(busy)
+        table.add_row(
+            *(peer, f"{plain * 1e3:.1f}", f"{wall:.3f}x", f"{cost:.3f}x"),
+            *(f"{spread(busy):.3f}", f"{events:.0f}", f"{ops:.0f}"),
+        )
     console.print(table)
 
 

@@ -3,12 +3,13 @@
     python benchmarks/train.py                 # 2 and 4 gloo processes on this machine
     python benchmarks/train.py --ranks 2 --only zero-3
     python benchmarks/train.py --one-gpu       # a mesh of one GPU, 12 layers x 768, batch 8 x 1024, bfloat16
-    torchrun --nproc-per-node 4 benchmarks/train.py --launched   # fully_shard of both, on NCCL where there are GPUs
+    python benchmarks/train.py --device cuda --ranks 4   # NCCL ranks, which share a GPU where there are too few
 
 Every step is forward, backward and AdamW on float32. Times are the best of several rounds in which all peers take
 turns, in the same processes; the processor time beside them (all threads of rank 0) says what a step costs where other
 programs keep the cores busy. Peak memory is what the resident size grows by, in processes of its own for each peer,
-over the size they have after importing everything and joining the group.
+over the size they have after importing everything and joining the group; on GPUs, what torch allocated there at most.
+Ranks that share a GPU are connected by sockets: their times are good as ratios only.
 """
 
 import argparse
@@ -40,14 +41,14 @@ Step = Callable[[], object]
 
 def build_model(options) -> GPT:
     torch.manual_seed(0)
-    return GPT(options.vocabulary, options.context, options.width, options.heads, options.layers)
+    return GPT(options.vocabulary, options.context, options.width, options.heads, options.layers).to(options.device)
 
 
 def batch(options, rank=0, parts=1):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(options.vocabulary, (options.batch, options.context + 1), generator=generator)
     tokens = tokens.chunk(parts)[rank]
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return tokens[:, :-1].contiguous().to(options.device), tokens[:, 1:].contiguous().to(options.device)
 
 
 def stepper(model, inputs, targets, **options) -> Step:
@@ -85,20 +86,20 @@ def styled(model, styles, mesh):
 def torch_tensor_parallel(options, rank, parts):
     import torch.distributed.tensor.parallel as styles
 
-    return by_styles(styles, options, mesh_of(parts))
+    return by_styles(styles, options, mesh_of(parts, options.device))
 
 
 def shardwise_styles(options, rank, parts):
     import shardwise.parallel as styles
 
-    return by_styles(styles, options, mesh_of(parts))
+    return by_styles(styles, options, mesh_of(parts, options.device))
 
 
 def shardwise_layouts(options, rank, parts):
     """The same plan by layouts alone: all tensors are DTensors, the model is as it was."""
     from shardwise import Replicate, Shard, distribute_module, distribute_tensor
 
-    mesh = mesh_of(parts)
+    mesh = mesh_of(parts, options.device)
 
     def partition(path, module, mesh):
         for name, param in list(module.named_parameters(recurse=False)):
@@ -202,22 +203,22 @@ def shardwise_fully_shard(options, rank, parts):
 
 def by_blocks(fully_shard, options, rank, parts):
     """The `fully_shard` of a library, block by block and then on the whole."""
-    model, mesh = build_model(options).to(options.device), mesh_of(parts, options.device)
+    model, mesh = build_model(options), mesh_of(parts, options.device)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return stepper(model, *(t.to(options.device) for t in batch(options, rank, parts)))
+    return stepper(model, *batch(options, rank, parts))
 
 
 def shardwise_data(options, rank, parts, shard):
     from shardwise.parallel import data_parallel
 
-    model = data_parallel(build_model(options), mesh_of(parts), shard)
+    model = data_parallel(build_model(options), mesh_of(parts, options.device), shard)
     return stepper(model, *batch(options, rank, parts))
 
 
 @functools.cache
-def mesh_of(parts, device="cpu"):
+def mesh_of(parts, device):
     return dist.device_mesh.init_device_mesh(device, (parts,), mesh_dim_names=("ranks",))
 
 
@@ -264,29 +265,38 @@ def peers_of(name) -> dict[str, Callable[..., Step]]:
 # ------------------------------------------------------------------ processes
 
 
-def join(rank, parts, folder):
+SHARED_GPU = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def join(rank, parts, folder, device):
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = Path(folder, "store").as_uri()
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=parts, timeout=timedelta(minutes=2))
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % gpus)
+        if gpus < parts:  # NCCL refuses two ranks of one host on a GPU: each rank claims a host of its own
+            os.environ.update(SHARED_GPU, NCCL_HOSTID=f"host{rank}")
+    backend, store = "nccl" if device == "cuda" else "gloo", Path(folder, "store").as_uri()
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=parts, timeout=timedelta(minutes=2))
 
 
 def measure_times(rank, parts, folder, name, options, results):
     """Seconds a step for each peer, the best of all rounds; a round ends when the slowest rank has."""
-    join(rank, parts, folder)
+    join(rank, parts, folder, options.device)
     steps = {peer: build(options, rank, parts) for peer, build in peers_of(name).items()}
     losses = {peer: [float(step().detach()) for _ in range(2)] for peer, step in steps.items()}
+    together = functools.partial(meet, options.device)
     best = {peer: (float("inf"), float("inf")) for peer in steps}
     for _ in range(options.rounds):
         for peer, step in steps.items():
-            dist.barrier()
+            together()
             gc.collect()
             start, busy = time.perf_counter(), time.process_time()
             for _ in range(options.steps):
                 step()
             busy = time.process_time() - busy
-            dist.barrier()
+            together()
             took = ((time.perf_counter() - start) / options.steps, busy / options.steps)
             best[peer] = tuple(map(min, best[peer], took))
     if rank == 0:
@@ -295,25 +305,39 @@ def measure_times(rank, parts, folder, name, options, results):
     dist.destroy_process_group()
 
 
+def meet(device):
+    """All ranks are here, and their GPUs are done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
 def measure_memory(rank, parts, folder, name, peer, options, results):
-    """How far the resident size of this process goes above where it starts."""
+    """How far the resident size of this process, or what it has on its GPU, goes above where it starts."""
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel  # noqa: F401
 
     import shardwise.parallel  # noqa: F401
 
-    join(rank, parts, folder)
-    mesh_of(parts)
+    join(rank, parts, folder, options.device)
+    mesh_of(parts, options.device)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before = _status("VmRSS")
+    peak = peak_from_here(options.device)
     step = peers_of(name)[peer](options, rank, parts)
     for _ in range(4):
         step()
     if rank == 0:
-        results.put(_status("VmHWM") - before)
+        results.put(peak())
     dist.barrier()
     dist.destroy_process_group()
+
+
+def peak_from_here(device) -> Callable[[], int]:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = _status("VmRSS")
+    return lambda: _status("VmHWM") - before
 
 
 def _status(field) -> int:
@@ -352,7 +376,7 @@ def compare(options, console):
             both, losses = on_processes(measure_times, parts, name, options)
             times, busy = ({peer: pair[i] for peer, pair in both.items()} for i in range(2))
             memory = {}
-            if options.memory and Path("/proc/self/clear_refs").exists():
+            if options.memory and (options.device == "cuda" or Path("/proc/self/clear_refs").exists()):
                 os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # glibc: what is freed leaves the process at once
                 memory = {peer: on_processes(measure_memory, parts, name, peer, options) for peer in times}
                 del os.environ["MALLOC_MMAP_THRESHOLD_"]
@@ -387,13 +411,13 @@ def one_gpu(options, console):
     import shardwise.parallel as our_styles
     from shardwise.parallel import data_parallel
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = options.device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = shardwise.init_device_mesh(device, (1,), mesh_dim_names=("dp",))
-    inputs, targets = (t.to(device) for t in batch(options))
+    inputs, targets = batch(options)
 
     def build(library):
-        model = build_model(options).to(device=device, dtype=torch.bfloat16)
+        model = build_model(options).to(torch.bfloat16)
         if library is None:
             return stepper(model, inputs, targets)
         if library == "data":
@@ -440,58 +464,6 @@ def one_gpu(options, console):
     return {"one rank": {"seconds": best}}
 
 
-# ------------------------------------------------------------------ one rank of a launched group
-
-
-def launched(options, console):
-    """`fully_shard` of both where torchrun, or something like it, started this process as one rank of several."""
-    on_gpu = torch.cuda.is_available()
-    options.device = "cuda" if on_gpu else "cpu"
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=2))
-    rank, parts = dist.get_rank(), dist.get_world_size()
-    peers = {"torch fully_shard": torch_fully_shard, "shardwise fully_shard": shardwise_fully_shard}
-    memory = {name: peak_on_gpu(build, options, rank, parts) for name, build in peers.items()} if on_gpu else {}
-    steps = {name: build(options, rank, parts) for name, build in peers.items()}
-    losses = {name: [float(step().detach()) for _ in range(2)][-1] for name, step in steps.items()}
-    best = {name: float("inf") for name in steps}
-    for _ in range(options.rounds):
-        for name, step in steps.items():
-            gc.collect()
-            _all_done(on_gpu)
-            start = time.perf_counter()
-            for _ in range(options.steps):
-                step()
-            _all_done(on_gpu)
-            best[name] = min(best[name], (time.perf_counter() - start) / options.steps)
-    if rank == 0:
-        title = f"fully_shard, {parts} ranks of {dist.get_backend()}, {options.layers} layers x {options.width}"
-        console.print(table(title, best, memory, losses))
-    dist.destroy_process_group()
-    return {"launched": {"seconds": best, "bytes": memory}}
-
-
-def _all_done(on_gpu):
-    """Wait for this rank's GPU, then for the other ranks."""
-    if on_gpu:
-        torch.cuda.synchronize()
-    dist.barrier()
-
-
-def peak_on_gpu(build, options, rank, parts) -> int:
-    """Bytes that four steps take at most beyond what there was before."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step = build(options, rank, parts)
-    for _ in range(4):
-        step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 SMALL = {"layers": 4, "width": 256, "heads": 8, "context": 64, "batch": 8, "vocabulary": 2048, "steps": 3, "rounds": 5}
 LARGE = SMALL | {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocabulary": 50304, "steps": 10}
 
@@ -499,7 +471,7 @@ LARGE = SMALL | {"layers": 12, "width": 768, "heads": 12, "context": 1024, "voca
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one-gpu", action="store_true", help="a mesh of one rank instead of several processes")
-    parser.add_argument("--launched", action="store_true", help="this process is one rank that torchrun started")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo or NCCL processes")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES), help="these tables only")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="times only")
@@ -510,10 +482,9 @@ def main():
     for name, default in (LARGE if options.one_gpu else SMALL).items():
         if getattr(options, name) is None:
             setattr(options, name, default)
-    options.device = "cpu"
-    run = one_gpu if options.one_gpu else launched if options.launched else compare
-    found = run(options, Console(width=120))
-    if options.json and int(os.environ.get("RANK", 0)) == 0:
+    console = Console(width=120)
+    found = one_gpu(options, console) if options.one_gpu else compare(options, console)
+    if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 
 

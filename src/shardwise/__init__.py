@@ -9,6 +9,7 @@ from shardwise.imports import without_collection
 with without_collection():
     from shardwise import compiling, custom_function, dynamo, optim, random, recomputation, sharded, torch_paths  # noqa: F401  (random: an attribute)
     from shardwise.api import distribute_module, distribute_tensor
+    from shardwise.autograd import nodes
     from shardwise.caches import cache_info, clear_caches
     from shardwise.calibration import calibrate
     from shardwise.comm.rank_tensor import RankTensor
@@ -57,6 +58,7 @@ dynamo.keep_out()
 compiling.take_compile()
 guards.guard()
 custom_function.take_functions()
+nodes.take_graph_nodes()
 recomputation.take_checkpoints()
 transforms.take_tensors()
 torch_paths.install()

@@ -36,23 +36,23 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Lay a tensor out over a mesh.
+    """Lay out a tensor over a mesh.
 
     Args:
-        tensor: The whole tensor, on every rank. A DTensor of torch's own class is taken over without a copy, if it is
-            laid out so.
+        tensor: The whole tensor, on every rank. A DTensor of torch's own class that has this layout is converted
+            without a copy.
         device_mesh: The mesh; by default that of the enclosing `with mesh:`.
         placements: One per mesh axis; by default Replicate.
-        src_data_rank: Whose values count: those of the rank at this coordinate of every axis, which sends them to the
-            others. None trusts that all ranks hold the same values, and moves nothing.
+        src_data_rank: The rank (its coordinate on every axis) whose values are used; it sends them to the others. With
+            None, nothing is sent, and all ranks must pass the same values.
 
     Returns:
         Inside of a transform of torch.func, a function of `tensor` that is differentiable, and of this rank's values.
         Elsewhere a leaf tensor in memory of its own; a Parameter, and one that requires grad, if `tensor` is.
 
     Raises:
-        LayoutError: For a tensor that cannot be laid out so.
-        AutogradError: For a tensor that is no leaf, whose gradient would be lost.
+        LayoutError: The tensor cannot be laid out like that.
+        AutogradError: The tensor is not a leaf, so its gradient would be lost.
 
     >>> import torch, shardwise
     >>> x = shardwise.distribute_tensor(torch.arange(8), shardwise.simulate(4), [shardwise.Shard(0)])
@@ -194,8 +194,8 @@ def distribute_module(
     Args:
         module: The module; tied parameters stay tied.
         device_mesh: The mesh; by default that of the enclosing `with mesh:`.
-        partition_fn: Called as partition_fn(name, submodule, mesh) for every submodule, to lay out what it wants to.
-            What it leaves is replicated.
+        partition_fn: Called as partition_fn(name, submodule, mesh) for every submodule, to replace parameters and
+            buffers by DTensors. All that it does not replace is replicated.
         input_fn: Called as input_fn(module, inputs, mesh) before the module's forward; it returns other inputs.
         output_fn: Called as output_fn(module, outputs, mesh) after it; it returns another output. The older form of
             both functions, without the module, works too.
@@ -204,7 +204,7 @@ def distribute_module(
         The module itself.
 
     Raises:
-        LayoutError: For a module that is none or that was given before, or functions that take other arguments.
+        LayoutError: `module` is not a module or was given before, or a function takes other arguments.
     """
     if not isinstance(module, torch.nn.Module):
         raise LayoutError(f"distribute_module: module must be a torch.nn.Module, got {type(module).__name__}")

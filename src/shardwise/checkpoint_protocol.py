@@ -5,8 +5,8 @@ A box is a tile of the layout, so uneven, strided and nested splits need nothing
 and the checkpoint planner writes each box once and shares the work among the holders. On a simulated mesh this process
 holds every rank's boxes: it writes each box once and reads it into every tensor that holds it.
 
-torch.distributed.checkpoint is imported inside of functions: the import takes half a second, and a program that calls
-these functions has done it already.
+torch.distributed.checkpoint is imported later: the import takes half a second, and a program that calls these functions
+has done it already.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.errors import LayoutError, check_type
+from shardwise.imports import later
 from shardwise.layout import Layout
 from shardwise.layout.tiles import Tile, TileLike
 from shardwise.wrapper import Wrapper
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.checkpoint import metadata, planner
+else:
+    metadata = later("torch.distributed.checkpoint.metadata")
+    planner = later("torch.distributed.checkpoint.planner")
 
 
-def write_items(fqn: str, tensor: Wrapper) -> list[WriteItem]:
+def write_items(fqn: str, tensor: Wrapper) -> list[planner.WriteItem]:
     """Return one item for each distinct box held here."""
     check_type(tensor, Wrapper, "write_items: tensor", "torch.distributed.checkpoint saves plain tensors itself")
     check_type(fqn, str, "write_items: fqn", "give the name of the tensor in its state dict")
@@ -38,30 +41,27 @@ def write_items(fqn: str, tensor: Wrapper) -> list[WriteItem]:
     return items_for(fqn, tensor, list(boxes))
 
 
-def items_for(fqn: str, tensor: torch.Tensor, boxes: Iterable[TileLike]) -> list[WriteItem]:
+def items_for(fqn: str, tensor: torch.Tensor, boxes: Iterable[TileLike]) -> list[planner.WriteItem]:
     """Return one item for each of these boxes of a tensor."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    properties = TensorProperties(dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    properties = metadata.TensorProperties(dtype=tensor.dtype, requires_grad=tensor.requires_grad)
     return [
-        WriteItem(
-            index=MetadataIndex(fqn, torch.Size(box[0])),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk(box), properties, torch.Size(tensor.shape)),
+        planner.WriteItem(
+            index=metadata.MetadataIndex(fqn, torch.Size(box[0])),
+            type=planner.WriteItemType.SHARD,
+            tensor_data=planner.TensorWriteData(chunk(box), properties, torch.Size(tensor.shape)),
         )
         for box in boxes
     ]
 
 
-def chunk_list(tensor: Wrapper) -> list[ChunkStorageMetadata]:
+def chunk_list(tensor: Wrapper) -> list[metadata.ChunkStorageMetadata]:
     """Return the boxes to read, one for each piece of memory that holds one."""
     check_type(tensor, Wrapper, "chunk_list: tensor", "torch.distributed.checkpoint loads plain tensors itself")
     refuse_partial(tensor._layout, "loading into a tensor")
     return [chunk(tile) for tile, _, _ in held_boxes(tensor)]
 
 
-def tensor_shard(tensor: Wrapper, index: MetadataIndex) -> torch.Tensor:
+def tensor_shard(tensor: Wrapper, index: metadata.MetadataIndex) -> torch.Tensor:
     """Return the memory of the box at `index.offset`: a view to write from or read into."""
     check_type(tensor, Wrapper, "tensor_shard: tensor", "torch.distributed.checkpoint loads plain tensors itself")
     if not hasattr(index, "offset"):
@@ -101,10 +101,8 @@ def held_boxes(tensor: Wrapper) -> Iterator[tuple[Tile, torch.Tensor, tuple[int,
                 yield tile, values[i].detach(), tuple(start)
 
 
-def chunk(box: TileLike) -> ChunkStorageMetadata:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
+def chunk(box: TileLike) -> metadata.ChunkStorageMetadata:
+    return metadata.ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
 
 
 def refuse_partial(layout: Layout, doing: str) -> None:

@@ -28,9 +28,9 @@ def take_compile() -> None:
     """Replace torch.compile."""
 
     @functools.wraps(_torchs)
-    def compile(model: Item = None, **options: Item) -> Item:
+    def compile_or_capture(model: Item = None, **options: Item) -> Item:
         if model is None:
-            return lambda found: compile(found, **options)
+            return lambda found: compile_or_capture(found, **options)
         made: Item = _torchs(model, **options)
         if options.get("disable") or not callable(made) or isinstance(model, type):
             return made
@@ -39,7 +39,7 @@ def take_compile() -> None:
             return made
         return _choosing(model, made, options)
 
-    torch.compile = compile
+    torch.compile = compile_or_capture
 
 
 def _choosing(func: Function, compiled: Function, options: dict[str, Any]) -> Function:
@@ -66,15 +66,17 @@ def _captured(func: Function, options: dict[str, Any]) -> Function:
     if backend in ("eager", "aot_eager"):  # what the program does, without a compiler
         return captures.Captured(func, whole=options.get("fullgraph", False))
     compiler = import_module("shardwise.captures.compiled").Compiler
-    made = compile_backend(backend, options.get("mode"), options.get("options"), options.get("dynamic"))
-    steps = functools.partial(_torchs, **{key: value for key, value in options.items() if key != "fullgraph"})
-    return captures.Captured(func, compile=compiler(_told(made), steps), whole=options.get("fullgraph", False))
+    dynamic = options.get("dynamic")
+    made = compile_backend(backend, options.get("mode"), options.get("options"), dynamic)
+    others = {key: value for key, value in options.items() if key not in ("fullgraph", "dynamic")}
+    compile = compiler(_told(made), functools.partial(_torchs, **others), is_dynamic=dynamic is not False)
+    return captures.Captured(func, compile=compile, whole=options.get("fullgraph", False))
 
 
 def _told(backend: Function) -> Function:
     """The backend, with an error that says what to install."""
 
-    def compile(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Function:
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Function:
         try:
             return backend(graph, inputs)
         except Exception as error:
@@ -86,7 +88,7 @@ def _told(backend: Function) -> Function:
                 ) from error
             raise
 
-    return compile
+    return compile_graph
 
 
 def _holds_distributed(func: Function) -> bool:

@@ -26,7 +26,7 @@ of_thread = _OfThread()
 class strict:
     """Raise on any communication that the program did not ask for: as a context manager, or as a switch.
 
-    It holds for the thread that enters it or switches it on.
+    It applies to the thread that enters it or switches it on.
 
     >>> with strict():
     ...     pass
@@ -96,10 +96,11 @@ def refuse_in_program(op: str, here: Layout, there: str) -> NoReturn:
 
 
 class implicit_replication:
-    """Inside, plain tensors that meet distributed ones count as replicated, under strict() too.
+    """Inside, plain tensors that are combined with distributed ones count as replicated, also under strict().
 
-    So do tensors on a part of a mesh (`mesh["tp"]`) that meet tensors on more of it: they are taken to be the same
-    along the axes that they do not have. Outside of it such a call raises, since every row of ranks may hold another.
+    So do tensors on a sub-mesh (`mesh["tp"]`) that are combined with tensors on the whole mesh: they are assumed to be
+    the same along the axes that they do not have. Outside of this block such a call raises, since each group of the
+    sub-mesh may hold a different tensor.
 
     >>> with strict(), implicit_replication():
     ...     pass

@@ -25,6 +25,7 @@ from shardwise.context import of_thread
 from shardwise.engine.plain_tensors import replicated_plain
 from shardwise.engine.transforms import is_outside, turn_in, turn_out
 from shardwise.errors import AutogradError
+from shardwise.protocols import Ctx
 from shardwise.torch_private.autograd import (
     BackwardHookFunction,
     DelayedError,
@@ -332,7 +333,7 @@ class _OnLocals(Function):
     user: type[Function]
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *flat: Any) -> tuple[Any, ...]:
+    def forward(ctx: Ctx, call: _Call, *flat: Any) -> tuple[Any, ...]:
         user = function_of(ctx).user
         BackwardCFunction.set_materialize_grads(ctx, False)  # zeros are made with a layout
         ctx._arg_forms = call.forms
@@ -350,7 +351,7 @@ class _OnLocals(Function):
         return tuple(_flattened(call.results, call.result_forms))
 
     @staticmethod
-    def backward(ctx: Any, *flat: Any) -> tuple[Any, ...]:
+    def backward(ctx: Ctx, *flat: Any) -> tuple[Any, ...]:
         user, name = function_of(ctx).user, ctx.name()
         grads: Any = _gradients(ctx._result_forms, flat, ctx._materialize)
         backward = user.vjp if user.vjp is not Function.vjp else user.backward
@@ -402,12 +403,12 @@ class _Unwrapped(Function):
     """The local tensors of a distributed one that C++ recorded as the result of a Function."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Wrapper) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Ctx, tensor: Wrapper) -> tuple[torch.Tensor, ...]:
         ctx.form = _Distributed(tensor)
         return tuple(part.detach() for part in ctx.form.flat(tensor))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Ctx, *grads: torch.Tensor) -> Any:
         if torch.is_grad_enabled() and any(g.requires_grad for g in grads):
             raise AutogradError(
                 "second derivatives through a torch.autograd.Function that makes a DTensor of plain tensors would be "

@@ -10,7 +10,7 @@ class LayoutError(ShardwiseError, ValueError):
 
 
 class DimError(LayoutError, IndexError):
-    """A dim, an index or a row that a tensor does not have."""
+    """The tensor has no such dim, index or row."""
 
 
 class MismatchError(LayoutError, AssertionError):
@@ -22,7 +22,7 @@ class MeshError(ShardwiseError, ValueError):
 
 
 class AxisError(MeshError, KeyError):
-    """A mesh axis of a name that there is not."""
+    """The mesh has no axis of this name."""
 
     __str__ = Exception.__str__  # a KeyError would quote the sentence
 
@@ -56,7 +56,7 @@ class OutlineError(ShardwiseError):
 
 
 class CaptureError(ShardwiseError):
-    """A function cannot be captured, or is another than the one that was."""
+    """A function cannot be captured, or is not the function that was captured before."""
 
 
 class AutogradError(ShardwiseError):

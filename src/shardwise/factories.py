@@ -28,7 +28,7 @@ def zeros(
     device_mesh: MeshArgument | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Like torch.zeros, born distributed: each rank makes only its part.
+    """Like torch.zeros, but distributed from the start: each rank makes only its own part.
 
     Args:
         *size: The global shape, as ints or as one sequence.
@@ -36,8 +36,7 @@ def zeros(
         layout: torch.strided; no other kind of memory can be distributed.
         requires_grad: Whether autograd records what is done with the tensor.
         device_mesh: The mesh; by default that of the enclosing `with mesh:`.
-        placements: One per mesh axis; by default Replicate. A Partial tensor of zeros or without values has parts of
-            the same; the other factories make whole values and refuse Partial.
+        placements: One per mesh axis; by default Replicate. Only `zeros` and `empty` accept Partial.
 
     Raises:
         LayoutError: Where arguments are wrong or do not fit each other.

@@ -1,9 +1,10 @@
 """Imports: what is to be done with a module as soon as somebody imports it, so that slow ones are not imported for it;
-and many imports at once."""
+modules that are imported once they are used; and many imports at once."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -59,6 +60,32 @@ def when_imported(path: str, then: Then) -> Callable[[], None]:
     finder = _OnImport(path, then)
     sys.meta_path.insert(0, finder)
     return finder.cancel
+
+
+class _Later(ModuleType):
+    """A module that is imported when one of its names is asked for."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def later(path: str) -> ModuleType:
+    """Stand in for a module that takes long to import, or that is not installed everywhere, until it is used.
+
+    Type checkers do not see behind it, so tell them::
+
+        if TYPE_CHECKING:
+            import torch.distributed.checkpoint as dcp
+        else:
+            dcp = later("torch.distributed.checkpoint")
+
+    Args:
+        path: The path of the module.
+
+    Returns:
+        An object with its names.
+    """
+    return _Later(path)
 
 
 @contextmanager

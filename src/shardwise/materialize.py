@@ -19,7 +19,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def materialize(module: nn.Module, init: Init | None = None) -> nn.Module:
-    """Make memory for every meta parameter and buffer of a module that is laid out, and initialise it, in place.
+    """Allocate and initialise every parameter and buffer of a module that is on the meta device and laid out; in place.
 
     No rank ever holds more than its part. Submodules are initialised innermost first, in the order they were
     registered. A parameter that several of them share keeps the values that the first gave it. Parameters become new

@@ -15,6 +15,7 @@ from shardwise.comm.without_values import Absent, Assumptions, Elsewhere, device
 from shardwise.errors import MeshError
 from shardwise.protocols import Result
 from shardwise.simulated_mesh import SimulatedMesh, check_mesh
+from shardwise.torch_private.tensors import optimizers_use_list_ops_on
 
 
 class OutlinedMesh(SimulatedMesh):
@@ -109,6 +110,9 @@ class OutlinedMesh(SimulatedMesh):
         super().__enter__()
         inside = ExitStack()
         inside.enter_context(self.mode)
+        inside.enter_context(self.mode.swappable())
+        if torch.device(self.device_type).type != "cpu":
+            inside.enter_context(optimizers_use_list_ops_on(self.device.type))
         if torch.device(self.device_type).type != self.device.type:
             inside.enter_context(Elsewhere(torch.device(self.device_type).type, self.device))
         self._inside.append(inside)
@@ -134,7 +138,8 @@ def outline(
     play: int | Sequence[int] | None = None,
     assume: Assumptions | None = None,
 ) -> OutlinedMesh:
-    """A mesh without values: it plays one rank of a mesh of any size, without communication and without memory.
+    """Make a mesh without values. It plays the part of one rank of a mesh of any size, without communication and
+    without memory for tensors.
 
     Programs run on it as on a DeviceMesh, and a `debug.ledger()` records what the rank would communicate. Inside of
     ``with mesh:`` plain tensors have no values either, so that a model larger than this machine can be built.
@@ -149,7 +154,7 @@ def outline(
             of the tensor that is asked.
 
     Returns:
-        The mesh, good wherever a DeviceMesh is.
+        The mesh. Use it wherever you would use a DeviceMesh.
 
     Raises:
         MeshError: An argument does not describe a mesh or one of its ranks.

@@ -46,6 +46,19 @@ class VmapInfo(Protocol):
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
+
+class Holder(Protocol):
+    """Whoever holds what a move moves: a backend, or the ranks of a group with a list of tiles each."""
+
+    simulated: bool  # whether all ranks are in this process
+    outside: bool  # whether no rank is in this process
+
+    def values(self, local: Any, /) -> Tensors: ...  # the distinct plain tensors of a local value
+    def structure(self, local: Any, /) -> Structure: ...
+    def assemble(self, structure: Structure, values: Any, /) -> Any: ...  # a local value of plain tensors
+    def pick_gradients(self, structure: Structure, local: Any, /) -> Tensors: ...
+
+
 Coords: TypeAlias = tuple[int, ...]
 """Where a rank stands on a mesh: one index per axis."""
 

@@ -19,6 +19,7 @@ from shardwise.layout import Layout, Partial, Placement
 from shardwise.layout.layout import holders_of
 from shardwise.layout.split import Intervals, positions
 from shardwise.layout.tiles import Tile
+from shardwise.protocols import LocalValue
 from shardwise.torch_private.tensors import is_abstract, is_transformed
 from shardwise.wrapper import Wrapper
 
@@ -67,16 +68,33 @@ def _values(tensor: Wrapper, layout: Layout, indent: int) -> str:
     pending = [a for a, p in enumerate(layout.placements) if p.is_partial() and layout.mesh.shape[a] > 1]
     is_whole = layout.is_plain or (comm.simulated and not pending)
     if is_whole:
-        return numbers_of(layout.shape, lambda wanted: _gathered(comm, tensor._local, layout, wanted), indent)
-    local, coords = comm.first(tensor._local), comm.coords_here()[0]
-    here = _place(layout, coords)
-    text = numbers_of(tuple(local.shape), lambda wanted: picked(local, wanted), indent)
-    if not pending:
-        return f"{text},\n{' ' * indent}which is {here}"
-    return f"{text},\n{' ' * indent}which is {_pending(layout, pending, here)}"
+        text = numbers_of(layout.shape, lambda wanted: _gathered(comm, tensor._local, layout, wanted), indent)
+        said = _group(comm, tensor._local, layout)
+    else:
+        local = comm.first(tensor._local)
+        text = numbers_of(tuple(local.shape), lambda wanted: picked(local, wanted), indent)
+        rank, box = _place(layout, comm.coords_here()[0])
+        said = _pending(layout, pending, rank, box) if pending else f"rank {rank} holds {box or 'the whole'}"
+    return f"{text},\n{' ' * indent}{said}" if said else text
 
 
-def _pending(layout: Layout, axes: Sequence[int], here: str) -> str:
+def _group(comm: Comm, local: object, layout: Layout) -> str:
+    """Of which ranks a tensor on a simulated sub-mesh is shown, where each group of ranks has one of its own."""
+    places, size = comm.coords_here(), len(layout.mesh.ranks)
+    if not comm.simulated or len(places) == size:
+        return ""
+    values: dict[Sequence[int], torch.Tensor] = {}
+    ranks: tuple[torch.Tensor, ...] = local.ranks  # type: ignore[attr-defined]
+    if all(values.setdefault(coords, value) is value for coords, value in zip(places, ranks, strict=True)):
+        return ""
+    others = len(places) // size - 1
+    return (
+        f"the values of {rank_names(layout.mesh.ranks)}; "
+        f"{'the other group' if others == 1 else f'the other {others} groups'} of this sub-mesh may hold others"
+    )
+
+
+def _pending(layout: Layout, axes: Sequence[int], rank: int, box: str) -> str:
     """What a part of a reduction is, and how to get the value."""
     names = " and ".join(repr(layout.mesh.axis_names[a]) for a in axes)
     parts = 1
@@ -84,17 +102,19 @@ def _pending(layout: Layout, axes: Sequence[int], here: str) -> str:
         parts *= layout.mesh.shape[axis]
     placement = layout.placements[axes[0]]
     op = placement.reduce_op if isinstance(placement, Partial) else "sum"
-    return f"one of {parts} parts of a pending {op} over {names}, {here}; .full_tensor() gives the value"
+    where = f" at {box}" if box else ""
+    return f"rank {rank}'s part{where} of a pending {op} over {names} ({parts} parts); .full_tensor() gives the value"
 
 
-def _place(layout: Layout, coords: Sequence[int]) -> str:
-    """Where the part of a rank lies in the whole."""
+def _place(layout: Layout, coords: Sequence[int]) -> tuple[int, str]:
+    """A rank and which elements it holds; no words for a tensor of one value."""
     rank = layout.mesh.ranks[_row_major(coords, layout.mesh.shape)]
+    if not layout.ndim:
+        return rank, ""
     tiles = layout.tiles_at(coords)
-    if all(n for n in layout.local_shape(rank)) and layout.ndim:
-        boxes = " and ".join(map(_box, tiles[:3])) + (f" and {len(tiles) - 3} more" if len(tiles) > 3 else "")
-        return f"the part {boxes} of rank {rank}"
-    return f"that of rank {rank}" if not layout.ndim else f"all that rank {rank} holds: nothing"
+    if not all(layout.local_shape(rank)):
+        return rank, "no elements"
+    return rank, " and ".join(map(_box, tiles[:3])) + (f" and {len(tiles) - 3} more" if len(tiles) > 3 else "")
 
 
 def _box(tile: Tile) -> str:
@@ -110,7 +130,7 @@ def _row_major(coords: Sequence[int], shape: Sequence[int]) -> int:
 
 
 # -- the numbers -------------------------------------------------------------------------------------------
-def _gathered(comm: Comm, local: object, layout: Layout, wanted: Wanted) -> torch.Tensor:
+def _gathered(comm: Comm, local: LocalValue, layout: Layout, wanted: Wanted) -> torch.Tensor:
     """The wanted elements of a tensor whose ranks are all here, or all hold the whole."""
     first = comm.first(local)
     if layout.is_plain or is_transformed(first):
@@ -154,4 +174,3 @@ def _in_order(parts: Sequence[torch.Tensor], dim: int, sets: Sequence[Intervals]
     indices = [i for a, b in runs for i in range(a, b)]
     order = sorted(range(len(indices)), key=indices.__getitem__)
     return joined.index_select(dim, torch.tensor(order, device=joined.device))
-

@@ -166,17 +166,17 @@ _lock = threading.Lock()
 def simulate(
     shape: int | Sequence[int], *, axis_names: Sequence[str] | None = None, device: str = "cpu", first_rank: int = 0
 ) -> SimulatedMesh:
-    """A mesh of simulated ranks in this process. Equal calls give the same mesh, as long as somebody uses it.
+    """Make a mesh whose ranks are simulated in this process. Equal calls return the same mesh while it is in use.
 
     Args:
         shape: The number of ranks along each axis.
         axis_names: A name for each axis; their numbers ("0", "1", ...) by default.
-        device: The kind of device that the ranks' tensors live on; "meta" for tensors without values.
-        first_rank: The number of the first rank. Meshes that share numbers share ranks, which matters to moves between
-            them.
+        device: The device type of the ranks' tensors; "meta" for tensors without values.
+        first_rank: The number of the first rank. Ranks of the same number are the same rank in all meshes, which
+            matters when tensors move between meshes.
 
     Returns:
-        The mesh, good wherever a DeviceMesh is.
+        The mesh. Use it wherever you would use a DeviceMesh.
 
     Raises:
         MeshError: An argument does not describe a mesh.

@@ -13,6 +13,7 @@ from shardwise import checkpoint_protocol
 from shardwise.argument_types import MeshArgument, Placements
 from shardwise.autograd import attributes, backward, forward, hooks
 from shardwise.autograd.leaves import first_leaf, leaf_values
+from shardwise.autograd.nodes import node_of
 from shardwise.boundary import are_leaves, check_dense, checked_grad_layout, enter, held_outside, other_side
 from shardwise.comm.bridge import collapse, own_each
 from shardwise.comm.record import Note
@@ -47,10 +48,10 @@ def _asked_of_whole(question: Callable[[Any], _T]) -> Callable[[Any], _T]:
 
 
 class DTensor(Wrapper):
-    """A tensor of global shape whose values lie on the ranks of a mesh, as its placements say.
+    """A tensor whose values are stored on the ranks of a mesh, as its placements say. Its shape is the global one.
 
-    Make one with `distribute_tensor`, `DTensor.from_local` or the factories. Everything torch does with a tensor works
-    on it; autograd runs in the local tensors.
+    Make one with `distribute_tensor`, `DTensor.from_local` or the factories (`zeros`, `randn`, ...). Every function of
+    torch works on it; autograd runs on the local tensors.
     """
 
     def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
@@ -71,17 +72,17 @@ class DTensor(Wrapper):
     # -- where it lives -------------------------------------------------------------------------------------
     @property
     def device_mesh(self) -> DeviceMesh | SimulatedMesh:
-        """The mesh it was laid out on, as the program gave it."""
+        """The mesh that the tensor is on, as the program gave it."""
         return self._layout.mesh.source
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """What each axis of the mesh does: Shard, Replicate or Partial."""
+        """One placement for each axis of the mesh: Shard, Replicate or Partial."""
         return self._layout.placements
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """The layout: who holds which tiles, local shapes, offsets. Equal layouts are the same object.
+        """The layout: which rank holds which tiles, local shapes, offsets. Equal layouts are the same object.
 
         torch has an attribute of this name that says how memory is organized. torch's own Python code compares it,
         looks it up in tables and passes it on to C++, so a caller inside of torch gets torch.strided, which is true of
@@ -136,28 +137,29 @@ class DTensor(Wrapper):
         assume_even: bool = False,
         local: torch.Tensor | None = None,
     ) -> DTensor:
-        """What each rank holds, as one tensor; differentiable. It shares the memory of the local tensor.
+        """Make one tensor out of what each rank holds; differentiable. It shares the memory of the local tensor.
 
-        On a simulated mesh a plain tensor stands for what every rank holds. Ranks that hold different things (Shard,
-        Partial) have memory of their own, as on processes: the first one shares the tensor's, the others get copies.
+        On a simulated mesh, a plain tensor means that every rank holds these values. If the placements are Shard or
+        Partial, each rank has its own memory, as on processes: the first rank shares the memory of the tensor, the
+        others get copies.
 
         Args:
             local_tensor: What this rank holds; on a simulated mesh a RankTensor, or a plain tensor for all ranks.
             device_mesh: The mesh; by default that of the enclosing `with mesh:`.
             placements: One per mesh axis; by default Replicate.
             run_check: Whether to compare dtypes and dims across ranks, and take Replicate values from the first rank.
-            shape: The global shape. Without it, ranks tell each other their sizes (one small collective), so that
-                uneven local tensors give their true global shape.
+            shape: The global shape. Without it, the ranks exchange their sizes (one small collective), so that the
+                global shape is right for uneven local tensors, too.
             stride: The global stride; by default dims in memory are ordered as in the local tensor.
-            grad_placements: How the gradient of the local tensor is laid out; by default as the tensor's gradient.
-            assume_even: Every rank holds as much as this one: no sizes are exchanged.
+            grad_placements: How the gradient of the local tensor is laid out; by default like the result's.
+            assume_even: Whether to assume that every rank holds a tensor of this size; then no sizes are exchanged.
             local: A shorter name of `local_tensor`.
 
         Returns:
             The distributed tensor.
 
         Raises:
-            LayoutError: Where arguments do not fit each other, or the local tensors of the ranks.
+            LayoutError: The arguments do not fit each other, or do not fit the local tensors of the ranks.
 
         >>> import torch, shardwise
         >>> x = shardwise.DTensor.from_local(torch.ones(2, 3), shardwise.simulate(4), [shardwise.Shard(0)])
@@ -183,7 +185,7 @@ class DTensor(Wrapper):
     def outside(
         device_mesh: MeshArgument, placements: Placements, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> DTensor:
-        """A tensor on a mesh this rank is not in: it holds none of its values, but takes part in moves from it.
+        """A stand-in for a tensor on a mesh that this rank is not in: it holds no values, but can be moved.
 
         Args:
             device_mesh: The other mesh.
@@ -197,10 +199,10 @@ class DTensor(Wrapper):
         return held_outside(device_mesh, placements, shape, dtype)  # type: ignore[return-value]
 
     def to_local(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
-        """What this rank holds (a RankTensor on a simulated mesh), differentiable.
+        """The local tensor: what this rank holds; on a simulated mesh, a RankTensor. Differentiable.
 
         Args:
-            grad_placements: How the gradient that comes back for it is laid out; by default as this tensor's own.
+            grad_placements: How the gradient that flows back is laid out; by default like this tensor's own.
 
         Returns:
             A tensor that shares this one's memory.
@@ -223,16 +225,16 @@ class DTensor(Wrapper):
     ) -> DTensor:
         """The same values in another layout, differentiable.
 
-        To another mesh, every rank of either mesh calls it. A rank that is only in the target calls it on
-        `DTensor.outside`; ranks outside of the target get an empty tensor that says so.
+        To move to another mesh, every rank of either mesh must call it. A rank that is only in the target calls it on
+        `DTensor.outside(...)`; a rank that is not in the target gets an empty tensor.
 
         Args:
             device_mesh: Another mesh; by default the tensor's own.
             placements: One per axis of the mesh; by default the tensor's own.
             async_op: Whether to return before the values have arrived. The first use of the result (or its `wait()`)
                 waits for them.
-            forward_dtype: The dtype in which values travel and arrive.
-            backward_dtype: The dtype in which gradients travel.
+            forward_dtype: The dtype to cast the values to before they are sent; the result has it.
+            backward_dtype: The dtype to cast gradients to before they are sent back.
 
         Returns:
             The tensor in the new layout; itself if nothing changes.
@@ -273,11 +275,11 @@ class DTensor(Wrapper):
         return self
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
-        """The whole value as a plain tensor on every rank, differentiable; of a simulated sub-mesh whose groups hold
-        different values, a RankTensor.
+        """The whole value as a plain tensor on every rank; differentiable. On a simulated sub-mesh whose groups hold
+        different values, it is a RankTensor.
 
         Args:
-            grad_placements: How the gradient that comes back for it is laid out; by default replicated.
+            grad_placements: How the gradient that flows back is laid out; by default replicated.
         """
         layout = self._layout
         whole = layout.replace(placements=(REPLICATE,) * len(layout.placements), stride=None)
@@ -306,7 +308,7 @@ class DTensor(Wrapper):
 
     grad = property(attributes.get_grad, attributes.set_grad, attributes.drop_grad)  # type: ignore[assignment]
 
-    grad_fn = property(lambda self: first_leaf(self).grad_fn)  # type: ignore[assignment]
+    grad_fn = property(node_of)  # type: ignore[assignment]
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]

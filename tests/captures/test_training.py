@@ -25,6 +25,17 @@ def tensor_parallel():
     return shardwise.distribute_module(model, MESH, cut)
 
 
+def micro_step_of(model):
+    """Gradients of one part of a batch; the optimizer steps elsewhere."""
+
+    def micro(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return micro
+
+
 def step_of(model, optimizer):
     def step(x):
         optimizer.zero_grad()
@@ -117,11 +128,6 @@ def test_gradients_that_are_not_reduced_yet():
         model = data_parallel(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), mesh, "optimizer")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def micro(x):
-            loss = model(x).square().mean()
-            loss.backward()
-            return loss.detach()
-
         def call(f, pair):
             with model.no_sync():
                 first = f(distribute_tensor(pair[0], mesh, [Shard(0)]))
@@ -132,7 +138,7 @@ def test_gradients_that_are_not_reduced_yet():
 
         found = batches(8)
         calls = [lambda f, i=i: call(f, found[i : i + 2]) for i in range(0, 8, 2)]
-        return micro, calls, lambda: list(model.parameters())
+        return micro_step_of(model), calls, lambda: list(model.parameters())
 
     both(make)
 
@@ -182,11 +188,6 @@ def test_accumulated_gradients():
         model = module(nn.Linear(8, 8))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def micro(x):
-            loss = model(x).square().mean()
-            loss.backward()
-            return loss.detach()
-
         def call(f, pair):
             losses = [f(laid_out(x)) for x in pair]
             optimizer.step()
@@ -195,7 +196,7 @@ def test_accumulated_gradients():
 
         found = batches(8)
         calls = [lambda f, i=i: call(f, found[i : i + 2]) for i in range(0, 8, 2)]
-        return micro, calls, lambda: list(model.parameters())
+        return micro_step_of(model), calls, lambda: list(model.parameters())
 
     captured = both(make)
     assert (captured.captures, captured.replays) == (2, 6)

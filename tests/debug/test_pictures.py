@@ -78,6 +78,7 @@ def test_tensors_plans_meshes_and_ledgers_have_pictures():
         assert words in found, found
         shown = shown_in_terminal(what)
         assert max(map(len, shown.splitlines())) <= 80
+    assert "Σ ranks 0, 4" in shown_in_terminal(y.sum(0, keepdim=True).redistribute(placements=[Partial(), Shard(1)]))
     assert len(tree(plan._repr_html_()).findall(".//{http://www.w3.org/2000/svg}svg")) == 2
 
 

@@ -49,6 +49,31 @@ def test_a_simulated_run(tmp_path):
     assert not blame(read_run(tmp_path)).ranks
 
 
+def test_modules_that_are_made_for_each_call_have_their_own_names(tmp_path):
+    kinds = [torch.nn.ReLU, torch.nn.GELU, torch.nn.Tanh, torch.nn.Sigmoid]
+    with debug.record(tmp_path):
+        for kind in kinds * 40:  # one that is gone leaves its id to the next
+            torch.nn.Sequential(kind())(torch.ones(2))
+    (rank,) = read_run(tmp_path).ranks.values()
+    lines = (tmp_path / "rank-00000.lines").read_text()
+    assert len(rank.events) == 320 and {e.op for e in rank.events} >= {"Sequential", "Sequential.0"}
+    assert lines.count('{"parameters"') == 100  # the file stays small
+
+
+def test_a_step_that_is_repeated_is_named_once(tmp_path):
+    mesh = simulate(2)
+    x = distribute_tensor(torch.randn(4, 3), mesh, [R]).requires_grad_()
+    w = distribute_tensor(torch.randn(6, 3), mesh, [Shard(0)])
+    lines = []
+    with debug.record(tmp_path):
+        for _ in range(3):  # the gradient of x is added up by a step that each backward pass makes anew
+            torch.nn.functional.linear(x, w).sum().backward()
+            lines.append((tmp_path / "rank-00000.lines").read_text().count('"name"'))
+    assert lines[1] == lines[2]
+    (rank,) = read_run(tmp_path).ranks.values()
+    assert sum(e.backward and e.kind == "all_reduce" for e in rank.collectives) == 3
+
+
 def test_ops_that_do_not_communicate_are_kept_in_order(tmp_path):
     x = distribute_tensor(torch.ones(8, 4), simulate(4), [Shard(0)])
     with debug.record(tmp_path):
@@ -164,7 +189,7 @@ def test_it_is_there_after_a_kill(tmp_path):
     run = read_run(tmp_path)
     assert [event.source.rpartition(":")[2] for event in run.ranks[0].events] == ["6", "7"]
     assert run.ranks[0].end is None
-    assert blame(run).text.startswith("rank 0 ended without a word (killed?), after redistribute: all_gather on '0'")
+    assert blame(run).text.startswith("rank 0 ended without an error of its own (killed?), after redistribute: all_gather on '0'")
 
 
 def recorded(rank, world_size, folder):
@@ -264,7 +289,7 @@ def test_missing_ranks(tmp_path, monkeypatch):
         monkeypatch.setenv("RANK", str(rank))
         Flight(tmp_path, 10).close()
     found = blame(read_run(tmp_path))
-    assert found.ranks == (1,) and "rank 1 never came" in found.text
+    assert found.ranks == (1,) and "rank 1 never started" in found.text
 
 
 def test_nothing_to_read(tmp_path):

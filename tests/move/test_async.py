@@ -54,14 +54,14 @@ def two_at_once(rank, world_size):
     """Both are begun before either is waited for, and the program goes on meanwhile."""
     mesh = device_mesh((4,))
     works = []
-    real = transfer.start_swap
+    real = transfer.start_sends
 
     def logged(*args, **kwargs):
         work = real(*args, **kwargs)
         works.append("begun")
         return Logged(work, works)
 
-    transfer.start_swap = logged
+    transfer.start_sends = logged
     try:
         x = distribute_tensor(torch.arange(32.0).view(8, 4), mesh, [Shard(0)])
         y = distribute_tensor(torch.arange(32.0).view(8, 4) * 2, mesh, [Shard(1)])
@@ -74,7 +74,7 @@ def two_at_once(rank, world_size):
         later = b + 1, a.wait()
         assert works == ["begun", "begun", "done", "done"]
     finally:
-        transfer.start_swap = real
+        transfer.start_sends = real
     return sum(x.full_tensor().sum() for x in later).item()
 
 
@@ -165,8 +165,8 @@ class Broken:
 def begun_with(work):
     """A tensor, and a move of it that is under way and whose work is replaced."""
     x = distribute_tensor(torch.arange(8.0).view(4, 2), device_mesh((2,)), [Shard(0)])
-    real = transfer.start_swap
-    with mock.patch.object(transfer, "start_swap", lambda *args, **kwargs: work(real(*args, **kwargs))):
+    real = transfer.start_sends
+    with mock.patch.object(transfer, "start_sends", lambda *args, **kwargs: work(real(*args, **kwargs))):
         return x, x.redistribute(placements=[Shard(1)], async_op=True)
 
 

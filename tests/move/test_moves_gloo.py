@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import os
 import random
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, distribute_tensor, plan_move, simulate
-from shardwise.comm.messages import ALL_GATHER
+from shardwise.comm.messages import ALL_GATHER, along_group
 from shardwise.comm.record import Recorder
 from shardwise.errors import CommError, LayoutError, MeshError
 from tests.layout.brute import deal, grid
@@ -432,3 +434,18 @@ def outside(rank, world_size):
 
 def test_a_rank_outside_of_the_mesh():
     assert run_ranks(outside, 4) == [(2,), (2,), None, None]
+
+
+def policies_of_loops(rank, world_size):
+    """How each event loop of gloo is scheduled, that of a group made after the mesh too."""
+    x = distribute_tensor(torch.ones(4), device_mesh((2,)), [Shard(0)])
+    later = dist.new_group([0, 1])
+    x.redistribute(placements=[Replicate()])
+    along_group(later, torch.device("cpu"))
+    tasks = [task for task in Path("/proc/self/task").iterdir() if "gloo_tcp_loop" in (task / "comm").read_text()]
+    return {os.sched_getscheduler(int(task.name)) for task in tasks}
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="another system than Linux")
+def test_event_loops_push_nobody_off_its_core():
+    assert all(found <= {os.SCHED_BATCH} for found in run_ranks(policies_of_loops, 2))

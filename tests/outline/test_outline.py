@@ -15,6 +15,7 @@ OPERATORS = (  # some of each family; `benchmarks/estimate.py operators` has all
     "add", "nn.functional.linear", "cumsum", "softmax", "topk", "index_select", "cat", "std", "bernoulli", "as_strided",
     "nn.functional.embedding_bag", "nn.functional.conv_transpose1d", "min [reduction_no_dim]", "fft.fft", "linalg.lu",
     "_foreach_sqrt", "masked.norm", "nn.functional.interpolate [trilinear]", "nn.BatchNorm3d (train)", "unique",
+    "combinations", "linalg.lstsq", "nn.functional.ctc_loss",
 )  # fmt: skip
 
 
@@ -145,3 +146,36 @@ def test_operators_of_the_proof(name):
         for layouts in combinations(sample.tensors, shape, limit=1 if len(shape) > 1 else 2, seed=name):
             outcome = compare_without_values(sample, shape, layouts)
             assert outcome.verdict == (ASKS if name == "unique" else "right"), outcome.message
+
+
+def test_modules_are_converted():
+    with outline(2, device="cuda"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to("cuda").to(torch.bfloat16).cuda()
+        weight = model[0].weight
+        assert weight.dtype == torch.bfloat16 and model.float()[0].weight is weight and weight.dtype == torch.float32
+
+
+def test_a_longest_target_is_asked_for():
+    logs, targets, lengths = torch.zeros(6, 2, 5), torch.ones(4, dtype=torch.int64), torch.full((2,), 2)
+    with pytest.raises(OutlineError, match="'ctc_loss'.*the length of the longest target"):
+        F.ctc_loss(*(distribute_tensor(x, outline(2), [Replicate()]) for x in (logs, targets, lengths, lengths)))
+    mesh = outline(2, assume={"ctc_loss": 2})
+    assert (
+        F.ctc_loss(*(distribute_tensor(x, mesh, [Replicate()]) for x in (logs, targets, lengths, lengths))).shape == ()
+    )
+
+
+def test_optimizers_choose_as_on_the_device_that_is_played():
+    """On a GPU the default is list ops, whose temporary tensors are as large as all parameters together."""
+    peaks = {}
+    for device in ("cpu", "cuda"):
+        with outline(2, device=device):
+            w = [nn.Parameter(torch.zeros(1024)) for _ in range(8)]
+            optimizer = torch.optim.AdamW(w)
+
+            def step(w=w, optimizer=optimizer):
+                sum(x.sum() for x in w).backward()
+                optimizer.step()
+
+            peaks[device] = shardwise.estimate(step).memory.peak
+    assert peaks["cuda"] == peaks["cpu"] + 5 * 4096  # three temporary tensors at a time, and all eight

@@ -161,3 +161,54 @@ def test_autocast_of_a_device_that_is_not_here():
     with outline(2, device="cuda"), torch.autocast("cuda", torch.bfloat16):
         assert F.linear(torch.zeros(2, 4, device="cuda"), torch.zeros(3, 4, device="cuda")).dtype is torch.bfloat16
     assert torch.autocast("cpu", torch.bfloat16).device == "cpu"
+
+
+RESUMES = """
+import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from shardwise import checkpoint
+
+dist.init_process_group()
+mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).to("cuda"), mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters())
+if sys.argv[1] == "dcp":
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    dcp.load(state, checkpoint_id=sys.argv[2])
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    first = 0
+else:
+    manager = checkpoint.Manager(sys.argv[2], keep=1)
+    first = manager.restore({"model": model}, default=0)
+    print("first", first)
+for step in range(first, first + 9):
+    model(torch.zeros(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    dcp.async_save({"model": model.state_dict()}, checkpoint_id=sys.argv[2]).result()
+    if sys.argv[1] != "dcp":
+        manager.save(step, {"model": model})
+        checkpoint.save(sys.argv[2], {"model": model}, async_=True).wait()
+"""
+
+
+@pytest.mark.parametrize("how", ["dcp", "manager"])
+def test_a_script_that_resumes(how, tmp_path, capsys):
+    """It loads no values and changes no file; the step that makes an optimizer's state for a state dict is none."""
+    script, saved, report = tmp_path / "resume.py", tmp_path / "saved", tmp_path / "report.json"
+    script.write_text(RESUMES)
+    if how == "manager":
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        for step in (6, 7):
+            shardwise.checkpoint.Manager(saved, sigterm=False).save(step, {"model": model})
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(["estimate", str(script), "--mesh", "4", "--args", f"{how} {saved}", "--save", str(report)]) == 0
+    said = capsys.readouterr()
+    assert f"loads '{saved}" in said.err.replace("\n", "") and ("first 7" in said.out) == (how == "manager")
+    assert (
+        json.loads(report.read_text())["figures"]["products (flop)"]["value"] == 3 * 2 * 2 * 4 * 8 * 8 - 2 * 4 * 8 * 8
+    )
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, report])

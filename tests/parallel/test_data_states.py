@@ -1,14 +1,17 @@
 """The states of data parallelism: only the changes that are written down happen."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 from torch import nn
 
-from shardwise import simulate
+from shardwise import Shard, distribute_tensor, simulate
 from shardwise.errors import AutogradError
+from shardwise.parallel import fully_shard
 from shardwise.parallel.data import SHARDS, data_parallel
+from shardwise.parallel.data.gradients import GradBucket
 from shardwise.parallel.data.states import GRADIENTS, MEMORY, USE, Gradients, Memory, State, Use
 from tests.parallel.data_net import own_part
 from tests.tensor.common import same
@@ -84,3 +87,22 @@ def test_a_backward_pass_after_one_that_failed(shard):
     want(batch()).square().mean().backward()
     for p, q in zip(model.parameters(), want.parameters(), strict=True):
         same(p.grad, q.grad, shard)
+
+
+def test_gradients_of_first_and_last_layers_take_no_room_in_between(monkeypatch):
+    """One unit has both ends of the model: its matrix is made when the second end comes, after the unit in the middle."""
+    packed = []
+    pack = GradBucket._pack
+    monkeypatch.setattr(GradBucket, "_pack", lambda self, *a: (packed.append(self), pack(self, *a))[1])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5), nn.Linear(5, 6)).double()
+    plain, mesh = copy.deepcopy(model), simulate((3,))
+    fully_shard(model[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(6, 6, dtype=torch.float64)
+    model(distribute_tensor(x, mesh, [Shard(0)])).square().mean().backward()
+    plain(x).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    whole, middle = packed[-1], packed[0]
+    assert middle is not whole and packed.index(whole) > max(i for i, bucket in enumerate(packed) if bucket is middle)

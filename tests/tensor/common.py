@@ -105,6 +105,17 @@ def checked_on(module, checks, simulated=SIMULATED, real=REAL):
     return test_simulated, test_processes
 
 
+class TripledInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t):
+        ctx.mark_dirty(t)
+        return t.mul_(3)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t):

@@ -13,7 +13,18 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import DTensor, Shard, distribute_tensor
-from tests.tensor.common import Double, R, checked_on, is_simulated, laid_out, layouts, on_one_axis, same, x
+from tests.tensor.common import (
+    Double,
+    R,
+    TripledInPlace,
+    checked_on,
+    is_simulated,
+    laid_out,
+    layouts,
+    on_one_axis,
+    same,
+    x,
+)
 
 VALUE, WEIGHT = x(5, 4), x(5, 4, seed=3)
 
@@ -91,17 +102,6 @@ class Once(Exp):
     def backward(ctx, grad):
         assert not torch.is_grad_enabled()
         return grad * ctx.saved_tensors[0]
-
-
-class InPlace(Function):
-    @staticmethod
-    def forward(ctx, t):
-        ctx.mark_dirty(t)
-        return t.mul_(3)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 3
 
 
 class InPlaceAndMore(Function):
@@ -229,12 +229,12 @@ def in_place(mesh):
     for plain, leaf, where in both(mesh):
         for t in (plain, leaf):
             hidden = t * 2
-            out = InPlace.apply(hidden)
+            out = TripledInPlace.apply(hidden)
             assert out is hidden
             (hidden * hidden).sum().backward()
         same(leaf.grad, plain.grad, where)
         with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-            InPlace.apply(leaf)
+            TripledInPlace.apply(leaf)
     for plain, leaf, where in both(mesh):
         results = [InPlaceAndMore.apply(t * 2) for t in (plain, leaf)]
         for written, more in results:

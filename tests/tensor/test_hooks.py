@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+import shardwise
 from shardwise import DTensor, Shard, distribute_tensor
 from tests.tensor.common import R, checked_on, laid_out, layouts, on_one_axis, same, x
 
@@ -214,3 +215,19 @@ CHECKS = [
     hook_needs_requires_grad, post_accumulate_hooks,
 ]  # fmt: skip
 test_simulated, test_processes = checked_on(__name__, CHECKS)
+
+
+def test_hooks_on_nodes_are_refused():
+    """A node belongs to one rank; hooks on several tensors still work."""
+    x = shardwise.distribute_tensor(torch.arange(6.0), shardwise.simulate(2), [shardwise.Shard(0)]).requires_grad_()
+    y = x * 2
+    assert y.grad_fn.name() == "MulBackward0" and isinstance(y.grad_fn, torch.autograd.graph.Node)
+    for register in (y.grad_fn.register_hook, y.grad_fn.register_prehook):
+        with pytest.raises(shardwise.AutogradError, match="register_hook on the tensor itself"):
+            register(lambda *grads: None)
+    with pytest.raises(shardwise.AutogradError, match="Give the tensor itself"):
+        torch.autograd.graph.get_gradient_edge(y)
+    seen = []
+    torch.autograd.graph.register_multi_grad_hook([x, y], lambda grads: seen.append([g.sum().item() for g in grads]))
+    y.sum().backward()
+    assert seen == [[12.0, 6.0]]

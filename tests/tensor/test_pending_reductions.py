@@ -6,7 +6,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import DTensor, Partial, Shard, distribute_tensor
-from tests.tensor.common import Double, R, checked_on, on_one_axis, same, x
+from tests.tensor.common import Double, R, TripledInPlace, checked_on, on_one_axis, same, x
 
 WEIGHT = x(3, seed=5)
 REDUCED = {
@@ -42,17 +42,6 @@ class Squared(Function):
     def backward(ctx, grad):
         t, out = ctx.saved_tensors
         return grad * 2 * t + 0 * out
-
-
-class TripledInPlace(Function):
-    @staticmethod
-    def forward(ctx, t):
-        ctx.mark_dirty(t)
-        return t.mul_(3)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 3
 
 
 def pairs(mesh):

@@ -101,13 +101,20 @@ def test_few_lines_and_little_time_on_1024_ranks(name):
 def test_a_pending_sum_says_so():
     loss = distribute_tensor(torch.ones(4, 4), GRID, [Shard(0), Shard(1)]).sum()
     assert repr(loss) == (
-        "DTensor(2.,\n        which is one of 8 parts of a pending sum over 'dp' and 'tp', that of rank 0; "
+        "DTensor(2.,\n        rank 0's part of a pending sum over 'dp' and 'tp' (8 parts); "
         ".full_tensor() gives the value,\n        shape=(), dtype=torch.float32, "
         "placements=[Partial(sum), Partial(sum)], mesh=mesh(dp=2, tp=4))"
     )
     with debug.ledger() as log:
         print(loss, loss.to_local(), loss.layout)
     assert not len(log)
+
+
+def test_a_sub_mesh_says_whose_values_are_shown():
+    parts = RankTensor([torch.full((1,), float(rank)) for rank in range(8)])
+    shown = repr(DTensor.from_local(parts, GRID["tp"], [Shard(0)]))
+    assert "DTensor([0., 1., 2., 3.],\n        the values of ranks 0, 1, 2, 3; the other group of this sub-mesh may hold others,\n" in shown
+    assert "may hold" not in repr(distribute_tensor(torch.ones(3), GRID, [R, Shard(0)]))
 
 
 def test_a_tensor_inside_of_transforms_and_without_values():
@@ -120,7 +127,10 @@ def test_a_tensor_inside_of_transforms_and_without_values():
 
 def test_rank_tensors():
     local = distribute_tensor(torch.arange(5), simulate(4), [Shard(0)]).to_local()
-    assert repr(local) == "RankTensor of 4 ranks: (2,) on ranks 0, 1, (1,) on rank 2, (0,) on rank 3; .ranks[0] is\ntensor([0, 1])"
+    assert (
+        repr(local)
+        == "RankTensor of 4 ranks: (2,) on ranks 0, 1, (1,) on rank 2, (0,) on rank 3; .ranks[0] is\ntensor([0, 1])"
+    )
 
 
 def test_long_ledgers_are_abbreviated():
@@ -146,10 +156,10 @@ def test_on_processes_the_local_part_is_shown():
     everyone = run_ranks(shown_on_processes, 4)
     for rank, ((x, whole, total, row, late), communications) in enumerate(everyone):
         first = rank // 2 * 2
-        assert f"which is the part [{first}:{first + 2}, 0:3] of rank {rank},\n" in x
-        assert whole.startswith("DTensor([[ 0.,  1.,  2.],\n         [ 3.,  4.,  5.],\n") and "which is" not in whole
-        assert f"one of 2 parts of a pending sum over 'dp', that of rank {rank}; .full_tensor() gives" in total
-        assert ("the part [0:1, 0:3] of" if rank < 2 else f"all that rank {rank} holds: nothing") in row
+        assert f"rank {rank} holds [{first}:{first + 2}, 0:3],\n" in x
+        assert whole.startswith("DTensor([[ 0.,  1.,  2.],\n         [ 3.,  4.,  5.],\n") and "holds" not in whole
+        assert f"rank {rank}'s part of a pending sum over 'dp' (2 parts); .full_tensor() gives" in total
+        assert f"rank {rank} holds {'[0:1, 0:3]' if rank < 2 else 'no elements'}" in row
         assert "the values are on their way here" in late
         assert communications == 2  # the two moves
 
@@ -162,6 +172,10 @@ def test_the_corners_are_the_right_ones():
 
 def test_without_values():
     mesh = outline((64, 2), play=3)
-    for value, places in ((torch.ones(128, 2), [Shard(0), R]), (torch.ones(3), [R, R]), (torch.ones(()), [Partial(), R])):
+    for value, places in (
+        (torch.ones(128, 2), [Shard(0), R]),
+        (torch.ones(3), [R, R]),
+        (torch.ones(()), [Partial(), R]),
+    ):
         for x in (distribute_tensor(value, mesh, places), distribute_tensor(value, mesh, places).requires_grad_()):
             assert repr(x).startswith("DTensor(...,\n") and f"shape={tuple(x.shape)}" in repr(x)

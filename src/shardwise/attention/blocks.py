@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from shardwise.attention.kernels import fused_kernel
+from shardwise.attention.kernels import Part, fused_kernel
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.split import Interval, Intervals
 from shardwise.strategy.program import sum_dtype
@@ -85,7 +86,9 @@ def _follows(one: Block, other: Block, by_column: bool) -> bool:
 
 
 # -- forward -----------------------------------------------------------------------------------------------
-def attend(q: Any, k: Any, v: Any, mask: Any, so_far: Any, how: How, blocks: tuple[Block, ...]) -> Any:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, so_far: Part | None, how: How, blocks: tuple[Block, ...]
+) -> Part:
     """`so_far` (output, log-sum) with these blocks merged in; None where there is nothing yet."""
     out, lse = so_far or _nothing_seen(q, k, v, how)
     for block in blocks:
@@ -100,16 +103,16 @@ def output_shape(q: Sequence[int], k: Sequence[int], v: Sequence[int], how: How)
     return (*batch, *q[len(q) - kept : -1], v[-1])
 
 
-def _nothing_seen(q: Any, k: Any, v: Any, how: How) -> tuple[torch.Tensor, torch.Tensor]:
+def _nothing_seen(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     shape = output_shape(q.shape, k.shape, v.shape, how)
     in_order = q.ndim == len(shape) and 0 not in q.stride()[:-1]  # of an expanded tensor strides tell no order
     like = q.stride() if in_order else range(len(shape), 0, -1)
-    kept = {"dtype": sum_dtype(q.dtype), "device": q.device}
-    out = torch.empty_strided(shape, dense_stride(shape, like), **kept).zero_()
-    return out, torch.full(shape[:-1], -torch.inf, **kept)
+    dtype, device = sum_dtype(q.dtype), q.device
+    out = torch.empty_strided(shape, dense_stride(shape, like), dtype=dtype, device=device).zero_()
+    return out, torch.full(shape[:-1], -torch.inf, dtype=dtype, device=device)
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, part: Any, rows: Interval) -> None:
+def _merge(out: Tensor, lse: Tensor, part: Part, rows: Interval) -> None:
     more, more_lse = part
     out, lse = out[..., slice(*rows), :], lse[..., slice(*rows)]
     both = torch.logaddexp(lse, more_lse)
@@ -118,18 +121,18 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, part: Any, rows: Interval) -> N
     lse.copy_(both)
 
 
-def _operands(q: Any, k: Any, v: Any, block: Block, how: How) -> tuple[Any, Any, Any]:
+def _operands(q: Tensor, k: Tensor, v: Tensor, block: Block, how: How) -> tuple[Tensor, Tensor, Tensor]:
     rows, keys = slice(*block.rows), slice(*block.keys)
     q, k, v = q[..., rows, :], k[..., keys, :], v[..., keys, :]
     return (q, _grouped(k, q), _grouped(v, q)) if how.grouped else (q, k, v)
 
 
-def _grouped(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _grouped(x: Tensor, q: Tensor) -> Tensor:
     """Keys or values with a head for every head of the queries."""
     return x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
 
 
-def _cut(mask: Any, block: Block, q: Any) -> Any:
+def _cut(mask: Tensor | None, block: Block, q: Tensor) -> Tensor | None:
     """The mask of a block. Rows are cut as the queries are, columns are all there."""
     mask = _rows_of(mask, block.rows, q)
     if mask is None or mask.shape[-1] == 1:
@@ -137,7 +140,7 @@ def _cut(mask: Any, block: Block, q: Any) -> Any:
     return mask.narrow(-1, block.column, block.keys[1] - block.keys[0])
 
 
-def _forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> tuple[Any, Any]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Part:
     kernel = fused_kernel(q, k, v) if mask is None else None
     if kernel is not None:
         return kernel.forward(q, k, v, causal, scale)
@@ -150,23 +153,23 @@ def _forward(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | Non
     return torch.cat([out for out, _ in parts], -2), torch.cat([lse for _, lse in parts], -1)
 
 
-def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     return (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp_()
 
 
-def _row_chunks(q: torch.Tensor, k: torch.Tensor) -> list[Interval]:
+def _row_chunks(q: Tensor, k: Tensor) -> list[Interval]:
     rows, batch = q.shape[-2], math.prod(q.shape[:-2])
     step = max(1, _MOST_SCORES // max(1, batch * k.shape[-2]))
     return [(a, min(a + step, rows)) for a in range(0, max(rows, 1), step)]
 
 
-def _rows_of(mask: Any, rows: Interval, q: torch.Tensor) -> Any:
+def _rows_of(mask: Tensor | None, rows: Interval, q: Tensor) -> Tensor | None:
     if mask is None or mask.ndim < 2 or mask.shape[-2] != q.shape[-2]:
         return mask
     return mask.narrow(-2, rows[0], rows[1] - rows[0])
 
 
-def _scores(q: Any, k: Any, mask: Any, causal: bool, scale: float | None, first: int) -> torch.Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float | None, first: int) -> Tensor:
     """What each query, of which the first stands at `first` in its block, makes of each key."""
     dtype = sum_dtype(q.dtype)
     scores = q.to(dtype) @ k.to(dtype).mT * scale_of(q, scale)
@@ -178,17 +181,26 @@ def _scores(q: Any, k: Any, mask: Any, causal: bool, scale: float | None, first:
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
 
 
-def scale_of(q: torch.Tensor, scale: float | None) -> float:
+def scale_of(q: Tensor, scale: float | None) -> float:
     return (1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0) if scale is None else scale
 
 
 # -- backward ----------------------------------------------------------------------------------------------
 def attend_backward(
-    grad: Any, q: Any, k: Any, v: Any, mask: Any, out: Any, lse: Any, so_far: Any, how: How, blocks: tuple[Block, ...]
-) -> Any:
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    so_far: tuple[Tensor, Tensor | None] | None,
+    how: How,
+    blocks: tuple[Block, ...],
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """The gradients of q and of the mask with these blocks added to `so_far`, and those of these keys and values."""
-    wanted = mask is not None and mask.is_floating_point()
-    dq, dmask = so_far or (torch.zeros_like(q, dtype=sum_dtype(q.dtype)), torch.zeros_like(mask) if wanted else None)
+    no_gradient = None if mask is None or not mask.is_floating_point() else torch.zeros_like(mask)
+    dq, dmask = so_far or (torch.zeros_like(q, dtype=sum_dtype(q.dtype)), no_gradient)
     dk, dv = (torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (k, v))
     for block in blocks:
         rows, keys = slice(*block.rows), slice(*block.keys)
@@ -200,7 +212,7 @@ def attend_backward(
     return dq, dmask, dk, dv
 
 
-def _add_to(total: torch.Tensor, part: torch.Tensor, how: How) -> None:
+def _add_to(total: Tensor, part: Tensor, how: How) -> None:
     """Add a gradient to that of what was broadcast, or shared by several heads."""
     if how.grouped and part.shape[-3] != total.shape[-3]:
         part = part.unflatten(-3, (total.shape[-3], -1)).sum(-3)
@@ -208,8 +220,17 @@ def _add_to(total: torch.Tensor, part: torch.Tensor, how: How) -> None:
 
 
 def _backward(
-    grad: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, mask: Any, dmask: Any, causal: bool, scale: float | None
-) -> tuple[Any, Any, Any]:
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dmask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     kernel = fused_kernel(q, k, v) if mask is None and grad.dtype == out.dtype == q.dtype else None
     if kernel is not None:
         out = out if out.stride(-1) == 1 else out.contiguous()  # kernels read rows, as of q, k and v
@@ -217,7 +238,8 @@ def _backward(
     dtype = sum_dtype(q.dtype)
     wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))
     factor = scale_of(q, scale)
-    dq, dk, dv = [], 0, 0
+    dq: list[Tensor] = []
+    dk, dv = (torch.zeros((), dtype=dtype, device=q.device) for _ in range(2))
     for rows in _row_chunks(q, k):
         at = slice(*rows)
         g, mine = grad[..., at, :].to(dtype), _rows_of(mask, rows, q)
@@ -226,6 +248,7 @@ def _backward(
         dscores = weights * (g @ wide_v.mT - expected)
         if dmask is not None:
             into = _rows_of(dmask, rows, q)
+            assert into is not None
             into.add_(dscores.sum_to_size(into.shape))
         dq.append(dscores @ wide_k * factor)
         dk = dk + dscores.mT @ wide_q[..., at, :] * factor
@@ -234,7 +257,9 @@ def _backward(
 
 
 # -- the whole, for derivatives of the derivative ----------------------------------------------------------
-def attend_by_definition(q: Any, k: Any, v: Any, mask: Any, how: How, causal: bool, rows: Intervals) -> torch.Tensor:
+def attend_by_definition(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: How, causal: bool, rows: Intervals
+) -> Tensor:
     """Attention of the queries `rows` to all keys, in plain differentiable ops."""
     kept, dtype = q.dtype, sum_dtype(q.dtype)
     if how.grouped:

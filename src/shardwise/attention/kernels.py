@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 aten = torch.ops.aten
+Scale: TypeAlias = float | None  # of scores; None for torch's own
+Part: TypeAlias = tuple[Tensor, Tensor]  # output, log of the sum of the exponentials
+Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 class Kernel(NamedTuple):
-    """forward(q, k, v, causal, scale) -> out, lse; backward(grad, q, k, v, out, lse, causal, scale) -> dq, dk, dv."""
+    """forward(q, k, v, causal, scale) and backward(grad, q, k, v, out, lse, causal, scale)."""
 
-    forward: Any
-    backward: Any
+    forward: Callable[[Tensor, Tensor, Tensor, bool, Scale], Part]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Scale], Gradients]
 
 
-def fused_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel | None:
+def fused_kernel(q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
     same = (
         q.ndim == k.ndim == v.ndim == 4
         and q.shape[:2] == k.shape[:2] == v.shape[:2]
@@ -36,20 +41,24 @@ def fused_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel | 
     return _EFFICIENT if q.dtype == torch.float32 else None
 
 
-def _cpu_forward(q: Any, k: Any, v: Any, causal: bool, scale: Any) -> Any:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: Scale) -> Part:
     return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
 
-def _cpu_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: Any) -> Any:
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: Scale
+) -> Gradients:
     kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
     return kernel(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
 
 
-def _flash_forward(q: Any, k: Any, v: Any, causal: bool, scale: Any) -> Any:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: Scale) -> Part:
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
 
 
-def _flash_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: Any) -> Any:
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: Scale
+) -> Gradients:
     unused = torch.zeros(2, dtype=torch.int64, device=q.device)  # the state of the random numbers: none are drawn
     longest = (q.shape[-2], k.shape[-2])
     kernel = aten._scaled_dot_product_flash_attention_backward
@@ -60,12 +69,14 @@ def _flash_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causa
 _ROWS = 32  # the kernel below counts log-sums in multiples of this
 
 
-def _efficient_forward(q: Any, k: Any, v: Any, causal: bool, scale: Any) -> Any:
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: Scale) -> Part:
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
     return out, lse[..., : q.shape[-2]]
 
 
-def _efficient_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: Any) -> Any:
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: Scale
+) -> Gradients:
     lse = F.pad(lse, (0, -lse.shape[-1] % _ROWS), value=torch.inf)
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     kernel = aten._scaled_dot_product_efficient_attention_backward

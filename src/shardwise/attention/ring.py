@@ -28,6 +28,7 @@ from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals
 from shardwise.move import plan_steps, run_move, start_move
+from shardwise.protocols import Ctx
 from shardwise.sizes import coords_on, cut_as_held
 from shardwise.strategy.program import sum_dtype
 from shardwise.torch_private.autograd import is_transforming
@@ -179,7 +180,7 @@ class _Attention(torch.autograd.Function):
     """Inputs and outputs are the distinct plain tensors of the local values of the operands and of the output."""
 
     @staticmethod
-    def forward(ctx: Any, box: list[Any], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Ctx, box: list[Any], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         work, operands, note = box
         comm = work.comm
         out, lse = work.forward(operands, note)
@@ -193,7 +194,7 @@ class _Attention(torch.autograd.Function):
         return outs
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         work, comm, saved = ctx.work, ctx.work.comm, iter(ctx.saved_tensors)
         values = [[next(saved) for _ in range(count)] for count in ctx.counts]
         if torch.is_grad_enabled():
@@ -208,7 +209,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _differentiable_gradients(
-    ctx: Any, values: Sequence[Sequence[torch.Tensor]], grads: Sequence[torch.Tensor]
+    ctx: Ctx, values: Sequence[Sequence[torch.Tensor]], grads: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
     """The gradients as functions of operands and incoming gradients: the output is made again, in parts."""
     comm = ctx.work.comm

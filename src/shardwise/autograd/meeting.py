@@ -55,7 +55,7 @@ class Meeting:
         gradient: LocalValue | None = self.comm.assemble(self.structure, grads)
         for hook in list(self.hooks.values()):
             gradient = hook(gradient)
-        made = self.comm.pick(self.structure, gradient)
+        made = self.comm.pick(self.structure, gradient)  # type: ignore[arg-type]
         memory = list(map(storage_id, made))
         return [grad.clone() if memory[i] in memory[:i] else grad for i, grad in enumerate(made)]
 

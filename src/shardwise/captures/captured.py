@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_unflatten
 
+from shardwise.captures.called import Called, cannot_be_handed_on, managed, without_autocast_cache
 from shardwise.captures.code import Code
 from shardwise.captures.cuda_graph import GraphedRun
 from shardwise.captures.differentiable import DifferentiableRun, Pair, write_backward
@@ -25,6 +25,7 @@ from shardwise.captures.entry import (
     hand_back_changes,
     hand_back_tensors,
     held_elsewhere,
+    holds_known_container,
     key_of,
     modes,
     plain_inputs,
@@ -35,12 +36,14 @@ from shardwise.captures.guards import Arguments, Tensors
 from shardwise.captures.passes import DEFAULT, check_names, run_passes
 from shardwise.captures.program import Program
 from shardwise.captures.sequence import DONE, NOT_YET, REFUSED, agree, check_sizes, compare_ranks, fingerprint
+from shardwise.captures.split import CannotSplit, Split, code_of
 from shardwise.captures.surroundings import Surroundings
 from shardwise.captures.tape import Tape
+from shardwise.captures.together import together
 from shardwise.comm.capturing import tape_here, tapes
 from shardwise.errors import CaptureError, check_type
 from shardwise.protocols import Item
-from shardwise.torch_private.autograd import global_hook_tables, is_used_up, module_hooks
+from shardwise.torch_private.autograd import is_used_up
 
 MOST_CAPTURES = 64  # programs that a function keeps
 _LEAVES = "a backward pass inside leaves the function by an argument"
@@ -81,7 +84,7 @@ class Capture:
         self.run: Callable[..., tuple[torch.Tensor, ...]]
         if self._pair is None:
             code = Code(self.programs[0])
-            self.run, self.text = code.run, code.text
+            self.run, self.text = together(self.programs[0], code.run), code.text
             if self.programs[0].is_graph:
                 self.graphed = self.run = GraphedRun(self.programs[0], code.run)
         else:
@@ -103,8 +106,7 @@ class Captured:
     """A function whose calls are written down once and replayed: what `capture` gives.
 
     Attributes:
-        eager: Why calls ran eagerly, and how many did.
-        replays: How many calls were replayed.
+        regions: Statements that ran eagerly between captured parts of a call: which, why, and how often.
     """
 
     def __init__(
@@ -114,15 +116,19 @@ class Captured:
         limit: int = MOST_CAPTURES,
         compile: Compile | None = None,
         whole: bool = False,
+        part: Sequence[str] | None = None,
     ) -> None:
         functools.update_wrapper(self, func)
+        self._part = part  # of a part of a function: the variables that it hands on
+        self._splits: dict[int, Split | None] = {}  # by the line that runs eagerly
         self._func, self._passes, self._limit, self._compile = func, check_names(passes), limit, compile
         self._whole = whole  # whether it is an error that a call cannot be captured
-        self._found: OrderedDict[Any, list[Capture] | str] = OrderedDict()
+        self._found: OrderedDict[Any, list[Capture] | Split | str] = OrderedDict()
         self._tries: dict[Any, int] = {}
         self._expected: str | None = None
-        self.eager: dict[str, int] = {}
-        self.replays = 0
+        self._eager: dict[str, int] = {}
+        self._replays = 0
+        self.regions: dict[str, int] = {}
 
     def __call__(self, *args: Item, **kwargs: Item) -> Item:
         if tapes and tape_here() is not None:  # another function is written down, with this one as a part
@@ -139,14 +145,24 @@ class Captured:
                 if program.unsettled is not None and not self._is_settled(key, program):
                     return self(*args, **kwargs)
                 if not program.changed(given):
-                    self.replays += 1
+                    self._replays += 1
                     return program.results.build(program.run(*given), leaves)
             if len(found) >= _VARIANTS:
                 reason = found[-1].changed(given)
                 found = self._found[key] = f"what it was captured with changes all the time: {reason}"
         if isinstance(found, str):
             return self._run_eagerly(found, args, kwargs)
+        if isinstance(found, Split):
+            return self._run_in_parts(found, args, kwargs)
+        if self._part is not None and len(self._found) >= _VARIANTS > self._replays:
+            return self._run_eagerly("numbers that it is given change all the time", args, kwargs)
         return self._write(key, leaves, spec, (args, kwargs))
+
+    def _run_in_parts(self, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item:
+        if not split.fits():
+            return self._run_eagerly("the function was given other code", args, kwargs)
+        self.regions[split.reason] = self.regions.get(split.reason, 0) + 1
+        return split(*args, **kwargs)
 
     def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item:
         self._count(reason)
@@ -155,7 +171,7 @@ class Captured:
     def _count(self, reason: str) -> None:
         if self._whole:
             raise CaptureError(f"{self._name} cannot be captured as a whole: {reason}")
-        self.eager[reason] = self.eager.get(reason, 0) + 1
+        self._eager[reason] = self._eager.get(reason, 0) + 1
 
     @property
     def _name(self) -> str:
@@ -168,13 +184,14 @@ class Captured:
         if surroundings.refused:
             self._add(key, surroundings.refused)
             return self._run_eagerly(surroundings.refused, *passed)
-        tape = Tape()
+        tape = Tape(code_of(self._func))
         own = [as_own_object(leaf) for leaf in leaves]
         leaving = _enter(tape, own)
-        called = _Called(surroundings)
+        called = Called(surroundings)
         args, kwargs = tree_unflatten(own, spec)
+        around = modes()
         try:
-            with _without_autocast_cache(), called, tape.writing():
+            with without_autocast_cache(), called, tape.writing():
                 box = [self._func(*args, **kwargs)]
         finally:
             for handle in leaving:
@@ -187,22 +204,34 @@ class Captured:
             tape.refuse(altered)
         if drawn := surroundings.drawn():
             tape.refuse(drawn)
+        if modes() != around:
+            tape.refuse("a mode (grad mode, default dtype, ...) is another after the call")
+        if self._part is not None and (name := cannot_be_handed_on(box, self._part, called)):
+            tape.refuse(f"the variable {name} holds an object that is made in this part of the function")
+        if holds_known_container(box[0], called.knows):
+            tape.refuse("a list or dict that was there before is returned")
         tape.note_gradients()
         elsewhere = "" if tape.refused else held_elsewhere(box, own, leaves, tape.has_place)
         results = Results(box[0], own, called.tensors())
         program = tape.finish(results.tensors)
+        if any(t.requires_grad and t.is_leaf and not tape.has_place(t) for t in results.tensors):
+            tape.refuse("a result is made to take gradients in the call")
         pair = self._differentiated(tape, program, results, called.modules)
         if pair is None and not tape.refused:
             results.are_used_up = [t.grad_fn is not None for t in results.tensors]
-        given = results.build(results.tensors, leaves)
+        if tape.refused and not results.hands_back:
+            given = box[0]  # which may hold objects that others know
+        else:
+            given = results.build(results.tensors, leaves)
         del box, own
         results.tensors = []
         reason = tape.refused or elsewhere or tape.replaced(program) or called.written()
         if not reason and pair is None:
             reason = _kept(tape, program)
-        worst = agree(tape.comms.values(), REFUSED if tape.refused else NOT_YET if reason else DONE)
+        ended = REFUSED if tape.refused else NOT_YET if reason else DONE
+        worst, line = agree(tape.comms.values(), ended, tape.line if tape.refused else 0)
         if worst != DONE:
-            self._refuse(key, reason or "another rank could not capture this call", is_final=worst == REFUSED)
+            self._refuse(key, reason or "another rank could not capture this call", worst == REFUSED, line)
             return given
         made = self._guarded(tape, program, pair, results, called, plain_inputs(leaves))
         made.finish(self._passes, self._compile)
@@ -215,7 +244,7 @@ class Captured:
         program: Program,
         pair: Pair | None,
         results: Results,
-        called: _Called,
+        called: Called,
         given: Sequence[torch.Tensor],
     ) -> Capture:
         """A capture with all that it was written with."""
@@ -239,9 +268,8 @@ class Captured:
             if not all(is_used_up(root.grad_fn) for root in roots):
                 tape.refuse("a result can be differentiated outside though a backward pass runs inside; detach it")
             return None
-        managed = _managed(modules)
-        if managed:
-            tape.refuse(f"{managed} is data parallel: capture the whole step, with its backward pass")
+        if name := managed(modules):
+            tape.refuse(f"{name} is data parallel: capture the whole step, with its backward pass")
             return None
         return write_backward(tape, program, results.tensors)
 
@@ -254,15 +282,28 @@ class Captured:
             self._refuse(key, reason, is_final=False)
         return not reason
 
-    def _refuse(self, key: Item, reason: str, is_final: bool) -> None:
+    def _refuse(self, key: Item, reason: str, is_final: bool, line: int = 0) -> None:
         """A call was not captured. What is kept at the first call may have been made once for all (leaves of
-        `data_parallel`, tables that are made when they are first needed): the second one is captured again."""
+        `data_parallel`, tables that are made when they are first needed): the second one is captured again. Where a
+        statement was in the way, the next calls run it eagerly, between captured parts."""
         tries = self._tries[key] = self._tries.get(key, 0) + 1
         if is_final or tries > 1:
-            self._add(key, reason)
+            split = self._split_at(line, reason) if line and not self._whole else None
+            self._add(key, split or reason)
             self._count(reason)
 
-    def _add(self, key: Item, found: Capture | str) -> None:
+    def _split_at(self, line: int, reason: str) -> Split | None:
+        if line not in self._splits:
+            again = functools.partial(Captured, passes=self._passes, limit=self._limit, compile=self._compile)
+            try:
+                made = Split(self._func, line, lambda func, gives: again(func, part=gives))
+                made.reason = f"{made.where}: {reason}"
+            except CannotSplit:
+                made = None
+            self._splits[line] = made
+        return self._splits[line]
+
+    def _add(self, key: Item, found: Capture | Split | str) -> None:
         known = self._found.get(key)
         if isinstance(found, Capture):
             self._found[key] = [*known, found] if isinstance(known, list) else [found]
@@ -280,7 +321,25 @@ class Captured:
 
     # -- for people -------------------------------------------------------------------------------------------------
     def _captures(self) -> list[Capture]:
-        return [program for found in self._found.values() if isinstance(found, list) for program in found]
+        own = [program for found in self._found.values() if isinstance(found, list) for program in found]
+        return own + [program for part in self._parts() for program in part._captures()]
+
+    def _parts(self) -> list[Captured]:
+        return [part for split in self._splits.values() if split is not None for part in split.captured]
+
+    @property
+    def eager(self) -> dict[str, int]:
+        """Why calls ran eagerly, and how many did; of a function in parts, its parts too."""
+        found = dict(self._eager)
+        for part in self._parts():
+            for reason, count in part.eager.items():
+                found[reason] = found.get(reason, 0) + count
+        return found
+
+    @property
+    def replays(self) -> int:
+        """How many calls were replayed; of a function in parts, how many of its parts were."""
+        return self._replays + sum(part.replays for part in self._parts())
 
     @property
     def captures(self) -> int:
@@ -309,7 +368,13 @@ class Captured:
         calls ran eagerly and why."""
         programs = [pair for found in self._captures() for pair in zip(found.programs, found.passes, strict=True)]
         graphs = [found.graphed.why_not for found in self._captures() if found.graphed is not None]
-        return explain(programs, self.eager, [why for why in graphs if why])
+        return explain(programs, self.eager, [why for why in graphs if why], self._all_regions())
+
+    def _all_regions(self) -> dict[str, int]:
+        found = dict(self.regions)
+        for part in self._parts():
+            found |= part._all_regions()
+        return found
 
     def check(self) -> int:
         """Check that all ranks issue the same collectives in the same order, with sizes that match.
@@ -361,41 +426,6 @@ class Captured:
         return f"<captured {self._name}: {self.captures} captures, {self.replays} replays{eager}>"
 
 
-class _Called:
-    """The Python that a call runs: what it was before, and the modules that were called, of which the walk from the
-    function may have missed some. Hooks on all modules keep a call from being repeated."""
-
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._around = [surroundings]
-        self.modules: list[torch.nn.Module] = []
-
-    def __enter__(self) -> None:
-        self._handle = register_module_forward_pre_hook(self._is_called)
-
-    def __exit__(self, *error: object) -> None:
-        self._handle.remove()
-
-    def _is_called(self, module: torch.nn.Module, args: object) -> None:
-        self.modules.append(module)
-        if not any(around.knows(module) for around in self._around):
-            self._around.append(Surroundings([module]))
-
-    def changed(self) -> str:
-        """What is another than it was; empty if nothing is."""
-        if any(global_hook_tables):
-            return "a hook on all modules may do more than compute"
-        return next((reason for around in self._around if (reason := around.changed())), "")
-
-    def written(self) -> str:
-        """Why a call cannot be repeated that changes variables of Python; empty if it does not."""
-        reason = self.changed()
-        return reason and f"the call changes what no op shows: {reason}"
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors that the call may have read."""
-        return [tensor for around in self._around for tensor in around.tensors]
-
-
 def _kept(tape: Tape, program: Program) -> str:
     """Why a program cannot be repeated whose tensors somebody keeps: they would stay those of the first call."""
     if tape.kept(program):
@@ -419,28 +449,6 @@ def _enter(tape: Tape, own: Sequence[Any]) -> list[Any]:
             if value.requires_grad and not value.is_leaf:
                 hooks.append(value.register_hook(lambda grad: tape.refuse(_LEAVES)))
     return hooks
-
-
-def _managed(modules: Iterable[torch.nn.Module]) -> str:
-    """The name of a module that `data_parallel` manages; empty if there is none."""
-    for module in modules:
-        for hook in module_hooks(module):
-            target = getattr(hook, "func", hook)
-            if (getattr(target, "__module__", None) or "").startswith("shardwise.parallel.data"):
-                return type(module).__name__
-    return ""
-
-
-class _without_autocast_cache:
-    """Inside, autocast keeps no cast weights: they would be taken for something that was there before."""
-
-    def __enter__(self) -> None:
-        torch.clear_autocast_cache()
-        self._before = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_autocast_cache_enabled(self._before)
 
 
 def capture(

@@ -114,7 +114,7 @@ def _why_not_this(statement: Statement) -> str:
         return "" if all(group.get("capturable") for group in groups) else "the optimizer is not capturable=True"
     if statement.is_op or isinstance(func, Flattened):
         return "it draws random numbers" if statement.draws else ""
-    if isinstance(func, SetGrad) or (statement.move is not None and not statement.outside):
+    if isinstance(func, SetGrad) or (statement.moves and not statement.outside):
         return ""
     return "it runs Python"
 

@@ -14,6 +14,7 @@ from shardwise.captures.code import Code
 from shardwise.captures.program import Program, Ref
 from shardwise.captures.pruned import without
 from shardwise.captures.tape import Tape
+from shardwise.captures.together import together
 from shardwise.protocols import Ctx, Tensors
 
 
@@ -116,6 +117,7 @@ class DifferentiableRun:
 
     def __init__(self, pair: Pair, prepare: Callable[[Program], object]) -> None:
         self.pair, self.code, self.back = pair, Code(pair.forward), Code(pair.backward)
+        self._run, self._run_back = (together(code.program, code.run) for code in (self.code, self.back))
         self._prepare = prepare  # what was done to both programs
         self._partly: dict[frozenset[int], tuple[Code, list[bool]]] = {}
 
@@ -123,7 +125,7 @@ class DifferentiableRun:
         """The gradients that the backward program makes; None for those that depend on no gradient that is given."""
         pair, missing = self.pair, frozenset(i for i, seed in enumerate(seeds) if seed is None)
         if not missing:
-            return iter(self.back.run(*saved, *seeds))
+            return iter(self._run_back(*saved, *seeds))
         if missing not in self._partly:
             program, left = pair.without(missing)
             self._prepare(program)
@@ -143,7 +145,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Ctx, run: DifferentiableRun, inputs: Tensors, *sources: torch.Tensor) -> Tensors:
         pair = run.pair
-        found = run.code.run(*inputs)
+        found = run._run(*inputs)
         results, saved = found[: pair._results], found[pair._results :]
         ctx.run = run
         ctx.save_for_backward(*saved)

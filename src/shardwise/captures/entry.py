@@ -174,6 +174,11 @@ class Results:
         self.tensors.append(leaf)
         return lambda plain: plain[first]
 
+    @property
+    def hands_back(self) -> bool:
+        """Whether an argument is among the results."""
+        return any(at is not None for _, at, _ in self._parts)
+
     def build(self, plain: Sequence[torch.Tensor], given: Sequence[Any]) -> Item:
         """The results of a call with these plain tensors and arguments."""
         if any(self.are_used_up):
@@ -185,6 +190,16 @@ class Results:
         for place, first in self._again.items():
             parts[place] = parts[first]
         return tree_unflatten(parts, self.spec)
+
+
+def holds_known_container(result: Item, is_known: Callable[[object], bool]) -> bool:
+    """Whether a result is, or has in it, a list or dict that was there before: a replay would give a copy of it."""
+    if isinstance(result, (list, tuple)):
+        own = isinstance(result, list) and is_known(result)
+        return own or any(holds_known_container(item, is_known) for item in result)
+    if isinstance(result, dict):
+        return is_known(result) or any(holds_known_container(item, is_known) for item in result.values())
+    return False
 
 
 def held_elsewhere(box: list[Any], own: list[Any], given: Sequence[Any], has_place: Callable[[Any], bool]) -> str:

@@ -16,7 +16,10 @@ PassLine = tuple[str, int, int, int, float]  # name, statements, moves, bytes, s
 
 
 def explain(
-    programs: Sequence[tuple[Program, Sequence[PassLine]]], eager: dict[str, int], not_graphs: Sequence[str] = ()
+    programs: Sequence[tuple[Program, Sequence[PassLine]]],
+    eager: dict[str, int],
+    not_graphs: Sequence[str] = (),
+    regions: dict[str, int] | None = None,
 ) -> str:
     """The text of `Captured.explain()`."""
     out = io.StringIO()
@@ -28,6 +31,8 @@ def explain(
         console.print(table if table.row_count else "It communicates nothing.")
     for reason in not_graphs:
         console.print(f"no CUDA graph: {reason}")
+    for reason, count in (regions or {}).items():
+        console.print(f"eager between captured parts, {count} times: {reason}")
     for reason, count in eager.items():
         console.print(f"eager, {count} calls: {reason}")
     if not programs and not eager:
@@ -47,11 +52,11 @@ def _move_table(program: Program) -> Table:
     header = ("collective", "axis", "bytes", "for", "pass", "source", "overlaps with")
     table = Table(*header, title="collectives", title_justify="left")
     for at, statement in enumerate(program.statements):
-        move = statement.move
-        if move is not None:
+        for move in statement.moves:
             way = "backward" if move.note.backward else "forward"
             beside = _beside(program, at) if isinstance(statement.func, Begin) else ""
-            table.add_row(move.kind, move.where, size_name(move.bytes), move.note.op, way, statement.source, beside)
+            source = move.note.source or statement.source
+            table.add_row(move.kind, move.where, size_name(move.bytes), move.note.op, way, source, beside)
     return table
 
 

@@ -66,6 +66,8 @@ class Statement:
     writes: tuple[Ref, ...] = ()  # tensors that it changes
     shares_memory: bool = True  # whether a result was in the memory of an argument
     kinds: tuple[Any, ...] = ()  # of a move: shape, stride, dtype and device of each result
+    taken: tuple[Any, ...] = ()  # the same of what it takes
+    lowered: Move | None = None  # the move whose last op this is, where it became ops and collectives
     draws: bool = False  # whether it took random numbers from torch's generator
 
     def refs(self) -> Iterator[Ref]:
@@ -83,9 +85,11 @@ class Statement:
         return self.is_op and not self.writes and not _is_random(self.func)
 
     @property
-    def move(self) -> Move | None:
-        """The move that it makes or begins."""
-        return self.func if isinstance(self.func, Move) else getattr(self.func, "begins", None)
+    def moves(self) -> Sequence[Move]:
+        """The moves that it makes or begins: several where it is compiled."""
+        if self.is_op:
+            return () if self.lowered is None else (self.lowered,)
+        return (self.func,) if isinstance(self.func, Move) else getattr(self.func, "moves", ())
 
     def replace_refs(self, new: dict[Ref, Ref]) -> None:
         """Take other tensors."""
@@ -217,12 +221,15 @@ class Program:
 
     @property
     def sets_gradients(self) -> bool:
-        """Whether a backward pass that leaves gradients is part of it."""
-        return any(isinstance(s.func, (SetGrad, GetGrad)) for s in self.statements)
+        """Whether a backward pass that leaves gradients is part of it; `zero_grad` is none."""
+        return any(
+            isinstance(s.func, GetGrad) or (isinstance(s.func, SetGrad) and s.args[1] is not None)
+            for s in self.statements
+        )
 
     def moves(self) -> list[Move]:
         """What it communicates, in order."""
-        return [s.move for s in self.statements if s.move is not None]
+        return [move for s in self.statements for move in s.moves]
 
 
 def written_by(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Ref, ...]:

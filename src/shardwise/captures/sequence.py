@@ -28,11 +28,9 @@ from shardwise.protocols import Item
 def lines_of(program: Program) -> list[str]:
     """The collectives of a program in order, in words that are the same on all ranks."""
     found = []
-    for statement in program.statements:
-        move = statement.move
-        if move is not None:
-            steps = "; ".join(f"{step} of {step.describe()}" for step in move.steps if step.kind != "local")
-            found.append(f"{move.note.op}{' (backward)' if move.note.backward else ''}: {steps}, {move.note.source}")
+    for move in program.moves():
+        steps = "; ".join(f"{step} of {step.describe()}" for step in move.steps if step.kind != "local")
+        found.append(f"{move.note.op}{' (backward)' if move.note.backward else ''}: {steps}, {move.note.source}")
     return found
 
 
@@ -52,12 +50,11 @@ def check_sizes(program: Program) -> int:
         RanksDifferError: For the first one whose sizes do not match; it names the ranks and the line.
     """
     count = 0
-    for statement in program.statements:
-        move = statement.move
-        for step in move.steps if move is not None else ():
+    for move in program.moves():
+        for step in move.steps:
             if step.kind != "local":
                 count += 1
-                _check_step(step, move)  # type: ignore[arg-type]
+                _check_step(step, move)
     return count
 
 
@@ -94,26 +91,29 @@ def _raise(step: Step, move: Move, one: Item, has: object, other: Item, wants: o
 
 
 REFUSED, NOT_YET, DONE = range(3)  # how the capture of a call ended
+_NO_LINE = 1 << 40
 
 
-def agree(comms: Iterable[Any], ended: int) -> int:
+def agree(comms: Iterable[Any], ended: int, line: int = 0) -> tuple[int, int]:
     """How the capture of a call ended on the rank where it went worst: ranks replay together or not at all, since
-    passes may leave out moves that an eager run makes.
+    passes may leave out moves that an eager run makes. And the first line at which a rank could not write it down.
 
     Args:
         comms: The backends over which the call moved anything; all ranks have the same, in the same order.
         ended: How it ended here.
+        line: The line of the function that was in the way; 0 if none was.
     """
     for comm in comms:
         axes = [axis for axis, size in enumerate(comm.shape) if size > 1]
         if isinstance(comm, ProcessGroupComm) and axes:
             of_thread.note = Note("capture", "do all ranks replay?")
             try:
-                flag = torch.tensor([ended], dtype=torch.int64, device=comm.device_type)
-                ended = int(comm.all_reduce(flag, axes, "min"))
+                flag = torch.tensor([ended, line or _NO_LINE], dtype=torch.int64, device=comm.device_type)
+                ended, line = comm.all_reduce(flag, axes, "min").tolist()
+                line = 0 if line == _NO_LINE else line
             finally:
                 of_thread.note = None
-    return ended
+    return ended, line
 
 
 def compare_ranks(programs: Sequence[Program]) -> None:

@@ -7,8 +7,10 @@ itself goes on, since it runs eagerly all the while.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -54,10 +56,12 @@ _CLONE = torch.ops.aten.clone.default
 class Tape(DispatchMode):  # type: ignore[misc]
     """Writes one program."""
 
-    def __init__(self) -> None:
+    def __init__(self, code: CodeType | None = None) -> None:
         super().__init__()
         self.paused = 0
         self.refused: str = ""
+        self.line = 0  # where in the function that is written down it was refused; 0 if not there
+        self._code = code
         self.statements: list[Statement] = []
         self.inputs: dict[Ref, torch.Tensor] = {}
         self.state: dict[Ref, torch.Tensor] = {}
@@ -97,6 +101,7 @@ class Tape(DispatchMode):  # type: ignore[misc]
     def refuse(self, reason: str) -> None:
         if not self.refused and not self.paused:
             self.refused = f"{reason} ({user_line()})"
+            self.line = _line_in(self._code)
             self.statements.clear()
 
     # -- tensors ----------------------------------------------------------------------------------------------------
@@ -291,7 +296,9 @@ class Tape(DispatchMode):  # type: ignore[misc]
         statement = Statement(moved, refs, label=moved.kind, single=False, source=source, note=note)
         statement.outside = comm.simulated
         made = after.values(result)
-        statement.kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in made)
+        statement.kinds, statement.taken = (
+            tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors) for tensors in (made, values)
+        )
         self._write(statement, *made)
         return result
 
@@ -425,6 +432,16 @@ class Tape(DispatchMode):  # type: ignore[misc]
                 for tensor, ref in self._refs.items()
                 if ref in self._made_at and id(tensor) not in given and storage_id(tensor) not in theirs
             ]
+
+
+def _line_in(code: CodeType | None) -> int:
+    """The line at which a function that runs in this thread is; 0 if it does not."""
+    line, frame = 0, sys._getframe() if code is not None else None
+    while frame is not None:
+        if frame.f_code is code:
+            line = frame.f_lineno
+        frame = frame.f_back
+    return line
 
 
 def _leaves_of(param: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -113,9 +112,3 @@ def merged(one: Node, other: Node, name: str) -> Node:
             raise _differ(name, f"{len(inside)} items on one and {len(others)} on another")
         return {kind: [merged(a, b, f"{name}.{i}") for i, (a, b) in enumerate(zip(inside, others))]}
     return one
-
-
-def missing_from(names: Iterable[str], others: Sequence[str]) -> list[str]:
-    """Those names that are not among the others, in order."""
-    known = set(others)
-    return [name for name in names if name not in known]

@@ -48,6 +48,18 @@ def blocks_of(shape: Sequence[int], itemsize: int, most: int) -> list[Block]:
     return list(_cut(shape, itemsize, max(most, itemsize), (), 0))
 
 
+class Cuts(dict[tuple[Sequence[int], int], list[Block]]):
+    """The blocks of tensors, by shape and size of an element: most tensors of a model share those with others."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __missing__(self, key: tuple[Sequence[int], int]) -> list[Block]:
+        found = self[key] = blocks_of(*key, self.most)
+        return found
+
+
 def _cut(shape: tuple[int, ...], itemsize: int, most: int, outer: tuple[int, ...], at: int) -> Iterator[Block]:
     row = math.prod(shape[1:]) * itemsize
     if row > most:

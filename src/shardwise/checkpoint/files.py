@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.checkpoint.blocks import LEAST_BLOCK, Cuts
 from shardwise.checkpoint.dtypes import from_name, stored
 from shardwise.checkpoint.tree import Json
 from shardwise.errors import CheckpointError
@@ -20,6 +22,7 @@ MOST_FILE_BYTES = 1 << 30
 INDEX = "model.safetensors.index.json"
 _ALIGNED = 8  # safetensors pads headers to this
 _LONGEST_HEADER = 100_000_000
+Checksums = dict[str, tuple[int, ...]]
 
 
 class Entry(NamedTuple):
@@ -44,8 +47,12 @@ class DataFile:
     size: int
 
 
-def lay_out(entries: Sequence[Entry], most: int = MOST_FILE_BYTES) -> list[DataFile]:
-    """Deal tensors out to files of at most `most` bytes (a larger tensor has one to itself)."""
+def lay_out(entries: Sequence[Entry], most: int = MOST_FILE_BYTES, cuts: Cuts | None = None) -> list[DataFile]:
+    """Deal tensors out to files of at most `most` bytes (a larger tensor has one to itself).
+
+    Args:
+        cuts: The blocks of which headers have room for checksums; None where those are in a manifest.
+    """
     parts: list[list[Entry]] = [[]]
     size = 0
     # widest elements first, so that all are aligned in memory; else in the order of the state
@@ -58,11 +65,12 @@ def lay_out(entries: Sequence[Entry], most: int = MOST_FILE_BYTES) -> list[DataF
     names = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
     if len(parts) == 1:
         names = ["model.safetensors"]
-    return [_data_file(name, part) for name, part in zip(names, parts, strict=True)]
+    return [_data_file(name, part, cuts) for name, part in zip(names, parts, strict=True)]
 
 
-def _data_file(name: str, entries: Iterable[Entry]) -> DataFile:
-    said: dict[str, Json] = {"__metadata__": {"format": "pt"}}
+def _data_file(name: str, entries: Sequence[Entry], cuts: Cuts | None) -> DataFile:
+    beside = {"manifest": "manifest.json"} if cuts is None else _room_for_sums(entries, cuts)
+    said: dict[str, Json] = {"__metadata__": {"format": "pt"} | beside}
     starts, at = {}, 0
     for entry in entries:
         dtype, shape = stored(entry.dtype, entry.shape)
@@ -73,6 +81,40 @@ def _data_file(name: str, entries: Iterable[Entry]) -> DataFile:
     text += b" " * (-len(text) % _ALIGNED)
     header = len(text).to_bytes(8, "little") + text
     return DataFile(name, header, {name: len(header) + start for name, start in starts.items()}, len(header) + at)
+
+
+# -- checksums in headers: of each block of each tensor, in the order of the header, then of the header itself -----
+def _room_for_sums(entries: Iterable[Entry], cuts: Cuts) -> dict[str, str]:
+    count = sum(len(cuts[entry.shape, entry.dtype.itemsize]) for entry in entries)
+    return {"block_bytes": str(cuts.most), "header_crc32": "0" * 8, "crc32": "0" * 8 * count}
+
+
+def sealed(file: DataFile, checksums: Mapping[str, Sequence[int]]) -> bytes:
+    """The header of a file with checksums in the room for them."""
+    sums = "".join(f"{n:08x}" for name in file.starts for n in checksums[name]).encode()
+    header = file.header.replace(b'"crc32":"' + b"0" * len(sums), b'"crc32":"' + sums, 1)
+    return header.replace(_NO_SUM, b'"header_crc32":"%08x"' % zlib.crc32(header), 1)
+
+
+_NO_SUM = b'"header_crc32":"00000000"'
+
+
+def _sums(path: Path, header: bytes, said: Mapping[str, Json], entries: Iterable[Entry]) -> tuple[int, Checksums]:
+    """The size of a block, and the checksums of each tensor, from a header; none of them where it has none."""
+    beside = said.get("__metadata__") or {}
+    if "header_crc32" not in beside:
+        return LEAST_BLOCK, {}
+    own = str(beside["header_crc32"])
+    if zlib.crc32(header.replace(b'"header_crc32":"' + own.encode(), _NO_SUM[:-1], 1)) != int(own, 16):
+        raise CheckpointError(f"{path}: the header (bytes 0 to {len(header)}) is not what was written")
+    size, text = int(beside["block_bytes"]), str(beside["crc32"])
+    sums, cuts, found, at = [int(text[i : i + 8], 16) for i in range(0, len(text), 8)], Cuts(size), {}, 0
+    for entry in entries:
+        count = len(cuts[entry.shape, entry.dtype.itemsize])
+        found[entry.name], at = tuple(sums[at : at + count]), at + count
+    if at != len(sums):
+        raise ValueError(f"it has {len(sums)} checksums for {at} blocks")
+    return size, found
 
 
 def index_json(files: Sequence[DataFile]) -> str:
@@ -90,8 +132,17 @@ class Place(NamedTuple):
     start: int
 
 
-def read_header(path: Path) -> tuple[dict[str, tuple[Entry, Place]], bytes]:
-    """The tensors of a safetensors file, and the header's own bytes. Raises CheckpointError where it makes no sense."""
+class Header(NamedTuple):
+    """What the header of a safetensors file says: its tensors, and their checksums as far as it has some."""
+
+    tensors: dict[str, tuple[Entry, Place]]
+    block_bytes: int
+    checksums: Checksums
+    manifest: bool  # whether the checksums are in a manifest beside the file
+
+
+def read_header(path: Path) -> Header:
+    """The header of a safetensors file. Raises CheckpointError where it makes no sense."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         begin = file.read(8)
@@ -102,10 +153,12 @@ def read_header(path: Path) -> tuple[dict[str, tuple[Entry, Place]], bytes]:
     try:
         said = json.loads(text)
         found = {name: _entry(name, at, path, 8 + length) for name, at in said.items() if name != "__metadata__"}
+        size_of_block, checksums = _sums(path, begin + text, said, (entry for entry, _ in found.values()))
+        manifest = "manifest" in (said.get("__metadata__") or {})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: the header is damaged: {error}") from error
     _check_ranges(path, found, 8 + length, size)
-    return found, begin + text
+    return Header(found, size_of_block, checksums, manifest)
 
 
 def _check_ranges(path: Path, found: Mapping[str, tuple[Entry, Place]], begin: int, size: int) -> None:
@@ -143,6 +196,14 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def seal(path: Path, header: bytes) -> None:
+    """Write the header of a file that is there, and have it reach the disk."""
+    with open(path, "r+b") as file:
+        file.write(header)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_synced(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shardwise.checkpoint.crc import buffer_of
+from shardwise.checkpoint.crc import crc_of
 from shardwise.checkpoint.dtypes import short, stored
 from shardwise.checkpoint.tree import Json
 from shardwise.checkpoint.world import World
@@ -58,6 +58,8 @@ class Kind(NamedTuple):
 
 def check(name: str, tensor: torch.Tensor, doing: str) -> None:
     """Raise where a tensor cannot be saved or loaded."""
+    if tensor.is_nested:
+        raise CheckpointError(f"{doing} {name!r}: a nested tensor has no tiles; save its values() and offsets()")
     if isinstance(tensor, DTensor):
         refuse_partial(tensor._layout, f"{doing} {name!r}")
     elif not isinstance(tensor, ShardedTensor) and (tensor.layout != torch.strided or tensor.is_quantized):
@@ -86,7 +88,7 @@ def kind_of(tensor: torch.Tensor, *, values: bool) -> Kind:
     simulated = isinstance(tensor, DTensor)
     total = 0
     for piece in held(tensor) if values else ():
-        total = zlib.crc32(buffer_of(as_bytes(piece.values)), total)
+        total = crc_of(as_bytes(piece.values), total)
     return Kind(dtype, shape, "here", f"{'simulated' if simulated else 'plain'} {total:08x}")
 
 
@@ -97,6 +99,11 @@ def as_bytes(values: torch.Tensor) -> np.ndarray:
         return np.zeros(0, dtype=np.uint8)
     flat = flat.as_strided(flat.shape, (1,))  # one element may come with any stride, but a view of bytes asks for 1
     return flat.view(torch.uint8).numpy()
+
+
+def lies_together(values: torch.Tensor) -> bool:
+    """Whether some values are one run of this process's memory, as they are."""
+    return values.device.type == "cpu" and values.is_contiguous() and not (values.is_conj() or values.is_neg())
 
 
 def held(tensor: torch.Tensor) -> list[Held]:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from shardwise.checkpoint import crc
-from shardwise.checkpoint.blocks import Block, Runs, blocks_of, meet, runs_of
+from shardwise.checkpoint.behind import Behind, Target, WriteFailed, write_all
+from shardwise.checkpoint.blocks import Block, Cuts, Runs, meet, runs_of
 from shardwise.checkpoint.files import DataFile, Entry
-from shardwise.checkpoint.holders import Held, as_bytes
+from shardwise.checkpoint.holders import Held, as_bytes, lies_together
 from shardwise.errors import CheckpointError
 from shardwise.layout.tiles import Tile, Tiles, meetings
 
@@ -77,11 +77,11 @@ class Task(NamedTuple):
     turn: int
     pieces: list[Held]
 
-    def own(self, block_bytes: int) -> Task:
+    def own(self, cuts: Cuts) -> Task:
         """The same with those pieces alone that this process writes."""
         if self.copies == 1:
             return self
-        blocks = blocks_of(self.entry.shape, self.entry.dtype.itemsize, block_bytes)[self.turn :: self.copies]
+        blocks = cuts[self.entry.shape, self.entry.dtype.itemsize][self.turn :: self.copies]
         distinct = {piece.tile: piece for piece in self.pieces}.values()
         found = []
         for block in blocks:
@@ -99,23 +99,20 @@ def nbytes(tasks: Iterable[Task]) -> int:
 
 def staged(tasks: Sequence[Task], room: torch.Tensor) -> list[Task]:
     """The same with copies of the values, in `room` (bytes)."""
-    out, at = [], 0
+    out, at, memory = [], 0, room.numpy()
     for task in sorted(tasks, key=lambda task: -task.entry.dtype.itemsize):  # so that all are aligned
         pieces = []
         for tile, values in task.pieces:
             size = values.numel() * values.element_size()
             copy = room[at : at + size].view(values.dtype).view(values.shape)
-            copy.copy_(values)
+            if lies_together(values):
+                memory[at : at + size] = as_bytes(values)  # quicker than copy_
+            else:
+                copy.copy_(values)
             pieces.append(Held(tile, copy))
             at += size
         out.append(task._replace(pieces=pieces))
     return out
-
-
-class Put(Protocol):
-    """Does one job; see `write_jobs`."""
-
-    def __call__(self, job: Job) -> tuple[int, int]: ...
 
 
 class Written(NamedTuple):
@@ -145,36 +142,57 @@ def write_error(path: Path, what: str, error: OSError) -> CheckpointError:
 def write(folder: Path, files: Sequence[DataFile], jobs: Sequence[Job], blocks: int) -> Written:
     """Do the jobs, and have the files reach the disk."""
     sums, total = np.zeros(blocks, dtype=np.int64), 0
-    with write_jobs(folder, files) as put:
+    with Writer(folder, files) as writer:
         for job in sorted(jobs, key=lambda job: (job.file, job.start, job.block.start)):
-            linear, size = put(job)
+            linear, size = writer.do(job)
             sums[job.number] ^= linear
             total += size
     return Written(sums, total)
 
 
-@contextlib.contextmanager
-def write_jobs(folder: Path, files: Sequence[DataFile]) -> Iterator[Put]:
-    """Inside, a function that does one job, and gives the linear part of its block's checksum and its bytes. At the end
-    the files reach the disk."""
-    handles: dict[int, int] = {}
+class Writer:
+    """Writes to the files of a draft; at the end of a `with` statement all of it has reached the disk."""
 
-    def put(job: Job) -> tuple[int, int]:
-        path = folder / files[job.file].name
-        if job.file not in handles:
-            handles[job.file] = opened(path)
+    def __init__(self, folder: Path, files: Sequence[DataFile]) -> None:
+        self.folder, self.files = folder, files
+        self._targets: dict[int, Target] = {}
+        self._behind = Behind()
+
+    def do(self, job: Job) -> tuple[int, int]:
+        """Do a job: the linear part of its block's checksum, and how many bytes it was."""
+        what = f"tensor {job.entry.name!r} at {job.box.offsets}"
         try:
-            return _put(handles[job.file], job)
+            return _put(self._target(job.file), self._behind, job, what)
         except OSError as error:
-            raise write_error(path, f"tensor {job.entry.name!r} at {job.box.offsets}", error) from error
+            raise write_error(self._target(job.file).path, what, error) from error
 
-    try:
-        yield put
-        for handle in handles.values():
-            os.fsync(handle)
-    finally:
-        for handle in handles.values():
-            os.close(handle)
+    def put(self, file: int, data: np.ndarray, at: int, what: str) -> None:
+        """Write some bytes at a place of a file."""
+        self._behind.put(self._target(file), data, at, what)
+
+    def _target(self, file: int) -> Target:
+        if file not in self._targets:
+            path = self.folder / self.files[file].name
+            self._targets[file] = Target.of(path, opened(path))
+        return self._targets[file]
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            if error is None:
+                self._behind.finish()
+                for target in self._targets.values():
+                    os.fsync(target.handle)
+        except WriteFailed as failed:
+            error = failed
+        finally:
+            self._behind.close()
+            for target in self._targets.values():
+                target.close()
+        if isinstance(error, WriteFailed):
+            raise write_error(error.path, error.what, error.error) from error.error
 
 
 def opened(path: Path) -> int:
@@ -185,20 +203,20 @@ def opened(path: Path) -> int:
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror}; do all ranks see this folder?") from error
 
 
-def _put(handle: int, job: Job) -> tuple[int, int]:
+def _put(target: Target, behind: Behind, job: Job, what: str) -> tuple[int, int]:
     """Write one job; the linear part of its block's checksum, and how many bytes it was."""
     runs = runs_of(job.box, job.entry.shape, job.entry.dtype.itemsize)
     data = as_bytes(job.values)
     if math.prod(runs.counts) == 1:
-        _write_all(handle, data, job.start + runs.start)
+        behind.put(target, data, job.start + runs.start, what)
         linear = crc.raw(crc.buffer_of(data))
     else:
         rows = data.reshape(-1, runs.length)
         if runs.length >= _SHORT_RUN:
             for row, at in zip(rows, _offsets(runs).tolist()):
-                _write_all(handle, row, job.start + at)
+                write_all(target.handle, row, job.start + at)
         else:
-            _write_mapped(handle, rows, job.start, runs)
+            _write_mapped(target.handle, rows, job.start, runs)
         linear = crc.of_runs(rows, runs.counts, runs.pitches)
     return crc.shifted(linear, job.block.stop - runs.stop), data.size
 
@@ -209,13 +227,6 @@ def _offsets(runs: Runs) -> np.ndarray:
     for dim, (n, pitch) in enumerate(zip(runs.counts, runs.pitches)):
         at += (np.arange(n) * pitch).reshape((n, *(1,) * (len(runs.counts) - dim - 1)))
     return at.reshape(-1)
-
-
-def _write_all(handle: int, data: np.ndarray, at: int) -> None:
-    view = crc.buffer_of(data)
-    while view:
-        done = os.pwrite(handle, view, at)
-        view, at = view[done:], at + done
 
 
 def _write_mapped(handle: int, rows: np.ndarray, start: int, runs: Runs) -> None:

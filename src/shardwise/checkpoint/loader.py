@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from shardwise.checkpoint.blocks import meet
-from shardwise.checkpoint.holders import Held
+from shardwise.checkpoint.holders import Held, lies_together
 from shardwise.checkpoint.plan import LoadPlan, Read
 from shardwise.checkpoint.shared import Sharing
 from shardwise.checkpoint.source import Source
@@ -35,6 +35,9 @@ class Loader:
             self.near |= {rank for rank, host in zip(world.ranks, sharing.hosts) if host == mine}
         self.arena = sharing.arena(made.arena) if sharing is not None and made.arena else torch.empty(0)
         self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.mine = [read for reads in made.rounds for read in reads if read.reader == world.rank]
+        self.started = self.finished = 0  # of these
+        self.ahead = made.ahead > 0
 
     # -- reading ------------------------------------------------------------------------------------------------
     def read_round(self, reads: Sequence[Read]) -> Exception | None:
@@ -42,13 +45,22 @@ class Loader:
         mine = [read for read in reads if read.reader == self.world.rank]
         try:
             with torch.no_grad():
-                for i, read in enumerate(mine):
-                    if i + 1 < len(mine):
-                        self.source.expect(mine[i + 1].name, mine[i + 1].span.first, mine[i + 1].span.blocks)
+                for read in mine:
+                    self._begin()
                     self._read(read)
+                    self.finished += 1
+                self._begin()  # while others take their parts, the disk has something to do
         except Exception as error:
             return error
         return None
+
+    def _begin(self) -> None:
+        """Start to read the span that is next and the one after it, be it in the next round."""
+        start = self.source.begin if self.ahead else self.source.expect
+        while self.started < min(self.finished + 2, len(self.mine)):
+            read = self.mine[self.started]
+            start(read.name, read.span.first, read.span.blocks)
+            self.started += 1
 
     def _read(self, read: Read) -> None:
         name, span, source, at = read.name, read.span, self.source, 0
@@ -58,7 +70,8 @@ class Loader:
             if read.slot is None:
                 if self._read_in_place(read, i, tile):
                     continue
-                values = source.read_block(name, i, self._scratch(source.size(name, i)))
+                found = source.peek(name, i)
+                values = source.read_block(name, i, self._scratch(source.size(name, i))) if found is None else found
                 for part in read.parts:
                     box = meet(tile, part.box)
                     if box is not None:
@@ -80,8 +93,7 @@ class Loader:
             return False
         outer, values = self.pieces[read.name][parts[0].tile]
         room = inside(values, outer, tile)
-        plain = room.device.type == "cpu" and not (room.is_conj() or room.is_neg() or room.is_inference())
-        if not plain or not room.is_contiguous():
+        if not lies_together(room) or room.is_inference():
             return False
         self.begun[read.name] = None
         self.source.read_block(read.name, i, room.as_strided((room.numel(),), (1,)).view(torch.uint8))

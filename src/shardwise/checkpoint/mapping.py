@@ -384,9 +384,6 @@ class MappedSource(Source):
         as_it_is = piece[2:5] == (None, None, None) and piece.box == _all_of(inner.shape)
         return len(pieces) == 1 and as_it_is and entry.dtype == inner.dtype and self.inner.reads_in_place(piece.name)
 
-    def span(self, name: str) -> tuple[int, int] | None:
-        return self.inner.span(self.mapped[name].pieces[0].name) if self.reads_in_place(name) else None
-
     def cast(self, name: str, dtype: torch.dtype) -> bool:
         entry = self.entries[name]
         if dtype != self.dtype or entry.shape or not entry.dtype.is_floating_point:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.checkpoint.commit import recover
-from shardwise.checkpoint.files import INDEX, Entry, Place, read_header
+from shardwise.checkpoint.files import INDEX, Entry, Header, Place, read_header
 from shardwise.checkpoint.foreign import METADATA, DcpSource, TorchSource
 from shardwise.checkpoint.manifest import MANIFEST, check_file, parse_manifest
 from shardwise.checkpoint.source import FileSource, Source
 from shardwise.errors import CheckpointError
 
 VERIFY = ("fast", "full", "none")
+_Tensors = dict[str, tuple[Entry, Place]]
 
 
 def open_source(path: str | os.PathLike[str], *, verify: str = "fast") -> Source:
@@ -31,14 +33,14 @@ def open_source(path: str | os.PathLike[str], *, verify: str = "fast") -> Source
     recover(found)
     if found.is_file():
         if found.suffix == ".safetensors":
-            return FileSource(found, read_header(found)[0])
+            return _one_file(found, verify)
         return TorchSource(found, verify=verify != "none")
     elif (found / MANIFEST).exists():
         return _own(found, verify)
     elif (found / METADATA).exists():
         return DcpSource(found, verify=verify != "none")
     elif any(found.glob("*.safetensors")):
-        return _hugging_face(found)
+        return _hugging_face(found, verify)
     elif found.is_dir():
         raise CheckpointError(
             f"{found}: no checkpoint: there is neither a {MANIFEST} nor a safetensors file nor a .metadata in it"
@@ -58,20 +60,42 @@ def _own(folder: Path, verify: str) -> Source:
     return FileSource(folder, manifest.tensors, manifest, verify=verify != "none")
 
 
-def _hugging_face(folder: Path) -> Source:
+def _one_file(path: Path, verify: str) -> Source:
+    """One safetensors file. One of a folder of `save` is compared with what the manifest there says."""
+    header = read_header(path)
+    if header.manifest and verify != "none" and (path.parent / MANIFEST).exists():
+        whole = _own(path.parent, verify)
+        assert isinstance(whole, FileSource)
+        header = header._replace(block_bytes=whole.block_bytes, manifest=False)
+        header = header._replace(checksums={name: whole.checksums[name] for name in header.tensors})
+    return _without_manifest(path, header.tensors, [header], verify)
+
+
+def _without_manifest(path: Path, tensors: _Tensors, headers: Sequence[Header], verify: str) -> Source:
+    if verify != "none" and any(header.manifest for header in headers):
+        raise CheckpointError(
+            f"{path}: {MANIFEST} is missing, which has the checksums of the files and what is no tensor; "
+            f"verify='none' loads the tensors as they are"
+        )
+    return FileSource(path, tensors, headers=headers, verify=verify != "none")
+
+
+def _hugging_face(folder: Path, verify: str) -> Source:
     """All safetensors files of a folder, or those that its index names."""
     index = folder / INDEX
     if not index.exists():
-        tensors: dict[str, tuple[Entry, Place]] = {}
+        tensors: _Tensors = {}
+        all_headers = []
         for path in sorted(folder.glob("*.safetensors")):
-            found = read_header(path)[0]
-            for name in found.keys() & tensors.keys():
+            header = read_header(path)
+            all_headers.append(header)
+            for name in header.tensors.keys() & tensors.keys():
                 raise CheckpointError(
                     f"{path}: tensor {name!r} is in {tensors[name][1].file.name} too, and no {INDEX} says which one "
                     f"counts"
                 )
-            tensors |= found
-        return FileSource(folder, tensors)
+            tensors |= header.tensors
+        return _without_manifest(folder, tensors, all_headers, verify)
     try:
         weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = dict.fromkeys(weights.values())
@@ -82,8 +106,9 @@ def _hugging_face(folder: Path) -> Source:
         path = folder / str(file)
         if path.parent != folder or not path.exists():
             raise CheckpointError(f"{path}: the file is missing, {index.name} names it")
-        headers[file] = read_header(path)[0]
+        headers[file] = read_header(path)
     for name, file in weights.items():
-        if name not in headers[file]:
+        if name not in headers[file].tensors:
             raise CheckpointError(f"{folder / file}: tensor {name!r} is not in it, {index.name} says so")
-    return FileSource(folder, {name: headers[file][name] for name, file in weights.items()})
+    tensors = {name: headers[file].tensors[name] for name, file in weights.items()}
+    return _without_manifest(folder, tensors, list(headers.values()), verify)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,12 +14,18 @@ from shardwise.checkpoint.holders import check
 from shardwise.checkpoint.tree import Flat, Value, built, flatten, value_of
 from shardwise.checkpoint.world import World
 from shardwise.errors import CheckpointError
+from shardwise.imports import later
 from shardwise.sharded.tensor import ShardedTensor
 from shardwise.tensor import DTensor
 
+if TYPE_CHECKING:
+    import torch.distributed.checkpoint as dcp
+else:
+    dcp = later("torch.distributed.checkpoint")  # which takes half a second to import
 
-def save(path: str | os.PathLike[str], state: Value, world: World, format: str) -> None:
-    """Save a state as "dcp" (a folder) or "pt" (a file). Every process calls it."""
+
+def save(path: str | os.PathLike[str], state: Value, world: World, kind: str) -> None:
+    """Save a state as the kind "dcp" (a folder) or "pt" (a file). Every process calls it."""
     target, flat, error = Path(os.path.abspath(path)), Flat(), None
     try:
         flat = flatten(state)
@@ -27,15 +34,13 @@ def save(path: str | os.PathLike[str], state: Value, world: World, format: str) 
     except Exception as raised:
         error = raised
     world.agree(error)
-    if format == "dcp":
+    if kind == "dcp":
         _save_dcp(target, flat, world)
     else:
         _save_pt(target, flat, world)
 
 
 def _save_dcp(folder: Path, flat: Flat, world: World) -> None:
-    import torch.distributed.checkpoint as dcp
-
     draft = world.from_first(lambda: new_draft(folder))
     try:
         entries = flat.tensors | {name: value_of(said) for name, said in flat.values.items()}

@@ -53,6 +53,7 @@ class LoadPlan:
     network: dict[int, int] = field(default_factory=dict)  # bytes that each process gets from others
     peak: int = 0  # bytes of buffers, on the process that has most
     arena: int = 0  # bytes of this process that others take from
+    ahead: int = 0  # bytes for what is read before it is asked for
     direct: int = 0  # spans that more than one host reads, since that is cheaper than messages
 
     @property
@@ -116,7 +117,7 @@ def plan(
     ordered = np.asarray(ranks, dtype=np.int64)[order]
     numbers = np.arange(len(ranks)) if hosts is None else np.asarray(hosts)[order]
     made = LoadPlan(str(source.path), tuple(ranks), memory, len(np.unique(numbers)), storage or StorageLine())
-    held = np.zeros(len(ranks), dtype=np.int64)
+    held = Sum(len(ranks))
     counted: dict[tuple[int, int], np.ndarray] = {}
     for name, side in sides.items():
         key = id(side), source.entries[name].dtype.itemsize
@@ -124,9 +125,9 @@ def plan(
             _check_ranks(name, side, ordered)
             at = np.searchsorted(ordered, side.ranks)
             counted[key] = np.bincount(at, weights=side.tiles.volumes * key[1], minlength=len(ranks)).astype(np.int64)
-        held += counted[key]
+        held.add(counted[key])
         made.total += source.entries[name].nbytes if len(side.ranks) else 0
-    made.staged = int(held.max(initial=0)) <= memory // 2
+    made.staged = int(held.per_rank.max(initial=0)) <= memory // 2
     rounds = _Rounds(made, source, ordered, numbers, int(np.searchsorted(ordered, me)))
     for name in sorted(sides, key=source.order):
         if len(sides[name].ranks):
@@ -153,6 +154,27 @@ class _Shift(NamedTuple):
     disk: np.ndarray
     own: np.ndarray
     mine: list[tuple[int, int, int]]
+    top: int  # the most of `spaces`
+
+
+class Sum:
+    """A sum of arrays of which few are different: each is added once, so many times, when the sum is asked for."""
+
+    def __init__(self, size: int) -> None:
+        self._array = np.zeros(size, dtype=np.int64)
+        self._times: dict[int, tuple[np.ndarray, int]] = {}
+
+    def add(self, amounts: np.ndarray, times: int = 1) -> None:
+        """Add an array, which must not change later."""
+        self._times[id(amounts)] = amounts, self._times.get(id(amounts), (amounts, 0))[1] + times
+
+    @property
+    def per_rank(self) -> np.ndarray:
+        """The sum; it may be changed in place."""
+        for amounts, times in self._times.values():
+            self._array += amounts * times
+        self._times.clear()
+        return self._array
 
 
 class _Rounds:
@@ -160,20 +182,23 @@ class _Rounds:
 
     def __init__(self, made: LoadPlan, source: Source, ranks: np.ndarray, hosts: np.ndarray, me: int) -> None:
         self.made, self.source, self.ranks, self.hosts, self.me = made, source, ranks, hosts, me
-        self.room = made.memory // 2 if made.staged else made.memory
+        made.ahead = 2 * MOST_SPAN if made.memory >= 8 * MOST_SPAN else 0
+        self.room = (made.memory // 2 if made.staged else made.memory) - made.ahead
         self.most = min(MOST_SPAN, self.room // 4, made.total // (4 * len(ranks)))  # of a span: all have some to read
         self.now: list[Read] = []
         self.any = False  # whether anybody has something in this round
-        self.shared = np.zeros(len(ranks), dtype=np.int64)  # bytes of each one's memory that others take from
+        self.shared = Sum(len(ranks))  # bytes of each one's memory that others take from
+        self.top = 0  # the most of these
         self.messages = np.zeros(len(ranks), dtype=np.int64)
-        self.disk, self.got = np.zeros(len(ranks), dtype=np.int64), np.zeros(len(ranks), dtype=np.int64)
+        self.sent = False  # whether there are any
+        self.disk, self.got = Sum(len(ranks)), Sum(len(ranks))
         self.block = 0  # the largest block, which is read before it is put anywhere
         self._needs: dict[object, Needs] = {}
         self._shifts: dict[tuple[int, int, int, int], _Shift] = {}
 
     def add(self, name: str, side: Side) -> None:
         needs = self._needs_of(name, side)
-        self.got += needs.total
+        self.got.add(needs.total)
         if self._all_direct(needs) and self._by_hosts(name, needs, 0, len(needs.spans)):
             return
         for i, takers in enumerate(needs.takers):
@@ -200,10 +225,11 @@ class _Rounds:
     def _one(self, name: str, needs: Needs, i: int, takers: Takers) -> None:
         span = needs.spans[i]
         self.any = True
-        reader = int(takers.most[np.argmin(self.disk[takers.most])])
+        disk, got = self.disk.per_rank, self.got.per_rank
+        reader = int(takers.most[np.argmin(disk[takers.most])])
         if len(takers.who) == 1:
-            self.disk[reader] += span.disk
-            self.got[reader] -= int(takers.amounts[0])
+            disk[reader] += span.disk
+            got[reader] -= int(takers.amounts[0])
             self._keep(name, needs, i, reader, None, takers.who[:0])
             return
         away = self.hosts[takers.who] != self.hosts[reader]
@@ -212,13 +238,16 @@ class _Rounds:
             self._by_hosts(name, needs, i, i + 1)
             return
         self._make_room(span, reader, takers, away)
-        slot = int(self.shared[reader])
-        self.shared[reader] += up(span.bytes)
+        shared = self.shared.per_rank
+        slot = int(shared[reader])
+        shared[reader] += up(span.bytes)
+        self.top = max(self.top, int(shared[reader]))
         if sent:
+            self.sent = True
             self.messages[takers.who[away]] += takers.padded[away]
             self.messages[reader] += sent
-        self.disk[reader] += span.disk
-        self.got[reader] -= int(takers.amounts[np.searchsorted(takers.who, reader)])
+        disk[reader] += span.disk
+        got[reader] -= int(takers.amounts[np.searchsorted(takers.who, reader)])
         self._keep(name, needs, i, reader, slot, takers.who[away])
 
     def _is_direct(self, span: Span, sent: int) -> bool:
@@ -244,17 +273,23 @@ class _Rounds:
         if key not in self._shifts:
             self._shifts[key] = self._shift(needs.turns(self.hosts).of(first, last), key[-1])
         shift, most = self._shifts[key], min(self.room, _ROUND)
-        if last - first > 1 and int(shift.spaces.max()) > most:
+        if last - first > 1 and shift.top > most:
             return False
-        if int((self.shared + shift.spaces).max()) > most and int(self.shared.max()):
-            self.close()
+        top = shift.top
+        if self.top:
+            top = int((self.shared.per_rank + shift.spaces).max())
+            if top > most:
+                self.close()
+                top = shift.top
         self.any = True
         self.made.direct += last - first
         for i, reader, before in shift.mine:
-            self._keep(name, needs, i, reader, int(self.shared[reader]) + before, needs.takers[i].who[:0])
-        self.shared += shift.spaces
-        self.disk += shift.disk
-        self.got -= shift.own
+            slot = int(self.shared.per_rank[reader]) + before if self.top else before
+            self._keep(name, needs, i, reader, slot, needs.takers[i].who[:0])
+        self.shared.add(shift.spaces)
+        self.top = top
+        self.disk.add(shift.disk)
+        self.got.add(shift.own, -1)
         return True
 
     def _shift(self, turns: Turns, number: int) -> _Shift:
@@ -264,7 +299,8 @@ class _Rounds:
             before = int(turns.spaces[:row][readers[:row] == readers[row]].sum())
             mine.append((int(turns.span[row]), int(readers[row]), before))
         own = self._sum(readers, turns.amounts[rows])
-        return _Shift(self._sum(readers, turns.spaces), self._sum(readers, turns.disk), own, mine)
+        spaces = self._sum(readers, turns.spaces)
+        return _Shift(spaces, self._sum(readers, turns.disk), own, mine, int(spaces.max()))
 
     def _sum(self, who: np.ndarray, amounts: np.ndarray) -> np.ndarray:
         return np.bincount(who, weights=amounts, minlength=len(self.ranks)).astype(np.int64)
@@ -282,25 +318,30 @@ class _Rounds:
 
     def _make_room(self, span: Span, reader: int, takers: Takers, away: np.ndarray) -> None:
         """Begin another round where this span would be too much for this one."""
-        used = int(self.shared[reader]) + up(span.bytes)
+        shared = self.shared.per_rank
+        used = int(shared[reader]) + up(span.bytes)
         who, padded = takers.who[away], takers.padded[away]
         full = used > min(self.room, _ROUND) or used + int(self.messages[reader] + padded.sum()) > self.room
-        full = full or bool((self.shared[who] + self.messages[who] + padded > self.room).any())
-        if full and int(self.shared.max()):
+        full = full or bool((shared[who] + self.messages[who] + padded > self.room).any())
+        if full and self.top:
             self.close()
             self.any = True
 
     def close(self) -> None:
         if self.any:
             self.made.rounds.append(self.now)
-            self.made.peak = max(self.made.peak, int((self.shared + self.messages).max()))
-            self.made.arena = max(self.made.arena, int(self.shared[self.me]))
+            here = int(self.shared.per_rank[self.me]) if self.top > self.made.arena else 0  # no more than the most of all
+            self.made.arena = max(self.made.arena, here)
+            peak = int((self.shared.per_rank + self.messages).max()) if self.sent else self.top
+            self.made.peak = max(self.made.peak, peak)
         self.now, self.any = [], False
-        self.shared[:] = 0
-        self.messages[:] = 0
+        self.shared, self.top = Sum(len(self.ranks)), 0
+        if self.sent:
+            self.messages[:] = 0
+            self.sent = False
 
     def finish(self) -> None:
         self.close()
-        self.made.peak += self.block
-        self.made.disk = dict(zip(self.ranks.tolist(), self.disk.tolist()))
-        self.made.network = dict(zip(self.ranks.tolist(), self.got.tolist()))
+        self.made.peak += self.block + self.made.ahead
+        self.made.disk = dict(zip(self.ranks.tolist(), self.disk.per_rank.tolist()))
+        self.made.network = dict(zip(self.ranks.tolist(), self.got.per_rank.tolist()))

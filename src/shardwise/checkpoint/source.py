@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from shardwise.checkpoint.blocks import LEAST_BLOCK, Block, blocks_of
-from shardwise.checkpoint.crc import buffer_of
-from shardwise.checkpoint.files import Entry, Place
+from shardwise.checkpoint.blocks import LEAST_BLOCK, Block, Cuts
+from shardwise.checkpoint.crc import buffer_of, crc_of
+from shardwise.checkpoint.direct import Ahead
+from shardwise.checkpoint.files import Checksums, Entry, Header, Place
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.storage import StorageLine, measured_storage
 from shardwise.checkpoint.tree import Json, Node, flat_tree, walk
@@ -78,16 +79,21 @@ class Source(ABC):
         """Tensors of one shape and dtype for which this is equal have the same blocks."""
         return name
 
-    def span(self, name: str) -> tuple[int, int] | None:
-        """An open file and the byte at which the tensor begins, all of it in one run; None where that is not so."""
-        return None
-
     def reads_in_place(self, name: str) -> bool:
         """Whether a block that is read is its values as they are, from the beginning of the room on."""
         return False
 
     def expect(self, name: str, first: int, count: int) -> None:
         """Tell the system that some blocks will be read soon."""
+        return None
+
+    def begin(self, name: str, first: int, count: int) -> None:
+        """Start to read some blocks, which are asked for next but those that were begun before."""
+        self.expect(name, first, count)
+
+    def peek(self, name: str, i: int) -> torch.Tensor | None:
+        """Block `i` of a tensor where it was begun and lies in memory as it is, until the next but one `begin`; else
+        None. Raises where it is damaged."""
         return None
 
     def line(self) -> StorageLine:
@@ -108,52 +114,81 @@ class FileSource(Source):
         tensors: Mapping[str, tuple[Entry, Place]],
         manifest: Manifest | None = None,
         *,
+        headers: Sequence[Header] = (),
         verify: bool = True,
     ) -> None:
         self.path = path
         self.entries = {name: entry for name, (entry, _) in tensors.items()}
         self.places = {name: place for name, (_, place) in tensors.items()}
         self.block_bytes = LEAST_BLOCK if manifest is None else manifest.block_bytes
-        self.checksums = manifest.checksums if manifest is not None and verify else {}
+        self.checksums: Checksums = dict(manifest.checksums) if manifest is not None and verify else {}
+        self.own_block_bytes: dict[str, int] = {}  # of tensors whose file has its own checksums
+        for header in headers:
+            self.own_block_bytes |= dict.fromkeys(header.checksums, header.block_bytes)
+            self.checksums |= header.checksums if verify else {}
         self.tree = flat_tree(list(self.entries), {}) if manifest is None else manifest.tree
         self.step = None if manifest is None else manifest.step
         self.random = None if manifest is None else manifest.random
-        self._blocks: dict[str, list[Block]] = {}
+        self._cuts: dict[int, Cuts] = {}
         self._handles: dict[Path, int] = {}
+        self._ahead = Ahead()
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_handles": {}, "_blocks": {}}
+        return self.__dict__ | {"_handles": {}, "_cuts": {}, "_ahead": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state | {"_ahead": Ahead()})
 
     def blocks(self, name: str) -> Sequence[Block]:
-        if name not in self._blocks:
-            entry = self.entries[name]
-            self._blocks[name] = blocks_of(entry.shape, entry.dtype.itemsize, self.block_bytes)
-        return self._blocks[name]
+        entry, size = self.entries[name], self.own_block_bytes.get(name, self.block_bytes)
+        if size not in self._cuts:
+            self._cuts[size] = Cuts(size)
+        return self._cuts[size][entry.shape, entry.dtype.itemsize]
 
     def order(self, name: str) -> tuple[str, int]:
         return str(self.places[name].file), self.places[name].start
 
     def cut(self, name: str) -> object:
-        return None
+        return self.own_block_bytes.get(name)
 
     def checksum(self, name: str, i: int) -> int | None:
         return self.checksums[name][i] if name in self.checksums else None
 
     def same_values(self, one: str, other: str) -> bool:
-        if one in self.checksums and other in self.checksums:
+        alike = self.own_block_bytes.get(one) == self.own_block_bytes.get(other)
+        if alike and one in self.checksums and other in self.checksums:
             return self.checksums[one] == self.checksums[other]
         return super().same_values(one, other)
 
     def reads_in_place(self, name: str) -> bool:
         return True
 
-    def span(self, name: str) -> tuple[int, int] | None:
-        return self._handle(self.places[name].file), self.places[name].start
-
     def expect(self, name: str, first: int, count: int) -> None:
         blocks, place = self.blocks(name), self.places[name]
         start, stop = blocks[first].start, blocks[first + count - 1].stop
         os.posix_fadvise(self._handle(place.file), place.start + start, stop - start, os.POSIX_FADV_WILLNEED)
+
+    def begin(self, name: str, first: int, count: int) -> None:
+        blocks, place = self.blocks(name), self.places[name]
+        start, stop = place.start + blocks[first].start, place.start + blocks[first + count - 1].stop
+        if not self._ahead.begin(place.file, self._handle(place.file), start, stop):
+            self.expect(name, first, count)
+
+    def peek(self, name: str, i: int) -> torch.Tensor | None:
+        block, place, entry = self.blocks(name)[i], self.places[name], self.entries[name]
+        size, itemsize = block.stop - block.start, entry.dtype.itemsize
+        found = self._begun(name, place, block)
+        if found is None or found.size < size or found.ctypes.data % itemsize:
+            return None
+        self.bytes_read += size
+        self._check(name, i, found)
+        return torch.from_numpy(found).view(entry.dtype).view(block.tile.sizes)
+
+    def _begun(self, name: str, place: Place, block: Block) -> np.ndarray | None:
+        try:
+            return self._ahead.take(place.file, place.start + block.start, place.start + block.stop)
+        except OSError as error:
+            raise _read_error(place.file, name, place.start + block.start, error) from error
 
     def line(self) -> StorageLine:
         largest = max(self.entries, key=lambda name: self.entries[name].nbytes, default=None)
@@ -165,18 +200,26 @@ class FileSource(Source):
         data = room[:size]
         self._fill(name, place, block, data)
         self.bytes_read += size
-        if name in self.checksums and zlib.crc32(buffer_of(data.numpy())) != self.checksums[name][i]:
+        self._check(name, i, data.numpy())
+        if not size:
+            return torch.empty(block.tile.sizes, dtype=entry.dtype)
+        return data.view(entry.dtype).view(block.tile.sizes)
+
+    def _check(self, name: str, i: int, data: np.ndarray) -> None:
+        block, place = self.blocks(name)[i], self.places[name]
+        if name in self.checksums and crc_of(data) != self.checksums[name][i]:
             raise CheckpointError(
                 f"{place.file}: tensor {name!r}, bytes {place.start + block.start} to {place.start + block.stop} of "
                 f"the file (rows from {block.tile.offsets}, sizes {block.tile.sizes}) are not what was written: the "
                 f"file is damaged"
             )
-        if not size:
-            return torch.empty(block.tile.sizes, dtype=entry.dtype)
-        return data.view(entry.dtype).view(block.tile.sizes)
 
     def _fill(self, name: str, place: Place, block: Block, data: torch.Tensor) -> None:
-        view, at = buffer_of(data.numpy()), place.start + block.start
+        begun = self._begun(name, place, block)
+        if begun is not None:
+            data[: begun.size].numpy()[...] = begun
+        done = 0 if begun is None else begun.size
+        view, at = buffer_of(data[done:].numpy()), place.start + block.start + done
         try:
             handle = self._handle(place.file)
             while view:
@@ -187,9 +230,7 @@ class FileSource(Source):
                     )
                 view, at = view[got:], at + got
         except OSError as error:
-            raise CheckpointError(
-                f"{place.file}: reading tensor {name!r}, bytes {at} and on, failed: {error.strerror}"
-            ) from error
+            raise _read_error(place.file, name, at, error) from error
 
     def _handle(self, path: Path) -> int:
         if path not in self._handles:
@@ -197,5 +238,10 @@ class FileSource(Source):
         return self._handles[path]
 
     def close(self) -> None:
+        self._ahead.close()
         while self._handles:
             os.close(self._handles.popitem()[1])
+
+
+def _read_error(path: Path, name: str, at: int, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path}: reading tensor {name!r}, bytes {at} and on, failed: {error.strerror}")

@@ -15,10 +15,20 @@ import torch.distributed as dist
 
 from shardwise.checkpoint import crc
 from shardwise.checkpoint.agreement import Agreed, agree
-from shardwise.checkpoint.blocks import Block, block_bytes_for, blocks_of
+from shardwise.checkpoint.blocks import Block, Cuts, block_bytes_for
 from shardwise.checkpoint.commit import commit, draft_of, drop_draft, new_draft
 from shardwise.checkpoint.dtypes import from_short
-from shardwise.checkpoint.files import INDEX, DataFile, Entry, index_json, lay_out, sync_folder, write_synced
+from shardwise.checkpoint.files import (
+    INDEX,
+    DataFile,
+    Entry,
+    index_json,
+    lay_out,
+    seal,
+    sealed,
+    sync_folder,
+    write_synced,
+)
 from shardwise.checkpoint.holders import check, held, layout_json, share_of
 from shardwise.checkpoint.jobs import Job, Task, Written, create, jobs_of, staged, write
 from shardwise.checkpoint.manifest import MANIFEST, manifest_text, random_state
@@ -48,15 +58,19 @@ class Draft:
 
     @cached_property
     def files(self) -> list[DataFile]:
-        return lay_out(self.entries, self.most)
+        return lay_out(self.entries, self.most, None if self.manifest else self.cuts)
 
     @property
     def block_bytes(self) -> int:
         return block_bytes_for(self.nbytes)
 
     @cached_property
+    def cuts(self) -> Cuts:
+        return Cuts(self.block_bytes)
+
+    @cached_property
     def blocks(self) -> dict[str, list[Block]]:
-        return {e.name: blocks_of(e.shape, e.dtype.itemsize, self.block_bytes) for e in self.entries}
+        return {entry.name: self.cuts[entry.shape, entry.dtype.itemsize] for entry in self.entries}
 
     @cached_property
     def first(self) -> dict[str, int]:
@@ -127,8 +141,8 @@ def _drafted(
         for name, kinds in agreed.tensors.items()
     ]
     layouts = {name: layout_json(tensor) for name, tensor in flat.tensors.items()}
-    size = block_bytes_for(sum(entry.nbytes for entry in entries))
-    tasks = [task.own(size) for task in _tasks(flat, agreed, world, entries)]
+    cuts = Cuts(block_bytes_for(sum(entry.nbytes for entry in entries)))
+    tasks = [task.own(cuts) for task in _tasks(flat, agreed, world, entries)]
     return Draft(folder, entries, most, tasks, agreed.tree, layouts, step, random, manifest)
 
 
@@ -174,8 +188,13 @@ def run(draft: Draft, world: World) -> None:
 
 
 def begin(draft: Draft) -> None:
-    """Make the folder and the files of a draft."""
-    create(new_draft(draft.path), draft.files)
+    """Make the folder and the files of a draft; nothing is left where there is no room for them."""
+    folder = new_draft(draft.path)
+    try:
+        create(folder, draft.files)
+    except BaseException:
+        drop_draft(folder)
+        raise
 
 
 def _together(written: Written, world: World) -> tuple[np.ndarray, int]:
@@ -215,6 +234,9 @@ def finish(draft: Draft, folder: Path, sums: np.ndarray, total: int, world: Worl
             )
             sync_folder(folder)
             write_synced(folder / MANIFEST, text)
+        else:
+            for file in draft.files:
+                seal(folder / file.name, sealed(file, checksums))
         commit(folder, draft.path)
     except OSError as error:
         raise CheckpointError(f"{draft.path}: could not be completed: {error}") from error

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from torch import nn
 
 from shardwise.forecast.hardware import Hardware, HardwareError, known
 from shardwise.forecast.measuring import measured
+from shardwise.mesh import UserMesh
+from shardwise.parallel import data_parallel
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,12 +25,17 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.set_defaults(run=run)
 
 
+def _laid_out(module: nn.Module, mesh: UserMesh) -> nn.Module:
+    """Data parallelism in bfloat16, as programs have it: gradients are copied into buffers by hooks."""
+    return data_parallel(module, mesh, compute_dtype=torch.bfloat16)
+
+
 def run(options: argparse.Namespace, console: Console) -> int:
     found: Hardware | None = None
     try:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("measuring", total=None)
-            for what, described in measured(options.device, options.like):
+            for what, described in measured(options.device, options.like, _laid_out):
                 progress.update(task, description=f"measured {what}")
                 found = described or found
     except HardwareError as error:
@@ -37,6 +46,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     table = Table("figure", "value", "basis", "from", title=found.name)
     rows = {"memory (bytes)": found.memory, "memory bandwidth (bytes/s)": found.bandwidth, "launch (s)": found.launch}
     rows |= {f"{dtype} (flop/s)": figure for dtype, figure in found.flops.items()} | {"host (s)": found.host}
+    rows |= {f"host: {name} (s)": figure for name, figure in found.hosts.items()}
     for name, figure in rows.items():
         table.add_row(name, f"{figure.value:,.4g}", figure.basis, figure.source)
     console.print(table)

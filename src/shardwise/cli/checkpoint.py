@@ -74,6 +74,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             drop_values=False,
             max_file_size=MOST_FILE_BYTES,
         )
+        one.add_argument("--unchecked", action="store_true", help="compare no checksums, as where the manifest is lost")
         if name == "merge":
             one.set_defaults(max_file_size=1 << 62)
         else:
@@ -161,7 +162,7 @@ def _ls(options: argparse.Namespace, console: Console) -> int:
 
 
 def _show(options: argparse.Namespace, console: Console) -> int:
-    source = open_source(options.path)
+    source = open_source(options.path, verify="none")
     manifest = Path(options.path) / MANIFEST
     body = json.loads(manifest.read_text()) if manifest.exists() else {}
     table = Table("tensor", "dtype", "shape", "size", "layout when saved")
@@ -182,7 +183,8 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
     source = open_source(options.path)
     with _bar(console, "verify", total_bytes(source)) as advance:
         check_blocks(source, World(0, (0,), None), advance)
-    checked = "every byte is what was written" if getattr(source, "checksums", None) else "readable; it has no manifest"
+    unknown = [name for name in source.entries if source.checksum(name, 0) is None]
+    checked = f"readable; {len(unknown)} tensors have no checksums" if unknown else "every byte is what was written"
     console.print(f"{options.path}: {checked}")
     return 0
 
@@ -276,7 +278,7 @@ def _only(source: Source, name: str, table: Map) -> Source:
 
 
 def _convert(options: argparse.Namespace, console: Console) -> int:
-    source = open_source(options.path)
+    source = open_source(options.path, verify="none" if options.unchecked else "fast")
     if options.map is not None:
         table = preset(options.map, prefix=options.prefix, heads=options.heads, kv_heads=options.kv_heads)
         source = MappedSource(source, table.inverse if options.inverse else table)

@@ -44,41 +44,43 @@ class Comm(ABC):
         return self.bind(func, axes)
 
     @abstractmethod
-    def each(self, func: Callable[[torch.Tensor, Coords], torch.Tensor], local: Any, axes: Sequence[int]) -> Any:
+    def each(
+        self, func: Callable[[torch.Tensor, Coords], torch.Tensor], local: LocalValue, axes: Sequence[int]
+    ) -> LocalValue:
         """`func(value, coords)` for the ranks of this process; every coordinate of `axes` gets a value of its own."""
 
     @abstractmethod
-    def all_reduce(self, local: Any, axes: Sequence[int], reduce_op: str) -> Any:
+    def all_reduce(self, local: LocalValue, axes: Sequence[int], reduce_op: str) -> LocalValue:
         """The parts of everyone along the axes, reduced."""
 
     def start_all_reduce(
-        self, local: Any, axes: Sequence[int], reduce_op: str, owned: bool
-    ) -> tuple[Any, Callable[[], Any]] | None:
+        self, local: LocalValue, axes: Sequence[int], reduce_op: str, owned: bool
+    ) -> tuple[LocalValue, Callable[[], object]] | None:
         """The same, begun: the value there will be (`local` itself, if it is `owned` and can be overwritten), and what
         waits for it. None where it cannot be begun without waiting."""
         return None
 
     @abstractmethod
-    def stack(self, local: Any, axes: Sequence[int]) -> Any:
+    def stack(self, local: LocalValue, axes: Sequence[int]) -> LocalValue:
         """The values of everyone along the axes, which have one shape, stacked on a new first dim."""
 
     @abstractmethod
-    def values(self, local: Any) -> tuple[torch.Tensor, ...]:
+    def values(self, local: LocalValue) -> tuple[torch.Tensor, ...]:
         """The distinct plain tensors inside a local value."""
 
     @abstractmethod
-    def structure(self, local: Any) -> Any:
+    def structure(self, local: LocalValue) -> Structure:
         """Which rank holds which of `values(local)`: what `assemble` needs, without the tensors."""
 
     @abstractmethod
-    def assemble(self, structure: Any, values: Sequence[torch.Tensor | None]) -> Any:
+    def assemble(self, structure: Structure, values: Sequence[torch.Tensor | None]) -> LocalValue:
         """The local value of that structure with these tensors."""
 
     @abstractmethod
-    def pick(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
+    def pick(self, structure: Structure, local: LocalValue) -> tuple[torch.Tensor, ...]:
         """For each distinct tensor of that structure, what its first holder has in `local`."""
 
-    def pick_gradients(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
+    def pick_gradients(self, structure: Structure, local: LocalValue) -> tuple[torch.Tensor, ...]:
         """`pick` for what autograd takes back: each has memory of its own, since a leaf may add to it in place."""
         return self.pick(structure, local)
 
@@ -86,7 +88,7 @@ class Comm(ABC):
         """A whole value that the program asks for: refused where this rank is outside of the mesh."""
         return value
 
-    def rebuild(self, local: Any, values: Sequence[torch.Tensor | None]) -> Any:
+    def rebuild(self, local: LocalValue, values: Sequence[torch.Tensor | None]) -> LocalValue:
         """A local value like `local` with other tensors, in the order of `values(local)`."""
         return self.assemble(self.structure(local), values)
 
@@ -95,7 +97,7 @@ class Comm(ABC):
         """The coordinates of the ranks of this process."""
 
     @abstractmethod
-    def first(self, local: Any) -> torch.Tensor:
+    def first(self, local: LocalValue) -> torch.Tensor:
         """The plain tensor of the first rank of this process."""
 
     def whole(self, local: LocalValue) -> Structure:
@@ -107,30 +109,31 @@ class Comm(ABC):
         return False
 
     def agreed(self, local: LocalValue, what: str) -> torch.Tensor:
-        """The plain tensor behind a Replicate value that decides something for the whole mesh, such as the sizes that
-        ranks found; LayoutError, saying `what` it is, where the groups of a simulated sub-mesh hold different ones."""
+        """The plain tensor of the first rank of this process, where all groups of a simulated sub-mesh hold the same;
+        else LayoutError, which says `what` the value is: one that decides something for the whole mesh, such as the
+        sizes that ranks found."""
         return self.first(local)
 
-    def same(self, one: Any, other: Any) -> bool:
+    def same(self, one: LocalValue, other: LocalValue) -> bool:
         """Whether two local values are the same tensors."""
         return one is other
 
     @abstractmethod
-    def shared(self, value: torch.Tensor) -> Any:
+    def shared(self, value: torch.Tensor) -> LocalValue:
         """The local value in which every rank holds `value`."""
 
     @abstractmethod
-    def at(self, local: Any, coords: Coords) -> torch.Tensor:
+    def at(self, local: LocalValue, coords: Coords) -> torch.Tensor:
         """The plain tensor of the rank of this process at `coords`."""
 
     @abstractmethod
-    def adopt(self, local: torch.Tensor, axes: Sequence[int]) -> Any:
+    def adopt(self, local: torch.Tensor, axes: Sequence[int]) -> LocalValue:
         """A tensor the user holds, as a local value whose ranks share no tensor along `axes`."""
 
     @abstractmethod
-    def all_kinds(self, local: Any) -> dict[Coords, tuple[str, tuple[int, ...]]]:
+    def all_kinds(self, local: LocalValue) -> dict[Coords, tuple[str, tuple[int, ...]]]:
         """The dtype and local shape of every rank of the mesh (one small exchange)."""
 
     @abstractmethod
-    def first_of_replicas(self, local: Any, axes: Sequence[int]) -> Any:
+    def first_of_replicas(self, local: LocalValue, axes: Sequence[int]) -> LocalValue:
         """The value of the first coordinate on each of `axes`, for everyone along it."""

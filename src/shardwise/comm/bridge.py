@@ -169,13 +169,13 @@ class _Constant(torch.autograd.Function):
     """A value that does not change with the tensors it comes from: their gradients are zeros, or there are none."""
 
     @staticmethod
-    def forward(ctx: Any, missing: str, value: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Ctx, missing: str, value: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
         ctx.missing = missing
         ctx.kinds = [(s.shape, s.dtype, s.device) if s.requires_grad else None for s in sources]
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.missing:
             raise NotImplementedError(f"the derivative for '{ctx.missing}' is not implemented.")
         zeros = [kind and torch.zeros(kind[0], dtype=kind[1], device=kind[2]) for kind in ctx.kinds]

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from threading import get_ident
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MOST_NAMES = 1 << 16
-_MOST_PLANS = 1 << 12
-_MEMORY_NS = 20_000_000  # how often memory is looked at, at most
+_MOST_KNOWN = 1 << 12
+_MEMORY_NS = 50_000_000  # how often memory is looked at, at most
 _now = time.monotonic_ns
 
 flights: list[Flight] = []  # the record that is being written, if there is one
@@ -72,7 +72,10 @@ class Flight:
         self.rank = -1
         self.module = 0  # the number of the innermost module of the main thread
         self._names: dict[Hashable, int] = {}
-        self._plans: dict[object, int] = {}  # the numbers of ops, by the plan that runs them
+        # what ops and collectives are called, by the plan or step that runs them: a lookup instead of words
+        self._known: dict[Hashable, int] = {}
+        # the number of a line, by code and instruction; the code is kept, so that no other has its id
+        self._places: dict[tuple[int, int], tuple[int, CodeType]] = {}
         self._inside: set[int] = set()  # threads that are in an op: what it calls itself is no op of the program
         self._threads: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -129,21 +132,19 @@ class Flight:
         if self._forks != forks.count:
             return -1
         note, names = guard.note, self._names
-        key = (guard.step, note.op, note.backward, guard.kind, guard.where)
-        what = names.get(key) or self._name_guard(key, guard)
+        key = (guard.step, note.op, guard.kind, guard.where)
+        what = self._known.get(key) or self._name_guard(key, guard)
         clock = names.get(guard.clock.name) or self._name(guard.clock.name, clock=guard.clock.name)
         flags = (WAIT if guard.begun else 0) | (BACKWARD if note.backward else 0)
         return self._enter(what, self._place(note.source), clock, guard.number, thread, flags)
 
     def enter_step(self, comm: CommLike, step: StepLike, note: Note) -> int:
         """A step of a move on a simulated mesh begins."""
-        key = (step, note.op, note.backward)
-        what = self._names.get(key)
+        key = (step, note.op)
+        what = self._known.get(key)
         if what is None:
-            received = step.bytes_here()
-            ranks = len(comm.grid)
             facts = {"op": note.op, "kind": step.kind, "axis": step.where, "layouts": step.describe()}
-            what = self._name(key, what=[facts], bytes=received, simulated=ranks)
+            what = self._name_what(key, facts, bytes=step.bytes_here(), simulated=len(comm.grid))
         return self._enter(what, self._place(note.source), 0, 0, get_ident(), BACKWARD if note.backward else 0)
 
     def enter_module(self, name: int) -> int:
@@ -161,7 +162,7 @@ class Flight:
         if not self.keeps_ops or thread in inside or self._forks != forks.count:
             return plan(*call)
         self._ring or self._open()
-        what = self._plans.get(plan) or self._name_op(plan, name_of(func), call)
+        what = self._known.get(plan) or self._name_op(plan, name_of(func), call)
         inside.add(thread)
         ring = self._ops
         assert ring is not None
@@ -213,19 +214,24 @@ class Flight:
             "reason": guard.note.reason,
         }
         received = 0 if step is None else step.bytes_here()
-        return self._name(key, what=[facts], bytes=received, ranks=_short(guard.along.ranks))
+        return self._name_what(key, facts, bytes=received, ranks=_short(guard.along.ranks))
 
     def _name_op(self, plan: object, op: str, call: Sequence[object]) -> int:
         """The number of an op with the layouts of its tensors."""
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
         args = call[0] if call and isinstance(call[0], Sequence) else ()
         found = [layout for layout in (getattr(arg, "_layout", None) for arg in args) if layout is not None]
         words = ", ".join(f"{list(layout.shape)} {layout.placements}" for layout in found[:4])
-        key = ("op", op, words)
-        what = self._names.get(key) or self._name(key, what=[{"op": op, "kind": "op", "layouts": words}])
-        self._plans[plan] = what
-        return what
+        return self._name_what(plan, {"op": op, "kind": "op", "layouts": words})
+
+    def _name_what(self, key: Hashable, what: dict[str, str], **more: object) -> int:
+        """The number of an op or a collective. Steps of a move may be new objects each time: the words, not the object,
+        decide whether it has a number already."""
+        words = ("what", *what.values(), *map(str, more.values()))
+        found = self._names.get(words) or self._name(words, what=[what], **more)
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()  # plans and steps are not kept alive for ever
+        self._known[key] = found
+        return found
 
     def _place(self, source: str | None) -> int:
         """The number of the line of the user's program."""
@@ -235,8 +241,17 @@ class Flight:
         frame: FrameType | None = user_frame(sys._getframe(2))
         if frame is None:
             return 0
-        key = (frame.f_code.co_filename, frame.f_lineno)
-        return names.get(key) or self._name(key, line=f"{key[0]}:{key[1]}", function=frame.f_code.co_qualname)
+        code = frame.f_code
+        where = (id(code), frame.f_lasti)  # which line that is takes longer to find out
+        found = self._places.get(where)
+        if found is not None:
+            return found[0]
+        key = (code.co_filename, frame.f_lineno)
+        number = names.get(key) or self._name(key, line=f"{key[0]}:{key[1]}", function=code.co_qualname)
+        if len(self._places) >= _MOST_KNOWN:
+            self._places.clear()
+        self._places[where] = (number, code)
+        return number
 
 
 def _short(ranks: Sequence[int]) -> list[int]:

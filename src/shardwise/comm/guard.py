@@ -121,7 +121,7 @@ class Guard:
         """Wait until the rank before this one is at the same collective too. Backends do not look what a collective
         is: they would mix it with another, or end the process where the sizes differ."""
         along = self.along
-        if along.backend != "gloo":
+        if along.backend != "gloo" or of_thread.has_met:
             return
         group: Group = dist.group.WORLD if along.group is None else along.group
         me, n = group.rank(), group.size()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.calls import Clock, Group, entered
+from shardwise.comm.gloo_loops import keep_loops_from_preempting
 
 # torch 2.13 has new names for these two
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -75,6 +76,7 @@ def clock_of(group: Group, ranks: tuple[int, ...]) -> Clock:
     key = (getattr(world if group is None else group, "group_name", ""), ranks)
     found = clocks.get(key)
     if found is None:
+        keep_loops_from_preempting()  # also of a group that was made after the others
         found = clocks[key] = Clock(f"{key[0]} {crc32(repr(ranks).encode())}")  # the same on all its ranks
     return found
 
@@ -109,7 +111,8 @@ def start_swap(
 def start_sends(out: Ends, into: Ends, along: Along) -> Work:
     """Begin to send to and to receive from peers; both sides name each other in the same order."""
     group: Group = dist.group.WORLD if along.group is None else along.group
-    _wait_for_abandoned(group)
+    if _abandoned:
+        _wait_for_abandoned(group)
     out, into = ([(peer, x) for peer, x in ends if x.numel()] for ends in (out, into))
     if along.backend == "gloo":  # straight to the group: torch's wrapper takes longer than a small message
         number = along.ranks if along.group is None else range(len(along.ranks))
@@ -174,8 +177,6 @@ def _let_finish() -> None:
 
 
 def _wait_for_abandoned(group: Group) -> None:
-    if not _abandoned:
-        return
     for _ in range(len(_abandoned)):
         owner, works = _abandoned.popleft()
         if owner is not group:

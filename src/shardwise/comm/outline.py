@@ -109,8 +109,12 @@ class OutlineComm(PlainComm):
 
         @wraps(func, updated=())
         def without_values(*args: object, **kwargs: object) -> Result:
-            with mode:
-                return func(*args, **kwargs)
+            mode.calls += 1
+            try:
+                with mode:
+                    return func(*args, **kwargs)
+            finally:
+                mode.calls -= 1
 
         return without_values
 

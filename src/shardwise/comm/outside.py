@@ -55,24 +55,24 @@ class OutsideComm(PlainComm):
     def bind(self, func: Callable[..., Any], axes: Sequence[int] = ()) -> Callable[..., Any]:
         return self._refuse
 
-    def each(self, func: Callable[..., Any], local: Any, axes: Sequence[int]) -> Any:
+    def each(self, func: Callable[..., Any], local: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         self._refuse()
 
-    def all_reduce(self, local: Any, axes: Sequence[int], reduce_op: str) -> Any:
+    def all_reduce(self, local: torch.Tensor, axes: Sequence[int], reduce_op: str) -> torch.Tensor:
         self._refuse()
 
-    def stack(self, local: Any, axes: Sequence[int]) -> Any:
+    def stack(self, local: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         self._refuse()
 
-    def shared(self, value: torch.Tensor) -> Any:
+    def shared(self, value: torch.Tensor) -> torch.Tensor:
         nothing = value.reshape(-1)[:0]
         return nothing if value.dim() else nothing.sum().to(value.dtype)
 
-    def at(self, local: Any, coords: Coords) -> torch.Tensor:
+    def at(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         self._refuse()
 
-    def all_kinds(self, local: Any) -> dict[Coords, tuple[str, tuple[int, ...]]]:
+    def all_kinds(self, local: torch.Tensor) -> dict[Coords, tuple[str, tuple[int, ...]]]:
         self._refuse()
 
-    def first_of_replicas(self, local: Any, axes: Sequence[int]) -> Any:
+    def first_of_replicas(self, local: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         return local

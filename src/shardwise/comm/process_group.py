@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardwise.comm.base import Comm, Coords
 from shardwise.comm.bridge import replaced
+from shardwise.comm.calls import Group
 from shardwise.comm.capturing import unwritten
 from shardwise.comm.guard import Guard, refuse_tracing
 from shardwise.comm.messages import (
@@ -33,6 +34,7 @@ from shardwise.comm.messages import (
 from shardwise.comm.record import Note, record
 from shardwise.comm.reduction import REDUCTIONS, reduce_parts
 from shardwise.comm.watch import sign_in
+from shardwise.protocols import Structure
 from shardwise.torch_private.tensors import tracing_mode, without_fake_mode
 
 _REDUCE = {
@@ -51,19 +53,19 @@ class PlainComm(Comm):
 
     simulated = False
 
-    def values(self, local: Any) -> tuple[torch.Tensor, ...]:
+    def values(self, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (local,)
 
-    def structure(self, local: Any) -> None:
+    def structure(self, local: torch.Tensor) -> None:
         return None
 
-    def assemble(self, structure: Any, values: Sequence[torch.Tensor | None]) -> Any:
-        return values[0]
+    def assemble(self, structure: Structure, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        return values[0]  # type: ignore[return-value]
 
-    def pick(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
+    def pick(self, structure: Structure, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (local,)
 
-    def first(self, local: Any) -> torch.Tensor:
+    def first(self, local: torch.Tensor) -> torch.Tensor:
         return local
 
     def adopt(self, local: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
@@ -81,7 +83,7 @@ class ProcessGroupComm(PlainComm):
         self.axis_names = tuple(names)
         self._device_mesh = device_mesh
         self.device_type: str = device_mesh.device_type
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
         self._alongs: dict[tuple[int, ...], Along] = {}
         self._ranks: dict[Coords, int] = {}
         self._places: dict[tuple[int, ...], tuple[Along, str, str]] = {}  # for guards
@@ -99,7 +101,7 @@ class ProcessGroupComm(PlainComm):
     def shared(self, value: torch.Tensor) -> torch.Tensor:
         return value
 
-    def at(self, local: Any, coords: Coords) -> torch.Tensor:
+    def at(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         return local
 
     def all_kinds(self, local: torch.Tensor) -> dict[Coords, tuple[str, tuple[int, ...]]]:
@@ -168,7 +170,7 @@ class ProcessGroupComm(PlainComm):
             dist.scatter(wire, parts, group=self.group(axis), group_src=self._place(axis, source))
         return from_wire(wire[: mine * itemwidth], like.dtype, shapes[me])
 
-    def group(self, axes: int | Sequence[int]) -> Any:
+    def group(self, axes: int | Sequence[int]) -> Group:
         """The process group of the ranks along one axis, or along several if they are the world; else None."""
         key = (axes,) if isinstance(axes, int) else tuple(axes)
         if key not in self._groups:

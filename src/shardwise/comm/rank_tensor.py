@@ -41,10 +41,10 @@ SURFACE: dict[object, Callable[..., Any]] = {}  # what a RankTensor answers as a
 
 
 class RankTensor(torch.Tensor):
-    """The local value on a simulated mesh: `.ranks` is the tuple of every rank's tensor.
+    """The local tensors of all ranks of a simulated mesh: `.ranks` is a tuple with one plain tensor for each rank.
 
-    Ops run rank by rank. A property that differs between ranks (the shape of uneven shards) must be read off
-    `.ranks[i]`.
+    An op runs on each rank's tensor. If a property differs between ranks (such as the shape of uneven shards), read it
+    from `.ranks[i]`.
     """
 
     ranks: tuple[torch.Tensor, ...]
@@ -63,7 +63,7 @@ class RankTensor(torch.Tensor):
         pass
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
         surface = SURFACE.get(func)
         if surface is not None:
             return surface(*args, **(kwargs or {}))
@@ -74,7 +74,7 @@ class RankTensor(torch.Tensor):
         return map_ranks(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
         with reentrant():
             return map_ranks(func, args, kwargs or {})
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Protocol
 
 from shardwise.torch_private.autograd import current_node
@@ -89,6 +89,7 @@ class _OfThread(threading.local):
     note: Note | None = None  # on whose behalf a step of a move runs now
     step: Described | None = None  # that step
     digest = 0  # its number
+    has_met = False  # whether all ranks are known to be at the same program, so that no collective asks
 
 
 of_thread = _OfThread()
@@ -147,25 +148,27 @@ def tell(axis: str, kind: str, received: int, note: Note, to: Sequence[Recorder]
 
 
 _NOT_THE_USERS = frozenset({"shardwise", "torch", "contextlib", "functools"})
-_of_users: dict[str | None, bool] = {}  # by the name of the module
+_MOST_CODES = 1 << 14
+_codes: dict[int, tuple[CodeType, bool]] = {}  # by id, which is the code's for as long as it stands here
 
 
 def is_of_user(frame: FrameType) -> bool:
     """Whether a frame is neither ours nor torch's, by the module its code is of: a path says nothing, since users may
     call their folders as they like and run code that has no file."""
     module = frame.f_globals.get("__name__")
-    mine = _of_users.get(module)
-    if mine is None:
-        mine = _of_users[module] = (module or "").partition(".")[0] not in _NOT_THE_USERS
+    mine = (module or "").partition(".")[0] not in _NOT_THE_USERS
+    if len(_codes) >= _MOST_CODES:
+        _codes.clear()
+    _codes[id(frame.f_code)] = (frame.f_code, mine)
     return mine
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the user's program, from a frame on."""
-    of_users = _of_users
+    codes = _codes
     while frame is not None:
-        mine = of_users.get(frame.f_globals.get("__name__"))
-        if mine or (mine is None and is_of_user(frame)):
+        known = codes.get(id(frame.f_code))  # one look-up per frame: this is done for every recorded op
+        if is_of_user(frame) if known is None else known[1]:
             return frame
         frame = frame.f_back
     return None

@@ -12,9 +12,10 @@ from shardwise.comm.base import Comm, Coords
 from shardwise.comm.rank_tensor import PerRank, RankTensor, is_list_op, map_positions, map_ranks, unique
 from shardwise.comm.reduction import reduce_parts
 from shardwise.errors import LayoutError, MeshError
-from shardwise.protocols import LocalValue
+from shardwise.protocols import Structure
 from shardwise.torch_private.tensors import storage_id
 
+_MOST_SHOWN = 8  # elements of a tensor that an error shows
 OnGroup = Callable[[list[torch.Tensor], list[Coords]], list[torch.Tensor]]  # values and coordinates of some ranks
 
 
@@ -67,21 +68,21 @@ class SimulatedComm(Comm):
         keys = self._keys(axes)
         return lambda *args, **kwargs: map_ranks(func, args, kwargs, keys, watched=True)
 
-    def values(self, local: Any) -> tuple[torch.Tensor, ...]:
+    def values(self, local: RankTensor) -> tuple[torch.Tensor, ...]:
         return tuple(unique(local.ranks))
 
-    def structure(self, local: Any) -> tuple[int, ...]:
+    def structure(self, local: RankTensor) -> tuple[int, ...]:
         index = {id(v): i for i, v in enumerate(unique(local.ranks))}
         return tuple(index[id(v)] for v in local.ranks)
 
-    def assemble(self, structure: Any, values: Sequence[torch.Tensor | None]) -> RankTensor:
+    def assemble(self, structure: Structure, values: Sequence[torch.Tensor | None]) -> RankTensor:
         return RankTensor([values[i] for i in structure])  # type: ignore[misc]
 
-    def pick(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
+    def pick(self, structure: Structure, local: RankTensor) -> tuple[torch.Tensor, ...]:
         holders = {i: rank for rank, i in reversed(list(enumerate(structure)))}
         return tuple(local.ranks[holders[i]] for i in sorted(holders))
 
-    def pick_gradients(self, structure: Any, local: Any) -> tuple[torch.Tensor, ...]:
+    def pick_gradients(self, structure: Structure, local: RankTensor) -> tuple[torch.Tensor, ...]:
         grads, seen = list(self.pick(structure, local)), set()
         for i, grad in enumerate(grads):
             place = storage_id(grad), grad.storage_offset()
@@ -90,32 +91,31 @@ class SimulatedComm(Comm):
             seen.add(place)
         return tuple(grads)
 
-    def whole(self, local: LocalValue) -> tuple[int, ...]:
+    def whole(self, local: RankTensor) -> tuple[int, ...]:
         """The structure of a Replicate value for the program: one tensor, or one per group where the groups of a
         sub-mesh hold different ones."""
-        one, *others = self._by_group(local).values()
-        if all(_equal(one, other) for other in others):
+        if self._difference(local) is None:
             return (0,) * len(self.grid)
         numbers = {spectator: i for i, spectator in enumerate(dict.fromkeys(self.spectators))}
         return tuple(numbers[spectator] for spectator in self.spectators)
 
-    def check_groups(self, local: LocalValue, what: str) -> None:
-        """Raise where ranks at the same place in the groups of a sub-mesh hold different tensors."""
-        assert isinstance(local, RankTensor)
+    def agreed(self, local: RankTensor, what: str) -> torch.Tensor:
+        difference = self._difference(local)
+        if difference is not None:
+            coords, values = difference
+            shown = [f"{value.tolist()}" for value in values if value.numel() <= _MOST_SHOWN]
+            self._refuse(what, [f"different values at {coords}" + (": " if shown else "") + " and ".join(shown)])
+        return self.first(local)
+
+    def _difference(self, local: RankTensor) -> tuple[Coords, tuple[torch.Tensor, torch.Tensor]] | None:
+        """Coordinates at which two groups of a sub-mesh hold different tensors, and those two; None if none do."""
         firsts: dict[Coords, torch.Tensor] = {}
         for coords, value in zip(self.grid, local.ranks, strict=True):
             if not _equal(firsts.setdefault(coords, value), value):
-                self._refuse(what, [f"different values at {coords}"])
+                return coords, (firsts[coords], value)
+        return None
 
-    def _by_group(self, local: LocalValue) -> dict[Hashable, torch.Tensor]:
-        """What the first rank of each group has."""
-        assert isinstance(local, RankTensor)
-        found: dict[Hashable, torch.Tensor] = {}
-        for spectator, value in zip(self.spectators, local.ranks, strict=True):
-            found.setdefault(spectator, value)
-        return found
-
-    def first(self, local: Any) -> torch.Tensor:
+    def first(self, local: RankTensor) -> torch.Tensor:
         return local.ranks[0]
 
     def is_shared(self, value: torch.Tensor) -> bool:
@@ -123,11 +123,6 @@ class SimulatedComm(Comm):
             return False
         held = {(spectator, id(v)) for spectator, v in zip(self.spectators, value.ranks, strict=True)}
         return len(held) == len(set(self.spectators)) and len({(v.shape, v.stride()) for v in value.ranks}) == 1
-
-    def agreed(self, local: LocalValue, what: str) -> torch.Tensor:
-        if len(set(self.whole(local))) > 1:
-            self._refuse(what, [value.tolist() for value in self._by_group(local).values()])
-        return self.first(local)
 
     def _refuse(self, what: str, found: Sequence[object]) -> NoReturn:
         shown = ", ".join(map(str, found[:4])) + (", ..." if len(found) > 4 else "")
@@ -137,14 +132,14 @@ class SimulatedComm(Comm):
             f"processes, where each group has a tensor of its own"
         )
 
-    def same(self, one: Any, other: Any) -> bool:
+    def same(self, one: RankTensor, other: RankTensor) -> bool:
         return all(a is b for a, b in zip(one.ranks, other.ranks, strict=True))
 
     def shared(self, value: torch.Tensor) -> RankTensor:
         views = {spectator: value.view_as(value) for spectator in self.spectators[1:]} | {self.spectators[0]: value}
         return RankTensor([views[spectator] for spectator in self.spectators])
 
-    def at(self, local: Any, coords: Coords) -> torch.Tensor:
+    def at(self, local: RankTensor, coords: Coords) -> torch.Tensor:
         return local.ranks[self.grid.index(coords)]
 
     def adopt(self, local: torch.Tensor, axes: Sequence[int]) -> RankTensor:
@@ -165,7 +160,7 @@ class SimulatedComm(Comm):
             ]
         )
 
-    def all_kinds(self, local: Any) -> dict[Coords, tuple[str, tuple[int, ...]]]:
+    def all_kinds(self, local: RankTensor) -> dict[Coords, tuple[str, tuple[int, ...]]]:
         found: dict[Coords, tuple[str, tuple[int, ...]]] = {}
         for coords, value in zip(self.grid, local.ranks, strict=True):
             kind = str(value.dtype), tuple(value.shape)
@@ -173,7 +168,7 @@ class SimulatedComm(Comm):
                 self._refuse(f"local tensors of the ranks at {coords}", [found[coords], kind])
         return found
 
-    def first_of_replicas(self, local: Any, axes: Sequence[int]) -> RankTensor:
+    def first_of_replicas(self, local: RankTensor, axes: Sequence[int]) -> RankTensor:
         values = list(local.ranks)
         for axis in axes:
             for group in self.groups((axis,)):
@@ -182,9 +177,7 @@ class SimulatedComm(Comm):
         return RankTensor(values)
 
     # -- collectives ----------------------------------------------------------------------------------------
-    def per_group(
-        self, func: Callable[[list[torch.Tensor], list[Coords]], list[torch.Tensor]], local: Any, axes: Sequence[int]
-    ) -> RankTensor:
+    def per_group(self, func: OnGroup, local: RankTensor, axes: Sequence[int]) -> RankTensor:
         """`func(values, coordinates)` for each group of ranks along the axes: what each of them holds afterwards.
 
         Groups that hold the same objects do the same work: it is done once."""
@@ -199,14 +192,16 @@ class SimulatedComm(Comm):
                 out[rank] = value
         return RankTensor(out)
 
-    def each(self, func: Callable[[torch.Tensor, Coords], torch.Tensor], local: Any, axes: Sequence[int]) -> RankTensor:
+    def each(
+        self, func: Callable[[torch.Tensor, Coords], torch.Tensor], local: RankTensor, axes: Sequence[int]
+    ) -> RankTensor:
         return self.per_group(lambda values, coords: list(map(func, values, coords)), local, axes)
 
-    def all_reduce(self, local: Any, axes: Sequence[int], reduce_op: str) -> RankTensor:
+    def all_reduce(self, local: RankTensor, axes: Sequence[int], reduce_op: str) -> RankTensor:
         reduced = lambda values, coords: [reduce_parts([v.contiguous() for v in values], reduce_op)] * len(values)  # noqa: E731
         return self.per_group(reduced, local, axes)
 
-    def stack(self, local: Any, axes: Sequence[int]) -> RankTensor:
+    def stack(self, local: RankTensor, axes: Sequence[int]) -> RankTensor:
         return self.per_group(lambda values, coords: [torch.stack(values)] * len(values), local, axes)
 
 

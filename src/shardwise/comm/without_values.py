@@ -6,8 +6,9 @@ the program's assumptions; without one it raises and says what to assume.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TypeAlias
 from unittest import mock
 
@@ -31,6 +32,7 @@ _HINTS = {
     "item": "the number that stands for every value that the program looks at",
     "equal": "whether tensors are equal",
     "experts": "'even': every expert is chosen equally often",
+    "ctc_loss": "the length of the longest target, an int",
 }
 
 
@@ -51,6 +53,8 @@ class Absent(FakeMode):  # type: ignore[misc]
     def __init__(self, assume: Assumptions | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.assume: dict[str, Assumed] = dict(assume or {})
+        self.looked: Callable[[], None] | None = None  # is told whenever the program looks at a value
+        self.calls = 0  # how many calls of distributed tensors are under way
         self.group_of: Callable[..., object] | None = None  # gives process groups, where a script's are played too
 
     def __torch_dispatch__(self, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Result:
@@ -80,6 +84,27 @@ class Absent(FakeMode):  # type: ignore[misc]
                 return value.view_as(value)
         return self.from_tensor(value.detach())
 
+    @contextmanager
+    def swappable(self) -> Iterator[None]:
+        """Inside, tensors without values can be swapped, as `module.to(...)` does with parameters: torch refuses where
+        anything refers to them weakly, as this mode does that remembers which tensors it made."""
+        swap = torch.utils.swap_tensors
+
+        def forgotten_and_swapped(one: torch.Tensor, other: torch.Tensor) -> None:
+            for tensor in (one, other):
+                self._forget(tensor)
+            swap(one, other)
+
+        with mock.patch.object(torch.utils, "swap_tensors", forgotten_and_swapped):
+            yield
+
+    def _forget(self, tensor: torch.Tensor) -> None:
+        made = self.fake_tensor_converter.meta_converter.tensor_memo
+        for reference in weakref.getweakrefs(tensor):
+            key = getattr(reference, "key", None)
+            if key is not None and made.get(key) is tensor:
+                del made[key]
+
     # -- what the program assumes -------------------------------------------------------------------------------
     def assumption(self, name: str, what: torch.Tensor | None = None, asks: str = "") -> Assumed:
         """What the program assumes of `name`, or of the line of the program that asks; OutlineError if nothing."""
@@ -88,6 +113,8 @@ class Absent(FakeMode):  # type: ignore[misc]
         for key in (line, short, name):
             if key in self.assume:
                 said = self.assume[key]
+                if self.looked is not None:
+                    self.looked()
                 return said(what) if callable(said) and what is not None else said
         hint = _HINTS.get(name, "the share of the elements that are found (0.0 to 1.0), or how many (an int)")
         shape = "" if what is None else f" of a tensor of shape {tuple(what.shape)}"
@@ -116,7 +143,14 @@ class Absent(FakeMode):  # type: ignore[misc]
                 return first.new_empty(length, dtype=torch.int64 if weights is None else torch.float64)
             if name == "repeat_interleave":
                 return first.new_empty(self._count(key, first, None), dtype=torch.int64)
-        raise OutlineError(f"{user_line()}: {func} depends on values, and an outlined mesh has none")
+            if name == "_ctc_loss":
+                return self._ctc_loss(first, args[1], args[3])
+            if name == "linalg_lstsq":
+                return _least_squares(first, args[1], kwargs.get("driver"))
+        raise OutlineError(
+            f"{user_line()}: {func} depends on values, and an outlined mesh has none; play a program without it, or "
+            f"call it on tensors that have values, outside of `with mesh:`"
+        )
 
     def _count(self, key: str, what: torch.Tensor, most: int | None) -> int:
         said = self.assumption(key, what)
@@ -127,6 +161,21 @@ class Absent(FakeMode):  # type: ignore[misc]
         if most is None or said > 1:
             raise OutlineError(f"assume={{{key!r}: {said!r}}}: give the number of elements, an int")
         return round(said * most)
+
+    def _ctc_loss(
+        self, logs: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor | Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A loss for each row, and what its gradient needs: as long as the longest target."""
+        if not isinstance(lengths, torch.Tensor):
+            longest = max(lengths, default=0)
+        elif targets.dim() > 1:
+            longest = targets.shape[1]  # rows are padded to the longest of them
+        else:
+            longest = self._count("ctc_loss", targets, targets.numel())
+        rows = logs.shape[1] if logs.dim() > 2 else 1
+        shape = (rows, logs.shape[0], 2 * longest + 1)
+        losses = logs.new_empty(rows if logs.dim() > 2 else ())
+        return losses, logs.new_empty(shape)
 
     def _indexed(self, x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """x[mask]: a mask is the indices of its ones."""
@@ -149,6 +198,24 @@ class Absent(FakeMode):  # type: ignore[misc]
             whole, places = (n,), tuple(x.shape)
         made = x.new_empty(whole), x.new_empty(places, dtype=torch.int64), x.new_empty(n, dtype=torch.int64)
         return made[:2] if name == "_unique" else made
+
+
+def _least_squares(a: torch.Tensor, b: torch.Tensor, driver: str | None) -> tuple[torch.Tensor, ...]:
+    """Solution, residuals, ranks and singular values, of matrices of full rank."""
+    rows, columns = a.shape[-2:]
+    driver = driver or ("gels" if a.is_cuda else "gelsy")
+    is_vector = b.dim() == a.dim() - 1 and b.dim() > 0 and b.shape == a.shape[:-1]
+    right = b.unsqueeze(-1) if is_vector else b
+    batch = torch.broadcast_shapes(a.shape[:-2], right.shape[:-2])
+    solution = a.new_empty((*batch, right.shape[-1], max(rows, columns))).mT.narrow(-2, 0, columns)
+    left_over = (*batch, right.shape[-1]) if rows > columns and driver != "gelsy" else (0,)
+    values = (*a.shape[:-2], min(rows, columns)) if driver in ("gelsd", "gelss") else (0,)
+    return (
+        solution.squeeze(-1) if is_vector else solution,
+        a.new_empty(left_over),
+        a.new_empty(a.shape[:-2] if driver != "gels" else (0,), dtype=torch.int64),
+        a.new_empty(values, dtype=a.dtype.to_real()),
+    )
 
 
 def _as_dtype(value: Assumed, dtype: torch.dtype) -> Number:

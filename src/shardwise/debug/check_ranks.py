@@ -50,11 +50,11 @@ class CheckRanks:
 def check_ranks(keep: int = 1000, lines: bool = True) -> CheckRanks:
     """Compare, before each collective of its ``with`` block, what all its ranks are about to do.
 
-    Ranks of one program must communicate the same, in the same order. Where one does not (a branch on a value that only
-    it has, a random draw it skips, another shape, another order), the others wait for ever, or get wrong values. Inside
-    of this block every rank raises `RanksDifferError` instead, before anything is sent. The error is the same on all of
-    them: which rank differs, its op, layouts and line, and those of the others. A rank that fails, or leaves the block
-    early, is named too.
+    All ranks must do the same communication in the same order. If one does not (an `if` on a value that only this rank
+    has, a random draw that it skips, another shape or order), the others wait forever or get wrong values. Inside of
+    this block, every rank raises `RanksDifferError` instead, before anything is sent. The error is the same on all
+    ranks: which rank differs, with its op, layouts and line, and what the others do. A rank that fails, or leaves the
+    block early, is named, too.
 
     Enter and leave it on all ranks. It costs one small message to each rank of a collective, so it can stay on while a
     program is being written. For a whole program set the environment variable ``SHARDWISE_CHECK_RANKS=1``. On a

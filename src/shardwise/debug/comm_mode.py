@@ -115,7 +115,7 @@ class CommDebugMode(TorchFunctionMode):
         for module in path:
             module.collectives[backward][op] += 1
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
         """Sees the torch functions that the program calls, not those that they call in turn."""
         self._saw(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -215,7 +215,7 @@ class _Collectives(DispatchMode):
         super().__init__()
         self.mode = mode
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
         """Count a call, unless the library made it: `_record` counts what that communicates."""
         op = func.overloadpacket
         if func.namespace == "c10d" and op not in _NO_COLLECTIVES and not _called_by_us():

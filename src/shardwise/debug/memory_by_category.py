@@ -13,7 +13,7 @@ from shardwise.comm.flight import Flight, memory_in_use
 from shardwise.wrapper import Wrapper
 
 _EVERY_SECONDS = 0.25  # at most
-_SHARE = 0.004  # of the processor time, at most: models of many parameters are looked at less often
+_SHARE = 0.003  # of the processor time, at most: models of many parameters are looked at less often
 _MOST_A_STEP = 8
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -21,6 +24,7 @@ from shardwise.wrapper import Wrapper
 
 _MOST_PARAMETERS = 2000
 _MOST_MODULES = 10_000
+_MOST_TOPS = 100  # a program may make a new module for each call
 
 
 class Record:
@@ -35,28 +39,35 @@ class Record:
         self.path, self._keep, self._limit, self._ops = Path(path), keep, limit, ops
         self._open: list[int] = []  # slots of the modules that are being run
         self._outer: list[int] = []
-        self._names: dict[int, str] = {}
+        self._names: dict[int, _Named] = {}  # by id of the module; of one that is gone, another may have the id
+        self._tops = 0  # how many outermost modules were looked at
 
     def __enter__(self) -> Record:
         if flights:
             raise RuntimeError("record: a record is being written already; blocks of it do not nest")
         self._flight = Flight(self.path, self._keep, self._ops)
         self._memory = MemoryByCategory(self._flight)
+        self._start()
+        watch.on_blocked.append((self._limit, self._tell))
+        return self
+
+    def _start(self) -> None:
         flights.append(self._flight)
         self._hooks = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
-        watch.on_blocked.append((self._limit, self._tell))
-        return self
+
+    def _stop(self) -> None:
+        flights.clear()
+        for hook in self._hooks:
+            hook.remove()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._stop()
         self._memory.close()
-        flights.clear()
         watch.on_blocked[:] = [entry for entry in watch.on_blocked if entry[1] != self._tell]
         self._flight.say(**_end_of(error))
         self._flight.close()
@@ -71,8 +82,8 @@ class Record:
         flight = self._flight
         if not self._open:
             self._look_at(module)
-        name = self._names.get(id(module)) or type(module).__name__
-        number = flight.name_module(name, type(module).__name__)
+        named = self._names.get(id(module))
+        number = named.number if named is not None and named.module() is module else self._number_of(module)
         self._outer.append(flight.module)
         self._open.append(flight.enter_module(number))
         flight.module = number
@@ -84,15 +95,31 @@ class Record:
             if not self._open:
                 self._memory.forward_ends()
 
+    def _number_of(self, module: torch.nn.Module, name: str = "") -> int:
+        kind = type(module).__name__
+        number = self._flight.name_module(name or kind, kind)
+        if len(self._names) < _MOST_MODULES:
+            self._names[id(module)] = _Named(weakref.ref(module), number)
+        return number
+
     def _look_at(self, module: torch.nn.Module) -> None:
         """The layouts of an outermost module's parameters, once, and now and then what is in memory."""
-        if id(module) not in self._names:
+        named = self._names.get(id(module))
+        if (named is None or named.module() is not module) and self._tops < _MOST_TOPS:
+            self._tops += 1
             top = type(module).__name__
-            if len(self._names) < _MOST_MODULES:
-                self._names |= {id(m): f"{top}.{name}" if name else top for name, m in module.named_modules()}
-            rows = [_row(name, p) for name, p in list(module.named_parameters())[:_MOST_PARAMETERS]]
+            for name, inner in itertools.islice(module.named_modules(), _MOST_MODULES):
+                self._number_of(inner, f"{top}.{name}" if name else top)
+            rows = [_row(name, p) for name, p in itertools.islice(module.named_parameters(), _MOST_PARAMETERS)]
             self._flight.say(parameters=rows)
         self._memory.forward_begins(module)
+
+
+class _Named(NamedTuple):
+    """A module with its number in the record."""
+
+    module: weakref.ref[torch.nn.Module]
+    number: int
 
 
 def _end_of(error: BaseException | None) -> dict[str, object]:
@@ -116,20 +143,20 @@ def _row(name: str, p: torch.Tensor) -> list[object]:
 
 
 def record(path: str | os.PathLike[str], *, keep: int = 65_536, limit: float = 20.0, ops: bool = True) -> Record:
-    """Keep, for each rank, what the program does and communicates inside of the block, in files that outlive it.
+    """Record what each rank does and communicates inside of the block, in files that survive a crash.
 
-    Every collective, every forward of a module and every op on a distributed tensor is written down, with its line,
-    layouts, time, bytes and memory, in two rings of `keep` records of 64 bytes: about 8 MiB a rank, however long the
-    run. The files are good after a ``kill -9``. What the backward pass communicates is there; its other ops are torch's
-    own, on local tensors, and are not.
-    ``shardwise report FOLDER`` makes a page of them, and ``shardwise blame FOLDER`` says which rank hung, died or did
-    something else. A collective that takes longer than `limit` seconds has the latter printed at once.
+    Every collective, every forward of a module and every op on a distributed tensor is recorded, with its line,
+    layouts, time, bytes and memory. The newest `keep` events are kept: about 8 MiB per rank, however long the run is.
+    The files are complete even after a ``kill -9``. Of the backward pass, only the communication is recorded: its other
+    ops are torch's own, on local tensors. ``shardwise report FOLDER`` makes a page of the record, and ``shardwise blame
+    FOLDER`` says which rank hung, died or did something else. If a collective takes longer than `limit` seconds, the
+    latter is printed at once.
 
     Args:
         path: A folder that all ranks can write to; each writes files of its own.
         keep: How many events are kept for each rank, of collectives and modules and again of ops; older ones are
             overwritten.
-        limit: Seconds after which a collective that does not end is told on stderr.
+        limit: After this many seconds in a collective, what `shardwise blame` says is printed on stderr.
         ops: Whether ops that do not communicate are kept too.
 
     Returns:

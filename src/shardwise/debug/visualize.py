@@ -13,8 +13,8 @@ from shardwise.tensor import DTensor
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
     """Print which ranks hold which rectangle of a tensor. Only the first rank of the mesh prints.
 
-    Of a tensor of more than 2 dims it prints slices, cut where the dims before the last two are. In a notebook, the
-    tensor itself (or its `.layout`) as the last line of a cell is a picture.
+    A tensor of more than 2 dims is printed slice by slice. In a notebook, put the tensor itself (or its `.layout`) on
+    the last line of a cell to see a picture.
 
     Args:
         dtensor: A distributed tensor.
@@ -22,7 +22,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
         use_rich: Whether to print it in colours, one for each rank.
 
     Raises:
-        LayoutError: It is no DTensor.
+        LayoutError: `dtensor` is not a DTensor.
     """
     if not isinstance(dtensor, DTensor):
         raise LayoutError(f"visualize_sharding: expected a DTensor, got {type(dtensor).__name__}")

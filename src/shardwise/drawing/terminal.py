@@ -69,7 +69,9 @@ def _fitting(table: list[list[Cell]]) -> tuple[list[list[Cell]], list[int]]:
 
 
 def _cell(box: Box | None) -> Cell:
-    return ("", None) if box is None else (box.words, box)
+    if box is None:
+        return "", None
+    return f"Σ {box.words}" if box.is_pending else box.words, box
 
 
 def _line(cells: Sequence[Cell], widths: Sequence[int], paint: Paint) -> str:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise.context import is_strict
 from shardwise.engine.call_shape import Path, fetch, put
-from shardwise.engine.local_copies import LOCAL_COPIES, after_local_write
+from shardwise.engine.local_copies import LOCAL_COPIES, after_local_write, source_of_local_copy
 from shardwise.errors import RuleError
 from shardwise.torch_private.autograd import has_gradient_hooks
 from shardwise.torch_private.tensors import are_transforms_active
@@ -35,6 +35,7 @@ class _Copy(NamedTuple):
     source: Wrapper  # the tensor the view op was called on
     again: Callable[[Any], Any]  # calls the view op on another tensor
     of_several: bool  # whether the view op has several results
+    unrecorded: bool  # whether it was made where autograd records nothing
     whole: Wrapper | None  # of a view of a copy: the copy
 
 
@@ -67,7 +68,8 @@ def note_copies(
     for i, copy in enumerate(tree_flatten(result)[0]):
         if copy is not result:  # one of several: each in memory of its own, and autograd lets us write to it
             copy._local = copy._layout.mesh.comm.bind(torch.clone)(copy._local)
-        _note(copy, name, *first, source, functools.partial(again, i=i), copy is not result, None)
+        several, unrecorded = copy is not result, not torch.is_grad_enabled()
+        _note(copy, name, *first, source, functools.partial(again, i=i), several, unrecorded, None)
 
 
 def note_view(base: Wrapper, view: Wrapper) -> None:
@@ -85,6 +87,8 @@ def _note(copy: Wrapper, name: str, base: int, *rest: Any) -> None:
 def memory_of(tensor: Wrapper) -> int:
     """A number that two tensors have in common if they share memory in torch: copies of views count as views."""
     own = storage_id_of(tensor)
+    if LOCAL_COPIES:
+        own = source_of_local_copy(own)
     return next((copy.base for copy in COPIES.get(own, ())), own) if COPIES else own
 
 
@@ -145,6 +149,11 @@ def before_write(target: Wrapper, op: str, recorded: bool) -> None:
             raise RuntimeError(
                 f"{op}: the result of {copy.name} is a view and is being modified inplace. This view is the output of "
                 f"a function that returns multiple views, which autograd does not allow; write to its .clone()"
+            )
+        if copy.unrecorded and torch.is_grad_enabled() and copy.source.requires_grad:
+            raise RuntimeError(
+                f"{op}: the result of {copy.name} is a view that was created in no_grad mode and is being modified "
+                f"inplace with grad mode enabled; write under torch.no_grad(), or take the view outside of it"
             )
         if torch.is_grad_enabled() and copies_leaf(target):
             raise RuntimeError(

@@ -58,7 +58,7 @@ class _Probe(torch.Tensor):
     __torch_function__ = ignore_torch_function
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
         probes: list[_Probe] = []
         tree_map_only(_Probe, probes.append, (args, kwargs or {}))
         watch = probes[0]._watch

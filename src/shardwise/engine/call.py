@@ -29,7 +29,8 @@ from shardwise.engine.plain_tensors import mesh_in, with_plain_wrapped
 from shardwise.engine.planner import planned
 from shardwise.engine.results import check_shapes
 from shardwise.engine.transforms import call_transformed
-from shardwise.errors import AutogradError
+from shardwise.errors import AutogradError, ShardwiseError
+from shardwise.functions import writes_first
 from shardwise.torch_private.autograd import reentrant, with_transforms
 from shardwise.torch_private.tensors import (
     are_transforms_active,
@@ -46,7 +47,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _get_default_dtype = torch.get_default_dtype
 
 
-def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+def call_function(cls: type, func: Any, types: tuple[type, ...], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """`__torch_function__`: a torch function on distributed tensors runs its cached plan, or makes one."""
     special = SPECIAL.get(func)
     if special is not None:
@@ -114,7 +115,17 @@ def call_function(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
         return plan(args, kwargs, local_args, local_kwargs)
     except Exception as error:
         errors.add(op_name(func), error)
+        _check_not_a_leaf(func, args, error)
         raise
+
+
+def _check_not_a_leaf(func: Callable[..., Any], args: Sequence[Any], error: Exception) -> None:
+    """Raise what torch says first of a call that writes into a leaf, before whatever else is wrong with it."""
+    target = args[0] if args and torch.is_grad_enabled() and writes_first(func) else None
+    if not isinstance(target, Wrapper) or not isinstance(error, (RuntimeError, IndexError, ValueError)):
+        return
+    if target.requires_grad and target.is_leaf and not isinstance(error, ShardwiseError):
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.") from error
 
 
 def _check_gradient_is_kept(func: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -132,7 +143,7 @@ def _check_gradient_is_kept(func: Callable[..., Any], args: Sequence[Any]) -> No
             )
 
 
-def _call_with_plain_tensors(cls: type, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _call_with_plain_tensors(cls: type, func: Any, types: tuple[type, ...], args: Sequence[Any], kwargs: Any) -> Any:
     """The same call with every plain tensor among the arguments made a Replicate one."""
     if are_transforms_active():
         result = call_transformed(func, args, kwargs)
@@ -146,7 +157,7 @@ def _call_with_plain_tensors(cls: type, func: Any, types: Any, args: Sequence[An
     return result
 
 
-def call_overload(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+def call_overload(cls: type, func: Any, types: tuple[type, ...], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
     """`__torch_dispatch__`: an aten op on distributed tensors, recorded by autograd on the local tensors."""
     if args and type(args[0]) is torch.Tensor and args[0].requires_grad and schema_of(func).is_mutable:
         raise AutogradError(
@@ -167,7 +178,7 @@ def call_overload(cls: type, func: Any, types: Any, args: Sequence[Any] = (), kw
     return result if of_inference else tree_map_only(Wrapper, _not_inference, result)
 
 
-def _call_in_hidden_transforms(cls: type, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+def _call_in_hidden_transforms(cls: type, func: Any, types: tuple[type, ...], args: Sequence[Any], kwargs: Any) -> Any:
     """`call_function` inside of transforms, which were hidden from torch while it took a function apart."""
     hidden, of_thread.hidden = of_thread.hidden, None
     try:

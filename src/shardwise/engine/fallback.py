@@ -24,7 +24,6 @@ from shardwise.engine.aliasing import (
     became,
     before_write,
     copies_leaf,
-    memory_of,
     note_copies,
 )
 from shardwise.engine.call_shape import CallShape, Path, fetch, op_name, put, tensors_in
@@ -172,28 +171,6 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
         return target.copy_(value)
 
     return run
-
-
-def one_after_another(func: Callable[..., Any], plan: Plan) -> Plan:
-    """The plan of an op that writes into a list of tensors. Where one of them shares memory with another tensor of the
-    lists, it is called for one position after another, as torch does: later ones see what was written."""
-
-    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> object:
-        count = len(args[0])
-        if count == 1 or not _meet_in_memory(args, kwargs):
-            return plan(args, kwargs, local_args, local_kwargs)
-        at = lambda value, i: value[i : i + 1] if isinstance(value, (list, tuple)) and len(value) == count else value
-        for i in range(count):
-            func(*[at(value, i) for value in args], **{name: at(value, i) for name, value in kwargs.items()})
-        return args[0]
-
-    return run
-
-
-def _meet_in_memory(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor of the first list shares memory with another one of the call."""
-    found = [memory_of(tensor) for _, tensor in tensors_in(args, kwargs)]
-    return len(set(found)) < len(found) and any(found.count(memory_of(tensor)) > 1 for tensor in args[0])
 
 
 def is_differentiable(dtype: torch.dtype) -> bool:

@@ -48,6 +48,15 @@ def note_local_copy(source: torch.Tensor, copy: torch.Tensor, again: Callable[[t
         LOCAL_COPIES.setdefault(key, []).append(pair)
 
 
+def source_of_local_copy(storage: int) -> int:
+    """The storage of what the tensor in this one was copied from, if it is a copy; else this one."""
+    for pair in LOCAL_COPIES.get(storage, ()):
+        copy = pair.copy()
+        if copy is not None and storage_id(copy) == storage != storage_id(pair.source):
+            return source_of_local_copy(storage_id(pair.source))
+    return storage
+
+
 def _forget(keys: Iterable[int], _: object) -> None:
     for key in keys:
         alive = [pair for pair in LOCAL_COPIES.get(key, ()) if pair.copy() is not None]

@@ -1,68 +1,107 @@
 """Writes into a tensor that shares memory with another one of the call. torch refuses most of those, by where the
-tensors lie in memory. Ranks do not see that: what a rank reads may have been moved, or lie in another rank's part. So
-torch itself is asked, with plain tensors that lie as the whole ones would.
+tensors lie in memory; the others read what they have just written. Ranks do not see that: what a rank reads may have
+been moved, or lie in another rank's part. So torch is asked, with plain tensors that lie as the whole ones would.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.capturing import unwritten
 from shardwise.context import of_thread
 from shardwise.engine.aliasing import COPIES, memory_of
-from shardwise.engine.call_shape import Path, fetch
+from shardwise.engine.call_shape import CallShape, fetch
+from shardwise.engine.local_copies import LOCAL_COPIES
+from shardwise.engine.one_memory import (
+    LARGEST,
+    Lying,
+    as_in_one_memory,
+    called_on_clones,
+    reads_what_it_writes,
+)
 from shardwise.engine.plan import Plan
+from shardwise.engine.saved import watched_from_before
 from shardwise.torch_private.autograd import is_transforming
 from shardwise.torch_private.tensors import are_apart, share_memory
-from shardwise.wrapper import Wrapper
+from shardwise.wrapper import Wrapper, storage_id_of
 
 Args = Sequence[object]
 Kwargs = dict[str, object]
 
-_MOST = 2**26  # bytes of memory for which torch is asked
 _SAYS_SO = "single memory location"
 
 
-def refusing_overlap(func: Callable[..., object], paths: Sequence[Path], plan: Plan) -> Plan:
-    """The plan of a call that writes, which raises what torch raises if the tensors at `paths` overlap. It does not ask
-    about what the program of an op calls: that op was asked about."""
-    known: dict[Hashable, str] = {}  # by how they do: torch's words, if it refuses
+class _Meeting(NamedTuple):
+    """What becomes of a call whose tensors share memory in one way."""
 
-    def check(args: Args, kwargs: Kwargs) -> None:
+    refusal: str  # torch's words, if it refuses
+    reads_its_own: bool  # whether it reads what it has just written
+
+
+def minding_overlap(func: Callable[..., object], call: CallShape, plan: Plan) -> Plan:
+    """The plan of a call that writes, which raises what torch raises if its tensors overlap, and gives what torch gives
+    if it does not refuse. It does not ask about what the program of an op calls: that op was asked about."""
+    known: dict[Hashable, _Meeting] = {}  # by how they share memory
+    paths, name = call.paths, call.name
+    copies_nothing = getattr(plan, "copies_nothing", False)  # the ranks' tensors lie in memory as torch's do
+
+    def meeting_of(args: Args, kwargs: Kwargs) -> _Meeting | None:
+        """How tensors of the call meet in memory, None if they do not."""
         tensors = [fetch(args, kwargs, path) for path in paths]
         memory = [memory_of(tensor) for tensor in tensors]
-        if len(set(memory)) < len(memory) and of_thread.op is None and not is_transforming():
-            key = tuple((memory.index(own), t._offset) for own, t in zip(memory, tensors, strict=True))
-            if key not in known:
-                known[key] = _refusal(func, args, kwargs)
-            if known[key]:
-                raise RuntimeError(known[key])
+        if len(set(memory)) == len(memory) or of_thread.op is not None or is_transforming():
+            return None
+        first = [next(i for i, other in enumerate(tensors) if other is t) for t in tensors]
+        key = tuple((memory.index(m), t._offset, i) for m, t, i in zip(memory, tensors, first, strict=True))
+        if key not in known:
+            known[key] = _meeting(func, args, kwargs)
+        return known[key]
+
+    def run_shared(args: Args, kwargs: Kwargs, local_args: list[object], local_kwargs: Kwargs) -> object:
+        meeting = meeting_of(args, kwargs)
+        if meeting is None:
+            return plan(args, kwargs, local_args, local_kwargs)
+        if meeting.refusal:
+            raise RuntimeError(meeting.refusal)
+        if copies_nothing and not meeting.reads_its_own and not are_copies(args, kwargs):
+            return plan(args, kwargs, local_args, local_kwargs)
+        with watched_from_before(func, name, args, kwargs, paths) as watch:
+            if not meeting.reads_its_own:
+                return watch(plan(args, kwargs, local_args, local_kwargs))
+            write = as_in_one_memory(func, name, args, kwargs)
+            result = watch(called_on_clones(func, name, args, kwargs))
+            write()
+            return result
+
+    def are_copies(args: Args, kwargs: Kwargs) -> bool:
+        return bool(COPIES) and any(storage_id_of(fetch(args, kwargs, path)) in COPIES for path in paths)
 
     at = [path[0] for path in paths]  # of a tensor that is an argument, or of the list that it is in
     if len(paths) == 2 and all(type(i) is int and len(path) == 1 for i, path in zip(at, paths, strict=True)):
-        return _checked_if_shared(at, check, plan)
+        return _if_shared(at, run_shared, plan)
     lists = list(dict.fromkeys(at)) if all(type(path[0]) is int and len(path) == 2 for path in paths) else []
 
     def run(args: Args, kwargs: Kwargs, local_args: list[object], local_kwargs: Kwargs) -> object:
         if not lists or _may_share([tensor for i in lists for tensor in args[i]]):  # type: ignore[attr-defined]
-            check(args, kwargs)
+            return run_shared(args, kwargs, local_args, local_kwargs)
         return plan(args, kwargs, local_args, local_kwargs)
 
     return run
 
 
-def _checked_if_shared(at: Sequence[int], check: Callable[[Args, Kwargs], None], plan: Plan) -> Plan:
+def _if_shared(at: Sequence[int], run_shared: Plan, plan: Plan) -> Plan:
     """The plan of a call of two tensors, the arguments `at`: nothing but one question of C++ where they share none."""
     first, second = at
 
     def run(args: Args, kwargs: Kwargs, local_args: list[object], local_kwargs: Kwargs) -> object:
         one, other = args[first]._local, args[second]._local  # type: ignore[attr-defined]
-        if type(one) is not torch.Tensor or COPIES or is_transforming() or share_memory(one, other):
-            check(args, kwargs)
-        return plan(args, kwargs, local_args, local_kwargs)
+        simple = type(one) is torch.Tensor and not (COPIES or LOCAL_COPIES or is_transforming())
+        if simple and not share_memory(one, other):
+            return plan(args, kwargs, local_args, local_kwargs)
+        return run_shared(args, kwargs, local_args, local_kwargs)
 
     return run
 
@@ -70,37 +109,20 @@ def _checked_if_shared(at: Sequence[int], check: Callable[[Args, Kwargs], None],
 def _may_share(tensors: Sequence[object]) -> bool:
     """Whether some of the tensors of lists may share memory, found in little time for each."""
     local = [tensor._local for tensor in tensors if isinstance(tensor, Wrapper)]
-    return bool(COPIES) or type(local[0]) is not torch.Tensor or is_transforming() or not are_apart(local)
+    copied = bool(COPIES or LOCAL_COPIES)
+    return copied or type(local[0]) is not torch.Tensor or is_transforming() or not are_apart(local)
 
 
 @torch.no_grad()
-def _refusal(func: Callable[..., object], args: Args, kwargs: Kwargs) -> str:
-    """What torch says against a call on tensors that lie in memory like these; empty if nothing."""
-    sizes: dict[int, int] = {}
-
-    def measure(tensor: Wrapper) -> Wrapper:
-        memory = memory_of(tensor)
-        sizes[memory] = max(sizes.get(memory, 0), _end(tensor) * tensor.dtype.itemsize)
-        return tensor
-
-    tree_map_only(Wrapper, measure, (list(args), kwargs))
-    if sum(sizes.values()) > _MOST:
-        return ""
+def _meeting(func: Callable[..., object], args: Args, kwargs: Kwargs) -> _Meeting:
+    """What torch does with a call on tensors that lie in memory like these."""
+    lying = Lying(args, kwargs)
+    if lying.bytes > LARGEST:
+        return _Meeting("", False)
     with unwritten(), torch.random.fork_rng(devices=[]):
-        rooms = {memory: torch.zeros(size, dtype=torch.uint8).untyped_storage() for memory, size in sizes.items()}
-        lying = lambda t: torch.empty(0, dtype=t.dtype).set_(  # noqa: E731
-            rooms[memory_of(t)], t._offset, t._layout.shape, t._layout.stride
-        )
-        plain_args, plain_kwargs = tree_map_only(Wrapper, lying, (list(args), kwargs))
+        plain_args, plain_kwargs = lying.call_with()
         try:
             func(*plain_args, **plain_kwargs)
         except Exception as error:  # whatever else torch has against the call is said by its plan
-            return str(error) if _SAYS_SO in str(error) else ""
-    return ""
-
-
-def _end(tensor: Wrapper) -> int:
-    """Where the elements of a tensor end in the memory that plain torch would have."""
-    layout = tensor._layout
-    reach = sum((n - 1) * step for n, step in zip(layout.shape, layout.stride, strict=True))
-    return tensor._offset + reach + 1 if all(layout.shape) else 0
+            return _Meeting(str(error) if _SAYS_SO in str(error) else "", False)
+        return _Meeting("", reads_what_it_writes(func, lying))

@@ -39,7 +39,7 @@ from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.spec import Algorithm, LocalCall, PerCoords, Spec
 from shardwise.torch_private.autograd import is_recorded, is_transforming
 from shardwise.torch_private.tensors import schema_of, storage_id
-from shardwise.wrapper import Wrapper, shares_memory
+from shardwise.wrapper import Wrapper, shares_memory, storage_id_of
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
 Change = Callable[[Callable[..., object]], Callable[..., object]]
@@ -66,7 +66,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     moves = operand_moves(call, inputs, assignment.splits or [split] * len(inputs))
     base = None if results.base is None else call.paths[results.base]
     moved = any(i == results.base and not spread_only for i, _, spread_only in moves)
-    if results.same and results.single and moved and not in_place and base is not None:
+    if results.same and results.single and not in_place and base is not None:
         return lambda args, kwargs, local_args, local_kwargs: fetch(args, kwargs, base)  # torch returns its argument
     change = as_it_is
     if results.base is None and spec.may_alias:
@@ -85,7 +85,10 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     if in_place:
         run = _run(call, inputs, moves, invoke, takes_all, lambda args, kwargs, out: args[0], assignment.reasons)
         noted = _with_writes_noted(run, call.name)
-        return watched(noted, call) if copies else noted
+        if copies:
+            return watched(noted, call)
+        noted.copies_nothing = True  # type: ignore[attr-defined]  # the ranks' own tensors meet in memory as torch's do
+        return noted
     copied = base is not None and (moved or not assignment.aliases(inputs))
     plain = results.dtype in (None, outputs[0].dtype if outputs else None)  # a view of another dtype counts otherwise
     if not moves and results.single and not copied and not results.same and base in (None, (0,)) and plain:
@@ -110,7 +113,7 @@ def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memo
         if not isinstance(result, Wrapper) or not any(result is arg for arg in args):
             memory.report(result, args)
             if not views and not is_transforming():
-                no_views(result)
+                no_views(result, args)
         if views and not all(shares_memory(args[0], view) for view in tree_flatten(result)[0]):
             note_copies(func, args, kwargs, (0,), result, name)
         return result
@@ -118,14 +121,17 @@ def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memo
     return run
 
 
-def no_views(result: object) -> None:
+def no_views(result: object, args: Sequence[Any] = ()) -> None:
     """Have the local values of new tensors be views of nothing. A view that becomes a leaf, and is written then, loses
-    the gradients of its own views: torch takes these for views of what it is a view of."""
+    the gradients of its own views: torch takes these for views of what it is a view of. Views of the arguments `args`,
+    and of copies of those, stay what they are."""
     for out in tree_flatten(result)[0]:
         if isinstance(out, Wrapper) and not out._layout.mesh.comm.outside:
             comm = out._layout.mesh.comm
             values = comm.values(out._local)
             if any(value._base is not None and not value.requires_grad for value in values):
+                if storage_id_of(out) in COPIES or any(shares_memory(out, t) for _, t in tensors_in(args, {})):
+                    continue
                 out._local = comm.rebuild(out._local, [v if v.requires_grad else v.detach() for v in values])
 
 

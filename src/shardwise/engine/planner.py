@@ -14,11 +14,11 @@ from shardwise.context import of_thread
 from shardwise.engine import autocast
 from shardwise.engine.call_shape import CallShape, asks_for_a_value, numbers_in, op_name, tensors_in
 from shardwise.engine.extremes import pending_or_finished
-from shardwise.engine.fallback import one_after_another, rebound, replicated, written_back
+from shardwise.engine.fallback import rebound, replicated, written_back
 from shardwise.engine.into_out import into_outs, takes_outs
 from shardwise.engine.keys import ANY_FLOAT
 from shardwise.engine.nothing_here import nothing_here
-from shardwise.engine.overlap import refusing_overlap
+from shardwise.engine.overlap import minding_overlap
 from shardwise.engine.plain_tensors import mesh_in, replicated_plain
 from shardwise.engine.plan import Plan, build_plan
 from shardwise.engine.saved import watched
@@ -64,7 +64,7 @@ def make_plan(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     plan = _plan_of(func, call)
     comm = call.mesh.comm
     overlaps = len(call.paths) > 1 and not (comm.outside or comm.outlined) and may_write(func, kwargs)
-    return refusing_overlap(func, call.paths, plan) if overlaps else plan
+    return minding_overlap(func, call, plan) if overlaps else plan
 
 
 def _plan_of(func: Callable[..., object], call: CallShape) -> Plan:
@@ -134,8 +134,6 @@ def _ruled(func: Callable[..., Any], call: CallShape, found: registry.Found) -> 
         raise
     except NotImplementedError:  # torch cannot tell the result's shape; if it cannot compute it either, it says so then
         return watched(replicated(func, call), call)
-    if in_place and isinstance(call.args[0], (list, tuple)):
-        plan = one_after_another(func, plan)
     schema = schema_of(func)
     return plan if schema is None or schema.returns or not in_place else _returning_nothing(plan)
 

@@ -5,6 +5,7 @@ program of several ops, it keeps other tensors. For those, what plain torch woul
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,16 @@ import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from shardwise.engine.call_shape import CallShape, fetch, meta_like
+from shardwise.engine.aliasing import COPIES
+from shardwise.engine.call_shape import CallShape, Path, fetch, meta_like
 from shardwise.layout import Layout
 from shardwise.torch_private.tensors import are_transforms_active, storage_id
-from shardwise.wrapper import Wrapper
+from shardwise.wrapper import Wrapper, storage_id_of
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
+
+
+_SAYS_NOTHING = "CppFunction"  # the class of nodes that do not tell what they keep, as those of list ops
 
 
 class Kept(NamedTuple):
@@ -64,6 +69,38 @@ class watched:
             node.register_prehook(check)
 
 
+@contextlib.contextmanager
+def watched_from_before(
+    func: Callable[..., object], name: str, args: Sequence[object], kwargs: dict[str, object], paths: Sequence[Path]
+) -> Iterator[Callable[[object], object]]:
+    """Around a call that writes into its first argument, and reads tensors that share its memory: torch keeps those
+    from before the write, so it notices this very write. What is yielded takes the call's result, and returns it."""
+    operands = [fetch(args, kwargs, path) for path in paths]
+    flags = [_local(tensor).requires_grad for tensor in operands]
+    if not torch.is_grad_enabled() or not any(flags):
+        yield lambda result: result
+        return
+    numbered = iter(range(len(operands)))
+    arguments = tree_map_only(Wrapper, lambda _: _Operand(next(numbered)), (tuple(args), kwargs))
+    kept = kept_by_torch(func, arguments, [tensor._layout for tensor in operands], flags)
+    check = Check(name, [operands[i] for i in kept.operands if paths[i][0] != 0])
+
+    def watch(result: object) -> object:
+        refusal = check.refusal()
+
+        def refuse(_: object) -> None:
+            raise RuntimeError(refusal)
+
+        written = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
+        for out in written:  # a write to the copy of a view is repeated on what it is a copy of
+            written += [copy.source for copy in COPIES.get(storage_id_of(out), ())[:1]]
+        for node in {node for out in written for node in _nodes_of(_local(out), set())} if refusal else ():
+            node.register_prehook(refuse)
+        return result
+
+    yield watch
+
+
 def _nodes_of(local: torch.Tensor, given: set[int]) -> Iterator[Node]:
     """The nodes that compute the gradient of a result. Where it is a view of what the call made, torch gives it another
     node when it is written; that of what it is a view of stays."""
@@ -84,17 +121,24 @@ class Check:
         self.seen = [(weakref.ref(t), t._rebinds, weakref.ref(local), local._version) for t, local in found]
 
     def __call__(self, _: object) -> None:
+        found = self.refusal()
+        if found:
+            raise RuntimeError(found)
+
+    def refusal(self) -> str:
+        """What to raise; empty if nothing was written."""
         for wrapper, rebinds, local, version in self.seen:
             tensor, value = wrapper(), local()
             writes = 0 if value is None else value._version - version
             writes += 0 if tensor is None else tensor._rebinds - rebinds
             if writes:
                 of = "" if tensor is None else f" of shape {list(tensor.shape)}"
-                raise RuntimeError(
+                return (
                     f"one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"a distributed tensor{of}, which {self.name} took or gave, was written {writes} times since. "
                     f"Write to its clone() instead, or before {self.name}"
                 )
+        return ""
 
 
 def _local(tensor: Wrapper) -> torch.Tensor:
@@ -136,14 +180,21 @@ def _kept_with(
     layouts: Sequence[Layout],
     flags: Sequence[bool],
 ) -> Kept:
-    as_it_is = lambda tensor: tensor  # noqa: E731  (hooks of the program, a checkpoint's for instance, see nothing)
-    with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is):
+    packed: list[int] = []
+
+    def note_kept(tensor: torch.Tensor) -> torch.Tensor:  # hooks of the program, a checkpoint's for instance, see nothing
+        packed.append(storage_id(tensor))
+        return tensor
+
+    with torch.enable_grad(), saved_tensors_hooks(note_kept, lambda tensor: tensor):
         leaves = [meta_like(layout).requires_grad_(flag) for layout, flag in zip(layouts, flags, strict=True)]
         operands = [copied(leaf) if leaf.requires_grad else leaf for leaf in leaves]
         given, inputs = {storage_id(x) for x in operands}, {x.grad_fn for x in operands}
         args, kwargs = tree_map_only(_Operand, lambda operand: operands[operand.index], arguments)
         outs = [out for out in tree_flatten(func(*args, **kwargs))[0] if isinstance(out, torch.Tensor)]
     saved = set(map(storage_id, _saved_by(outs, inputs)))
+    if any(type(out.grad_fn).__name__ == _SAYS_NOTHING for out in outs):
+        saved.update(packed)
     of = lambda tensors: tuple(i for i, x in enumerate(tensors) if storage_id(x) in saved)  # noqa: E731
     return Kept(of(operands), tuple(i for i in of(outs) if storage_id(outs[i]) not in given))
 

@@ -26,18 +26,18 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """`func`, which takes what one rank holds, as a function of DTensors; differentiable. Also a decorator.
+    """Turn a function of local tensors into a function of DTensors; differentiable. Also a decorator.
 
-    On a simulated mesh `func` is called for the ranks one after another with plain tensors, and must not communicate.
-    An output that is cut costs one small exchange for each call, in which the ranks learn the sizes of each other's.
+    On a simulated mesh, `func` is called for one rank after the other, with plain tensors, and must not communicate. If
+    an output is cut, each call costs one small exchange, in which the ranks learn each other's sizes.
 
     Args:
         func: takes and gives local tensors. Without it, `local_map` gives a decorator.
         out_placements: those of a single output, or a tuple with one entry for each flattened output (None for what is
             not a tensor; a tensor with None is replicated, which takes arguments that are).
         in_placements: what `func` needs, one entry for each flattened positional argument; None takes any layout.
-        in_grad_placements: those of the gradients that `func` gives its inputs, where not as the inputs: a replicated
-            input of which each rank uses a part has the gradient [Partial()].
+        in_grad_placements: how the gradients of the inputs are laid out, if not like the inputs. For a replicated input
+            of which each rank uses only a part, give [Partial()].
         device_mesh: where the outputs live; default: the first DTensor's mesh.
         redistribute_inputs: whether to redistribute an argument that is laid out otherwise, instead of raising.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ShardwiseError
+from shardwise.forecast.grids import Grid
 
 FOLDER = Path(__file__).parent / "hardware_data"
 BASES = ("exact", "measured", "published", "assumed")
@@ -65,6 +66,12 @@ class Hardware:
         efficiency: By kind of op ("matmul", "attention", "memory"), the share of the peak that kernels reach.
         launch: Seconds that the shortest kernel takes.
         host: Seconds that the host takes to start an op.
+        hosts: The same where it is known better: by the phase of the op ("forward", "backward",
+            "optimizer"). On top come "tensor" for each tensor of a list that an op takes, "view" and "module" for each
+            view that is made and module that is called before it, "distributed" for ops on distributed tensors,
+            "library" for the library's own, "checkpoint" for each part that is recomputed. "exchange" is the start of a
+            communication.
+        grids: Measured seconds of kernels by their sizes: by the name of an op, or by the kind and dtype of products.
         links: From the closest to the farthest; ranks follow each other along the last axis of a mesh.
         table: Measured seconds of ops, by "op dtype shape": used instead of the roofline.
     """
@@ -78,6 +85,8 @@ class Hardware:
     host: Figure
     links: tuple[Link, ...]
     table: dict[str, float] = field(default_factory=dict)
+    hosts: dict[str, Figure] = field(default_factory=dict)
+    grids: dict[str, Grid] = field(default_factory=dict)
 
     @staticmethod
     def load(name: str | Path | Hardware) -> Hardware:
@@ -105,6 +114,7 @@ class Hardware:
             str(said["name"]), one(said["memory"]), one(said["bandwidth"]), some(said["flops"]),
             some(said["efficiency"]),
             one(said["launch"]), one(said["host"]), links, dict(said.get("table", {})),
+            some(said.get("hosts", {})), {name: Grid.from_json(grid) for name, grid in said.get("grids", {}).items()},
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
@@ -112,16 +122,51 @@ class Hardware:
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     # -- seconds ----------------------------------------------------------------------------------------------------
-    def op_seconds(self, flops: float, nbytes: float, dtype: str, kind: str, key: str = "") -> tuple[float, str]:
-        """How long a kernel takes, and the basis: a measured entry of the table, else the roofline."""
+    def op_seconds(
+        self,
+        flops: float,
+        nbytes: float,
+        dtype: str,
+        kind: str,
+        key: str = "",
+        grids: Sequence[str] = (),
+        sizes: Sequence[int] = (),
+    ) -> tuple[float, str]:
+        """How long a kernel takes, and the basis: a measured entry of the table, else what a grid of measured ones
+        says, else the roofline.
+
+        Args:
+            flops, nbytes, dtype: What it does, and in which numbers.
+            kind: "matmul", "attention" or "memory".
+            key: Its name in the table.
+            grids: Names of grids, the best one first.
+            sizes: Where it is in them.
+        """
         if key in self.table:
             return self.table[key], "measured"
+        for name in grids:
+            grid = self.grids.get(name)
+            if grid is not None and len(grid.axes) == len(sizes):
+                return grid.at_sizes(sizes), grid.basis
         peak = self.flops.get(dtype) or self.flops.get("float32") or Figure(math.inf, "assumed")
         moved = nbytes / (self.bandwidth.value * self._share("memory").value)
         if not flops:
             return max(moved, self.launch.value), self._share("memory").basis
         share = self._share(kind)
         return max(flops / (peak.value * share.value), moved, self.launch.value), share.basis
+
+    def host_seconds(self, phase: str, **counts: int) -> float:
+        """How long the host takes to start an op.
+
+        Args:
+            phase: Of the op; "exchange" for a communication.
+            counts: What comes with it, by the names of `hosts`: how many of each.
+        """
+        said = self.hosts.get(phase, self.host).value
+        for name, count in counts.items():
+            if count and name in self.hosts:
+                said += count * self.hosts[name].value
+        return said
 
     def _share(self, kind: str) -> Figure:
         return self.efficiency.get(kind, Figure(1.0, "assumed", "no efficiency is given"))

@@ -1,27 +1,37 @@
-"""Measure a device: how fast its matrix products, attention and memory are, and how long the shortest op takes."""
+"""Measure a device and its host: how long kernels take by their sizes, and how long it takes to start them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
+from shardwise.forecast.grids import Grid
 from shardwise.forecast.hardware import Figure, Hardware, HardwareError, Link, known
+from shardwise.forecast.kernels import ATTENTION, MATMUL, MEMORY
+from shardwise.forecast.measuring_host import LayOut, host_figures
+from shardwise.forecast.measuring_kernels import (
+    attention_grids,
+    device_seconds,
+    drain,
+    memory_grids,
+    product_grids,
+)
 
-_REPEATS = 5
-_SIZES = {"cuda": (1024, 2048, 4096, 8192), "cpu": (256, 512, 1024)}
 _DTYPES = {"cuda": (torch.bfloat16, torch.float16, torch.float32), "cpu": (torch.float32, torch.bfloat16)}
 
 
-def measured(device: str = "cuda", like: str | None = None) -> Iterator[tuple[str, Hardware | None]]:
+def measured(
+    device: str = "cuda", like: str | None = None, lay_out: LayOut | None = None
+) -> Iterator[tuple[str, Hardware | None]]:
     """Measure this machine's device: yields (what was measured, None) after each part, and the description last.
 
     Args:
         device: "cuda" or "cpu".
         like: The known hardware whose links are taken over, since one device does not show them.
+        lay_out: Lays a module out on a mesh of one rank, as data parallelism does: its hooks take the host's time.
 
     Raises:
         HardwareError: The device is not here.
@@ -30,80 +40,70 @@ def measured(device: str = "cuda", like: str | None = None) -> Iterator[tuple[st
     if where.type == "cuda" and not torch.cuda.is_available():
         raise HardwareError("calibrate: device 'cuda' is not here; use --device cpu, or run this where a GPU is")
     base = Hardware.load(like or ("h100-sxm" if where.type == "cuda" else known()[0]))
-    sizes, how = _SIZES.get(where.type, _SIZES["cpu"]), f"best of {_REPEATS}, torch {torch.__version__}"
-    flops: dict[str, Figure] = {}
-    for dtype in _DTYPES.get(where.type, (torch.float32,)):
-        rates = [2 * n**3 / _matmul(n, dtype, where) for n in sizes]
-        flops[str(dtype).removeprefix("torch.")] = Figure(max(rates), "measured", f"matrix product, {how}")
-        yield f"matrix products in {dtype}", None
-    top = sizes[-1]
-    x = torch.empty(top * top * 4, device=where)
-    y = torch.empty_like(x)
-    rate = 2 * x.nbytes / _best(lambda: y.copy_(x), where)
-    yield "memory", None
-    attention = _attention(where, flops)
-    yield "attention", None
+    how = f"torch {torch.__version__}"
+    grids: dict[str, Grid] = {}
+    dtypes = _DTYPES.get(where.type, (torch.float32,))
+    attended = dtypes if where.type == "cpu" else (torch.bfloat16, torch.float32)
+    for parts in (product_grids(where, dtypes, how), attention_grids(where, attended, how), memory_grids(where, how)):
+        for name, grid in parts:
+            grids[name] = grid
+            yield name, None
+    flops = {}
+    for dtype in dtypes:
+        said = str(dtype).removeprefix("torch.")
+        grid = grids[f"{MATMUL} {said}"]
+        flops[said] = Figure(_rate(grid, 2.0), "measured", f"the fastest of its matrix products, {how}")
     tiny = torch.zeros(1, device=where)
-    launch = _best(lambda: tiny.add_(1), where)
-    host = _host(tiny, where)
+    launch = device_seconds(lambda: tiny.add_(1), where)
+    host = host_seconds(tiny, where)
+    hosts = {}
+    for name, figure in host_figures(where, how, lay_out):
+        hosts[name] = figure
+        yield f"host: {name}", None
     memory = torch.cuda.get_device_properties(where).total_memory if where.type == "cuda" else base.memory.value
-    name = torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"
+    first = str(attended[0]).removeprefix("torch.")
+    attention = _rate(grids[f"{ATTENTION} {first}"], 4.0, squares="length") / flops[first].value
     full = Figure(1.0, "measured", "the peaks are measured ones")
-    links = tuple(Link(link.ranks, link.bandwidth, link.latency) for link in base.links)
     yield (
         "small ops",
         replace(
             base,
-            name=name,
+            name=torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU",
             memory=Figure(memory, "measured" if where.type == "cuda" else "assumed", "what the device says it has"),
-            bandwidth=Figure(rate, "measured", f"copy, {how}"),
+            bandwidth=Figure(_rate(grids[MEMORY], 1.0), "measured", f"the fastest of its sums, {how}"),
             flops=flops,
-            efficiency={"matmul": full, "memory": full, "attention": attention},
-            launch=Figure(launch, "measured", f"an add of one element, {how}"),
-            host=Figure(host, "measured", f"1,000 adds of one element, {how}"),
-            links=links,
+            efficiency={
+                MATMUL: full,
+                MEMORY: full,
+                ATTENTION: Figure(attention, "measured", f"the fastest of its attentions in {first}, {how}"),
+            },
+            launch=Figure(launch, "measured", f"a sum of one element, {how}"),
+            host=Figure(host, "measured", f"1,000 sums of one element, {how}"),
+            links=tuple(Link(link.ranks, link.bandwidth, link.latency) for link in base.links),
             table={},
+            hosts=hosts,
+            grids=grids,
         ),
     )
 
 
-def _matmul(n: int, dtype: torch.dtype, device: torch.device) -> float:
-    a, b = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
-    return _best(lambda: a @ b, device)
+def _rate(grid: Grid, each: float, squares: str = "") -> float:
+    """The most work per second at a point of a grid; a point is `each` times the product of its sizes."""
+    best = 0.0
+    for point, seconds in grid.points():
+        work = each
+        for axis, size in zip(grid.axes, point, strict=True):
+            work *= size * size if axis == squares else size
+        best = max(best, work / seconds)
+    return best
 
 
-def _attention(device: torch.device, flops: dict[str, Figure]) -> Figure:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    length = 4096 if device.type == "cuda" else 512
-    q = torch.ones(1, 16, length, 128, dtype=dtype, device=device)
-    seconds = _best(lambda: F.scaled_dot_product_attention(q, q, q), device)
-    peak = flops[str(dtype).removeprefix("torch.")].value
-    share = 4 * 16 * length * length * 128 / seconds / peak
-    return Figure(share, "measured", f"attention over {length} tokens, {dtype}")
-
-
-def _host(tiny: torch.Tensor, device: torch.device) -> float:
+def host_seconds(tiny: torch.Tensor, device: torch.device) -> float:
+    """Seconds to start the simplest op there is, on a tensor of one element."""
+    drain(device)
     started = time.perf_counter()
     for _ in range(1000):
         tiny.add_(1)
     seconds = (time.perf_counter() - started) / 1000
-    _synchronize(device)
+    drain(device)
     return seconds
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device.type).synchronize()
-
-
-def _best(run: Callable[[], object], device: torch.device) -> float:
-    """The shortest time of several runs, in seconds."""
-    best = float("inf")
-    for i in range(_REPEATS + 1):
-        _synchronize(device)
-        started = time.perf_counter()
-        run()
-        _synchronize(device)
-        if i:  # the first one warms up
-            best = min(best, time.perf_counter() - started)
-    return best

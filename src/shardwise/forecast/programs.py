@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwise.comm.record import Entry
 from shardwise.comm.record import Recorder as Listener
+from shardwise.forecast.checkpoints import played_checkpoints
 from shardwise.forecast.devices import played_device
 from shardwise.forecast.hardware import Hardware
 from shardwise.forecast.kinds import coordinates_of_kinds
@@ -59,9 +60,10 @@ class _Steps:
             self.begun = _Mark(0, 0)
 
     def stepped(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        self._optimizer = self._optimizer or optimizer
-        if optimizer is not self._optimizer:
-            return
+        if self._optimizer is None and self._has_differentiated():
+            self._optimizer = optimizer
+        if optimizer is not self._optimizer or not self._has_differentiated():
+            return  # as where a state dict is asked of an optimizer that has no state yet
         self.recorder.take_stock()
         self.marks.append(_Mark(len(self.recorder.events), len(self.entries)))
         if self.told is not None:
@@ -69,6 +71,12 @@ class _Steps:
         self.ranks = self.kinds()
         if len(self.marks) >= self.most:
             raise Enough
+
+    def _has_differentiated(self) -> bool:
+        """Whether there was a backward pass since the last step."""
+        first = self.marks[-1].events if self.marks else 0
+        played = self.recorder.events
+        return any(getattr(played[i], "phase", "") == "backward" for i in range(len(played) - 1, first - 1, -1))
 
     def last(self) -> tuple[_Mark, _Mark]:
         """Where the last whole step begins and ends; all that was recorded where there is none."""
@@ -110,6 +118,7 @@ def estimate_program(
     with ExitStack() as stack:
         stack.enter_context(mesh)
         stack.enter_context(world.active())
+        stack.enter_context(played_checkpoints(say))
         rank = mesh.get_rank()
         stack.enter_context(
             played_device(mesh.device_type, rank % world.local, world.local, hardware, recorder.tracker)

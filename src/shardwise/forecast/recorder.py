@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 
 from shardwise.comm.outline import Passage, Watcher, watchers
 from shardwise.comm.record import of_thread, user_line
 from shardwise.comm.without_values import Absent
+from shardwise.forecast.kernels import kernel_of
 from shardwise.forecast.memory import (
     ACTIVATIONS,
     BUFFERS,
@@ -28,12 +31,15 @@ from shardwise.forecast.memory import (
     Tracker,
     takes_memory,
 )
-from shardwise.forecast.timing import Began, Event, Kernel, Waited
+from shardwise.forecast.timing import Began, Event, Looked, Waited
 from shardwise.protocols import Args, Kwargs, Op, Result
 from shardwise.torch_private.autograd import current_node, number_of_node, sequence_number
 from shardwise.torch_private.tensors import DispatchMode, FakeTensor, schema_of, take_resize
 from shardwise.wrapper import Wrapper
 
+_ROOT = __name__.partition(".")[0]
+_MODULES = f"{_ROOT}.parallel"
+_PASSED_OVER = ("torch", "contextlib", "unittest", f"{_ROOT}.forecast", f"{_ROOT}.comm", f"{_ROOT}.torch_private")
 _NO_KERNELS = (
     "empty",
     "empty_strided",
@@ -62,6 +68,8 @@ class Recorder(DispatchMode, Watcher):  # type: ignore[misc]
         self._names: dict[int, str] = {}
         self._stepping = 0
         self._allocating: str | None = None
+        self._views = self._modules = 0  # since the last op
+        self._phase = ""  # of the last op
         self.told: Callable[[int], None] | None = None  # is told now and then of how many ops there were
 
     # -- on and off -------------------------------------------------------------------------------------------------
@@ -81,6 +89,7 @@ class Recorder(DispatchMode, Watcher):  # type: ignore[misc]
             stack.enter_context(take_resize(self._resized))
             watchers.append(self)
             stack.callback(watchers.remove, self)
+            stack.enter_context(mock.patch.object(self.mode, "looked", self._looked))
             stack.enter_context(self)
             self.moment = 0
             yield self
@@ -134,21 +143,24 @@ class Recorder(DispatchMode, Watcher):  # type: ignore[misc]
         for x in fresh:
             self.tracker.see(x, self._category(phase), line, module)
         name = func.overloadpacket.__name__
-        if name in _NO_KERNELS or not (fresh or schema_of(func).is_mutable):
-            return  # a view
+        is_written = schema_of(func).is_mutable
+        if name in _NO_KERNELS or not (fresh or is_written):
+            self._views += bool(outs)
+            return
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
         if not any(map(takes_memory, (*outs, *tensors))):
             return
         self.moment += 1
         if self.told is not None and self.moment % 500 == 0:
             self.told(self.moment)
-        floating = [x for x in (*tensors, *outs) if x.dtype.is_floating_point]
-        dtype = str((floating or outs or tensors)[0].dtype).removeprefix("torch.")
-        flops = _flops(func, args, kwargs, out)
-        kind = "attention" if "attention" in name else "matmul" if flops else "memory"
-        shapes = " ".join("x".join(map(str, x.shape)) for x in tensors[:3])
-        nbytes = sum(map(_touched, tensors)) + sum(map(_touched, outs if fresh else ()))
-        self.events.append(Kernel(name, flops, nbytes, dtype, kind, line, module, phase, f"{name} {dtype} {shapes}"))
+        written = outs or [x for x in tree_iter(args[:1]) if isinstance(x, torch.Tensor)]
+        kernel = kernel_of(func, args, kwargs, out, written)
+        kernel.line, kernel.module, kernel.phase, kernel.distributed = line, module, phase, self.mode.calls > 0
+        kernel.of_library = _is_of_library()
+        kernel.begins_again = phase == "recomputed" != self._phase
+        self._phase = phase
+        kernel.views, kernel.modules, self._views, self._modules = self._views, self._modules, 0, 0
+        self.events.append(kernel)
 
     def _place(self) -> tuple[str, str, str]:
         """Line, module and phase of what runs now; in a backward pass, of the forward that it is of."""
@@ -188,6 +200,10 @@ class Recorder(DispatchMode, Watcher):  # type: ignore[misc]
     def wait(self, passage: Passage) -> None:
         self.events.append(Waited(passage))
 
+    def _looked(self) -> None:
+        """The program looks at a value: it waits for what it has started."""
+        self.events.append(Looked())
+
     @contextmanager
     def allocating(self, what: str) -> Iterator[None]:
         before, self._allocating = self._allocating, what
@@ -201,6 +217,7 @@ class Recorder(DispatchMode, Watcher):  # type: ignore[misc]
         if not self._path:
             top = type(module).__name__
             self._names |= {id(m): f"{top}.{name}" if name else top for name, m in module.named_modules()}
+        self._modules += 1
         self._path.append(self._names.get(id(module), type(module).__name__))
 
     def _leave_module(self, module: nn.Module, inputs: object, output: object) -> None:
@@ -217,30 +234,13 @@ class Recorder(DispatchMode, Watcher):  # type: ignore[misc]
         self._claim_state(optimizer)
 
 
-def _touched(x: torch.Tensor) -> int:
-    """Bytes of memory behind a tensor: an expanded one reads each of them once."""
-    n = x.itemsize
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        n *= size if stride or not size else 1
-    return n
-
-
-def _flops(func: Op, args: Args, kwargs: Kwargs, out: Result) -> int:
-    """Floating-point operations of matrix products, convolutions and attention."""
-    count: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
-    name = func.overloadpacket.__name__
-    if count is not None:
-        return int(count(*args, **kwargs, out_val=out))
-    if "scaled_dot_product" in name and "backward" not in name:
-        return _attention_flops(args[0], args[1], args[2])
-    if "scaled_dot_product" in name:
-        return (
-            _attention_flops(args[1], args[2], args[3]) * 5 // 2
-        )  # five products of its sizes, and two in the forward
-    return 0
-
-
-def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Two products, over all keys: what is hidden by a causal mask counts too, as it does in torch's own count."""
-    rows = q.shape[:-1].numel()
-    return 2 * rows * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+def _is_of_library() -> bool:
+    """Whether what runs now was started by the library's own modules and hooks: the innermost frame that is neither
+    torch's nor of those who watch is one of theirs."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith(_PASSED_OVER):
+            return name.startswith(_MODULES)
+        frame = frame.f_back
+    return False

@@ -125,12 +125,14 @@ class Report:
     def figures(self) -> dict[str, Figure]:
         """The numbers of the report, each with its basis."""
         sizes = "storages of the played rank, rounded as CUDA's allocator does"
-        times = f"{self.hardware.name}: table, else roofline; links by axis; two queues"
+        times = f"{self.hardware.name}: measured sizes, else roofline; links by axis; two queues"
         found = {
             "peak memory (bytes)": Figure(self.memory.peak, "exact", sizes),
+            "reserved memory (bytes)": Figure(self.memory.reserved, "assumed", "rules of CUDA's allocator, one stream"),
             "received (bytes)": Figure(sum(self.bytes.values()), "exact", "moves planned from layouts"),
             "step (s)": Figure(self.time.total, self.time.basis, times),
             "compute (s)": Figure(self.time.compute, self.time.basis, times),
+            "host (s)": Figure(self.time.host, self.hardware.host.basis, "to start all ops, ahead of the device"),
             "communication (s)": Figure(self.time.communication, self.time.basis, times),
             "exposed communication (s)": Figure(self.time.exposed, self.time.basis, times),
             "products (flop)": Figure(self.time.flops, "exact", "counted from shapes"),
@@ -166,18 +168,18 @@ class Report:
         limit = self.hardware.memory
         head.add_row(f"fits into {limit.value / 1e9:,.0f} GB", fits, limit.basis, self.hardware.name)
         for rank, peak in self.kinds:
-            head.add_row(f"peak of rank {rank}'s kind", f"{peak / 1e9:,.3f} GB", "exact", "played too")
-        memory = Table("memory at the peak", "GB", "share")
+            head.add_row(f"peak of rank {rank}'s kind", _sized(peak), "exact", "played too")
+        memory = Table("memory at the peak", "size", "share")
         for name, size in self.memory.categories.items():
             if size:
-                memory.add_row(name, f"{size / 1e9:,.3f}", f"{size / max(self.memory.peak, 1):.1%}")
-        lines = Table("memory by line", "GB")
+                memory.add_row(name, _sized(size), f"{size / max(self.memory.peak, 1):.1%}")
+        lines = Table("memory by line", "size")
         for line, size in self.memory.lines.most_common(8):
-            lines.add_row(line, f"{size / 1e9:,.3f}")
-        moved = Table("collective", "axis", "count", "GB received")
+            lines.add_row(line, _sized(size))
+        moved = Table("collective", "axis", "count", "received")
         counts = Counter((e.kind, e.axis) for e in self.entries)
         for (kind, axis), size in sorted(self.bytes.items(), key=lambda item: -item[1]):
-            moved.add_row(kind, axis, str(counts[kind, axis]), f"{size / 1e9:,.6f}")
+            moved.add_row(kind, axis, str(counts[kind, axis]), _sized(size))
         return [head, memory, lines, moved]
 
     def __repr__(self) -> str:
@@ -234,9 +236,17 @@ class Report:
 
 def _shown(name: str, value: float) -> str:
     if "bytes" in name:
-        return f"{value / 1e9:,.3f} GB"
+        return _sized(value)
     if "(s)" in name:
         return f"{value * 1e3:,.3f} ms"
     if "flop" in name:
         return f"{value / 1e12:,.3f} T"
     return f"{value:.1%}" if name == "MFU" else f"{value:,.0f}"
+
+
+def _sized(value: float) -> str:
+    """Bytes, in the unit that suits them."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= 0.1 * size:
+            return f"{value / size:,.3f} {unit}"
+    return f"{value:,.0f} B"

@@ -8,21 +8,7 @@ from dataclasses import dataclass, field
 
 from shardwise.comm.outline import Passage
 from shardwise.forecast.hardware import BASES, Hardware
-
-
-@dataclass
-class Kernel:
-    """One op of the rank that is played."""
-
-    name: str
-    flops: int
-    nbytes: int
-    dtype: str
-    kind: str  # "matmul", "attention" or "memory"
-    line: str
-    module: str
-    phase: str  # "forward", "backward", "recomputed" or "optimizer"
-    key: str = ""  # how a table of measured times names it
+from shardwise.forecast.kernels import Kernel
 
 
 @dataclass(frozen=True)
@@ -40,7 +26,12 @@ class Waited:
     passage: Passage
 
 
-Event = Kernel | Began | Waited
+@dataclass(frozen=True)
+class Looked:
+    """The program looks at a value: the host waits until everything is done."""
+
+
+Event = Kernel | Began | Waited | Looked
 
 
 @dataclass
@@ -65,6 +56,7 @@ class Time:
         host: How long the host takes to start all ops.
         flops: Floating-point operations of matrix products and attention, without the `recomputed` ones.
         bases: Seconds of kernels and of communication by the basis of the figures behind them.
+        events: What was played, in the order of the program.
     """
 
     total: float = 0.0
@@ -77,6 +69,7 @@ class Time:
     spans: list[Span] = field(default_factory=list)
     lines: Counter[str] = field(default_factory=Counter)
     bases: Counter[str] = field(default_factory=Counter)
+    events: Sequence[Event] = field(default=(), repr=False)
 
     @property
     def basis(self) -> str:
@@ -85,44 +78,85 @@ class Time:
 
 
 def play(events: Sequence[Event], hardware: Hardware) -> Time:
-    """The time of a recorded step. The host starts one op after another; a kernel begins when the one before it is
-    done, a communication when those before it are done and the kernels before it too.
+    """The time of a recorded step among steps like it. The host starts one op after another and runs ahead of the
+    device; a kernel begins when it was started and the one before it is done, a communication when it was started and
+    those before it are done, and the kernels before it too. A step begins for the host where the one before it ended.
 
     Args:
         events: In the order of the program.
         hardware: What it runs on.
     """
-    time, host, compute, network = Time(), 0.0, 0.0, 0.0
-    ends: dict[int, float] = {}
-    for event in events:
-        if isinstance(event, Kernel):
-            seconds, basis = hardware.op_seconds(event.flops, event.nbytes, event.dtype, event.kind, event.key)
-            host += hardware.host.value
-            start = max(compute, host)
-            compute = start + seconds
-            time.compute += seconds
-            time.lines[event.line] += seconds  # type: ignore[assignment]
-            time.bases[basis] += seconds  # type: ignore[assignment]
-            time.spans.append(Span("compute", event.name, start, seconds, event.line))
-            if event.phase == "recomputed":
-                time.recomputed += event.flops
-            else:
-                time.flops += event.flops
-        elif isinstance(event, Began):
-            passage = event.passage
-            seconds, basis = hardware.exchange_seconds(passage.sizes, passage.strides, passage.received)
-            host += hardware.host.value
-            start = max(network, compute, host)
-            network = ends[id(passage)] = start + seconds
-            time.communication += seconds
-            time.bases[basis] += seconds  # type: ignore[assignment]
-            time.spans.append(
-                Span("communication", f"{passage.kind} {'+'.join(passage.axes)}", start, seconds, event.line)
-            )
-        else:
-            arrived = ends.get(id(event.passage), 0.0)
-            time.exposed += max(0.0, arrived - max(compute, host))
-            compute = max(compute, arrived)
-    time.host = host
-    time.total = max(host, compute, network)
+    queues = _Queues(hardware)
+    queues.play(events)
+    first, queues.time = queues.now(), Time()
+    began = queues.host
+    queues.play(events)
+    time = queues.time
+    time.host = queues.host - began
+    time.total = queues.now() - first
+    time.events = events
+    for span in time.spans:
+        span.start -= first
     return time
+
+
+class _Queues:
+    """The moment until which the host, the kernels and the communications are busy."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware, self.time = hardware, Time()
+        self.host = self.compute = self.network = 0.0
+
+    def now(self) -> float:
+        return max(self.host, self.compute, self.network)
+
+    def play(self, events: Sequence[Event]) -> None:
+        ends: dict[int, float] = {}
+        for event in events:
+            if isinstance(event, Kernel):
+                self._kernel(event)
+            elif isinstance(event, Began):
+                ends[id(event.passage)] = self._exchange(event)
+            elif isinstance(event, Waited):
+                arrived = ends.get(id(event.passage), 0.0)
+                self.time.exposed += max(0.0, arrived - max(self.compute, self.host))
+                self.compute = max(self.compute, arrived)
+            else:
+                self.host = max(self.host, self.compute)
+
+    def _kernel(self, kernel: Kernel) -> None:
+        time = self.time
+        seconds, basis = self.hardware.op_seconds(
+            kernel.flops, kernel.nbytes, kernel.dtype, kernel.kind, kernel.key, kernel.grids, kernel.sizes
+        )
+        self.host += self._started(kernel)
+        start = max(self.compute, self.host)
+        self.compute = start + seconds
+        time.compute += seconds
+        time.lines[kernel.line] += seconds  # type: ignore[assignment]
+        time.bases[basis] += seconds  # type: ignore[assignment]
+        time.spans.append(Span("compute", kernel.name, start, seconds, kernel.line))
+        if kernel.phase == "recomputed":
+            time.recomputed += kernel.flops
+        else:
+            time.flops += kernel.flops
+
+    def _started(self, kernel: Kernel) -> float:
+        """How long the host takes to start it."""
+        more = {"tensor": kernel.tensors, "distributed": kernel.distributed, "library": kernel.of_library}
+        if kernel.phase != "backward":  # there, views count with the ops
+            more |= {"view": kernel.views, "module": kernel.modules, "checkpoint": kernel.begins_again}
+        phase = "forward" if kernel.phase == "recomputed" else kernel.phase
+        return self.hardware.host_seconds(phase, **more)
+
+    def _exchange(self, event: Began) -> float:
+        passage = event.passage
+        seconds, basis = self.hardware.exchange_seconds(passage.sizes, passage.strides, passage.received)
+        self.host += self.hardware.host_seconds("exchange")
+        start = max(self.network, self.compute, self.host)
+        self.network = start + seconds
+        self.time.communication += seconds
+        self.time.bases[basis] += seconds  # type: ignore[assignment]
+        said = f"{passage.kind} {'+'.join(passage.axes)}"
+        self.time.spans.append(Span("communication", said, start, seconds, event.line))
+        return self.network

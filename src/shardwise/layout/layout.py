@@ -75,7 +75,7 @@ class Layout:
 
     @staticmethod
     def make(
-        mesh: Any,
+        mesh: MeshLike,
         placements: Iterable[Any],
         shape: Sequence[int],
         dtype: Any,
@@ -248,7 +248,9 @@ def _check_sizes(shape: tuple[Any, ...], stride: tuple[Any, ...]) -> None:
         raise LayoutError(f"stride = {stride}: {len(stride)} strides for a shape of {len(shape)} dims {shape}")
 
 
-def check_placements(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[Placement, ...]:
+def check_placements(
+    mesh: MeshLike, placements: tuple[Placement, ...], shape: tuple[int, ...]
+) -> tuple[Placement, ...]:
     """The placements in canonical form: dims counted from the front, explicit splits that equal chunks as chunks."""
     if len(placements) != len(mesh.shape):
         raise LayoutError(
@@ -284,7 +286,7 @@ def check_placements(mesh: Any, placements: tuple[Placement, ...], shape: tuple[
     return tuple(out)
 
 
-def _check_reductions_commute(mesh: Any, placements: tuple[Placement, ...]) -> None:
+def _check_reductions_commute(mesh: MeshLike, placements: tuple[Placement, ...]) -> None:
     """The order in which axes are reduced must not matter: sums and averages mix, others only with themselves."""
     ops = {p.reduce_op: axis for axis, p in enumerate(placements) if isinstance(p, Partial) and mesh.shape[axis] > 1}
     if len(ops) > 1 and not ops.keys() <= {"sum", "avg"}:
@@ -294,7 +296,9 @@ def _check_reductions_commute(mesh: Any, placements: tuple[Placement, ...]) -> N
         )
 
 
-def _check_pieces(mesh: Any, outer: tuple[Placement, ...], axis: int, shard: Shard, shape: tuple[int, ...]) -> Shard:
+def _check_pieces(
+    mesh: MeshLike, outer: tuple[Placement, ...], axis: int, shard: Shard, shape: tuple[int, ...]
+) -> Shard:
     """Each row must deal out exactly what its parent holds; equal to a chunk split, it becomes one."""
     parts = mesh.shape[axis]
     parents = parent_sets(mesh, outer, shard.dim, shape[shard.dim])
@@ -328,7 +332,7 @@ def _check_pieces(mesh: Any, outer: tuple[Placement, ...], axis: int, shard: Sha
     return Shard(shard.dim, pieces=pieces)
 
 
-def parent_sets(mesh: Any, outer: Sequence[Placement], dim: int, n: int) -> list[Intervals]:
+def parent_sets(mesh: MeshLike, outer: Sequence[Placement], dim: int, n: int) -> list[Intervals]:
     """For each coordinate of the axes in `outer` that cut `dim` (in mesh order), the indices it holds."""
     sets = [normalize([(0, n)])]
     for axis, placement in enumerate(outer):

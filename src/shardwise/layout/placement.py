@@ -41,7 +41,7 @@ class Placement:
 
 
 class Replicate(Placement):
-    """Every coordinate of the axis holds the same values."""
+    """Every rank along the axis holds the same values."""
 
     __slots__ = ()
 
@@ -65,11 +65,11 @@ class Replicate(Placement):
 
 
 class Shard(Placement):
-    """The axis deals out the indices of one tensor dim.
+    """The axis cuts one dim of the tensor: each rank along it holds some of the indices.
 
-    ``Shard(dim)`` cuts like ``torch.chunk``; ``sizes`` gives each coordinate its own count. ``pieces`` is the general
-    form: for each coordinate of the axes that cut the same dim before this one, for each coordinate of this axis, the
-    intervals it takes of what its parent holds.
+    ``Shard(dim)`` cuts like ``torch.chunk``; ``sizes`` gives the size of each rank's part. ``pieces`` is the general
+    form. It has, for each coordinate of the axes that cut the same dim before this one, and for each coordinate of this
+    axis, the intervals that this coordinate holds, counted within what was left by the axes before.
 
     >>> Shard(0, sizes=(3, 0, 2)).pieces
     ((((0, 3),), (), ((3, 5),)),)
@@ -202,7 +202,7 @@ class StridedShard(Placement):
 
 
 class Partial(Placement):
-    """Every coordinate holds a part; the value is the parts reduced by `reduce_op`."""
+    """Each rank along the axis holds a part; the value of the tensor is the reduction of the parts by `reduce_op`."""
 
     __slots__ = ("reduce_op",)
     reduce_op: str

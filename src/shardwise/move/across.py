@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.base import Coords
+from shardwise.comm.base import Comm, Coords
 from shardwise.comm.bridge import regroup, share
 from shardwise.comm.guard import Guard
 from shardwise.comm.messages import along_ranks
 from shardwise.comm.outline import OutlineComm
+from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note
 from shardwise.comm.simulation import SimulatedComm
 from shardwise.errors import MoveError
@@ -33,7 +34,7 @@ from shardwise.move.run import run_move, run_steps
 from shardwise.move.steps import Step, Steps
 from shardwise.move.tiles import TilePlan
 from shardwise.move.transfer import Transfer
-from shardwise.protocols import LocalValue
+from shardwise.protocols import Holder, LocalValue, MeshLike
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ class CrossStep(Step):
         """The gradient of what a rank got goes back to where the source was held."""
         return CrossStep(self.dst, self.src, self.plan.reverse, self.ranks)
 
-    def comm_after(self, comm: Any) -> Any:
+    def comm_after(self, comm: Holder) -> Comm:
         return self.dst.mesh.comm
 
     def bytes_received(self, comm: Any) -> int:
@@ -77,8 +78,9 @@ class CrossStep(Step):
         inside = rank in self.dst.mesh.ranks
         return math.prod(self.dst.local_shape(rank)) * self.dst.dtype.itemsize if inside else 0
 
-    def run(self, comm: Any, local: Any) -> Any:
+    def run(self, comm: Any, local: LocalValue) -> LocalValue:
         if comm.simulated:
+            assert isinstance(local, RankTensor)
             return self._at_hand(comm, local)
         if comm.outlined:
             return self._outlined(comm, local)
@@ -93,7 +95,7 @@ class CrossStep(Step):
         shape, axes = self.dst.local_shape(comm.rank), range(len(comm.shape))
         return comm.exchange(local, self.kind, axes, self.bytes_in(comm.rank), shape, self.buffer_bytes(comm.rank))[1]()
 
-    def _at_hand(self, comm: Any, local: Any) -> Any:
+    def _at_hand(self, comm: SimulatedComm, local: RankTensor) -> RankTensor:
         before = {c: self.src.region(c) for c in map(self.src.mesh.coords, self.src.mesh.ranks)}
         after = {c: self.dst.region(c) for c in self.dst.mesh.comm.grid}
         whole = Whole([*before.values(), *after.values()], comm.first(local), zeros=True)
@@ -131,10 +133,10 @@ def plan_across(src: Layout, dst: Layout) -> Crossing:
 
 
 # -- running it --------------------------------------------------------------------------------------------
-def move_across(local: Any, src: Layout, dst: Layout, note: Note) -> Any:
+def move_across(local: LocalValue, src: Layout, dst: Layout, note: Note) -> LocalValue:
     """What the ranks of `dst`'s mesh hold, from what those of `src`'s hold; differentiable. Every rank of both calls
     it; outside of the target's mesh the result is empty."""
-    if src.mesh.comm.simulated:
+    if isinstance(local, RankTensor):
         _check_groups(src.mesh.comm, local, src)
     larger = _on_one_mesh(src, dst)
     if larger is not None:
@@ -152,13 +154,13 @@ def move_across(local: Any, src: Layout, dst: Layout, note: Note) -> Any:
     return run_move(share(dst.mesh.comm, crossed, replicas), dst.mesh.comm, plan.after, note)
 
 
-def _check_groups(comm: SimulatedComm, local: LocalValue, src: Layout) -> None:
+def _check_groups(comm: SimulatedComm, local: RankTensor, src: Layout) -> None:
     """LayoutError where the groups of a simulated sub-mesh hold different values: only one of them would move."""
     with torch.no_grad():
         for axis, place in enumerate(src.placements):
             if isinstance(place, Partial):  # groups may have different parts of the same value
                 local = comm.all_reduce(local, (axis,), "sum" if place.reduce_op == "avg" else place.reduce_op)
-    comm.check_groups(local, "redistribute to another mesh")
+    comm.agreed(local, "redistribute to another mesh")
 
 
 def _on_one_mesh(src: Layout, dst: Layout) -> tuple[Layout, Layout] | None:
@@ -170,7 +172,14 @@ def _on_one_mesh(src: Layout, dst: Layout) -> tuple[Layout, Layout] | None:
     return None
 
 
-def is_part_of(part: Any, whole: Any) -> bool:
+class MeshOfUser(MeshLike, Protocol):
+    """A mesh that was made from one of the user's."""
+
+    @property
+    def source(self) -> Any: ...  # a DeviceMesh, or what `simulate` or `outline` returned
+
+
+def is_part_of(part: MeshOfUser, whole: MeshOfUser) -> bool:
     """Whether `part` is what `whole[names]` gives: this rank's own line of it."""
     if len(part.shape) >= len(whole.shape) or not set(part.axis_names) <= set(whole.axis_names):
         return False
@@ -188,13 +197,13 @@ def _agree(one: Coords, other: Coords, except_on: list[int]) -> bool:
     return all(c == d for a, (c, d) in enumerate(zip(one, other, strict=True)) if a not in except_on)
 
 
-def spelled_out(layout: Layout, whole: Any) -> Layout:
+def spelled_out(layout: Layout, whole: MeshLike) -> Layout:
     """The layout of a sub-mesh's tensor on the whole mesh: replicated on the axes the sub-mesh does not have."""
     places = dict(zip(layout.mesh.axis_names, layout.placements, strict=True))
     return layout.replace(mesh=whole, placements=tuple(places.get(name, REPLICATE) for name in whole.axis_names))
 
 
-def _each_line_its_own(value: Any, dst: Layout) -> Any:
+def _each_line_its_own(value: LocalValue, dst: Layout) -> LocalValue:
     """On a simulated sub-mesh every line has a tensor of its own, which its graph treats on its own."""
     comm = dst.mesh.comm
     if not comm.simulated:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.protocols import MeshLike
+
 
 @dataclass(frozen=True)
 class AxisCost:
@@ -56,7 +58,7 @@ _measured: weakref.WeakKeyDictionary[Any, CostModel] = weakref.WeakKeyDictionary
 _defaults: dict[int, CostModel] = {}
 
 
-def cost_of(mesh: Any) -> CostModel:
+def cost_of(mesh: MeshLike) -> CostModel:
     """The costs of a mesh: what was measured, else the defaults."""
     found = _measured.get(mesh) if _measured else None
     if found is not None:
@@ -67,6 +69,6 @@ def cost_of(mesh: Any) -> CostModel:
     return _defaults[n]
 
 
-def set_cost(mesh: Any, model: CostModel) -> None:
+def set_cost(mesh: MeshLike, model: CostModel) -> None:
     """From now on moves and strategies on this mesh are priced by `model`; cached plans must be dropped."""
     _measured[mesh] = model

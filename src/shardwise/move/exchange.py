@@ -32,6 +32,7 @@ from shardwise.move.pack import pick, place
 from shardwise.move.schedule import Pieces, Route, Routes, Shape, round_of
 from shardwise.move.steps import Begun, MeshStep
 from shardwise.move.transfer import Exchanged, Native, Transfer, gather_in_order, reduce_and_scatter
+from shardwise.protocols import LocalValue
 
 _SEPARATE_BYTES = 1 << 16  # bytes of a rank's tensor
 _SENDING_BACKENDS = ("gloo", "nccl")  # backends that are known to send from rank to rank
@@ -79,7 +80,7 @@ class RoutedStep(Exchanged, MeshStep):
         """Which part of the sum of what ranks hold this rank has; None where another rank has the same part."""
         return 0
 
-    def shared_by(self, coords: Coords) -> Any:
+    def shared_by(self, coords: Coords) -> Coords:
         """Ranks along the axes for which this is equal end up with the same value."""
         return coords
 
@@ -88,7 +89,7 @@ class RoutedStep(Exchanged, MeshStep):
         return None
 
     # -- running --------------------------------------------------------------------------------------------
-    def run(self, comm: Any, local: Any) -> Any:
+    def run(self, comm: Any, local: LocalValue) -> LocalValue:
         if comm.simulated:
             return comm.per_group(self._among, local, self.axes)
         if comm.outlined:
@@ -98,7 +99,7 @@ class RoutedStep(Exchanged, MeshStep):
         with comm.guard(self.kind, self.crossed):
             return Transfer(self, (local,), comm.coords, comm.along(self.crossed)).finish()[0]
 
-    def start(self, comm: ProcessGroupComm | OutlineComm, local: Any, owned: bool) -> Begun | None:
+    def start(self, comm: ProcessGroupComm | OutlineComm, local: LocalValue, owned: bool) -> Begun | None:
         if isinstance(comm, OutlineComm):
             return self._outlined(comm, local)
         guard = comm.guard(self.kind, self.crossed)
@@ -404,14 +405,17 @@ class Exchange(RoutedStep):
         """Those of a backend that gathers and reduces natively where parts lie one after another, as NCCL does."""
         received = self.bytes_in(coords)
         if self.kind == "reduce_scatter" and self.even and self.rounds == 1 and self.reduce_op == "sum":
-            return self.bytes_at(coords)
+            return 0 if self._one_after_another(self.dst, self.src, coords) else self.bytes_at(coords)
         if self.reduces:
             return (received + self.bytes_at(coords)) // self.rounds
         if self.kind == "all_gather":
-            dims = {self.src.placements[a].dim for a in self.axes}  # type: ignore[attr-defined]
-            in_order = self.even and len(dims) == 1 and math.prod(self.dst.local_shape_at(coords)[: min(dims)]) == 1
-            return 0 if in_order else received // self.rounds
+            return 0 if self._one_after_another(self.src, self.dst, coords) else received // self.rounds
         return 2 * received // self.rounds
+
+    def _one_after_another(self, cut: Layout, whole: Layout, coords: Coords) -> bool:
+        """Whether what a rank has in the layout `whole` is, in memory, what one rank after another has in `cut`."""
+        dims = {cut.placements[a].dim for a in self.axes}  # type: ignore[attr-defined]
+        return self.even and len(dims) == 1 and math.prod(whole.local_shape_at(coords)[: min(dims)]) == 1
 
     def buffer_bytes(self, coords: Coords) -> int:
         """Those of the last round, which is the largest."""

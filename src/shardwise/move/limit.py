@@ -6,7 +6,6 @@ import itertools
 import math
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 from shardwise.errors import MoveError
 from shardwise.layout import Layout
@@ -25,9 +24,9 @@ of_thread = _OfThread()
 
 
 class memory_cap:
-    """Inside, a move may hold at most `bytes` on a rank beyond its source, its result included.
+    """Inside, a move may use at most `bytes` of memory per rank in addition to its source; its result counts.
 
-    Without a cap a move holds at most what its source and result take together, and a tenth more."""
+    Without a cap, a move uses at most 1.1 times the memory of its source and result together."""
 
     def __init__(self, bytes: int) -> None:
         if not isinstance(bytes, int) or isinstance(bytes, bool) or bytes <= 0:
@@ -39,7 +38,7 @@ class memory_cap:
         of_thread.cap = self.bytes
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         of_thread.cap = self.outer
 
 

@@ -135,7 +135,8 @@ class MovePlan:
 
 
 def plan_move(src_layout: Layout, dst_layout: Layout, *, memory: int | None = None) -> MovePlan:
-    """What a redistribute from one layout to the other would do; `memory` caps its bytes beyond the source."""
+    """Plan a move from one layout to another, without running it. `memory` is the most bytes that a rank may use in
+    addition to the source."""
     for name, layout in (("src_layout", src_layout), ("dst_layout", dst_layout)):
         if not isinstance(layout, Layout):
             raise MoveError(f"plan_move: {name} must be a Layout, got {layout!r}; a DTensor's is its .layout")

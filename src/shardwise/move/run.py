@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from shardwise.comm.base import Comm
 from shardwise.comm.capturing import tape_here, tapes
 from shardwise.comm.flight import flights
 from shardwise.comm.guard import compare
@@ -17,12 +18,12 @@ from shardwise.layout import Layout
 from shardwise.move.limit import current_cap
 from shardwise.move.planner import plan_steps
 from shardwise.move.steps import AllReduce, Begun, GatherParts, MeshStep, Spread, Step
-from shardwise.protocols import Ctx, Structure, Tensors, VmapInfo
+from shardwise.protocols import Ctx, Holder, Structure, Tensors, VmapInfo
 from shardwise.torch_private.autograd import is_transforming
 from shardwise.torch_private.tensors import in_memory, storage_id
 
 Value: TypeAlias = Any  # a local value, or the list of a ShardedTensor's tensors
-Run = Callable[[Any, Sequence[Step], Any, Note, list[Recorder]], Any]
+Run = Callable[[Holder, Sequence[Step], Any, Note, list[Recorder]], Any]
 
 
 class _Move(torch.autograd.Function):
@@ -63,7 +64,7 @@ class _Transformed:
 
     after: Structure = None
 
-    def __init__(self, comm: Any, steps: Sequence[Step], before: Structure, note: Note) -> None:
+    def __init__(self, comm: Holder, steps: Sequence[Step], before: Structure, note: Note) -> None:
         self.comm, self.steps, self.before, self.note = comm, steps, before, note
         self.comm_after, self.recorders = _comm_after(comm, steps), recorders()
         self.source = user_line() if self.recorders else None
@@ -118,19 +119,19 @@ def _is_among(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
     return any(storage_id(tensor) == storage_id(other) for other in others)
 
 
-def run_transformed(comm: Any, steps: Sequence[Step], local: Value, note: Note) -> Value:
+def run_transformed(comm: Holder, steps: Sequence[Step], local: Value, note: Note) -> Value:
     """The local value after the steps, with all that the transforms under way want to know of it."""
     call = _Transformed(comm, steps, comm.structure(local), note)
     outs = _TransformedMove.apply(call, *comm.values(local))
     return call.comm_after.assemble(call.after, outs)
 
 
-def _comm_after(comm: Any, steps: Sequence[Step]) -> Any:
+def _comm_after(comm: Holder, steps: Sequence[Step]) -> Holder:
     """The backend that holds the result: a step to another mesh comes alone."""
     return steps[-1].comm_after(comm)
 
 
-def run_steps(comm: Any, steps: Sequence[Step], local: Value, note: Note, run: Run | None = None) -> Value:
+def run_steps(comm: Holder, steps: Sequence[Step], local: Value, note: Note, run: Run | None = None) -> Value:
     """The local value after the steps; recorded by autograd where its tensors are. `run` is how steps are run: now."""
     if not steps or (isinstance(steps[0], MeshStep) and comm.outside):
         return local
@@ -147,19 +148,20 @@ def run_steps(comm: Any, steps: Sequence[Step], local: Value, note: Note, run: R
     )
 
 
-def run_now(comm: Any, steps: Sequence[Step], local: Value, note: Note, to: list[Recorder]) -> Value:
+def run_now(comm: Holder, steps: Sequence[Step], local: Value, note: Note, to: list[Recorder]) -> Value:
     """The local value after the steps, outside of autograd."""
     if tapes and (tape := tape_here()) is not None:
         return tape.move(_run_now, comm, steps, local, note, to)
     return _run_now(comm, steps, local, note, to)
 
 
-def _run_now(comm: Any, steps: Sequence[Step], local: Value, note: Note, to: list[Recorder]) -> Value:
+def _run_now(comm: Holder, steps: Sequence[Step], local: Value, note: Note, to: list[Recorder]) -> Value:
     if comm.simulated:
         for step in steps:
             if to:
                 _record(comm, step, note, to)
-            slot = flights[0].enter_step(comm, step, note) if flights and step.kind != "local" else -1
+            is_seen = flights and step.kind != "local"
+            slot = flights[0].enter_step(comm, step, note) if is_seen else -1  # type: ignore[arg-type]
             local = step.run(comm, local)
             if slot >= 0:
                 flights[0].leave(slot, None)
@@ -181,7 +183,7 @@ def _on_behalf(note: Note, step: Step) -> None:
     of_thread.note, of_thread.step, of_thread.digest = note, step, step.digest
 
 
-def _record(comm: Any, step: Step, note: Note, to: list[Recorder]) -> None:
+def _record(comm: Holder, step: Step, note: Note, to: list[Recorder]) -> None:
     if to and step.kind != "local":
         tell(step.where, step.kind, step.bytes_received(comm), note, to)
 
@@ -200,7 +202,7 @@ class Started:
         self.owned = owned
         self.finish: Callable[[], Any] = is_done
 
-    def __call__(self, comm: Any, steps: Sequence[Step], local: Value, note: Note, to: list[Recorder]) -> Any:
+    def __call__(self, comm: Holder, steps: Sequence[Step], local: Value, note: Note, to: list[Recorder]) -> Value:
         for i, step in enumerate(steps):
             begun = self._begin(comm, step, local, note, self.owned and i == 0) if step.kind != "local" else None
             if begun is None:
@@ -213,7 +215,7 @@ class Started:
         return local
 
     @staticmethod
-    def _begin(comm: Any, step: Step, local: Any, note: Note, owned: bool) -> Begun | None:
+    def _begin(comm: Holder, step: Step, local: Value, note: Note, owned: bool) -> Begun | None:
         _on_behalf(note, step)
         try:
             return step.start(comm, local, owned)
@@ -221,7 +223,7 @@ class Started:
             of_thread.note = of_thread.step = None
 
     def _filled_later(
-        self, comm: Any, rest: Sequence[Step], first: torch.Tensor, note: Note, to: list[Recorder]
+        self, comm: Holder, rest: Sequence[Step], first: torch.Tensor, note: Note, to: list[Recorder]
     ) -> torch.Tensor:
         """Room for what the other steps will make of the first one's result, and a `finish` that fills it."""
         shape = rest[-1].result.local_shape_at(comm.coords)  # type: ignore[attr-defined]
@@ -242,9 +244,7 @@ def move(local: Value, src: Layout, dst: Layout, note: Note, spread: tuple[int, 
     return run_move(local, src.mesh.comm, plan_steps(src, dst, spread, current_cap()), note)
 
 
-def start_move(
-    local: Value, src: Layout, dst: Layout, note: Note, *, owned: bool = False
-) -> tuple[Any, Callable[[], Any]]:
+def start_move(local: Value, src: Layout, dst: Layout, note: Note, *, owned: bool = False) -> Begun:
     """A move begun but not waited for: the local value there will be, and what waits for it. Where the ranks live in
     this process, or a reduction needs its gradient worked out, it is done at once. An `owned` source is nobody else's:
     it may be reduced in place."""
@@ -256,7 +256,7 @@ def start_move(
     return run_steps(comm, steps, local, note, run=started), started.finish
 
 
-def run_move(local: Value, comm: Any, steps: tuple[MeshStep, ...], note: Note) -> Value:
+def run_move(local: Value, comm: Comm, steps: tuple[MeshStep, ...], note: Note) -> Value:
     """The local value after the steps of one plan."""
     if not any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps):
         return run_steps(comm, steps, local, note)
@@ -276,11 +276,11 @@ def _product(parts: torch.Tensor) -> torch.Tensor:
     return functools.reduce(torch.mul, [parts[i] for i in range(len(parts))])  # unbind of nothing has a wrong gradient
 
 
-def _needs_grad(comm: Any, local: Value) -> bool:
+def _needs_grad(comm: Comm, local: Value) -> bool:
     return is_transforming() or (torch.is_grad_enabled() and any(v.requires_grad for v in comm.values(local)))
 
 
-def _extreme(comm: Any, step: AllReduce, local: Value, note: Note) -> Value:
+def _extreme(comm: Comm, step: AllReduce, local: Value, note: Note) -> Value:
     """The greatest or least of the parts. Its gradient goes in equal shares to the parts that are it."""
     with torch.no_grad():
         parts = comm.bind(torch.Tensor.detach)(local)
@@ -302,7 +302,7 @@ def _is_it(part: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 class _Winners:
     """What a greatest or least of parts is besides its tensors."""
 
-    def __init__(self, comm: Any, spread: Spread, note: Note, local: Value, found: Value, winners: Value) -> None:
+    def __init__(self, comm: Comm, spread: Spread, note: Note, local: Value, found: Value, winners: Value) -> None:
         self.comm, self.spread, self.note = comm, spread, note
         self.before, self.after, self.winners = map(comm.structure, (local, found, winners))
         self.parts, self.found = len(comm.values(local)), len(comm.values(found))  # how many distinct tensors
@@ -328,14 +328,16 @@ class _Extreme(torch.autograd.Function):
         ctx.box, *values = inputs
         ctx.others = len(values) - ctx.box.parts
         winners = values[ctx.box.parts + ctx.box.found :]
-        ctx.save_for_backward(*winners)
-        ctx.save_for_forward(*winners)
+        ctx.winners = None if is_transforming() else winners  # a move keeps nothing that a backward pass would free
+        if ctx.winners is None:
+            ctx.save_for_backward(*winners)
+            ctx.save_for_forward(*winners)
 
     @staticmethod
     def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[Any, ...]:
         box = ctx.box
         whole = run_steps(box.comm, (box.spread,), box.comm.assemble(box.after, grads), box.note)
-        back = box.share(whole, ctx.saved_tensors)
+        back = box.share(whole, ctx.saved_tensors if ctx.winners is None else ctx.winners)
         return None, *box.comm.pick_gradients(box.before, back), *(None,) * ctx.others
 
     @staticmethod

@@ -27,6 +27,7 @@ from shardwise.errors import MoveError
 from shardwise.layout import Layout
 from shardwise.layout.region import Region, within
 from shardwise.move.pack import pick, place
+from shardwise.protocols import Holder, LocalValue
 
 Begun = tuple[Any, Callable[[], Any]]  # the local value there will be, and what waits until it is there
 
@@ -51,7 +52,7 @@ class Step(ABC):
         """The step that the gradient takes."""
         raise MoveError(f"{self} has no gradient")
 
-    def comm_after(self, comm: Any) -> Any:
+    def comm_after(self, comm: Holder) -> Holder:
         """The backend that holds the result."""
         return comm
 
@@ -79,7 +80,7 @@ class MeshStep(Step):
 
     reduce_op = "sum"
 
-    def run(self, comm: Comm, local: Any) -> Any:
+    def run(self, comm: Comm, local: LocalValue) -> LocalValue:
         return comm.each(self.apply, local, self.axes)
 
     def apply(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
@@ -163,10 +164,10 @@ class AllReduce(MeshStep):
     reduce_op: str = "sum"
     kind = "all_reduce"
 
-    def run(self, comm: Comm, local: Any) -> Any:
+    def run(self, comm: Comm, local: LocalValue) -> LocalValue:
         return comm.all_reduce(local, self.axes, self.reduce_op)
 
-    def start(self, comm: Comm, local: Any, owned: bool) -> Begun | None:
+    def start(self, comm: Comm, local: LocalValue, owned: bool) -> Begun | None:
         return comm.start_all_reduce(local, self.axes, self.reduce_op, owned)
 
     def bytes_in(self, coords: Coords) -> int:
@@ -202,7 +203,7 @@ class ToPartial(MeshStep):
     reduce_op: str = "sum"
     fresh: bool = False
 
-    def run(self, comm: Comm, local: Any) -> Any:
+    def run(self, comm: Comm, local: LocalValue) -> LocalValue:
         in_place = self.fresh and not comm.simulated  # where no two ranks share a value
         return comm.each(self.apply_in_place if in_place else self.apply, local, self.axes)
 
@@ -270,7 +271,7 @@ class GatherParts(MeshStep):
 
     kind = "all_gather"
 
-    def run(self, comm: Comm, local: Any) -> Any:
+    def run(self, comm: Comm, local: LocalValue) -> LocalValue:
         return comm.stack(local, self.axes)
 
     def bytes_in(self, coords: Coords) -> int:

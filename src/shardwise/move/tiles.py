@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.guard import Guard
-from shardwise.comm.messages import Along, Group, along_group
+from shardwise.comm.messages import Group, along_group
 from shardwise.comm.record import Note, recorders
 from shardwise.errors import MoveError
 from shardwise.layout.region import contiguous_stride
@@ -33,6 +33,7 @@ from shardwise.move.run import run_now, run_steps
 from shardwise.move.schedule import Pieces, Route, Routes, Shape
 from shardwise.move.steps import Step
 from shardwise.move.transfer import Exchanged, Transfer, begins_its_memory
+from shardwise.protocols import Holder, Structure
 
 
 class HeldBoxes(NamedTuple):
@@ -218,11 +219,6 @@ class TilePlan(Exchanged):
         shapes = tuple(as_tuples(boxes.ends - boxes.starts))
         return Pieces(slots, shapes, strides, tuple(starts.tolist()), None, whole=False)
 
-    def sends_separately(self, along: Along) -> bool:
-        """Messages beat a collective on gloo: its collectives go through a thread of their own, its messages do not,
-        and a message may be a tile itself."""
-        return along.backend == "gloo"
-
 
 def _runs(peers: np.ndarray) -> list[tuple[int, int, int]]:
     """Each of the peers, which come in order, with the first row of its own and the first after them."""
@@ -238,7 +234,7 @@ Tensors = Sequence[torch.Tensor]
 class TensorLists:
     """A backend whose local value is a list of tensors: the tiles of one rank."""
 
-    simulated = False
+    simulated = outside = False
 
     def values(self, local: Tensors) -> tuple[torch.Tensor, ...]:
         return tuple(local)
@@ -246,7 +242,7 @@ class TensorLists:
     def structure(self, local: Tensors) -> list[torch.Size]:
         return [x.shape for x in local]
 
-    def assemble(self, structure: Any, values: Tensors) -> list[torch.Tensor]:
+    def assemble(self, structure: Structure, values: Tensors) -> list[torch.Tensor]:
         return list(values)
 
     def pick_gradients(self, structure: Sequence[torch.Size], local: Tensors) -> tuple[torch.Tensor, ...]:
@@ -275,10 +271,10 @@ class TileStep(Step):
     def partner(self) -> TileStep:
         return TileStep(self.plan.reverse, self.group)
 
-    def bytes_received(self, comm: Any) -> int:
+    def bytes_received(self, comm: object) -> int:
         return self.plan.bytes_in(dist.get_rank())
 
-    def run(self, comm: Any, local: Tensors) -> list[torch.Tensor]:
+    def run(self, comm: Holder, local: Tensors) -> list[torch.Tensor]:
         me, along = dist.get_rank(), along_group(self.group, local[0].device)
         self._check(me, along.ranks, local)
         if self.plan.is_local:

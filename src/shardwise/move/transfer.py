@@ -3,6 +3,7 @@ where it belongs."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from shardwise.comm.messages import (
     width,
 )
 from shardwise.comm.reduction import REDUCTIONS, reduce_parts
+from shardwise.layout.region import Region, region_size, run_start
 from shardwise.move.pack import pick, place
 from shardwise.move.schedule import BUFFER, Laid, Member, Pieces, Put, Round, Routes, Shape, Span, round_of
 from shardwise.torch_private.tensors import foreach_copy_
@@ -37,7 +39,7 @@ class Exchanged:
     is_local = False  # whether nothing travels between any ranks
     kept: dict[Any, Any]  # what was worked out before
 
-    def routes(self, member: Any) -> Routes:
+    def routes(self, member: Member) -> Routes:
         """What a member sends and takes."""
         raise NotImplementedError
 
@@ -135,7 +137,9 @@ class Transfer:
             self.along,
         )
 
-    def _run(self, spans: Sequence[Span], tensors: Any, buffer: torch.Tensor | None, wide: int) -> torch.Tensor:
+    def _run(
+        self, spans: Sequence[Span], tensors: list[torch.Tensor], buffer: torch.Tensor | None, wide: int
+    ) -> torch.Tensor:
         """The run of memory that these spans are together, as it travels."""
         if not spans:
             return as_wire(self.sources[0].new_empty(0))
@@ -148,18 +152,20 @@ class Transfer:
         return as_wire(x)[start * wide : stop * wide]
 
     def _send_separately(self, one: Round, packed: torch.Tensor | None, received: torch.Tensor | None) -> Work:
-        wide = width(self.sources[0].dtype)
-        ends = []
-        for spans, buffer, tensors in ((one.sends, packed, self.sources), (one.takes, received, self.out)):
-            wires = {slot: as_wire(self._of(slot, buffer, tensors)) for slot in {span.slot for span in spans}}
-            ends.append([(peer, wires[slot][a * wide : b * wide]) for peer, slot, a, b in spans])
-        return start_sends(ends[0], ends[1], self.along)
+        out = self._messages(one.sends, packed, self.sources)
+        return start_sends(out, self._messages(one.takes, received, self.out), self.along)
 
-    def _of(self, slot: int, buffer: torch.Tensor | None, tensors: Any) -> torch.Tensor:
-        if slot == BUFFER:
-            assert buffer is not None
-            return buffer
-        return self._contiguous(tensors, slot)
+    def _messages(
+        self, spans: Sequence[Span], buffer: torch.Tensor | None, tensors: list[torch.Tensor]
+    ) -> list[tuple[int, torch.Tensor]]:
+        """The runs of memory that go to, or come from, one peer each, as they travel."""
+        messages, known, wire = [], None, None
+        for peer, slot, start, stop in spans:
+            if wire is None or slot != known:
+                x = buffer if slot == BUFFER else self._contiguous(tensors, slot)
+                known, wire, first, wide = slot, *_as_run(x)  # type: ignore[arg-type]
+            messages.append((peer, wire.as_strided(((stop - start) * wide,), (1,), first + start * wide)))
+        return messages
 
     def _contiguous(self, tensors: list[torch.Tensor], slot: int) -> torch.Tensor:
         """The tensor in one piece of memory: one of the sources may have holes. A result has none."""
@@ -217,6 +223,15 @@ def _seen(tensors: Sequence[torch.Tensor], pieces: Pieces) -> list[torch.Tensor]
     return list(map(torch.as_strided, [tensors[slot] for slot in slots], shapes, strides, starts))
 
 
+def _as_run(x: torch.Tensor) -> tuple[torch.Tensor, int | torch.SymInt, int]:
+    """A contiguous tensor as it travels: in a dtype that backends carry, where its memory begins, and how many
+    elements of that dtype stand for one of its own."""
+    if x.dtype in WIRE:
+        return x, x.storage_offset(), 1
+    wire = as_wire(x)
+    return wire, wire.storage_offset(), width(x.dtype)
+
+
 def _laid(buffer: torch.Tensor, laid: Laid) -> list[torch.Tensor]:
     """What was laid out in a buffer, as views."""
     out: list[torch.Tensor] = []
@@ -238,7 +253,8 @@ def course_of(plan: Exchanged, me: Member, along: Along) -> Course:
     found = plan.kept.get(key)
     if found is None:
         native, routes = plan.native(along), plan.routes(me)
-        separate = along.group is None or plan.is_local or plan.sends_separately(along)
+        # gloo has no collective that is safe where ranks run different programs: messages then, each from its place
+        separate = along.group is None or along.backend == "gloo" or plan.is_local or plan.sends_separately(along)
         rounds = [round_of(routes, me, along.peers, i, plan.rounds, separate) for i in range(plan.rounds)]
         rounds = [_NO_ROUND] if native else rounds
         most = (max(one.packed for one in rounds), max(one.received for one in rounds))
@@ -282,10 +298,24 @@ def gather_in_order(transfer: Transfer) -> Work | None:
 def reduce_and_scatter(transfer: Transfer) -> Work | None:
     """Parts of a sum that the backend adds up."""
     along, source = transfer.along, transfer.sources[0]
-    sent = transfer.plan.routes(along.peers[dist.get_rank(along.group)]).sends
     out = transfer.out[0].view(-1)
     if not out.numel():
         return None
-    regions = [region for peer in along.peers for region in sent[peer].regions_in([source.shape])]
-    transfer.keeping = torch.cat([pick(source, region).reshape(-1) for region in regions])
+    regions, in_order = _by_peer(transfer.plan, along.peers[dist.get_rank(along.group)], along, source.shape)
+    if in_order and source.is_contiguous():
+        transfer.keeping = source.view(-1)
+    else:
+        transfer.keeping = torch.cat([pick(source, region).reshape(-1) for region in regions])
     return getattr(dist, REDUCE_SCATTER)(out, transfer.keeping, group=along.group, async_op=True)
+
+
+def _by_peer(plan: Exchanged, me: Member, along: Along, shape: Shape) -> tuple[list[Region], bool]:
+    """What each peer gets of a tensor of this shape, and whether its memory is just that, one peer after another."""
+    found = plan.kept.get(("by peer", me))
+    if found is None:
+        sent = plan.routes(me).sends
+        regions = [region for peer in along.peers for region in sent[peer].regions_in([shape])]
+        ends = itertools.accumulate(map(region_size, regions), initial=0)
+        in_order = all(run_start(region, shape) == end for region, end in zip(regions, ends))  # the last end has none
+        found = plan.kept["by peer", me] = regions, in_order
+    return found

@@ -23,7 +23,8 @@ _SIGNATURE = inspect.signature(F.cross_entropy)
 
 
 class loss_parallel(TorchFunctionMode):
-    """A context manager: inside, `F.cross_entropy` of DTensors never moves logits, only a few numbers for each sample.
+    """A context manager: inside, `F.cross_entropy` on DTensors never moves the logits, only a few numbers for each
+    sample.
 
     The loss is Replicate on the axes that cut the classes, whatever its reduction. On an axis that cuts the batch it is
     what `F.cross_entropy` gives outside: for `reduction="sum"` a pending sum, for `"none"` cut as the batch is.

@@ -30,7 +30,8 @@ def parallelize_module(
     src_data_rank: int | None = 0,
     axis: int | str | None = None,
 ) -> nn.Module:
-    """Parallelize a module in place. If it fails, the module is as it was.
+    """Cut the parameters of a module over a mesh axis, in place, as a plan says. If the call fails, the module is
+    unchanged.
 
     Args:
         module: the module. Parameters that several of its modules share stay shared.

@@ -26,7 +26,8 @@ def input_reshard(
     *,
     axis: int | str | None = None,
 ) -> nn.Module:
-    """Keep what the backward pass needs of a module's replicated inputs in parts, and gather it there.
+    """Let each rank keep only its part of a module's replicated inputs for the backward pass, and gather them again
+    there.
 
     It saves memory if nobody else keeps the inputs. Plain inputs are taken to be alike on all ranks.
 

@@ -7,16 +7,22 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from shardwise.imports import later
 from shardwise.layout.region import Region
 from shardwise.random.distributions import Distribution
 from shardwise.random.philox import CHUNK, words
 from shardwise.random.walk import Walk, walk_over
 from shardwise.torch_private.tensors import is_abstract
 
+if TYPE_CHECKING:
+    from shardwise.random import triton_kernel
+else:
+    triton_kernel = later("shardwise.random.triton_kernel")  # needs Triton, which comes with torch for GPUs
 _WORTH_THREADS = 1 << 19  # elements: with fewer, starting threads costs more than they save
 
 
@@ -47,9 +53,7 @@ def fill_tile(
         target, offsets, shape = torch.view_as_real(target), (*offsets, 0), (*shape, 2)
     walk = walk_over(shape, offsets, target.shape, target.stride())
     if target.device.type == "cuda":
-        from shardwise.random.triton_kernel import fill  # needs Triton, which comes with torch for GPUs
-
-        fill(target, walk, what, key, draw)
+        triton_kernel.fill(target, walk, what, key, draw)
     elif target.device.type == "cpu":
         _fill_cpu(target, walk, what, key, draw)
     else:

@@ -39,7 +39,7 @@ class Generator(torch.Generator):
 
 
 def manual_seed(seed: int) -> torch.Generator:
-    """Start the stream anew, on this rank: call it alike on all ranks. `torch.manual_seed` does the same.
+    """Seed the random stream of this rank. Call it with the same seed on all ranks. `torch.manual_seed` does the same.
 
     Args:
         seed: Any int that torch takes.

@@ -5,8 +5,8 @@ on all its ranks, and all of them must come to it. What is found first, in this 
 
 1. a rank whose program raised an error of its own;
 2. ranks that came to different things, or to different lines, at the same place in the order of a group;
-3. a rank that is gone, was stopped, ended early or never came, while others wait for it;
-4. a rank that stands still while others wait for it.
+3. a rank that is gone, was stopped, ended early or never started, while others wait for it;
+4. a rank that others wait for and that is in no collective itself.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _differ(run: Run, lines: bool) -> Verdict | None:
     for _, events in places:
         kinds = {rank: _signature(event, lines) for rank, event in events.items()}
         if len(set(kinds.values())) > 1:
-            return _difference(run, events, kinds)
+            return _difference(events, kinds)
     return None
 
 
@@ -103,13 +103,11 @@ def _signature(event: Event, lines: bool) -> tuple[object, ...]:
     return event.op, event.kind, event.backward, event.layouts, event.source if lines else ""
 
 
-def _difference(run: Run, events: dict[int, Event], kinds: dict[int, tuple[object, ...]]) -> Verdict:
+def _difference(events: dict[int, Event], kinds: dict[int, tuple[object, ...]]) -> Verdict:
     (most, count), *rest = Counter(kinds.values()).most_common()
     others = [rank for rank in sorted(kinds) if kinds[rank] != most]
     usual = [rank for rank in sorted(kinds) if kinds[rank] == most]
     if rest and rest[0][1] == count:  # as many on the one side as on the other: neither is the usual one
-        ended = [rank for rank in sorted(kinds) if _is_gone(run.ranks[rank])]
-        usual, others = [r for r in sorted(kinds) if r not in ended] or usual, ended or others
         text = "; ".join(f"rank {rank} came to {events[rank]}" for rank in sorted(kinds))
         return Verdict(tuple(sorted(kinds)), f"the ranks did different things: {text}")
     text = "; ".join(f"rank {rank} came to {events[rank]}" for rank in others)
@@ -119,12 +117,12 @@ def _difference(run: Run, events: dict[int, Event], kinds: dict[int, tuple[objec
 # -- ranks that do not come --------------------------------------------------------------------------------
 def _gone(run: Run) -> Verdict | None:
     if run.missing:
-        return Verdict(tuple(run.missing), f"{rank_names(run.missing)} never came: no record of it was begun")
+        return Verdict(tuple(run.missing), f"{rank_names(run.missing)} never started: it left no record")
     gone = [rank for rank in run.ranks.values() if _is_gone(rank)]
     if not gone:
         return _early(run)
     first = min(gone, key=lambda rank: rank.events[-1].entered if rank.events else rank.started)
-    how = "was stopped by a signal" if first.state == "stopped" else "ended without a word (killed?)"
+    how = "was stopped by a signal" if first.state == "stopped" else "ended without an error of its own (killed?)"
     with_it = [rank.rank for rank in gone if not rank.events or rank.events[-1].left is not None] or [first.rank]
     if len(with_it) > 1 and first.rank in with_it:
         said = "; ".join(f"rank {r}{_after(run.ranks[r])}" for r in with_it[:4])
@@ -145,7 +143,7 @@ def _early(run: Run) -> Verdict | None:
         return None
     who = tuple(rank.rank for rank in left)
     how = _said(left[0], "text") or "came to the end of its program"
-    text = f"{rank_names(who)}: {how} while others wait{_after(left[0])}"
+    text = f"{rank_names(who)}: {how} while others still wait{_after(left[0])}"
     return Verdict(who, text)
 
 
@@ -157,7 +155,7 @@ def _still(run: Run) -> Verdict | None:
     if not idle:
         return None
     said = "; ".join(f"rank {rank}{_after(run.ranks[rank])}" for rank in idle[:4] if rank in run.ranks)
-    return Verdict(tuple(idle), f"others wait for {rank_names(idle)}, which does something else: {said}")
+    return Verdict(tuple(idle), f"others wait for {rank_names(idle)}, which is not in a collective: {said}")
 
 
 # -- words -------------------------------------------------------------------------------------------------
@@ -184,4 +182,8 @@ def _after(rank: Rank) -> str:
 
 def _wait_of(rank: Rank) -> Sequence[str]:
     inside = _unfinished(rank) or [event for event in rank.collectives[-1:] if event.failed]
-    return [f"rank {rank.rank} {'waits' if e.left is None else 'waited'} in {e}" for e in inside[-1:]]
+    if not inside:
+        return []
+    last = inside[-1]
+    how = "waits" if last.left is None else "waited"
+    return [f"rank {rank.rank} {how} {'for' if last.wait else 'in'} {str(last).removeprefix('the wait for ')}"]

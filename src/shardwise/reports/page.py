@@ -39,9 +39,10 @@ def page(run: Run) -> str:
 def _timeline_head(events: int) -> str:
     part = f" It shows the last {_MOST_EVENTS:,} of {events:,} events." if events > _MOST_EVENTS else ""
     return (
-        "<h2>Timeline</h2><p>Of each rank, from the top: modules, ops on distributed tensors, collectives, and what is "
-        f"under way while the program goes on.{part} Wheel: zoom; drag: move; double click: all; point at something to "
-        'see what it is.</p><div id="timeline"><canvas id="canvas"></canvas><div id="tip"></div></div>'
+        "<h2>Timeline</h2><p>For each rank, from top to bottom: modules, ops on distributed tensors, collectives, and "
+        f"collectives that run while the program goes on.{part} Turn the wheel to zoom, drag to move, double-click to "
+        "see everything; point at a bar to see what it is.</p>"
+        '<div id="timeline"><canvas id="canvas"></canvas><div id="tip"></div></div>'
     )
 
 
@@ -63,18 +64,19 @@ def _tables(found: Summary) -> str:
     parts = []
     for title, rows in (("line", found["by_line"]), ("axis", found["by_axis"]), ("module", found["by_module"])):
         parts.append(f"<h2>Communication by {title}</h2>" + _costs(title, rows))
-    parts.append("<h2>Slow ranks</h2><p>Who comes last to collectives, and how long the others waited for it.</p>")
+    parts.append("<h2>Slow ranks</h2>")
+    parts.append("<p>Which rank comes last to collectives, and how long the others waited for it.</p>")
     slow = [
         (f"rank {r['rank']}", f"{r['collectives']:,}", f"{r['last']:,}", f"{r['mean_ms']:.3f}", f"{r['most_ms']:.1f}",
          f"{r['others_waited_s']:.3f}") for r in found["slow"]
     ]  # fmt: skip
-    header = ("", "collectives", "last", "late, mean ms", "most ms", "others waited, s")
+    header = ("", "collectives", "came last", "late by, mean ms", "at most ms", "others waited, s")
     parts.append(page_table(header, slow, range(1, 6)))
-    parts.append("<h2>Memory by rank</h2>" + _chart(found["memory"]))
-    parts.append("<h2>Memory by category</h2>" + _areas(found["memory_by_category"]))
+    parts.append("<h2>Memory by rank</h2>" + _chart(found["memory"], found["seconds"]))
+    parts.append("<h2>Memory by category</h2>" + _areas(found["memory_by_category"], found["seconds"]))
     if found["ops"]:
         cells = [(op["name"], f"{op['count']:,}", f"{op['seconds']:.3f}") for op in found["ops"]]
-        said = "<p>Forward only, with what each communicated: the backward pass is torch's own, on local tensors.</p>"
+        said = "<p>Ops of the forward pass, including the time they communicated. The backward pass is torch's own.</p>"
         parts.append("<h2>Ops by line</h2>" + said + page_table(("line", "count", "seconds, all ranks"), cells, (1, 2)))
     laid_out = [[str(cell) for cell in row] for row in found["parameters"]]
     if laid_out:
@@ -88,58 +90,71 @@ def _costs(title: str, rows: list[Cost]) -> str:
     return page_table((title, "count", "received", "seconds, all ranks"), cells, (1, 2, 3))
 
 
-def _chart(memory: dict[str, list[list[float]]]) -> str:
+_WIDTH, _HEIGHT, _BELOW = 900, 220, 18  # of a chart, in pixels, and of the times below it
+
+
+def _chart(memory: dict[str, list[list[float]]], seconds: float) -> str:
     """Bytes over time, as lines."""
-    width, height = 900, 220
     points = [point for rows in memory.values() for point in rows]
     if not points:
         return "<p>not measured</p>"
-    longest, most = max(p[0] for p in points) or 1.0, max(p[1] for p in points) or 1.0
+    longest, most = max(seconds, max(p[0] for p in points)) or 1.0, max(p[1] for p in points) or 1.0
     parts = []
     for i, (name, rows) in enumerate(memory.items()):
-        line = " ".join(f"{x / longest * width:.1f},{height - y / most * (height - 10):.1f}" for x, y in rows)
+        line = " ".join(_point(at / longest, y / most) for at, y in rows)
         shape = f'<polyline points="{line}" fill="none" stroke="{hex_of(i)}" stroke-width="1.5"/>'
         parts.append(f"<g>{shape}<title>{escape(name)}</title></g>")
     shown = list(memory)[:_MOST_NAMED]
     names = "".join(f"{_key(i)}{escape(name)} " for i, name in enumerate(shown))
     names += f"and {len(memory) - len(shown)} more " if len(memory) > len(shown) else ""
-    box = f'viewBox="0 0 {width} {height}" style="width:100%;max-width:{width}px;height:auto"'
-    return f"<p>{names} up to {size_name(most)}, {longest:.1f} s</p><svg {box}>{''.join(parts)}</svg>"
+    return f"<p>{names}</p>" + _drawn(parts, longest, most)
 
 
-def _steps(rows: list[list[float]], values: list[float]) -> list[tuple[float, float]]:
-    """Each value from its own time to the next one's: nobody knows what was in between."""
+def _areas(memory: ByCategory, seconds: float) -> str:
+    """Bytes over time, one category on top of the other."""
+    rows = memory["rows"]
+    if not rows:
+        return "<p>not measured: no module was called</p>"
+    longest, most = max(seconds, rows[-1][0]) or 1.0, max(sum(row[1:]) for row in rows) or 1.0
+    below, parts, names = [0.0] * len(rows), [], []
+    for i, category in enumerate(memory["categories"]):
+        above = [y + row[i + 1] for y, row in zip(below, rows)]
+        edge = [*_steps(rows, above, longest), *_steps(rows, below, longest)[::-1]]
+        corners = " ".join(_point(at / longest, y / most) for at, y in edge)
+        shape = f'<polygon points="{corners}" fill="{hex_of(i)}" stroke="{hex_of(i)}"/>'
+        parts.append(f"<g>{shape}<title>{category}</title></g>")
+        names.append(f"{_key(i)}{category} (up to {size_name(int(max(row[i + 1] for row in rows)))})")
+        below = above
+    said = f"Rank {memory['rank']}, which used most: {', '.join(names)}. "
+    rest = "The rest is activations and buffers, and on a CPU the program itself. It is measured in some steps only."
+    return f"<p>{said}{rest}</p>" + _drawn(parts, longest, most)
+
+
+def _point(x: float, y: float) -> str:
+    """A point of a chart; both sides are 0 to 1."""
+    return f"{x * _WIDTH:.1f},{_HEIGHT - y * (_HEIGHT - 16):.1f}"
+
+
+def _drawn(parts: list[str], longest: float, most: float) -> str:
+    """The chart with what its sides mean: bytes from 0 to the most there were, seconds from the first event on."""
+    words = [(0, 11, "start", size_name(int(most))), (0, _HEIGHT + 14, "start", "0 s")]
+    words.append((_WIDTH, _HEIGHT + 14, "end", f"{longest:.1f} s"))
+    texts = [f'<text x="{x}" y="{y}" text-anchor="{side}">{text}</text>' for x, y, side, text in words]
+    base = f'<path d="M0 {_HEIGHT}H{_WIDTH}M0 16H{_WIDTH}" stroke="currentColor" stroke-opacity=".4"/>'
+    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT + _BELOW}" style="width:100%;max-width:{_WIDTH}px;height:auto"'
+    return f'<svg {box} class="chart">{"".join([*parts, base, *texts])}</svg>'
+
+
+def _steps(rows: list[list[float]], values: list[float], longest: float) -> list[tuple[float, float]]:
+    """Each value from its own time to the next one's, the last one to the end: nobody knows what was in between."""
     times = [row[0] for row in rows]
-    ends = [*times[1:], times[-1]]
+    ends = [*times[1:], longest]
     return [(at, value) for begin, end, value in zip(times, ends, values) for at in (begin, end)]
 
 
 def _key(i: int) -> str:
     """The colour of a line or an area, in front of its name."""
     return f'<span class="key" style="background:{hex_of(i)}"></span>'
-
-
-def _areas(memory: ByCategory) -> str:
-    """Bytes over time, one category on top of the other."""
-    width, height = 900, 220
-    rows = memory["rows"]
-    if not rows:
-        return "<p>not measured: no module was called</p>"
-    longest, most = max(row[0] for row in rows) or 1.0, max(sum(row[1:]) for row in rows) or 1.0
-    below, parts, names = [0.0] * len(rows), [], []
-    point = lambda at, y: f"{at / longest * width:.1f},{height - y / most * (height - 10):.1f}"
-    for i, category in enumerate(memory["categories"]):
-        above = [y + row[i + 1] for y, row in zip(below, rows)]
-        edge = [point(at, y) for at, y in _steps(rows, above)] + [point(at, y) for at, y in _steps(rows, below)][::-1]
-        shape = f'<polygon points="{" ".join(edge)}" fill="{hex_of(i)}" stroke="{hex_of(i)}"/>'
-        parts.append(f"<g>{shape}<title>{category}</title></g>")
-        most_of_it = size_name(int(max(row[i + 1] for row in rows)))
-        names.append(f"{_key(i)}{category} up to {most_of_it}")
-        below = above
-    box = f'viewBox="0 0 {width} {height}" style="width:100%;max-width:{width}px;height:auto"'
-    said = f"of rank {memory['rank']}, which used most: {', '.join(names)}; all together up to {size_name(int(most))}"
-    rest = "The rest is activations and buffers, and on a CPU the program itself."
-    return f"<p>{said}, {longest:.1f} s. {rest}</p><svg {box}>{''.join(parts)}</svg>"
 
 
 # -- the timeline's numbers ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Interval, Intervals, count
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, run_local, whole
-from shardwise.strategy.memory import restrided, suggested
+from shardwise.strategy.memory import correct_thin, restrided, suggested
 from shardwise.strategy.program import Halo, Halos, Reach, cut_like, each, leaves_empty, windowed
 from shardwise.strategy.registry import rule
 
@@ -149,6 +149,8 @@ def convolution(
     metas = [torch.empty_strided(op.shape, op.layout.stride, dtype=op.dtype, device="meta") for op in operands]
     out = conv.call(metas, groups)
     conv.set_strides(out, metas[0], metas[1], x.layout.device.type)
+    if not out.numel():
+        correct_thin(lambda *given: conv.call(list(given), groups), x.layout.device.type, out, metas, {})
     # with groups, channels in and out are cut together, between groups; the dim before the channels is the batch
     n, (ins, outs) = "n " * c, ("(g c)", "(g o)") if groups > 1 else ("c", "o")
     text = f"{n}{ins} *s, {f'{ins} o' if transposed else f'{outs} c'} *k!, +{outs}? -> {n}{outs} *s"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -174,6 +175,20 @@ def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
     elif num_classes <= 0:
         raise RuntimeError("Can not infer total number of classes from empty tensor.")
     return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long()
+
+
+@program("combinations")
+def combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """Which elements make each combination follows from how many there are; torch's own finds them with a mask."""
+    if x.dim() != 1 or r < 1:
+        torch.combinations(torch.empty(x.shape, device="meta"), r, with_replacement)  # raises as torch does
+        return x.detach()[:0]
+    n = x.shape[0]
+    if x._layout.mesh.comm.outlined:
+        found = torch.empty(math.comb(n + r - 1 if with_replacement else n, r), r, dtype=torch.int64, device=x.device)
+    else:
+        found = torch.combinations(torch.arange(n, device=x.device), r, with_replacement).view(-1, r)
+    return x[found]
 
 
 # -- distinct values ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from shardwise.layout import Layout
 from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import Intervals, count
 from shardwise.rules.view import carried, dims_of
-from shardwise.strategy import Algorithm, Factors, Operand, Tensor, factors, run_local, whole
+from shardwise.strategy import Algorithm, Factors, Operand, Tensor, factors, needs_grad, run_local, whole
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.relayout import Relayout, call_with, sliced
 
@@ -77,6 +77,8 @@ def put_back(view: Callable[..., Any], x: Operand, src: Operand, *where: Any, **
     pieces = [d for d, sets in enumerate(held) if any(len(intervals) > 1 for intervals in sets)]
 
     def run(x: Tensor, src: Tensor, *where: Any, **named: Any) -> Tensor:
+        if view is torch.ops.aten.slice and x.is_complex() and (needs_grad(x) or needs_grad(src)):
+            raise RuntimeError("slice_scatter does not support automatic differentiation for complex results")
         out = whole(x, pieces).clone()
         view(out, *where, **named).copy_(src)
         return out

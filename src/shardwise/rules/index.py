@@ -131,7 +131,7 @@ def put_item(x: Tensor, index: Tensor, value: Tensor) -> Tensor:
     return view.copy_(value.to(view.dtype, copy=same))
 
 
-def _is_any(outside: torch.Tensor) -> bool:
+def is_any(outside: torch.Tensor) -> bool:
     """Whether any is true; where a program is captured, each run of it looks, and raises if one is."""
     if not tapes or tape_here() is None:
         return bool(outside.any())
@@ -153,7 +153,7 @@ def located(
         pass
     elif index.is_cuda:
         assert_async(~outside.any())  # as torch does there: without waiting for the answer
-    elif _is_any(outside):
+    elif is_any(outside):
         raise error(f"index {int(index[outside][0])} is out of bounds for a dimension with size {size}")
     if from_end:
         index = torch.where(index < 0, index + size, index)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals
+from shardwise.rules.index import is_any
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.softmax import exponentials
 from shardwise.strategy import (
@@ -30,7 +31,7 @@ from shardwise.strategy import (
 from shardwise.strategy.memory import contiguous, stored
 from shardwise.strategy.program import zero_of
 from shardwise.strategy.registry import program, rule
-from shardwise.torch_private.tensors import assert_async, schema_of
+from shardwise.torch_private.tensors import assert_async, is_abstract, schema_of
 
 REDUCTIONS = ("none", "mean", "sum")  # aten gives the number
 _TYPED_BY_INPUT = {"huber_loss", "soft_margin_loss"}  # the others have the dtype that input and target promote to
@@ -116,7 +117,7 @@ loss_rule("ctc_loss", per_alignment)
 
 
 # -- classes -----------------------------------------------------------------------------------------------
-def classes_of(x: Any) -> int:
+def classes_of(x: Operand | torch.Tensor) -> int:
     return 0 if x.ndim == 1 else 1
 
 
@@ -143,8 +144,11 @@ def per_target(operands: list[Operand], statics: Any, reduction: str) -> Factors
 def among(held: Intervals, target: torch.Tensor, size: int, ignore_index: int) -> torch.Tensor:
     """Where a rank has each target's class, -100 where it has not."""
     counted = target != ignore_index
-    inside = ((target >= 0) & (target < size)) | ~counted
-    assert_async(inside.all(), f"a target is out of bounds: there are {size} classes")
+    outside = ((target < 0) | (target >= size)) & counted
+    if target.is_cuda:
+        assert_async(~outside.any(), f"a target is out of bounds: there are {size} classes")
+    elif not is_abstract(target) and is_any(outside):
+        raise IndexError(f"target {int(target[outside][0])} is out of bounds: there are {size} classes")
     mine, offset = torch.full_like(target, -100), 0
     for start, stop in held:
         mine = torch.where(counted & (target >= start) & (target < stop), target - start + offset, mine)
@@ -152,7 +156,15 @@ def among(held: Intervals, target: torch.Tensor, size: int, ignore_index: int) -
     return mine
 
 
-def over_count(func: Any, x: Any, target: Any, weight: Any = None, *, ignore_index: int = -100, **kwargs: Any) -> Any:
+def over_count(
+    func: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    **kwargs: Any,
+) -> torch.Tensor:
     """The mean, as a sum over the global count."""
     total = func(x, target, weight, ignore_index=ignore_index, **kwargs | {"reduction": "sum"})
     if target.dtype.is_floating_point:
@@ -161,7 +173,9 @@ def over_count(func: Any, x: Any, target: Any, weight: Any = None, *, ignore_ind
     return total / counted_weight(target, weight, ignore_index, total.dtype)
 
 
-def counted_weight(target: Any, weight: Any, ignore_index: int, dtype: torch.dtype | None) -> Any:
+def counted_weight(
+    target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype | None
+) -> torch.Tensor:
     counted = target != ignore_index
     weights = counted if weight is None else weight.detach()[target.masked_fill(~counted, 0)] * counted
     return weights.sum().to(dtype)
@@ -174,7 +188,9 @@ def per_class(operands: list[Operand], statics: Any, reduction: str) -> Factors 
     (x, target), dim = operands[:2], classes_of(operands[0])
     indices = not target.dtype.is_floating_point
 
-    def by_parts(x: Any, target: Any, weight: Any = None, *, ignore_index: int, **kwargs: object) -> Any:
+    def by_parts(
+        x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, *, ignore_index: int, **_: object
+    ) -> torch.Tensor:
         pick = functools.partial(F.nll_loss, ignore_index=ignore_index, reduction=reduction)
         if sum_dtype(x.dtype) is not x.dtype:
             return pick(F.log_softmax(x, dim), target, weight)

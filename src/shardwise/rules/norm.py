@@ -3,7 +3,7 @@ mean and then the variance are all-reduced, one number per channel or row, and g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,23 @@ from shardwise.strategy.memory import as_first_suggests, stored
 from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
 
+Average = Callable[[torch.Tensor], torch.Tensor]
 
-def over(dims: Any) -> Callable[[Any], Any]:
+
+def over(dims: Iterable[int]) -> Average:
     """The average of a tensor, in a shape that broadcasts against it."""
     return lambda t: reduced(t.mean(tuple(dims), keepdim=True))
 
 
-def scaled(x: Any, average: Any, eps: Any, weight: Any, bias: Any, known: Any = None, centre: bool = True) -> Any:
+def scaled(
+    x: torch.Tensor,
+    average: Average,
+    eps: float | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    known: Sequence[torch.Tensor | None] | None = None,
+    centre: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x normalised, and its mean, variance and inverse deviation, where not `known`: in float32 for halves, as torch
     does, and the mean first, since a difference of large sums loses digits."""
     v = x.to(sum_dtype(x.dtype))
@@ -34,10 +44,11 @@ def scaled(x: Any, average: Any, eps: Any, weight: Any, bias: Any, known: Any = 
     var = average(centred * centred) if var is None else var
     inverse = (var + (torch.finfo(v.dtype).eps if eps is None else eps)).rsqrt()
     out = centred * inverse if weight is None else centred * inverse * weight
-    return (out if bias is None else out + bias).to(x.dtype), mean, var, inverse
+    # without a centre the mean is None, and nobody looks at it
+    return (out if bias is None else out + bias).to(x.dtype), mean, var, inverse  # type: ignore[return-value]
 
 
-def fits_kernel(x: Tensor, dims: Any) -> bool:
+def fits_kernel(x: Tensor, dims: Iterable[int]) -> bool:
     """Whether these dims are whole and no rank's part is empty: some kernels divide by its size."""
     return not any(map(x._layout.is_cut, dims)) and not leaves_empty(x._layout)
 
@@ -57,7 +68,13 @@ def trailing(name: str, normed: Callable[..., Any]) -> None:
         return factors("*d!dim, *w!, .. -> *d", operands, dim=range(kept, x.ndim), contiguous=dense)
 
 
-def _native_layer_norm(x: Any, average: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+def _native_layer_norm(
+    x: torch.Tensor,
+    average: Average,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, ...]:
     out, mean, _, inverse = scaled(x, average, eps, weight, bias)
     dtype = x.dtype if weight is None else weight.dtype
     mean = mean if x.numel() else torch.zeros_like(mean)  # as torch's kernel says of rows without elements
@@ -84,7 +101,7 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, N: int, C: int, HxW: int
         return run_local(kernel, operands, [x._layout.replace(stride=None), saved, saved])
     ones = [1] * (x.ndim - 2)
 
-    def average(t: Any) -> Any:
+    def average(t: torch.Tensor) -> torch.Tensor:
         channels = t.mean(tuple(range(2, t.ndim))) if ones else t
         groups = reduced(channels.reshape(N, group, C // group).mean(2, keepdim=True))
         return groups.expand(N, group, C // group).reshape(N, C, *ones)
@@ -216,6 +233,6 @@ def normalize(x: Operand, p: float = 2.0, dim: Named = 1, eps: float = 1e-12, **
 
 
 @program("_weight_norm")
-def weight_norm(v: Any, g: Any, dim: int = 0) -> Tensor:
+def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
     others = [d for d in range(v.ndim) if dim == -1 or d != dim]
     return v * (g / torch.linalg.vector_norm(v, 2, others, keepdim=dim != -1))

@@ -151,7 +151,7 @@ for _func in (torch.zeros_like, torch.ones_like, torch.full_like):
 
 
 @rule("add sub subtract lerp complex", any_float=True, numbers=("alpha",))
-def add(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
+def add(x: Operand | complex, other: Operand | complex, *args: Any, **kwargs: Any) -> Factors:
     """Linear in both together; a number counts as a constant, so it is not. A weight that is a tensor is a factor."""
     values = (x, other, *args, *kwargs.values())
     operands = list(operands_in(values))
@@ -160,7 +160,7 @@ def add(x: Any, other: Any, *args: Any, **kwargs: Any) -> Factors:
 
 
 @rule("mul multiply", any_float=True)
-def mul(x: Any, other: Any, *args: object, **kwargs: object) -> Factors:
+def mul(x: Operand | complex, other: Operand | complex, *args: object, **kwargs: object) -> Factors:
     """Linear in each, also by a number."""
     return broadcast([x, other], linear="none" if is_endless(x, other) else "each", order=Order(scaled))
 
@@ -171,9 +171,12 @@ def is_endless(*values: object) -> bool:
 
 
 @rule("div divide true_divide", any_float=True)
-def div(x: Any, other: Any, *, rounding_mode: Any = None, **kwargs: object) -> Factors:
+def div(
+    x: Operand | complex, other: Operand | complex, *, rounding_mode: str | None = None, **kwargs: object
+) -> Factors:
     """Linear in what a number divides. Parts of both signs over zero have no sum, and a tensor may hold zeros."""
-    over = rounding_mode is None and not isinstance(other, Operand) and other != 0 and x.dtype.is_floating_point
+    by_number = rounding_mode is None and not isinstance(other, Operand) and other != 0
+    over = by_number and isinstance(x, Operand) and x.dtype.is_floating_point
     return broadcast([x, other], linear="joint" if over else "none", order=Order(scaled))
 
 

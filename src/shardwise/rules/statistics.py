@@ -11,6 +11,7 @@ import torch
 
 from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
+from shardwise.protocols import Ctx
 from shardwise.rules.reduce import Dims, dims_of, gather_parts, shared_extreme, staged, whole_along
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
 from shardwise.strategy.memory import contiguous, stored
@@ -69,7 +70,7 @@ def vector_norm(x: Operand, ord: Any = 2, dim: Named = None, keepdim: bool = Fal
     if -math.inf < ord < 0:
         return whole_along(x, dims, keepdim)
 
-    def norm_of(v: Any, dims: Dims, keepdim: bool) -> Any:
+    def norm_of(v: torch.Tensor, dims: Dims, keepdim: bool) -> torch.Tensor:
         return torch.linalg.vector_norm(v, ord, dims, keepdim, dtype=dtype if v.dtype == x.dtype else None)
 
     if math.isinf(ord):
@@ -96,14 +97,14 @@ class _Norm(torch.autograd.Function):
     derivative where one rank holds zeros only."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ord: float, dims: Dims, keepdim: bool) -> Tensor:
+    def forward(ctx: Ctx, x: Tensor, ord: float, dims: Dims, keepdim: bool) -> Tensor:
         out = torch.linalg.vector_norm(x, ord, dims, keepdim)
         ctx.save_for_backward(x, out)
         ctx.ord, ctx.dims = ord, () if keepdim else sorted(dims)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, norm = ctx.saved_tensors
         for dim in ctx.dims:
             grad, norm = grad.unsqueeze(dim), norm.unsqueeze(dim)

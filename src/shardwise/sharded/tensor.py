@@ -350,7 +350,7 @@ class ShardedTensor(ShardedTensorBase):
 
     # -- calls of torch's functions -----------------------------------------------------------------------------
     @classmethod
-    def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Function, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = first_sharded((*args, *kwargs.values()))
         if first is not None:
@@ -361,7 +361,7 @@ class ShardedTensor(ShardedTensorBase):
         return registry.default(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Function, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
         with reentrant(), with_torch_function():
             return registry.call_generally(func, args, kwargs or {})
 

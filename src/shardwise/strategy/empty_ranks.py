@@ -145,11 +145,26 @@ def _as_large_as(shape: Sequence[int], x: torch.Tensor) -> torch.Tensor:
     that matrices have inverses; indices are 0."""
     if not x.is_floating_point() and not x.is_complex():
         return x.new_zeros(tuple(shape))
-    numbers = torch.arange(_numel(shape), dtype=torch.float64, device=x.device).square_().sin_().add_(1.5)
-    numbers = numbers.view(tuple(shape)).to(x.dtype)
+    numbers = _numbers(_numel(shape), x.dtype, x.device).view(tuple(shape))
     if not x.requires_grad or x.dim() != len(shape):
-        return numbers
+        return numbers.clone()
     return _resized(nothing_of(x), shape) + numbers
+
+
+_PERIOD = 1_000_003  # numbers, after which they repeat: a prime, so that the rows of a matrix differ
+_known: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}  # as many as were needed
+
+
+def _numbers(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers between 0.5 and 2.5, to be read only. They are kept: to compute them takes longer than most functions of
+    them, and the others would wait for this rank."""
+    known = _known.get((dtype, device))
+    if known is None or len(known) < min(n, _PERIOD):
+        count = min(max(2 * n, 1024), _PERIOD)
+        with unwritten(), torch.inference_mode(False):  # they outlive the call
+            fresh = torch.arange(count, dtype=torch.float64, device=device).square_().sin_().add_(1.5)
+            known = _known[dtype, device] = fresh.to(dtype)
+    return known[:n] if n <= len(known) else known.repeat(-(-n // len(known)))[:n]
 
 
 def _resized(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -230,7 +230,7 @@ class Halo:
 Halos = dict[int, Halo]
 
 
-def windowed(x: Any, halos: Halos) -> Windowed:
+def windowed(x: torch.Tensor, halos: Halos) -> Windowed:
     return Windowed(x, {dim: halo.needs for dim, halo in halos.items()})
 
 

@@ -120,7 +120,9 @@ class in_double(TorchFunctionMode):
     (torch.float64, torch.float64, torch.float64)
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: tuple[type, ...], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         doubled = lambda value: torch.float64 if value is torch.float32 else value
         args, kwargs = tree_map(doubled, (tuple(args), kwargs or {}))
         return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +14,8 @@ from shardwise.debug.ledger import Ledger
 from shardwise.errors import OutlineError
 from shardwise.mesh import outline, simulate
 from shardwise.tensor import DTensor
-from shardwise.testing.seeding import seed_torch
 from shardwise.testing.spread import Combination
-from shardwise.testing.trial import RIGHT, WRONG, Outcome, Sample
+from shardwise.testing.trial import RIGHT, WRONG, Outcome, Sample, laid_out
 
 ASKS = "asks for values"
 
@@ -64,16 +62,12 @@ def _run(
     """What the results are, and every communication."""
     log = Ledger()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            mine = sample.laid_out(mesh, layouts, seed)
-            seed_torch()
-            with log:
-                got = tree_flatten(sample.call(mine))[0]
-                roots = [x for x in got if isinstance(x, DTensor) and x.requires_grad]
-                wanted = [x for x in mine if x.requires_grad]
-                if roots and wanted and differentiates:
-                    torch.autograd.grad(roots, wanted, [torch.ones_like(x) for x in roots], allow_unused=True)
+        with laid_out(sample, mesh, layouts, seed) as mine, log:
+            got = tree_flatten(sample.call(mine))[0]
+            roots = [x for x in got if isinstance(x, DTensor) and x.requires_grad]
+            wanted = [x for x in mine if x.requires_grad]
+            if roots and wanted and differentiates:
+                torch.autograd.grad(roots, wanted, [torch.ones_like(x) for x in roots], allow_unused=True)
     except Exception:
         if raises:
             raise

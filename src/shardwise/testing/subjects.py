@@ -5,17 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.func import functional_call
 
+from shardwise.imports import later
 from shardwise.layout import Replicate, Shard
 from shardwise.tensor import DTensor
 from shardwise.testing.check import as_sample
 from shardwise.testing.seeding import database_samples, seed_torch
 from shardwise.testing.spread import channels_last, is_float, repeated_in_memory, reversed_in_memory, with_holes
 from shardwise.testing.trial import Sample
+
+if TYPE_CHECKING:
+    from torch.testing._internal import common_methods_invocations as operators
+    from torch.testing._internal import common_modules as modules
+else:  # the databases take seconds to import, and need packages that not everybody has
+    operators = later("torch.testing._internal.common_methods_invocations")
+    modules = later("torch.testing._internal.common_modules")
 
 FORMS: dict[str, torch.dtype] = {
     **dict.fromkeys(("function", "in-place", "out=", "ties", "nan"), torch.float64),
@@ -36,9 +44,6 @@ _STORED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @lru_cache(maxsize=1)
 def subjects() -> dict[str, Operator | Module]:
     """Everything with a dense tensor input, by name and variant."""
-    from torch.testing._internal import common_methods_invocations as operators
-    from torch.testing._internal.common_modules import module_db
-
     found: dict[str, Operator | Module] = {}
     for op in operators.op_db:
         if op.name not in SPARSE and not op.name.startswith("jiterator"):
@@ -46,7 +51,7 @@ def subjects() -> dict[str, Operator | Module]:
     for kind in ("unary", "binary", "pointwise", "reduce", "other"):
         for op in getattr(operators, f"foreach_{kind}_op_db"):
             found[op.name] = Operator(op)
-    for info in module_db:
+    for info in modules.module_db:
         found[f"{info.name} (train)"] = Module(info, True)
         if info.train_and_eval_differ:
             found[f"{info.name} (eval)"] = Module(info, False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,16 +126,23 @@ def reference(sample: Sample, seed: int = 0) -> Reference | None:
     return None
 
 
+@contextmanager
+def laid_out(sample: Sample, mesh: MeshArgument, layouts: Combination, seed: int) -> Iterator[list[DTensor]]:
+    """The tensors of a sample on a mesh; inside, torch is seeded and warns of nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensors = sample.laid_out(mesh, layouts, seed)
+        seed_torch()
+        yield tensors
+
+
 def attempt(expected: Reference, mesh: MeshArgument, layouts: Combination, seed: int = 0) -> Outcome:
     """The same call with the tensors laid out."""
     sample = expected.sample
     whole = [Replicate()] * len(as_mesh(mesh).shape)
     log = Ledger()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            mine = sample.laid_out(mesh, layouts, seed)
-            seed_torch()
+        with laid_out(sample, mesh, layouts, seed) as mine:
             with log, use("torch"):  # the same random numbers as plain torch
                 got = tree_flatten(sample.call(mine))[0]
             factors = any(Partial("product") in places for places in layouts)  # which are leaves, not the product

@@ -49,7 +49,7 @@ def _register_default_op(op: Function, decorator: Callable[[Function], Callable[
     runs on the tiles where they allow it, and over a mesh layout where they do not."""
 
     @decorator(op)
-    def default(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    def default(types: tuple[type, ...], args: Any, kwargs: Any, process_group: Any) -> Any:
         _basic_validation(op, args, kwargs)
         return registry.default(op, args, kwargs or {})
 
@@ -64,7 +64,7 @@ def _sharded_op_common(
 
     def decorate(wrapped: Op) -> Op:
         @functools.wraps(wrapped)
-        def run(types: Any, args: Any = (), kwargs: Any = None, pg: Any = None) -> Any:
+        def run(types: tuple[type, ...], args: Any = (), kwargs: Any = None, pg: Any = None) -> Any:
             kwargs = kwargs or {}
             _basic_validation(op, args, kwargs)
             if extra_check is not None:
@@ -91,7 +91,7 @@ def _register_sharded_op_on_local_shards(
 
     @registry.custom_sharded_op_impl(op)
     @_sharded_op_common(op, early_stop_func, extra_check)
-    def on_local_shards(types: Any, args: Any = (), kwargs: Any = None, pg: Any = None) -> ShardedTensor:
+    def on_local_shards(types: tuple[type, ...], args: Any = (), kwargs: Any = None, pg: Any = None) -> ShardedTensor:
         tensor: ShardedTensor = args[0]
         if customized_func is None:
             return tensor._with_parts([op(part, *args[1:], **(kwargs or {})) for part in tensor._parts])
@@ -122,7 +122,7 @@ def register_tensor_creation_op(op: Function) -> None:
     that `tensor_like_creation_op_map` has for it."""
 
     @registry.custom_sharded_op_impl(op)
-    def like(types: Any, args: Any = (), kwargs: Any = None, pg: Any = None) -> ShardedTensor:
+    def like(types: tuple[type, ...], args: Any = (), kwargs: Any = None, pg: Any = None) -> ShardedTensor:
         tensor, *rest = args
         options = {"dtype": tensor.dtype} | (kwargs or {})
         size = [tensor.size()] if op is torch.full_like else list(tensor.size())
@@ -170,7 +170,7 @@ def same_dtype(*args: Any, **kwargs: Any) -> bool:
     return args[0].dtype == args[1].dtype
 
 
-def binary_cmp(cmp_fun: Any, types: Any, args: Any, kwargs: Any = None, process_group: Any = None) -> bool:
+def binary_cmp(cmp_fun: Any, types: tuple[type, ...], args: Any, kwargs: Any = None, process_group: Any = None) -> bool:
     """`torch.equal` or `torch.allclose` of two sharded tensors in any tiles."""
     if len(args) != 2:
         raise ValueError(f"Expected two arguments for torch.{cmp_fun.__name__}, got {len(args)}")

@@ -105,6 +105,7 @@ def reentrant() -> Iterator[None]:
             with _force_keys(included - modes, _excluded_keys()):
                 yield
 
+
 # --- autograd -------------------------------------------------------------------------------------------------------
 _engine: Any = take("torch.autograd.Variable._execution_engine", "what data_parallel does when a backward pass ends")
 sequence_number: Callable[[], int] = take("torch.autograd._get_sequence_nr", "CommDebugMode: whose backward runs")
@@ -123,6 +124,15 @@ def take_undefined_grad(replacement: Callable[[Any], Any]) -> None:
     """Replace the class of the node that drops a gradient, with which gradcheck tests backward functions."""
     original = resolve_name("torch._C._functions.UndefinedGrad")
     torch._C._functions.UndefinedGrad = replacement(original)  # type: ignore[misc]
+
+
+take("torch.autograd.graph._get_grad_fn_or_grad_acc", "register_multi_grad_hook")
+
+
+def take_nodes(unwrapped: Callable[[torch.autograd.graph.Node], torch.autograd.graph.Node]) -> None:
+    """Have torch's own functions on graphs take unwrapped(node) for the node of a tensor."""
+    find = resolve_name("torch.autograd.graph._get_grad_fn_or_grad_acc")
+    torch.autograd.graph._get_grad_fn_or_grad_acc = lambda t: unwrapped(find(t))  # type: ignore[assignment]
 
 
 def set_number_of_node(node: torch.autograd.graph.Node, number: int) -> None:
@@ -239,6 +249,5 @@ def is_stepped_as_it_is(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def body_of_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], None]:
-    """The step of an optimizer's class, without the hooks around it."""
-    hooked: Callable[[torch.optim.Optimizer], None] = inspect.getattr_static(type(optimizer), "step")
-    return inspect.unwrap(hooked, stop=lambda f: not hasattr(f, "hooked"))
+    """The step of an optimizer's class, without the hooks around it and with grad mode as it is."""
+    return inspect.unwrap(inspect.getattr_static(type(optimizer), "step"))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pkgutil import resolve_name
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -128,6 +129,22 @@ def use_list_ops_for(kind: type) -> None:
         types.append(kind)
 
 
+_LIST_DEVICES = "torch.optim.optimizer._get_foreach_kernels_supported_devices"
+_list_devices: Callable[[], list[str]] = take(_LIST_DEVICES, "outline: optimizers choose list ops as on a GPU")
+
+
+@contextmanager
+def optimizers_use_list_ops_on(kind: str) -> Iterator[None]:
+    """Inside, optimizers that are not told choose list ops for tensors without values on devices of this kind, as they
+    do for others on a GPU."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch(_LIST_DEVICES, lambda: [*_list_devices(), kind]))
+        for types in _foreach_types:
+            types.append(FakeTensor)
+            stack.callback(types.remove, FakeTensor)
+        yield
+
+
 def schema_of(func: Any) -> Any:
     """The schema of an aten overload; None of anything else."""
     return getattr(func, "_schema", None)
@@ -172,6 +189,34 @@ def compile_backend(
         return lambda graph, inputs: made(graph, inputs)
     found = torch._dynamo.lookup_backend(backend)
     return functools.partial(found, **({"options": options} if options else {}))
+
+
+def mark_sizes(tensor: torch.Tensor, dims: Iterable[int]) -> None:
+    """Tell torch.compile that these sizes of a tensor change; where its code needs them fixed, they are."""
+    USED_FOR["torch._dynamo.maybe_mark_dynamic"] = "torch.compile: sizes that change"
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def keeping_order() -> AbstractContextManager[None]:
+    """Inside, Inductor keeps collectives in the order of the graph, which is that of all ranks."""
+    USED_FOR["torch._inductor.config.patch"] = "torch.compile: collectives in the same order on all ranks"
+    found: AbstractContextManager[None] = resolve_name("torch._inductor.config.patch")(reorder_for_locality=False)
+    return found
+
+
+def with_fixed_floats() -> AbstractContextManager[None]:
+    """Inside, numbers that torch.compile meets are constants of what it makes: it begins anew where it finds out late
+    that it cannot do with others."""
+    USED_FOR["torch._dynamo.config.patch"] = "torch.compile: steps of optimizers"
+    found: AbstractContextManager[None] = resolve_name("torch._dynamo.config.patch")(specialize_float=True)
+    return found
+
+
+def is_of_compiler(error: BaseException) -> bool:
+    """Whether torch.compile raised an error because it cannot compile something: nothing of that has run."""
+    USED_FOR["torch._dynamo.exc.TorchDynamoException"] = "torch.compile: steps of optimizers that it cannot compile"
+    return isinstance(error, resolve_name("torch._dynamo.exc.TorchDynamoException"))
 
 
 def has_no_compiler(error: BaseException | None) -> bool:

@@ -21,10 +21,10 @@ class Begin:
     """Begins a move; gives a handle."""
 
     def __init__(self, move: Move) -> None:
-        self.begins = move
+        self.moves = (move,)
 
     def __call__(self, *values: torch.Tensor) -> Handle:
-        move, started = self.begins, Started()
+        (move,), started = self.moves, Started()
         local = move.comm.assemble(move.before, values)
         return started(move.comm, move.steps, local, move.note, recorders()), started.finish
 

@@ -25,7 +25,9 @@ BUCKET_BYTES = 25 << 20
 class GradBucket:
     """The gradients of some parameters.
 
-    Each is taken from its leaf as it comes, into one matrix for each rank that this process runs. Once no gradient is
+    Each is taken from its leaf as it comes, into one matrix for each rank that this process runs. The matrices are made
+    when half of the gradients have come, and these are kept as they are until then: the first and the last layers of a
+    model may be in one bucket, and most of the backward pass lies between their gradients. Once no gradient is
     `missing`, the matrices are summed over the data axis, and each parameter gets its gradient. A matrix has one row
     for each part that a rank keeps. A row ends with one flag for each parameter: whether a rank had a gradient."""
 
@@ -51,6 +53,7 @@ class GradBucket:
         for i, p in enumerate(parameters):
             for r, leaf in enumerate(p.leaves):
                 self.places.setdefault(id(leaf), []).append((r, i))
+        self._sizes = {id(leaf): leaf.numel() for p in parameters for leaf in p.leaves}
         self.state = State("a bucket of gradients", Gradients.COLLECTING, GRADIENTS)
         self.scale = 1.0  # what gradients are multiplied with before they are summed
         self.after_sum: Callable[[torch.Tensor], object] | None = None  # may write the sums
@@ -61,6 +64,7 @@ class GradBucket:
         self.missing = set(self.places)
         self.taken: set[int] = set()  # leaves whose gradient is in the matrices
         self.matrices: list[torch.Tensor] | None = None
+        self._kept: dict[int, torch.Tensor] = {}  # gradients that came before there were matrices, by id of a leaf
         self._reducing: tuple[torch.Tensor, Callable[[], object]] | None = None
 
     # -- taking ---------------------------------------------------------------------------------------------
@@ -71,19 +75,39 @@ class GradBucket:
                 f"data_parallel: a parameter of shape {tuple(leaf.shape)} got another gradient in one backward pass "
                 f"after the first was sent: it is shared by reentrant checkpoints; use checkpoint(use_reentrant=False)"
             )
-        grad, scale = self._gradient_of(leaf), self.scale
+        grad = self._gradient_of(leaf)
         if grad is None:
             return
-        for r, i in self.places[id(leaf)]:
+        if not self.has_half_with(leaf):
+            earlier = self._kept.get(id(leaf))
+            self._kept[id(leaf)] = grad if earlier is None else earlier + grad
+            return
+        self._pack_kept()
+        self._pack(id(leaf), grad)
+
+    def has_half_with(self, leaf: torch.Tensor) -> bool:
+        """Whether half of the gradients will have come with that of `leaf`, or had before."""
+        if self.matrices is not None:
+            return True
+        return 2 * sum(self._sizes[key] for key in {*self._kept, id(leaf)}) >= sum(self._sizes.values())
+
+    def _pack_kept(self) -> None:
+        while self._kept:
+            self._pack(*self._kept.popitem())
+
+    def _pack(self, leaf: int, grad: torch.Tensor) -> None:
+        """Put the gradient of a leaf, given by its id, into the matrices."""
+        scale = self.scale
+        for r, i in self.places[leaf]:
             rows, matrix = self.rows[r], self._matrices()[r]
             for into, part in zip(rows.in_matrix(i, matrix), rows.in_whole(i, grad), strict=True):
-                if id(leaf) in self.taken:
+                if leaf in self.taken:
                     into.add_(part, alpha=scale)
                 elif scale != 1 and part.dtype == into.dtype:
                     torch.mul(part, scale, out=into)
                 else:
                     into.copy_(part).mul_(scale) if scale != 1 else into.copy_(part)
-        self.taken.add(id(leaf))
+        self.taken.add(leaf)
 
     def _gradient_of(self, leaf: torch.Tensor) -> torch.Tensor | None:
         """What came for a leaf, and what has waited for this."""
@@ -113,10 +137,12 @@ class GradBucket:
 
     def _take_the_rest(self) -> None:
         """Take what has waited since earlier passes, and zeros where there is nothing."""
+        self._pack_kept()
         for p in self.parameters:
             for leaf in p.leaves:
                 if id(leaf) not in self.taken:
                     self.take(leaf)
+        self._pack_kept()
         matrices = self._matrices()
         lacking = [place for key, places in self.places.items() if key not in self.taken for place in places]
         for r, i in lacking:
@@ -140,6 +166,11 @@ class GradBucket:
         value = RankTensor(matrices) if self.data.mesh.comm.simulated else matrices[0]
         note = Note("data_parallel", backward=True)
         self._reducing = start_move(value, self.unreduced, self.reduced, note, owned=True)
+
+    def forget(self) -> None:
+        """Drop what has come in a pass that failed before it was reduced."""
+        self.matrices = None
+        self._kept.clear()
 
     def drop(self) -> None:
         if self._reducing is not None:
@@ -167,7 +198,6 @@ class GradBucket:
             if has_gradient[i]:
                 p.unmark()
                 _add_gradient(p.param, [mine[i] for mine in parts])
-
 
     def _rows_of(self, local: torch.Tensor) -> list[torch.Tensor]:
         """What each rank that this process runs has of the sum; simulated ranks that share it, share it here."""
@@ -246,10 +276,10 @@ class Reduction:
         if bucket not in self._active:
             bucket.set_aside(leaf)
             return
+        if self.one_at_a_time and bucket.has_half_with(leaf):  # the one before has had its time
+            self._finish_all()
         bucket.take(leaf)
         bucket.missing.discard(id(leaf))
-        if self.one_at_a_time and 2 * len(bucket.missing) < len(bucket.places):  # the one before has had its time
-            self._finish_all()
         if not bucket.missing:
             self._start(everything=False)
 
@@ -277,4 +307,4 @@ class Reduction:
         while self._in_flight:
             self._in_flight.pop(0).drop()
         for bucket in self.buckets:
-            bucket.matrices = None
+            bucket.forget()

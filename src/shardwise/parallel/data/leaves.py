@@ -45,7 +45,9 @@ class Freed(torch.Tensor):
     """The class of a leaf between uses, which says why it cannot be used; once filled, it is a plain tensor again."""
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: tuple[type, ...], args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in _KNOWN:
             return super().__torch_function__(func, types, args, kwargs or {})
         freed = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, Freed))

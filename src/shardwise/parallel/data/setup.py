@@ -33,21 +33,23 @@ def data_parallel(
     units: Units = None,
     unit_bytes: int = 1 << 20,
 ) -> nn.Module:
-    """Train a module on a batch that is spread over the ranks of a mesh axis: DDP and ZeRO 1, 2 and 3. If it fails, the
-    module is as it was.
+    """Make a module data parallel over a mesh axis: DDP and ZeRO 1, 2 and 3. If the call fails, the module is
+    unchanged.
 
-    Make the optimizer afterwards, from ``module.parameters()``. Feed each rank its own plain tensors: gradients are
-    averaged over the ranks, as DDP does. Or feed DTensors that are cut over the data axis: everything is then as on
-    one device with the whole batch. Inside ``with module.no_sync():`` gradients add up without communication.
+    Make the optimizer afterwards, from ``module.parameters()``. If each rank calls the module on its own plain tensors,
+    gradients are averaged over the ranks, as with DDP. If it is called on DTensors that are cut over the data axis, the
+    results are those of one device with the whole batch. Inside ``with module.no_sync():`` each rank adds up its own
+    gradients without communication.
 
-    A unit is a module whose parameters are gathered when its forward begins, freed when it ends, and gathered again
-    for its backward, one unit ahead. What belongs to no unit belongs to the module as a whole.
+    With "parameters", a unit is a module whose parameters are gathered together: when its forward begins, and again for
+    its backward, one unit in advance. They are freed in between and afterwards. Parameters outside of all units belong
+    to the module as a whole.
 
     Args:
         module: changed in place: its parameters become DTensors over the data axis.
         mesh: one axis, as in ``mesh["dp"]``.
-        shard: what each rank keeps a part of: "none" (DDP), the state of the "optimizer" (ZeRO 1), the "gradients" too
-            (ZeRO 2), the "parameters" too (ZeRO 3).
+        shard: what is cut over the ranks: "none" (DDP); "optimizer", its state (ZeRO 1); "gradients", these too (ZeRO
+            2); "parameters", everything (ZeRO 3).
         compute_dtype: the dtype of the forward; floating-point inputs are cast to it.
         reduce_dtype: the dtype in which gradients are summed over the ranks.
         master_dtype: the dtype of the parameters that the optimizer sees.

@@ -95,11 +95,6 @@ class Unit:
         self._make_buckets(trained)
         return True
 
-    def take_in(self, p: ManagedParameter) -> None:
-        """Answer for one more parameter."""
-        self.parameters.append(p)
-        self.forget_leaves()
-
     def give_away(self, p: ManagedParameter) -> None:
         """Another unit answers for this parameter from now on."""
         self.parameters.remove(p)

@@ -40,7 +40,6 @@ class CommunicationHints:
         raise _refusal("set_custom_reduce_scatter")
 
 
-
 def _refusal(name: str) -> RuleError:
     return RuleError(
         f"{name}: fully_shard plans its own collectives and takes none from the program; for gradients use a hook of "

@@ -46,12 +46,13 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> nn.Module | Sequence[nn.Module]:
-    """Keep a module's parameters, gradients and optimizer state in parts: whole only while the module computes.
+    """Cut a module's parameters, gradients and optimizer state over the ranks; parameters are gathered while the module
+    computes.
 
-    Call it bottom-up, on the blocks of a model and then on the model. Each call makes one unit, of the parameters that
-    no call before has taken: they are gathered and reduced together. Make the optimizer afterwards. Feed every rank its
-    own plain tensors, and gradients are averaged; or DTensors that are cut over the mesh, and everything is as on one
-    device. If it fails, the module is as it was.
+    Call it for inner modules first: on the blocks of a model, then on the model. Each call makes one unit of the
+    parameters that are not in a unit yet; they are gathered and reduced together. Make the optimizer afterwards. If
+    each rank calls the module on its own plain tensors, gradients are averaged over the ranks; with DTensors that are
+    cut over the mesh, the results are those of one device. If the call fails, the module is unchanged.
 
     Args:
         module: changed in place: its parameters become DTensors, and its class derives from `FSDPModule`. Or several
@@ -262,9 +263,7 @@ def _making(
     chosen = None if wanted is None else {key: dim for key, dim in wanted.items() if dim is not None}
     pins = on_cpu and getattr(offload, "pin_memory", False) and data.mesh.device.type != "cpu"
     cut, dims = (_cut_first, chosen) if is_cut else (cut_nothing, None)
-    return Making(
-        data, cut, policy.compute_dtype, kept_device=kept_device, device=device, dims=dims, pins_memory=pins
-    )
+    return Making(data, cut, policy.compute_dtype, kept_device=kept_device, device=device, dims=dims, pins_memory=pins)
 
 
 def _cut_first(whole: Layout, parts: int) -> int | None:

@@ -20,6 +20,7 @@ import torch
 from shardwise.comm.rank_tensor import RankTensor, unique
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.mesh import Mesh
+from shardwise.protocols import Ctx
 from shardwise.tensor import DTensor
 from shardwise.torch_private.tensors import is_transformed
 
@@ -117,9 +118,9 @@ class _WithoutBase(torch.autograd.Function):
     """Values and gradients pass."""
 
     @staticmethod
-    def forward(ctx: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Ctx, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(value.detach() for value in values)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return grads

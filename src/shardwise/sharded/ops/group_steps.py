@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ class GroupStep(Step):
         """What the collective runs inside of."""
         return Guard(along, self.kind, f"tiles of {len(along.ranks)} ranks", f" on rank {dist.get_rank()}")
 
-    def bytes_received(self, comm: Any) -> int:
+    def bytes_received(self, comm: object) -> int:
         return 0
 
 
@@ -49,7 +48,7 @@ class FlatExchange(GroupStep):
 
     kind = "all_to_all"
 
-    def run(self, comm: Any, local: Tensors) -> list[torch.Tensor]:
+    def run(self, comm: object, local: Tensors) -> list[torch.Tensor]:
         out = local[0].new_empty(sum(self.take))
         take, give = ([n * self.size for n in counts] for counts in (self.take, self.give))
         along = along_group(self.group, out.device)
@@ -61,14 +60,14 @@ class FlatExchange(GroupStep):
     def partner(self) -> FlatExchange:
         return FlatExchange(self.group, self.size, self.give, self.take)
 
-    def bytes_received(self, comm: Any) -> int:
+    def bytes_received(self, comm: object) -> int:
         return (sum(self.take) - self.take[dist.get_rank(self.group)]) * self.size
 
 
 class Spread(GroupStep):
     """A value that is the same on all ranks, of which each uses a part: nothing moves, the gradients add up."""
 
-    def run(self, comm: Any, local: Tensors) -> list[torch.Tensor]:
+    def run(self, comm: object, local: Tensors) -> list[torch.Tensor]:
         return [local[0].view_as(local[0])]
 
     @property
@@ -81,7 +80,7 @@ class Sum(GroupStep):
 
     kind = "all_reduce"
 
-    def run(self, comm: Any, local: Tensors) -> list[torch.Tensor]:
+    def run(self, comm: object, local: Tensors) -> list[torch.Tensor]:
         out = local[0].clone(memory_format=torch.contiguous_format)
         with self.guard(along_group(self.group, out.device)) as guard:
             guard.meet()
@@ -92,7 +91,7 @@ class Sum(GroupStep):
     def partner(self) -> Spread:
         return Spread(self.group, self.size)
 
-    def bytes_received(self, comm: Any) -> int:
+    def bytes_received(self, comm: object) -> int:
         ranks = dist.get_world_size(self.group)
         return 2 * (ranks - 1) * self.size // ranks
 

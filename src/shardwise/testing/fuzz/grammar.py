@@ -70,7 +70,8 @@ torch.triu({m},1) torch.diag({v}) torch.diag({m}) torch.diag_embed({f}) {x}.unfl
 {x}.new_zeros((2,3)) torch.zeros_like({x}) torch.ones_like({x}) torch.full_like({f},0.5) {x}.new_ones({x}.shape)
 torch.broadcast_to({x},{x}.shape) torch.vander({v}) torch.hsplit({m},2) torch.flipud({x}) torch.fliplr({m})
 torch.select_scatter({x},{x}.select({dim},0),{dim},-1) torch.slice_scatter({x},{x}.narrow({dim},0,1),{dim},0,1)
-torch.diagonal_scatter({m},torch.diagonal({m})*2) torch.squeeze({x},{dim})
+torch.diagonal_scatter({m},torch.diagonal({m})*2) torch.squeeze({x},{dim}) {x}[:] {x}[...] {x}[{slice},{slice}]
+{x}[0,{slice}] {x}[{slice},...,0] {x}[None,{slice}] {x}[{slice},{slice}].T {x}.narrow({dim},{start},1).squeeze({dim})
 """
 
 JOINING = """
@@ -151,7 +152,12 @@ torch.sum({w},{dim},out={shape:1}) {w}.detach().add_(1) {w}.index_put_(({index0}
 {w}.squeeze({dim}).mul_(2) {w}.unsqueeze(0).add_(1) {w}.flatten().mul_(2)
 {w}.contiguous().mul_(2) {w}.expand_as({w}).mul_(2) {w}.put_({index0},{w}.flatten()[:2]) torch.clamp({w},-1,1,out={w})
 F.relu({w},inplace=True) torch._foreach_mul_([{w}],2.0) {w}.masked_scatter_({mask},{same}) {w}.erfinv_()
-({w}.detach()+0).requires_grad_() torch.neg({w},out={target}) {w}.resize_as_({same}) {w}.swapaxes_({dim},{dim2})
+{w}.sub_({w}.narrow({dim},{start},1)) {w}.mul_({w}[{slice}].sum()) {w}.masked_scatter_({mask},{w})
+{w}.add_({w}.select({dim},{start}).unsqueeze({dim})) {w}[{slice}].sub_({w}[0]) {w}.addcmul_({w},{w})
+{w}[{slice},{slice}]*=2 {w}.copy_({w}.flip({dim})) {w}.narrow({dim},{start},1).copy_({w}.narrow({dim},0,1))
+torch.add({w},{w},out={w})
+{w}[:].add_({y}) {w}[{slice},{slice}].add_(1) ({w}.detach()+0).requires_grad_()
+torch.neg({w},out={target}) {w}.resize_as_({same}) {w}.swapaxes_({dim},{dim2})
 """
 
 FUNCTIONS = """
@@ -168,6 +174,8 @@ torch.func.jvp(lambda v: v.sum({dim}),(({f}.detach()+0),),(({same}.detach()+0),)
 torch.func.grad_and_value(lambda v: v.prod({dim}).sum())(({f}.detach()+0))
 torch.func.jacrev(lambda v: v.sum({dim}))(({v}.detach()+0))
 torch.autograd.functional.jacobian(lambda v: v*v,({v}.detach()+0))
+forward_mode(torch.tanh,{f},{same}) forward_mode(lambda v: v.softmax({dim})*v.sum(),{f},{same})
+forward_mode(lambda v: v@v.T,{m},{same}) forward_mode(lambda v: v.cumsum({dim})[1:],{f},{same})
 torch.func.jacfwd(torch.sin)(({v}.detach()+0)) torch.func.hessian(lambda v: (v**3).sum())(({v}.detach()+0))
 torch.func.vmap(torch.sin)({m}) {f}.register_hook(doubled) {f}.register_hook(clamped) {f}.register_hook(seen)
 {f}.retain_grad() {f}.item() {f}.sum().item() {x}.shape {x}.numel() {x}.tolist() {x}.is_contiguous() {x}.dim()

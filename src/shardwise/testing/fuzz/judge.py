@@ -13,7 +13,7 @@ import torch
 from shardwise.argument_types import MeshArgument
 from shardwise.mesh import as_mesh, simulate
 from shardwise.tensor import DTensor
-from shardwise.testing.fuzz.program import Program, names_made
+from shardwise.testing.fuzz.program import Program, names_made, names_used
 from shardwise.testing.fuzz.setting import Words, on_mesh, plain_torch
 from shardwise.testing.spread import is_float
 from shardwise.testing.trial import TOLERANCE, differ_in_recording
@@ -122,7 +122,7 @@ def _kind_of(error: Exception) -> type[BaseException]:
 
 def _first_difference(ours: Played, plain: Played, program: Program, strides: bool) -> Verdict | None:
     least_exact = max((TOLERANCE.get(x.dtype, 0.0) for x in _tensors(plain.variables.values())), default=0.0)
-    gradients = {name for line in program.lines if _is_gradient(line) for name in names_made(line)}
+    gradients = _gradients(program)
     shared = _share_gradients(plain.variables.values())
     for name, want in plain.variables.items():
         if name not in ours.variables:
@@ -139,10 +139,15 @@ def _first_difference(ours: Played, plain: Played, program: Program, strides: bo
     return None
 
 
-def _is_gradient(line: str) -> bool:
-    """Whether a statement makes gradients. Plain torch promises nothing about their strides: whichever node came last
-    decides."""
-    return line.startswith("g") or "torch.func." in line
+def _gradients(program: Program) -> set[str]:
+    """The names of gradients, and of what is made of them. Plain torch promises nothing about their strides: whichever
+    node came last decides."""
+    found: set[str] = set()
+    for line in program.lines:
+        made = line.startswith("g") or "torch.func." in line or "forward_mode" in line
+        if made or not found.isdisjoint(names_used(line)):
+            found.update(names_made(line))
+    return found
 
 
 def _share_gradients(found: Iterable[object]) -> bool:

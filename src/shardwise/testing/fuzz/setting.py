@@ -9,6 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.api import distribute_tensor
@@ -191,7 +192,15 @@ def train(parameters: Sequence[torch.Tensor], make: Callable[..., torch.optim.Op
     optimizer.step()
 
 
+def forward_mode(func: Callable[..., torch.Tensor], x: torch.Tensor, tangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A value and its derivative along a tangent."""
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(func(forward_ad.make_dual(x.detach() + 0, tangent.detach() + 0)))
+        return found.primal + 0, found.tangent + 0
+
+
 _COMMON: Words = {
+    "forward_mode": forward_mode,
     "torch": torch,
     "F": F,
     "checkpoint": checkpoint,

@@ -1,0 +1,208 @@
+"""Calls that read what they have just written: ``x.sub_(x[:, :1])``, ``x.masked_scatter_(mask, x)``. What torch gives
+depends on where the tensors lie in memory and on the order in which its kernels go through it. On ranks nothing lies
+like that, so the values come from torch itself, run on the whole tensors in one memory; the graph is the plan's, since
+torch's gradients know nothing of it either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardwise.comm.capturing import tape_here, tapes
+from shardwise.context import is_strict, running
+from shardwise.engine.aliasing import memory_of
+from shardwise.engine.call_shape import tensors_in
+from shardwise.engine.into_out import out_names
+from shardwise.errors import RuleError, StrictError
+from shardwise.functions import writes_first, written
+from shardwise.wrapper import Wrapper
+
+Args = Sequence[object]
+Kwargs = dict[str, object]
+
+LARGEST = 2**26  # bytes of memory for which torch is asked whether it reads what it writes
+
+
+class Lying:
+    """The tensors of a call as plain ones, which lie in memory as the whole tensors would in plain torch."""
+
+    def __init__(self, args: Args, kwargs: Kwargs) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.tensors: list[Wrapper] = list({id(t): t for _, t in tensors_in(args, kwargs)}.values())
+        self.sizes: dict[int, int] = {}  # bytes of each memory
+        for tensor in self.tensors:
+            memory = memory_of(tensor)
+            self.sizes[memory] = max(self.sizes.get(memory, 0), _end(tensor) * tensor.dtype.itemsize)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    def rooms(self, device: torch.device | str = "cpu") -> dict[int, torch.Tensor]:
+        """New memory for each that the tensors share."""
+        return {memory: torch.zeros(size, dtype=torch.uint8, device=device) for memory, size in self.sizes.items()}
+
+    def in_rooms(self, rooms: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """A plain tensor for each tensor, by its id."""
+        return {id(t): _put(t, rooms[memory_of(t)]) for t in self.tensors}
+
+    def call_with(self, plain: dict[int, torch.Tensor] | None = None) -> tuple[list[object], Kwargs]:
+        """The arguments of the call with plain tensors; those of zeros, unless others are given."""
+        plain = self.in_rooms(self.rooms()) if plain is None else plain
+        found: tuple[list[object], Kwargs] = tree_map_only(
+            Wrapper, lambda t: plain[id(t)], (list(self.args), self.kwargs)
+        )
+        return found
+
+
+def reads_what_it_writes(func: Callable[..., object], lying: Lying) -> bool:
+    """Whether what torch gives may depend on reading what it has just written. One that draws random numbers does not
+    count: there, the plan decides which."""
+    targets = _written(func, lying)
+    rooms = lying.rooms()
+    plain = lying.in_rooms(rooms)
+    for target in targets:
+        plain[id(target)].fill_(1)
+    shared = {memory_of(target) for target in targets}
+    beside = [t for t in lying.tensors if memory_of(t) in shared]
+    repeated = {id(t) for _, t in tensors_in(lying.args, lying.kwargs)}
+    count = sum(1 for _ in tensors_in(lying.args, lying.kwargs))
+    met = [t for t in beside if all(t is not target for target in targets) and bool(plain[id(t)].any())]
+    if not met and count == len(repeated) and not _overlap_each_other(plain, targets):
+        return False
+    if _draws(func, lying):
+        return False
+    alike = all(_place(t) == _place(target) for t in met for target in targets)
+    indices = [t for t in lying.tensors if memory_of(t) not in shared and _may_be_index(t)]
+    return not alike or len(targets) > 1 or bool(indices) or _differs(func, lying, targets)
+
+
+def _may_be_index(tensor: Wrapper) -> bool:
+    dtype = tensor.dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+
+
+def _overlap_each_other(plain: dict[int, torch.Tensor], targets: Sequence[Wrapper]) -> bool:
+    """Whether two tensors that are written have elements in common."""
+    for i, target in enumerate(targets):
+        for other in targets[:i]:
+            if memory_of(other) == memory_of(target):
+                plain[id(target)].fill_(0)
+                plain[id(other)].fill_(1)
+                if bool(plain[id(target)].any()):
+                    return True
+    return False
+
+
+def _draws(func: Callable[..., object], lying: Lying) -> bool:
+    before = torch.get_rng_state()
+    args, kwargs = lying.call_with()
+    func(*args, **kwargs)
+    return not torch.equal(before, torch.get_rng_state())
+
+
+def _differs(func: Callable[..., object], lying: Lying, targets: Sequence[Wrapper]) -> bool:
+    """Whether torch gives something else where the tensors share memory than where each has its own; found with random
+    numbers."""
+    plain = lying.in_rooms(lying.rooms())
+    noise = torch.Generator().manual_seed(0)
+    for tensor in plain.values():
+        drawn = torch.rand(tensor.shape, generator=noise)
+        _write(tensor, drawn > 0.5 if tensor.dtype is torch.bool else drawn * 100)
+    args, kwargs = tree_map_only(torch.Tensor, torch.clone, lying.call_with(plain))
+    func(*args, **kwargs)
+    apart = [t.clone() for t in _targets(func, args, kwargs)]
+    args, kwargs = lying.call_with(plain)
+    func(*args, **kwargs)
+    return not all(map(_same, apart, _targets(func, args, kwargs)))
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool(torch.eq(one, other).logical_or(one.ne(one) & other.ne(other)).all())
+
+
+def as_in_one_memory(func: Callable[..., object], name: str, args: Args, kwargs: Kwargs) -> Callable[[], None]:
+    """Run a call as torch does, on whole tensors in one memory. Returns what writes the values that this gives into the
+    tensors that the call writes to, to be called after its plan."""
+    if is_strict():
+        raise StrictError(
+            f"{name} reads what it writes: a tensor that shares memory with its target. On these layouts that takes "
+            f"communication, which strict() forbids; read from a .clone()"
+        )
+    if tapes and (tape := tape_here()) is not None:
+        tape.refuse(f"{name} reads what it writes")
+    lying = Lying(args, kwargs)
+    with torch.no_grad():
+        whole = {id(t): t.detach().full_tensor() for t in lying.tensors}  # type: ignore[attr-defined]
+        if any(type(value) is not torch.Tensor for value in whole.values()):
+            raise RuleError(
+                f"{name} reads what it writes, and each group of this mesh would write something else; read from a "
+                f".clone(), or call it on to_local()"
+            )
+        device = next(iter(whole.values())).device
+        plain = lying.in_rooms(lying.rooms(device))
+        for key, value in whole.items():
+            _write(plain[key], value)
+        plain_args, plain_kwargs = lying.call_with(plain)
+        func(*plain_args, **plain_kwargs)
+
+    def write() -> None:
+        with torch.no_grad():
+            for target in _written(func, lying):
+                target.copy_(plain[id(target)])
+
+    return write
+
+
+def called_on_clones(func: Callable[..., object], name: str, args: Args, kwargs: Kwargs) -> object:
+    """The call with a clone of each tensor that is read and shares memory with one that is written: a rank's own
+    tensors may overlap where the whole ones do not, and torch would refuse the rank's call."""
+    outs = set(out_names(func))
+    memory = {memory_of(t) for t in _targets(func, args, kwargs) if isinstance(t, Wrapper)}
+    apart = lambda t: t.clone() if memory_of(t) in memory else t  # noqa: E731
+    first = 1 if writes_first(func) else 0
+    read_args = [*args[:first], *tree_map_only(Wrapper, apart, list(args[first:]))]
+    read_kwargs = {k: v if k in outs else tree_map_only(Wrapper, apart, v) for k, v in kwargs.items()}
+    with running(name):  # inside of which nobody asks again
+        return func(*read_args, **read_kwargs)
+
+
+def _written(func: Callable[..., object], lying: Lying) -> list[Wrapper]:
+    found = [t for t in _targets(func, lying.args, lying.kwargs) if isinstance(t, Wrapper)]
+    return list({id(t): t for t in found}.values())
+
+
+def _targets(func: Callable[..., object], args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+    return [tensor for _, tensor in written(func, args, kwargs)]
+
+
+def _place(tensor: Wrapper) -> tuple[object, ...]:
+    return memory_of(tensor), tensor._offset, tensor._layout.shape, tensor._layout.stride, tensor.dtype
+
+
+def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Write into a plain tensor, elements of which may be one number in memory."""
+    for dim in reversed(range(tensor.dim())):
+        if tensor.stride(dim) == 0 and tensor.shape[dim]:
+            tensor, value = tensor.select(dim, 0), value.select(dim, 0)
+    places = torch.zeros(tensor.shape, dtype=torch.int64, device=tensor.device)
+    for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        steps = torch.arange(size, device=tensor.device) * step
+        places += steps.view([-1 if d == dim else 1 for d in range(tensor.dim())])
+    reach = int(places.max()) + 1 if tensor.numel() else 0
+    tensor.as_strided((reach,), (1,))[places] = value.to(tensor.dtype)
+
+
+def _put(tensor: Wrapper, room: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(0, dtype=tensor.dtype, device=room.device)
+    return empty.set_(room.untyped_storage(), tensor._offset, tensor._layout.shape, tensor._layout.stride)
+
+
+def _end(tensor: Wrapper) -> int:
+    """Where the elements of a tensor end in the memory that plain torch would have."""
+    layout = tensor._layout
+    reach = sum((n - 1) * step for n, step in zip(layout.shape, layout.stride, strict=True))
+    return tensor._offset + reach + 1 if all(layout.shape) else 0
