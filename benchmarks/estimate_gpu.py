@@ -102,8 +102,8 @@ def measured(settings, details):
             step()
         torch.cuda.synchronize()
         times.append((time.perf_counter() - started) / 5)
-    peak = torch.cuda.max_memory_allocated() - before
-    more = profiled(step) if details else {}
+    peak, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
+    more = {"reserved": reserved} | (profiled(step) if details else {})
     return peak, statistics.median(times), more
 
 
@@ -163,13 +163,9 @@ def compare_on_gpu(console, hardware, details=None):
     os.environ.setdefault("MASTER_PORT", "29511")
     dist.init_process_group("nccl", rank=0, world_size=1)
     hardware, known = Hardware.load(hardware), []
-    table, memory, times = (
-        Table(
-            "configuration", "peak GB", "estimated", "error", "step ms", "estimated", "host", "device", "ops", "error"
-        ),
-        [],
-        [],
-    )
+    columns = ["configuration", "peak GB", "estimated", "error", "step ms", "estimated", "host", "device", "ops"]
+    table = Table(*columns, "error", "host's pace", "reserved GB", "estimated")
+    memory, times, kept = [], [], []  # errors of the peak, of a step's time, and of what the allocator reserves
     for settings in track(CONFIGURATIONS, "configurations"):
         before = as_fast_as_now(hardware)[1]
         peak, seconds, more = measured(settings, details)
@@ -177,12 +173,14 @@ def compare_on_gpu(console, hardware, details=None):
         report = estimated(settings, now)
         spent = report.time
         memory.append(report.memory.peak / peak - 1)
+        kept.append(report.memory.reserved / more["reserved"] - 1)
         times.append(spent.total / seconds - 1)
         said = " ".join(f"{v}".removeprefix("torch.") for v in settings.values())
         table.add_row(
             said, f"{peak / 1e9:.3f}", f"{report.memory.peak / 1e9:.3f}", f"{memory[-1]:+.1%}", f"{seconds * 1e3:.2f}",
             f"{spent.total * 1e3:.2f}", f"{spent.host * 1e3:.2f}", f"{spent.compute * 1e3:.2f}",
             str(len(spent.events)), f"{times[-1]:+.1%}", f"{before:.2f} {share:.2f}",
+            f"{more['reserved'] / 1e9:.3f}", f"{report.memory.reserved / 1e9:.3f}",
         )  # fmt: skip
         known.append({"configuration": said, "step": seconds, "peak": peak, "estimated": spent.total} | more)
         if details:
@@ -190,6 +188,7 @@ def compare_on_gpu(console, hardware, details=None):
     console.print(table)
     mean = lambda errors: sum(map(abs, errors)) / len(errors)
     console.print(f"memory: mean {mean(memory):.1%}, worst {max(map(abs, memory)):.1%}; time: mean {mean(times):.1%}")
+    console.print(f"memory that the allocator reserves: mean {mean(kept):.1%}, worst {max(map(abs, kept)):.1%}")
     if details:
         with open(details, "w") as file:
             json.dump(known, file, separators=(",", ":"))

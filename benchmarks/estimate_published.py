@@ -1,7 +1,8 @@
 """Estimates beside torchtitan's published tables of Llama 3.1 (`python benchmarks/estimate.py published`).
 
 Source: github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (commit 31a17bf), December 2024.
-Their memory is what CUDA's allocator had reserved at most; ours is what tensors take. Their machines: 8 H100 of 96 GB
+Their memory is what CUDA's allocator had reserved at most; so is ours, with that allocator played
+(`src/shardwise/forecast/allocator.py`), beside what tensors take. Their machines: 8 H100 of 96 GB
 HBM2e with 2.4 TB/s and 500 W each, NVLink, 400 Gb/s of network a GPU.
 
 The model is written here, after the description of the architecture: RMSNorm, rotary embeddings in float32, grouped
@@ -246,7 +247,7 @@ def their_hardware():
 
 
 def estimated(row, layers=None):
-    """Tokens per second of a GPU, the peak in GiB, and the report."""
+    """Tokens per second of a GPU, the memory that the allocator reserves in GiB, and the report."""
     stages = row.mesh[1]
     with shardwise.outline(row.mesh, axis_names=("dp", "pp", "tp"), device="cuda") as mesh:
         if stages > 1:
@@ -258,12 +259,24 @@ def estimated(row, layers=None):
     if stages > 1:  # the first stage waits for the others
         seconds *= (row.batch + stages - 1) / micro_batches_played(row)
     ranks = row.mesh[1] * row.mesh[2]
-    return row.batch * row.length / seconds / ranks, report.memory.peak / GIB, report
+    return row.batch * row.length / seconds / ranks, report.memory.reserved / GIB, report
 
 
 def compare_published(console, only=None, layers=None):
     table = Table(
-        *("model", "ranks", "how", "GiB", "estimated", "error", "tokens/s/GPU", "estimated", "error", "not played"),
+        *(
+            "model",
+            "ranks",
+            "how",
+            "GiB",
+            "reserved",
+            "error",
+            "tensors",
+            "tokens/s/GPU",
+            "estimated",
+            "error",
+            "not played",
+        ),
         title="torchtitan's tables, December 2024; their GiB are reserved ones",
     )
     for row in ROWS:
@@ -275,6 +288,7 @@ def compare_published(console, only=None, layers=None):
         table.add_row(
             row.size, "x".join(map(str, row.mesh)), f"{row.how}, batch {row.batch} of {row.length:,}, {row.recompute}",
             f"{row.memory:.1f}", f"{memory:.1f}", f"{memory / row.memory - 1:+.0%}",
+            f"{report.memory.peak / GIB:.1f}",
             f"{row.speed:,.0f}", f"{speed:,.0f}", f"{speed / row.speed - 1:+.0%}", row.differs,
         )  # fmt: skip
         shares = ", ".join(f"{k} {v / GIB:.1f}" for k, v in report.memory.categories.items() if v)

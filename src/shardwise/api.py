@@ -91,9 +91,12 @@ def _already(tensor: DTensor, mesh: Mesh, places: tuple[Placement, ...]) -> DTen
     """A tensor that is distributed, if it is laid out so."""
     if tensor._layout.mesh is mesh and tensor._layout.replace(placements=places) is tensor._layout:
         return tensor
+    same = tensor._layout.mesh is mesh
+    here, there = (list(tensor.placements), list(places)) if same else (tensor._layout.mesh, mesh)
     raise LayoutError(
-        f"distribute_tensor: the tensor is a DTensor laid out {list(tensor.placements)} already; "
-        f"use tensor.redistribute(placements={list(places)})"
+        f"distribute_tensor: the tensor is a DTensor already; use tensor.redistribute({'' if same else 'mesh, '}"
+        f"placements={list(places)}) to bring it from {here} to a different {'placements' if same else 'device mesh'}, "
+        f"{there}"
     )
 
 
@@ -106,8 +109,9 @@ def _check_plain(tensor: torch.Tensor) -> None:
     check_dense(tensor)
     if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
         raise AutogradError(
-            "distribute_tensor: the tensor is no leaf, and its gradient would end here; use DTensor.from_local(tensor, "
-            "mesh, [Replicate(), ...]).redistribute(placements=...), or tensor.detach()"
+            "distribute_tensor should be used to distribute leaf tensors: this one is no leaf, and its gradient would "
+            "end here; use DTensor.from_local(tensor, mesh, [Replicate(), ...]).redistribute(placements=...), or "
+            "tensor.detach()"
         )
 
 
@@ -200,10 +204,15 @@ def distribute_module(
         The module itself.
 
     Raises:
-        LayoutError: `module` is not a module, or a function takes other arguments.
+        LayoutError: `module` is not a module or was given before, or a function takes other arguments.
     """
     if not isinstance(module, torch.nn.Module):
         raise LayoutError(f"distribute_module: module must be a torch.nn.Module, got {type(module).__name__}")
+    if getattr(module, "_has_been_distributed", False):
+        raise LayoutError(
+            f"distribute_module should only be called once on a module: the functions of the first call are hooks of "
+            f"this {type(module).__name__} already"
+        )
     prepare_inputs = _with_module("input_fn", input_fn)
     prepare_outputs = _with_module("output_fn", output_fn)
     mesh = as_mesh(device_mesh, outside=True)
@@ -228,6 +237,7 @@ def distribute_module(
         module.register_forward_pre_hook(lambda mod, inputs: prepare_inputs(mod, inputs, mesh.source))
     if prepare_outputs is not None:
         module.register_forward_hook(lambda mod, inputs, outputs: prepare_outputs(mod, outputs, mesh.source))
+    module.__dict__["_has_been_distributed"] = True  # copies of the module have its hooks, and this
     return module
 
 
@@ -241,4 +251,6 @@ def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[[An
         except TypeError:
             continue
         return function if arguments == 3 else lambda module, values, mesh: function(values, mesh)
-    raise LayoutError(f"distribute_module: {name} must take (module, {name[:-3]}s, device_mesh), got {function!r}")
+    raise LayoutError(
+        f"distribute_module: {name} should take in 3 arguments, (module, {name[:-3]}s, device_mesh), got {function!r}"
+    )

@@ -13,6 +13,10 @@ class DimError(LayoutError, IndexError):
     """The tensor has no such dim, index or row."""
 
 
+class MismatchError(LayoutError, AssertionError):
+    """Arguments that do not fit each other, where torch asserts that they do."""
+
+
 class MeshError(ShardwiseError, ValueError):
     """A mesh that is missing, of the wrong shape, or that this rank is not in."""
 

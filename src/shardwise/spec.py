@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from shardwise.errors import LayoutError
-from shardwise.layout import Layout, Placement, as_placements
+from shardwise.errors import LayoutError, MismatchError
+from shardwise.layout import Layout, Partial, Placement, Shard, as_placements
+from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import DeviceMesh, Mesh, as_mesh
 
 
@@ -22,33 +24,101 @@ class TensorMeta(NamedTuple):
     dtype: torch.dtype
 
 
-class Spec(NamedTuple):
-    """A layout under the names of torch's: the user's mesh, a placement an axis, the global tensor."""
+class ShardOrderEntry(NamedTuple):
+    """The mesh axes that cut one tensor dim, the first cut first."""
+
+    tensor_dim: int
+    mesh_dims: tuple[int, ...]
+
+
+ShardOrder = tuple[ShardOrderEntry, ...]
+
+
+@dataclass(unsafe_hash=True, repr=False)
+class Spec:
+    """A layout under the names of torch's: the user's mesh, a placement per axis, the global tensor."""
 
     mesh: DeviceMesh | Mesh
     placements: tuple[Placement, ...]
-    tensor_meta: TensorMeta = None  # type: ignore[assignment]
+    tensor_meta: TensorMeta | None = None
+
+    def __post_init__(self) -> None:
+        self.placements = as_placements(self.placements)
 
     @classmethod
     def of(cls, layout: Layout) -> Spec:
         meta = TensorMeta(torch.Size(layout.shape), layout.stride, layout.dtype)
         return cls(layout.mesh.source, layout.placements, meta)
 
+    @classmethod
+    def from_dim_map(
+        cls,
+        mesh: DeviceMesh | Mesh,
+        dim_map: Sequence[int],
+        sums: Sequence[int],
+        tensor_meta: TensorMeta | None = None,
+    ) -> Spec:
+        """The layout of which `dim_map` and `sums` are the properties of these names."""
+        places: list[Placement] = [REPLICATE] * len(mesh.shape)
+        for axis in sums:
+            places[axis] = Partial()
+        for dim, axis in enumerate(dim_map):
+            if axis >= 0:
+                if not places[axis].is_replicate():
+                    raise RuntimeError(f"from_dim_map: mesh axis {axis} is used twice, by dim_map {list(dim_map)}, "
+                                       f"sums {list(sums)}")  # fmt: skip
+                places[axis] = Shard(dim)
+        return cls(mesh, tuple(places), tensor_meta)
+
+    def shallow_copy_with_tensor_meta(self, tensor_meta: TensorMeta | None) -> Spec:
+        """The same placements for another tensor."""
+        if tensor_meta is None:
+            raise MismatchError("shallow copy with no tensor_meta!")
+        return Spec(self.mesh, self.placements, tensor_meta)
+
+    def __repr__(self) -> str:
+        return f"DTensorSpec(mesh={self.mesh!r}, placements={self.placements!r}, tensor_meta={self.tensor_meta!r})"
+
+    def __str__(self) -> str:
+        meta = self.tensor_meta
+        what = "unknown dtypeunknown shape" if meta is None else f"{_short(meta.dtype)}{list(meta.shape)}"
+        cuts = [p.dim if p.is_shard() else None for p in self.placements]  # type: ignore[attr-defined]
+        shown = [
+            f"{p}[{cuts[:axis].count(p.dim)}]" if p.is_shard() and cuts.count(p.dim) > 1 else str(p)  # type: ignore[attr-defined]
+            for axis, p in enumerate(self.placements)
+        ]
+        return f"Spec({what}({''.join(shown)}))"
+
     @property
     def device_mesh(self) -> DeviceMesh | Mesh:
         return self.mesh
 
     @property
+    def _meta(self) -> TensorMeta:
+        if self.tensor_meta is None:
+            raise ValueError("tensor_meta is not set")
+        return self.tensor_meta
+
+    @property
     def shape(self) -> torch.Size:
-        return self.tensor_meta.shape
+        return self._meta.shape
 
     @property
     def stride(self) -> tuple[int, ...]:
-        return self.tensor_meta.stride
+        return self._meta.stride
 
     @property
     def ndim(self) -> int:
-        return len(self.tensor_meta.shape)
+        return len(self._meta.shape)
+
+    @property
+    def shard_order(self) -> ShardOrder:
+        """For each cut dim the axes that cut it, in the order of the mesh."""
+        cuts: dict[int, tuple[int, ...]] = {}
+        for axis, p in enumerate(self.placements):
+            if p.is_shard():
+                cuts[p.dim] = (*cuts.get(p.dim, ()), axis)  # type: ignore[attr-defined]
+        return tuple(ShardOrderEntry(dim, cuts[dim]) for dim in sorted(cuts))
 
     @property
     def num_shards(self) -> int:
@@ -77,6 +147,14 @@ class Spec(NamedTuple):
 
     def is_sharded(self) -> bool:
         return any(p.is_shard() for p in self.placements)
+
+
+def _short(dtype: torch.dtype) -> str:
+    """A dtype in a few letters, as "f32"."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bool", "b8"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
+        name = name.replace(long, short, 1)
+    return name
 
 
 def compute_local_shape_and_global_offset(

@@ -1,6 +1,7 @@
 """Damage is found whatever the format, and a lost manifest is no way around the checksums."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -115,3 +116,27 @@ def test_past_the_page_cache(tmp_path, monkeypatch, way):
         one, other = (json.loads((p / "manifest.json").read_text())["tensors"] for p in (path, tmp_path / (path.name + " merged")))
         assert all(one[name][5] == other[name][5] for name in one)
     crc._quicker.cache_clear()
+
+
+def test_odd_states_are_refused_by_name(tmp_path):
+    itself = {}
+    itself["me"] = itself
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for wrong, text in (
+        ({"a.b": 1, "a": {"b": torch.ones(2)}}, "two entries of the state are called 'a.b'"),
+        (itself, "nested too deeply, or contains itself"),
+        ({"n": nested}, "saving 'n': a nested tensor has no tiles"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            checkpoint.save(tmp_path / "c", wrong)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        checkpoint.save(tmp_path / "c", state())
+    assert not os.listdir(tmp_path)

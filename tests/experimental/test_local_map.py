@@ -222,11 +222,11 @@ def test_errors():
     x = distribute_tensor(value(4, 4), simulate(2), [Shard(0)])
     laid_out = r"two: argument 0 is laid out \[Shard\(dim=0\)\].*\[Replicate\(\)\].*redistribute_inputs=True"
     cases = [
-        (lambda: local_map(two, [Shard(0)])(x), r"two: out_placements has 1 entries for 2 flattened outputs"),
+        (lambda: local_map(two, [Shard(0)])(x), r"two: local_map requires one .* received 1 out_placements but 2 is expected"),
         (lambda: local_map(two, ([R], None), ([R],))(x), laid_out),
-        (lambda: local_map(two, ([R], None), ([R], [R]))(x), r"two: in_placements has 2 entries for 1 flattened"),
-        (lambda: local_map(two, ([R], None), None, ())(x), r"two: in_grad_placements has 0 entries for 1"),
-        (lambda: local_map(lambda x: 3, [R])(x), r"output 0 is 3, not a tensor.*give None"),
+        (lambda: local_map(two, ([R], None), ([R], [R]))(x), r"two: in_placements length 2 does not match .* 1!"),
+        (lambda: local_map(two, ([R], None), None, ())(x), r"two: in_grad_placements length 0 does not match .* 1!"),
+        (lambda: local_map(lambda x: 3, [R])(x), r"Non-tensor output 3 expects None"),
         (lambda: local_map(lambda y: x, [R])(x), r"gives a DTensor.*takes and gives local tensors"),
         (lambda: local_map(torch.neg, [R, R])(x), r"2 given .* for a mesh of 1 axes"),
     ]

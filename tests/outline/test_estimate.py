@@ -1,6 +1,7 @@
 """Estimates of memory, bytes and time, and the questions that they answer."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +9,14 @@ from torch import nn
 
 import shardwise
 from shardwise import DTensor, OutlineError, Replicate, Shard, cli, outline, simulate
-from shardwise.forecast import Hardware, compare, every_kind, largest, sweep
+from shardwise.forecast import Figure, Hardware, compare, every_kind, largest, measuring_host, sweep
+from shardwise.forecast.allocator import reserved_by
+from shardwise.forecast.grids import Grid
 from shardwise.forecast.hardware import HardwareError, known
+from shardwise.forecast.kernels import Kernel
 from shardwise.forecast.memory import rounded
+from shardwise.forecast.timing import Looked, play
+from shardwise.parallel import data_parallel
 
 GB = 10**9
 
@@ -158,3 +164,52 @@ def test_tensors_of_another_mesh_do_not_count():
         x = shardwise.ones(256, device_mesh=mesh, placements=[Replicate()])
         assert shardwise.estimate(lambda: x + 1, warmup=0).memory.peak == 2 * rounded(256 * 4)
     assert held.shape == (4096,)
+
+
+def test_the_caching_allocator_is_played():
+    mib = 1 << 20
+    assert reserved_by([("a", 512), ("b", 1 * mib)]) == 2 * mib  # one small segment
+    assert reserved_by([("a", 2 * mib), ("b", 3 * mib)]) == 20 * mib
+    assert reserved_by([("a", 33 * mib)]) == 34 * mib
+    assert reserved_by([("a", 32 * mib), ("a", 0), ("b", 31 * mib)]) == 32 * mib  # kept, and taken again
+    # the hole of 12 MiB is cut, and what is left of it is joined again
+    holes = [("a", 40 * mib), ("a", 0), ("b", 12 * mib), ("c", 28 * mib), ("b", 0), ("d", 4 * mib), ("e", 8 * mib)]
+    assert reserved_by(holes) == 40 * mib
+    assert reserved_by([*holes, ("d", 0), ("e", 0), ("f", 12 * mib)]) == 40 * mib
+    assert reserved_by([*holes, ("d", 0), ("f", 12 * mib)]) == 52 * mib  # fragments do not hold it
+    memory = report_of().memory
+    assert memory.peak <= memory.reserved
+
+
+def test_grids():
+    grid = Grid.of(("m", "n"), {(m, n): 1e-9 * m * n for m in (2, 8) for n in (4, 64)}, "made up")
+    assert grid.at_sizes((4, 16)) == pytest.approx(64e-9)  # a power of each size, between the points
+    assert grid.at_sizes((8, 128)) == pytest.approx(1024e-9) and grid.at_sizes((1, 1)) == pytest.approx(8e-9)
+    hardware = replace(
+        Hardware.load("h100-sxm"), grids={"matmul bfloat16": grid}, hosts={"view": Figure(1e-6, "assumed")}
+    )
+    assert hardware.op_seconds(1, 1, "bfloat16", "matmul", grids=("matmul bfloat16",), sizes=(8, 64)) == (
+        pytest.approx(512e-9),
+        "measured",
+    )
+    assert hardware.host_seconds("forward", view=2, module=3) == pytest.approx(hardware.host.value + 2e-6)
+    with pytest.raises(ValueError, match="has 1 times"):
+        Grid(("m",), ((1, 2),), (1.0,))
+
+
+def test_the_host_runs_ahead():
+    """A step takes what the slower of host and device takes; a value that is looked at makes one wait for the other."""
+    hardware = replace(Hardware.load("h100-sxm"), host=Figure(1e-6, "assumed"), launch=Figure(1e-6, "assumed"))
+    slow, quick = Kernel("mm", 0, int(1e9), "float32", "memory"), Kernel("add", 0, 1, "float32", "memory")
+    busy = hardware.op_seconds(0, 1e9, "float32", "memory")[0]
+    assert play([slow, *[quick] * 10], hardware).total == pytest.approx(busy + 10e-6)
+    looked = play([slow, Looked(), *[quick] * 10], hardware)
+    assert looked.total == pytest.approx(busy + 11e-6)  # the last of a step and the start of the next overlap
+    assert play([quick] * 10, replace(hardware, host=Figure(5e-6, "assumed"))).total == pytest.approx(50e-6)
+
+
+def test_recomputed_parts_and_hooks_are_told_apart():
+    lay_out = lambda module, mesh: data_parallel(module, mesh, compute_dtype=torch.bfloat16)
+    plain, ours = measuring_host._counted(recompute=True), measuring_host._counted(lay_out=lay_out)
+    assert plain["parts"] == 6 and plain["library"] == ours["parts"] == 0
+    assert ours["library"] >= 6 * 16  # a copy for the gradient of each parameter

@@ -487,7 +487,7 @@ def test_messages():
     for given, message in (
         ({"module": 3}, "must be a torch.nn.Module, or a list of them, got 3"),
         ({"module": []}, "empty list"),
-        ({"module": nn.ModuleList([nn.Linear(2, 2)])}, "ModuleList has no forward.* on its elements"),
+        ({"module": nn.ModuleList([nn.Linear(2, 2)])}, "does not support containers.* on its elements"),
         ({"mp_policy": 3}, "mp_policy must be a MixedPrecisionPolicy, got 3"),
         ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.int8)}, "mp_policy.reduce_dtype must be a floating"),
         ({"offload_policy": 3}, "offload_policy must be an OffloadPolicy.*, got 3"),

@@ -340,11 +340,11 @@ def test_other_modules_by_the_dim_of_their_weight():
     assert got.placements[0].is_shard(1)
     same(whole(got), plain(x).detach())
     with pytest.raises(
-        RuleError, match="ColwiseParallel knows nn.Linear and nn.Embedding, got Bilinear; say which dim"
+        RuleError, match="ColwiseParallel currently only support nn.Linear and nn.Embedding! Got Bilinear; say which dim"
     ):
         parallelize_module(bilinear, mesh, ColwiseParallel())
     for style in (ColwiseParallel(), RowwiseParallel()):
-        with pytest.raises(NotImplementedError, match="got ReLU"):
+        with pytest.raises(NotImplementedError, match="Got ReLU"):
             parallelize_module(nn.ReLU(), mesh, style)
 
 
@@ -492,11 +492,11 @@ class Nothing(ParallelStyle):
         (lambda: parallelize_module(nn.Linear(3, 4), simulate(2), ColwiseParallel(parts=3)), ValueError, r"parts=3 do not divide dim 0 .* \(4, 3\)"),
         (lambda: SequenceParallel(sequence_dim="last"), ValueError, "dim must be an int, got 'last'"),
         (lambda: PrepareModuleInput(input_layouts=R), ValueError, "desired_input_layouts: missing"),
-        (lambda: PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=R), ValueError, "desired_input_layouts: 1 given for 2 input_layouts"),
+        (lambda: PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=R), ValueError, "input_layouts and desired_input_layouts should have same length! They have 2 and 1"),
         (lambda: PrepareModuleInput(input_kwarg_layouts={"x": R}), ValueError, "desired_input_kwarg_layouts: missing"),
         (lambda: PrepareModuleInput(input_kwarg_layouts={"x": R}, desired_input_kwarg_layouts={"y": R}), ValueError, r"desired_input_kwarg_layouts: given for \['y'\], but"),
         (lambda: PrepareModuleInput(input_kwarg_layouts=R, desired_input_kwarg_layouts=R), ValueError, "input_kwarg_layouts = .*: expected a dict"),
-        (lambda: PrepareModuleOutput(output_layouts=(R,), desired_output_layouts=(R, R)), ValueError, "desired_output_layouts: 2 given for 1 output_layouts"),
+        (lambda: PrepareModuleOutput(output_layouts=(R,), desired_output_layouts=(R, R)), ValueError, "output_layouts and desired_output_layouts should have same length! They have 1 and 2"),
         (lambda: input_reshard(nn.Identity(), simulate(2), "rows"), ValueError, "input_reshard_dim: expected an int or None, got 'rows'"),
     ],
 )  # fmt: skip

@@ -73,7 +73,7 @@ def distribute_takes_leaves(mesh):
     """Of any other tensor the gradient would be lost."""
     hidden = x(4, 4).requires_grad_() * 2
     with pytest.raises(
-        AutogradError, match="the tensor is no leaf, and its gradient would end here; use DTensor.from_"
+        AutogradError, match="this one is no leaf, and its gradient would end here; use DTensor.from_"
     ):
         distribute_tensor(hidden, mesh)
     with torch.no_grad():

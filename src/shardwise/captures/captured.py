@@ -189,6 +189,7 @@ class Captured:
         leaving = _enter(tape, own)
         called = Called(surroundings)
         args, kwargs = tree_unflatten(own, spec)
+        around = modes()
         try:
             with without_autocast_cache(), called, tape.writing():
                 box = [self._func(*args, **kwargs)]
@@ -203,6 +204,8 @@ class Captured:
             tape.refuse(altered)
         if drawn := surroundings.drawn():
             tape.refuse(drawn)
+        if modes() != around:
+            tape.refuse("a mode (grad mode, default dtype, ...) is another after the call")
         if self._part is not None and (name := cannot_be_handed_on(box, self._part, called)):
             tape.refuse(f"the variable {name} holds an object that is made in this part of the function")
         if holds_known_container(box[0], called.knows):
@@ -211,6 +214,8 @@ class Captured:
         elsewhere = "" if tape.refused else held_elsewhere(box, own, leaves, tape.has_place)
         results = Results(box[0], own, called.tensors())
         program = tape.finish(results.tensors)
+        if any(t.requires_grad and t.is_leaf and not tape.has_place(t) for t in results.tensors):
+            tape.refuse("a result is made to take gradients in the call")
         pair = self._differentiated(tape, program, results, called.modules)
         if pair is None and not tape.refused:
             results.are_used_up = [t.grad_fn is not None for t in results.tensors]

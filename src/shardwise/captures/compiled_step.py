@@ -7,9 +7,8 @@ the optimizer says that its rate may be a tensor. A step that torch.compile cann
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
-from functools import lru_cache
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
@@ -36,6 +35,7 @@ class CompiledStep(OptimizerStep):
         self._compiled: tuple[torch.optim.Optimizer, Callable[[torch.optim.Optimizer], None]] | None = None
         self._cannot = False  # whether the compiler has refused it
         self._rates: list[torch.Tensor] = []
+        self._has_rate = rate_may_be_tensor(type(optimizer))
         self._known: list[dict[str, Any]] = []
         self._changes = 0
 
@@ -47,7 +47,7 @@ class CompiledStep(OptimizerStep):
         groups = self.optimizer.param_groups
         if self._cannot or any(g.get("fused") or g.get("differentiable") for g in groups):
             return False
-        fixed = ("params", "lr") if rate_may_be_tensor(cast(Hashable, type(self.optimizer))) else ("params",)
+        fixed = ("params", "lr") if self._has_rate else ("params",)
         options = [{k: v for k, v in group.items() if k not in fixed} for group in groups]
         if any(isinstance(value, torch.Tensor) for group in options for value in group.values()):
             return False
@@ -63,7 +63,7 @@ class CompiledStep(OptimizerStep):
         while len(self._rates) < len(groups):
             self._rates.append(torch.zeros((), dtype=torch.float64))
         given = [group["lr"] for group in groups]
-        if rate_may_be_tensor(cast(Hashable, type(stand_in))):
+        if self._has_rate:
             for group, rate in zip(groups, self._rates, strict=False):
                 if isinstance(group["lr"], (int, float)):
                     group["lr"] = rate.fill_(group["lr"])
@@ -82,8 +82,7 @@ class CompiledStep(OptimizerStep):
                 body(stand_in)
 
 
-@lru_cache(maxsize=64)
-def rate_may_be_tensor(kind: Hashable) -> bool:
+def rate_may_be_tensor(kind: type[torch.optim.Optimizer]) -> bool:
     """Whether a class of optimizers says that its learning rate may be a tensor."""
     rate = inspect.signature(kind.__init__).parameters.get("lr")
     return rate is not None and "Tensor" in str(rate.annotation)

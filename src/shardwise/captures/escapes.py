@@ -5,9 +5,10 @@ from __future__ import annotations
 import builtins
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -59,57 +60,13 @@ class Escapes(TorchFunctionMode):
 
     def __enter__(self) -> Escapes:
         self._hook = register_module_forward_pre_hook(self._module_is_called)
-        self._replaced: list[tuple[Any, str, Any]] = [(c, name, c.__dict__[name]) for c, name in _python_methods()]
-        for cls, name, method in self._replaced:
-            setattr(cls, name, self._as_region(method))
-        for cls, parameters in _ZEROED:
-            self._replaced.append((cls, "zero_grad", cls.zero_grad))
-            cls.zero_grad = self._zeroing(cls.zero_grad, parameters)
-        self._replaced.append((builtins, "print", print))
-        builtins.print = functools.partial(self._print, print)
+        _replacements.enter()
         return super().__enter__()
 
     def __exit__(self, *error: Item) -> None:
         super().__exit__(*error)
+        _replacements.leave()
         self._hook.remove()
-        for cls, name, method in self._replaced:
-            setattr(cls, name, method)
-
-    def _as_region(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method that is one statement: it looks at values, or changes numbers that no op shows."""
-
-        @functools.wraps(method)
-        def call(owner: Item, *args: Item, **kwargs: Item) -> Item:
-            again = functools.partial(method, owner, *args, **kwargs)
-            if self.tape.paused:
-                return again()
-            name = f"{type(owner).__name__}.{method.__name__}"
-            if any(isinstance(arg, torch.Tensor) for arg in (*args, *kwargs.values())):
-                self.tape.refuse(f"{name} looks at a tensor")
-            return self.tape.region(name, again)
-
-        return call
-
-    def _zeroing(self, method: Callable[..., None], parameters: Parameters) -> Callable[..., None]:
-        """`zero_grad`, which writes down for every parameter that it has no gradient now: torch's own leaves out those
-        that have none already, and a later call may begin with some."""
-
-        @functools.wraps(method)
-        def call(owner: Item, *args: Item, **kwargs: Item) -> None:
-            without = [parameter for parameter in parameters(owner) if parameter.grad is None]
-            method(owner, *args, **kwargs)
-            if not self.tape.paused and kwargs.get("set_to_none", args[0] if args else True):
-                self.tape.note_no_gradients(without)
-
-        return call
-
-    def _print(self, printing: Callable[..., None], *args: Item, **kwargs: Item) -> None:
-        """Words are printed again in each run; a tensor among them has refused to be written down."""
-        again = functools.partial(printing, *args, **kwargs)
-        if tape_here() is None:  # another thread prints, or what is written down prints by itself
-            again()
-        else:
-            self.tape.region("print", again)
 
     def __torch_function__(self, func: Op, types: Args, args: Args = (), kwargs: Kwargs | None = None) -> Result:
         if not self.tape.paused and args and type(args[0]) in _PLAIN:
@@ -132,6 +89,92 @@ class Escapes(TorchFunctionMode):
             if not _is_known(hook):
                 name = f"{type(module).__name__}: {_name_of(hook)}"
                 self.tape.refuse(f"a hook on a module, {name}, may do more than compute")
+
+
+class _Replacements:
+    """What stands in the place of some of Python's and torch's functions while anything is written down, in whichever
+    thread: each looks whether the thread that calls it is one that writes, and is the function itself where not."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def enter(self) -> None:
+        """Put them in place, unless they are."""
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            self._replaced = [(c, name, c.__dict__[name]) for c, name in _python_methods()]
+            for cls, name, method in self._replaced:
+                setattr(cls, name, _as_region(method))
+            for cls, parameters in _ZEROED:
+                self._replaced.append((cls, "zero_grad", cls.zero_grad))
+                cls.zero_grad = _zeroing(cls.zero_grad, parameters)
+            self._replaced.append((builtins, "print", print))
+            builtins.print = functools.partial(_print, print)
+
+    def leave(self) -> None:
+        """Take them away with the last one that needed them."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for owner, name, method in self._replaced:
+                    setattr(owner, name, method)
+                self._replaced = []
+
+
+_replacements = _Replacements()
+
+
+def _writer() -> Writer | None:
+    """The tape that this thread writes on."""
+    return cast("Writer | None", tape_here())
+
+
+def _as_region(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that is one statement: it looks at values, or changes numbers that no op shows."""
+
+    @functools.wraps(method)
+    def call(owner: Item, *args: Item, **kwargs: Item) -> Item:
+        again = functools.partial(method, owner, *args, **kwargs)
+        tape = _writer()
+        if tape is None:
+            return again()
+        name = f"{type(owner).__name__}.{method.__name__}"
+        if any(isinstance(arg, torch.Tensor) for arg in (*args, *kwargs.values())):
+            tape.refuse(f"{name} looks at a tensor")
+        return tape.region(name, again)
+
+    return call
+
+
+def _zeroing(method: Callable[..., None], parameters: Parameters) -> Callable[..., None]:
+    """`zero_grad`, which writes down for every parameter that it has no gradient now: torch's own leaves out those
+    that have none already, and a later call may begin with some."""
+
+    @functools.wraps(method)
+    def call(owner: Item, *args: Item, **kwargs: Item) -> None:
+        tape = _writer()
+        if tape is None:
+            method(owner, *args, **kwargs)
+            return
+        without = [parameter for parameter in parameters(owner) if parameter.grad is None]
+        method(owner, *args, **kwargs)
+        if kwargs.get("set_to_none", args[0] if args else True):
+            tape.note_no_gradients(without)
+
+    return call
+
+
+def _print(printing: Callable[..., None], *args: Item, **kwargs: Item) -> None:
+    """Words are printed again in each run; a tensor among them has refused to be written down."""
+    again = functools.partial(printing, *args, **kwargs)
+    tape = _writer()
+    if tape is None:  # another thread prints, or what is written down prints by itself
+        again()
+    else:
+        tape.region("print", again)
 
 
 def _is_of_library(frame: FrameType) -> bool:

@@ -7,12 +7,14 @@ own library is not read, but what is handed to it is: so what is left out are va
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
 import random
 import sys
 import time
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -34,6 +36,7 @@ _CLOCKS = frozenset(
 )
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _RATES = frozenset({"get_last_lr", "last_epoch", "get_lr", "_last_lr"})
+_MAKING = frozenset({"__init__", "__new__", "__init_subclass__", "__post_init__", "__repr__", "__str__", "__del__"})
 _BEGINNING = ("forward", "__call__", "__getattr__", "__getitem__", "__len__", "__iter__")
 
 
@@ -125,6 +128,8 @@ class _Walk:
         for kind, look in _CONTAINERS:
             if isinstance(item, kind):
                 look(self, item, name)
+        if has_memory(item):
+            self._memory(item, name)
         self._object(item, name)
 
     # -- code -------------------------------------------------------------------------------------------------------
@@ -137,6 +142,7 @@ class _Walk:
             self.perhaps |= found.perhaps
             self._variables(func, sorted(found.variables & func.__globals__.keys()))
             self.watch(f"defaults of {func.__qualname__}", lambda: (func.__code__, func.__defaults__))
+            self._attributes(vars(func), name, self._known & vars(func).keys())
             if cells:
                 self.watch("around", lambda: [_content(cell) for cell in cells], func.__code__.co_freevars)
         for at, cell in enumerate(cells):
@@ -193,6 +199,9 @@ class _Walk:
         for base in cls.__mro__:
             if not _is_foreign(base):
                 self._attributes(vars(base), base.__qualname__)
+                for key, method in list(vars(base).items()):  # operators and descriptors, which no code names
+                    if key.startswith("__") and isinstance(method, types.FunctionType) and key not in _MAKING:
+                        self.visit(method, f"{base.__qualname__}.{key}")
 
     def _object(self, item: object, name: str) -> None:
         """An object of a class of the program's: the attributes that the code names. Of Python's own: all."""
@@ -201,7 +210,10 @@ class _Walk:
             self._foreign(item, table, name)
             return
         self.visit(cls, name)
-        self._attributes(table, name, self._perhaps)
+        hidden = {key for base in cls.__mro__ if not _is_foreign(base) for key in self._known & vars(base).keys()}
+        self._attributes(table, name, {*self._perhaps, *(hidden if hasattr(item, "__dict__") else ())})
+        if hasattr(item, "__dict__"):
+            self.watch(f"the number of attributes of {name}", lambda: (len(table),))
         slots = [s for base in cls.__mro__ for s in _slots(base) if s in self._known]
         if slots:
             self.watch(name, lambda: [getattr(item, slot, None) for slot in slots], slots)
@@ -243,6 +255,19 @@ class _Walk:
                 f"{name} has {len(items)} entries, too many to compare: pass what is needed of it as an argument"
             )
         return len(items) <= _MOST
+
+    def _weak(self, found: weakref.ref[Any], name: str) -> None:
+        self.watch(name, lambda: (found(),))
+        self.visit(found(), name)
+
+    def _of_context(self, found: contextvars.ContextVar[Any], name: str) -> None:
+        self.watch(name, lambda: (found.get(None),))
+        self.visit(found.get(None), name)
+
+    def _memory(self, item: Item, name: str) -> None:
+        """Something whose bytes Python can see: a bytearray, an array, a number of C."""
+        if self._fits(memoryview(item).cast("B"), name):
+            self.watch(name, lambda: (bytes(memoryview(item)),))
 
     def _array(self, array: np.ndarray[Any, Any], name: str) -> None:
         if self._fits(array.reshape(-1), name):
@@ -301,12 +326,22 @@ _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     (np.ndarray, _Walk._array),
     ((random.Random, np.random.Generator, np.random.RandomState), _Walk._stream),
     (type, _Walk._class),
+    (weakref.ref, _Walk._weak),
+    (contextvars.ContextVar, _Walk._of_context),
 ]
 _CONTAINERS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
-    (dict, _Walk._dict),
+    ((dict, types.MappingProxyType), _Walk._dict),
     ((list, tuple, deque), _Walk._sequence),
     (set, _Walk._set),
 ]
+
+
+def has_memory(item: Item) -> bool:
+    """Whether Python can see the bytes of an object, and they may change."""
+    try:
+        return not memoryview(item).readonly
+    except TypeError:
+        return False
 
 
 def _is_foreign(item: Item) -> bool:

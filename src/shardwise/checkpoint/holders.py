@@ -58,6 +58,8 @@ class Kind(NamedTuple):
 
 def check(name: str, tensor: torch.Tensor, doing: str) -> None:
     """Raise where a tensor cannot be saved or loaded."""
+    if tensor.is_nested:
+        raise CheckpointError(f"{doing} {name!r}: a nested tensor has no tiles; save its values() and offsets()")
     if isinstance(tensor, DTensor):
         refuse_partial(tensor._layout, f"{doing} {name!r}")
     elif not isinstance(tensor, ShardedTensor) and (tensor.layout != torch.strided or tensor.is_quantized):

@@ -127,7 +127,7 @@ def plan(
             counted[key] = np.bincount(at, weights=side.tiles.volumes * key[1], minlength=len(ranks)).astype(np.int64)
         held.add(counted[key])
         made.total += source.entries[name].nbytes if len(side.ranks) else 0
-    made.staged = int(held.array.max(initial=0)) <= memory // 2
+    made.staged = int(held.per_rank.max(initial=0)) <= memory // 2
     rounds = _Rounds(made, source, ordered, numbers, int(np.searchsorted(ordered, me)))
     for name in sorted(sides, key=source.order):
         if len(sides[name].ranks):
@@ -169,7 +169,7 @@ class Sum:
         self._times[id(amounts)] = amounts, self._times.get(id(amounts), (amounts, 0))[1] + times
 
     @property
-    def array(self) -> np.ndarray:
+    def per_rank(self) -> np.ndarray:
         """The sum; it may be changed in place."""
         for amounts, times in self._times.values():
             self._array += amounts * times
@@ -225,7 +225,7 @@ class _Rounds:
     def _one(self, name: str, needs: Needs, i: int, takers: Takers) -> None:
         span = needs.spans[i]
         self.any = True
-        disk, got = self.disk.array, self.got.array
+        disk, got = self.disk.per_rank, self.got.per_rank
         reader = int(takers.most[np.argmin(disk[takers.most])])
         if len(takers.who) == 1:
             disk[reader] += span.disk
@@ -238,7 +238,7 @@ class _Rounds:
             self._by_hosts(name, needs, i, i + 1)
             return
         self._make_room(span, reader, takers, away)
-        shared = self.shared.array
+        shared = self.shared.per_rank
         slot = int(shared[reader])
         shared[reader] += up(span.bytes)
         self.top = max(self.top, int(shared[reader]))
@@ -277,14 +277,14 @@ class _Rounds:
             return False
         top = shift.top
         if self.top:
-            top = int((self.shared.array + shift.spaces).max())
+            top = int((self.shared.per_rank + shift.spaces).max())
             if top > most:
                 self.close()
                 top = shift.top
         self.any = True
         self.made.direct += last - first
         for i, reader, before in shift.mine:
-            slot = int(self.shared.array[reader]) + before if self.top else before
+            slot = int(self.shared.per_rank[reader]) + before if self.top else before
             self._keep(name, needs, i, reader, slot, needs.takers[i].who[:0])
         self.shared.add(shift.spaces)
         self.top = top
@@ -318,7 +318,7 @@ class _Rounds:
 
     def _make_room(self, span: Span, reader: int, takers: Takers, away: np.ndarray) -> None:
         """Begin another round where this span would be too much for this one."""
-        shared = self.shared.array
+        shared = self.shared.per_rank
         used = int(shared[reader]) + up(span.bytes)
         who, padded = takers.who[away], takers.padded[away]
         full = used > min(self.room, _ROUND) or used + int(self.messages[reader] + padded.sum()) > self.room
@@ -330,9 +330,9 @@ class _Rounds:
     def close(self) -> None:
         if self.any:
             self.made.rounds.append(self.now)
-            here = int(self.shared.array[self.me]) if self.top > self.made.arena else 0  # no more than the most of all
+            here = int(self.shared.per_rank[self.me]) if self.top > self.made.arena else 0  # at most the top
             self.made.arena = max(self.made.arena, here)
-            peak = int((self.shared.array + self.messages).max()) if self.sent else self.top
+            peak = int((self.shared.per_rank + self.messages).max()) if self.sent else self.top
             self.made.peak = max(self.made.peak, peak)
         self.now, self.any = [], False
         self.shared, self.top = Sum(len(self.ranks)), 0
@@ -343,5 +343,5 @@ class _Rounds:
     def finish(self) -> None:
         self.close()
         self.made.peak += self.block + self.made.ahead
-        self.made.disk = dict(zip(self.ranks.tolist(), self.disk.array.tolist()))
-        self.made.network = dict(zip(self.ranks.tolist(), self.got.array.tolist()))
+        self.made.disk = dict(zip(self.ranks.tolist(), self.disk.per_rank.tolist()))
+        self.made.network = dict(zip(self.ranks.tolist(), self.got.per_rank.tolist()))

@@ -55,16 +55,21 @@ def flatten(state: Value) -> Flat:
 
     Raises:
         TypeError: Something in it is neither a tensor nor a value that JSON can say.
-        CheckpointError: Two entries would have one name.
+        CheckpointError: Two entries would have one name, or the state contains itself.
     """
     flat = Flat()
-    flat.tree = _node(state, "", flat)
+    try:
+        flat.tree = _node(state, "", flat)
+    except RecursionError:
+        raise CheckpointError("the state is nested too deeply, or contains itself") from None
     return flat
 
 
 def _node(value: Value, name: str, flat: Flat) -> Node:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         _check_name(name)
+        if name in flat.values:
+            raise _twice(name)
         _add(flat.tensors, name, value if isinstance(value, torch.Tensor) else _of_array(value, name))
         return {"array" if isinstance(value, np.ndarray) else "tensor": name}
     if is_stateful(value):

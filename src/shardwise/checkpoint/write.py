@@ -188,8 +188,13 @@ def run(draft: Draft, world: World) -> None:
 
 
 def begin(draft: Draft) -> None:
-    """Make the folder and the files of a draft."""
-    create(new_draft(draft.path), draft.files)
+    """Make the folder and the files of a draft; nothing is left where there is no room for them."""
+    folder = new_draft(draft.path)
+    try:
+        create(folder, draft.files)
+    except BaseException:
+        drop_draft(folder)
+        raise
 
 
 def _together(written: Written, world: World) -> tuple[np.ndarray, int]:

@@ -116,7 +116,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
             report = _of_program(mesh, options, bar) if is_program else _of_build(path, mesh, options, bar)
         except ShardwiseError as error:
             bar.stop()
-            print(f"shardwise estimate: {error}", file=sys.stderr)
+            hint = ". Here: --assume NAME=VALUE, as --assume item=1.0" if "assume={" in str(error) else ""
+            print(f"shardwise estimate: {error}{hint}", file=sys.stderr)
             return 2
     for table in report.tables():
         console.print(table)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.errors import LayoutError, MeshError
+from shardwise.errors import LayoutError, MeshError, MismatchError
 from shardwise.layout import Placement, as_placements
 from shardwise.mesh import DeviceMesh, Mesh, SimulatedMesh, as_mesh
 from shardwise.tensor import DTensor
@@ -91,9 +91,10 @@ def local_map(
         split = _split_axes(tensors, mesh, [as_placements(p) for p in by_output if p is not None])
         outs = mesh.comm.bind_program(on_one_rank, split)(*local_args)
         if len(by_output) != len(outs):
-            raise LayoutError(
-                f"{name}: out_placements has {len(by_output)} entries for {len(outs)} flattened outputs; give a tuple "
-                f"with one for each, None for what is not a tensor"
+            raise MismatchError(
+                f"{name}: local_map requires one PlacementType be provided for each output value, received "
+                f"{len(by_output)} out_placements but {len(outs)} is expected! Give a tuple with one for each "
+                f"flattened output, None for what is not a tensor"
             )
         wrapped = [_distributed(out, by_output[i], mesh, split, f"{name}: output {i}") for i, out in enumerate(outs)]
         return tree_unflatten(wrapped, out_tree[0])
@@ -107,9 +108,9 @@ def _one_each(given: Sequence[Any] | None, positional: int, total: int, what: st
     if given is None:
         return [None] * total
     if len(given) != positional:
-        raise LayoutError(
-            f"{name}: {what} has {len(given)} entries for {positional} flattened positional arguments; give one for "
-            f"each, None for what is not a tensor"
+        raise MismatchError(
+            f"{name}: {what} length {len(given)} does not match the number of input args {positional}! Give one for "
+            f"each flattened positional argument, None for what is not a tensor"
         )
     return [None if p is None else as_placements(p) for p in given] + [None] * (total - positional)
 
@@ -124,7 +125,7 @@ def _local_argument(tensor: Any, need: Places, grad: Places, mesh: Mesh, redistr
         if not redistribute:
             raise LayoutError(
                 f"{what} is laid out {list(tensor.placements)}, in_placements asks for {list(need)}; redistribute it, "
-                f"or pass redistribute_inputs=True"
+                f"or set redistribute_inputs=True"
             )
         tensor = tensor.redistribute(placements=need)
     return tensor.to_local(grad_placements=grad)
@@ -153,7 +154,7 @@ def _distributed(out: Any, placements: Any, mesh: Mesh, split: tuple[int, ...], 
             )
         return DTensor.from_local(out, mesh, placements)
     if placements is not None:
-        raise LayoutError(
-            f"{what} is {out!r}, not a tensor, but out_placements says {list(placements)}; give None for it"
+        raise MismatchError(
+            f"{what}: Non-tensor output {out!r} expects None placements but received {list(placements)}!"
         )
     return out

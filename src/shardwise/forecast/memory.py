@@ -6,11 +6,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from shardwise.comm.without_values import Absent
+from shardwise.forecast.allocator import reserved_by
 from shardwise.torch_private.tensors import FakeTensor, storage_number
 from shardwise.wrapper import Wrapper
 
@@ -146,6 +148,7 @@ class Memory:
         lines, modules: The same, by the line of the program and by the module that allocated.
         over_time: (moment, bytes alive) after every change.
         start, end: Bytes alive before and after the step.
+        reserved: What CUDA's caching allocator has taken from the device by then, where it is played.
     """
 
     def __init__(self, changes: Iterable[Change]) -> None:
@@ -158,6 +161,7 @@ class Memory:
             if alive > self.peak:
                 self.peak, at = alive, i
         self.end = alive
+        self._changes = changes
         self.start = sum(change.delta for change in changes if change.moment < 0)
         self.moment = changes[at].moment if at >= 0 else 0
         sizes: Counter[Block] = Counter()
@@ -171,3 +175,13 @@ class Memory:
                 self.categories[block.category] += size
                 self.lines[block.line or block.category] += size
                 self.modules[block.module or block.category] += size
+
+    @cached_property
+    def reserved(self) -> int:
+        """Bytes that CUDA's caching allocator takes from the device for these blocks, by its rules (`allocator.py`)."""
+        sizes: Counter[Block] = Counter()
+        steps: list[tuple[Block, int]] = []
+        for change in self._changes:
+            sizes[change.block] += change.delta
+            steps.append((change.block, sizes[change.block]))
+        return reserved_by(steps)

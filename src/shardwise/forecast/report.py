@@ -125,12 +125,14 @@ class Report:
     def figures(self) -> dict[str, Figure]:
         """The numbers of the report, each with its basis."""
         sizes = "storages of the played rank, rounded as CUDA's allocator does"
-        times = f"{self.hardware.name}: table, else roofline; links by axis; two queues"
+        times = f"{self.hardware.name}: measured sizes, else roofline; links by axis; two queues"
         found = {
             "peak memory (bytes)": Figure(self.memory.peak, "exact", sizes),
+            "reserved memory (bytes)": Figure(self.memory.reserved, "assumed", "rules of CUDA's allocator, one stream"),
             "received (bytes)": Figure(sum(self.bytes.values()), "exact", "moves planned from layouts"),
             "step (s)": Figure(self.time.total, self.time.basis, times),
             "compute (s)": Figure(self.time.compute, self.time.basis, times),
+            "host (s)": Figure(self.time.host, self.hardware.host.basis, "to start all ops, ahead of the device"),
             "communication (s)": Figure(self.time.communication, self.time.basis, times),
             "exposed communication (s)": Figure(self.time.exposed, self.time.basis, times),
             "products (flop)": Figure(self.time.flops, "exact", "counted from shapes"),

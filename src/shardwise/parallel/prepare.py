@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, MismatchError
 from shardwise.mesh import DeviceMesh, SimulatedMesh
 from shardwise.parallel.styles.axis import Placing, StyleAxis
 from shardwise.parallel.styles.base import ParallelStyle, PlacingArgument, StyleHook, as_placing, refuse
@@ -33,12 +33,14 @@ def _as_named(value: NamedArgument, name: str) -> dict[str, Placing | None]:
 
 def _check_lengths(layouts: Placings, desired: Placings, name: str) -> None:
     if len(layouts) != len(desired):
-        raise LayoutError(f"desired_{name}: {len(desired)} given for {len(layouts)} {name}; give one for each")
+        raise MismatchError(
+            f"{name} and desired_{name} should have same length! They have {len(layouts)} and {len(desired)}"
+        )
 
 
 def _check_desired(layouts: object, desired: object, name: str) -> None:
     if layouts is not None and desired is None:
-        raise LayoutError(f"desired_{name}: missing; {name} are given, so say what they become")
+        raise MismatchError(f"desired_{name}: missing; {name} are given, so say what they become")
 
 
 def _prepared(
@@ -65,7 +67,8 @@ def _all_prepared(
 ) -> tuple[Any, ...]:
     if len(values) != len(layouts):
         raise LayoutError(
-            f"{kind}_layouts: {len(layouts)} given, but {found}; give one for each (None leaves it alone)"
+            f"module {kind}s and {kind}_layouts should have same length! {kind}_layouts: {len(layouts)} given, but "
+            f"{found}; give one for each (None leaves it alone)"
         )
     triples = enumerate(zip(values, layouts, desired, strict=True))
     return tuple(_prepared(x, a, b, use_local, axis, f"{kind} {i}") for i, (x, a, b) in triples)
@@ -113,7 +116,7 @@ class PrepareModuleInput(ParallelStyle):
         if self.input_layouts is not None:
             _check_lengths(self.input_layouts, desired, "input_layouts")
         if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
-            raise LayoutError(
+            raise MismatchError(
                 f"desired_input_kwarg_layouts: given for {sorted(self.desired_input_kwarg_layouts)}, but "
                 f"input_kwarg_layouts for {sorted(self.input_kwarg_layouts)}; name the same arguments in both"
             )

@@ -14,7 +14,20 @@ from shardwise.layout import Layout
 from shardwise.layout.split import Intervals
 from shardwise.rules.index import is_any
 from shardwise.rules.pointwise import broadcast
-from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, operands_in
+from shardwise.rules.softmax import exponentials
+from shardwise.strategy import (
+    Algorithm,
+    Answer,
+    Factors,
+    Operand,
+    PerCoords,
+    Result,
+    Tensor,
+    factors,
+    operands_in,
+    reduced,
+    sum_dtype,
+)
 from shardwise.strategy.memory import contiguous, stored
 from shardwise.strategy.program import zero_of
 from shardwise.strategy.registry import program, rule
@@ -169,14 +182,24 @@ def counted_weight(
 
 
 def per_class(operands: list[Operand], statics: Any, reduction: str) -> Factors | Algorithm | None:
-    """Where the classes are cut, a log_softmax and an nll_loss; probabilities and smoothing go by torch's own parts."""
+    """Where the classes are cut, the logarithm of the sum of the exponentials, which all ranks have, and an nll_loss of
+    the logits: of a log_softmax, whose gradient adds up over the classes, the backward pass would reduce. Dtypes that
+    add up in a wider one go by a log_softmax; probabilities and smoothing go by torch's own parts."""
     (x, target), dim = operands[:2], classes_of(operands[0])
     indices = not target.dtype.is_floating_point
 
     def by_parts(
         x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, *, ignore_index: int, **_: object
     ) -> torch.Tensor:
-        return F.nll_loss(F.log_softmax(x, dim), target, weight, ignore_index=ignore_index, reduction=reduction)
+        pick = functools.partial(F.nll_loss, ignore_index=ignore_index, reduction=reduction)
+        if sum_dtype(x.dtype) is not x.dtype:
+            return pick(F.log_softmax(x, dim), target, weight)
+        x, counted = reduced(x), target != ignore_index
+        _, total, largest = exponentials(x, (dim,))
+        logs = total.squeeze(dim).log().masked_fill(~counted, 0)
+        if weight is not None:
+            logs = logs * weight.detach()[target.masked_fill(~counted, 0)]
+        return pick(x - largest, target, weight) + (logs if reduction == "none" else logs.sum())
 
     if x.layout.is_cut(dim):
         return Algorithm(by_parts) if indices and not statics["label_smoothing"] else None

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from shardwise.imports import when_imported
+from shardwise.torch_paths import placements
 from shardwise.torch_paths.table import TABLE
 
 __all__ = ["TABLE", "install"]
@@ -76,10 +77,15 @@ def install() -> None:
         folders.setdefault(path.partition(".")[0] if "." in path else "", []).append(f"{_ROOT}.{path}")
     for path in folders.pop(""):
         importlib.import_module(path)
+    placements.attach()
     for folder, paths in folders.items():
         when_imported(f"{_ROOT}.{folder}", functools.partial(_import_all, paths))
 
 
-def _import_all(paths: Sequence[str], _: ModuleType) -> None:
+def _import_all(paths: Sequence[str], package: ModuleType) -> None:
+    own = dict(vars(package))
     for path in paths:
         importlib.import_module(path)
+        name = path.rpartition(".")[2]
+        if f"{package.__name__}.{name}" == path and name in own:  # a function of ours: `input_reshard`
+            setattr(package, name, own[name])

@@ -25,11 +25,22 @@ _HOMES = {
     "sharded.remote": "_sharded_tensor_map=sharded_tensor_map",
     "sharded.spec": "_infer_sharding_spec_from_shards_metadata=spec_of get_split_size=chunk_size",
     "sharded.tiles": "check_tensor=check_cover validate_non_overlapping_shards_metadata=check_disjoint",
-    "spec": "compute_local_shape_and_global_offset DTensorSpec=Spec TensorMeta",
+    "spec": "compute_local_shape_and_global_offset DTensorSpec=Spec ShardOrder ShardOrderEntry TensorMeta",
     "tensor": "DTensor",
     "experimental.context_names": "_context_parallel_shard _ContextParallel _cp_options "
     "_enable_context_parallel_dispatcher _HeadTailLoadBalancer _PTRRLoadBalancer _RotateMethod",
-    "torch_paths.moving": "redistribute_local_tensor",
+    "parallel.reshard": "input_reshard",
+    "torch_paths.collectives": "allgather_cost allreduce_cost check_tensor_meta fill_empty_tensor_to_shards "
+    "mesh_broadcast mesh_scatter MeshTopoInfo pad_tensor redistribute_cost reduce_scatter_cost shard_dim_alltoall "
+    "spec_to_bytes unpad_tensor",
+    "torch_paths.moving": "disable_redistribute_transform_optimization Redistribute redistribute_local_tensor "
+    "use_min_cost_redistribution_plan",
+    "torch_paths.shapes": "_compute_local_shape_and_global_offset as_list assert_no_mixed_partial_types "
+    "compute_global_tensor_info compute_global_tensor_shape compute_local_stride compute_local_tensor_info "
+    "ExplicitRedistributionContext infer_broadcast_dims_map is_tensor_dim_sharded is_tensor_evenly_shardable "
+    "is_tensor_evenly_shardable_on_dim is_tensor_partial is_tensor_shardable map_placements_after_broadcast "
+    "normalize_dim normalize_dims normalize_to_torch_size prod shift_shard_dims_after_insert "
+    "shift_shard_dims_after_remove try_find_mesh_from_args",
     "torch_paths.op_schema": "OpSpec OpStrategy PlacementList RuntimeSchemaInfo",
     "torch_paths.registering": "_basic_validation _communicate_result _decorator_func _get_logging_handler "
     "_get_or_create_logger _log_handlers _register_default_op _register_op _register_sharded_op_on_local_shards "
@@ -50,12 +61,22 @@ _PATHS = {
     # torch.distributed.tensor
     "_api": "compute_local_shape_and_global_offset DeviceMesh distribute_module distribute_tensor DTensor DTensorSpec "
     "factories.empty factories.full factories.ones factories.rand factories.randn factories.zeros layout.Shard Partial "
-    "Placement redistribute_local_tensor Replicate TensorMeta",
-    "_dtensor_spec": "DTensorSpec TensorMeta",
+    "Placement redistribute_local_tensor Replicate TensorMeta torch_paths.moving._shard_tensor",
+    "_collective_utils": "allgather_cost allreduce_cost check_tensor_meta fill_empty_tensor_to_shards mesh_broadcast "
+    "mesh_scatter MeshTopoInfo pad_tensor redistribute_cost reduce_scatter_cost shard_dim_alltoall spec_to_bytes "
+    "unpad_tensor",
+    "_dtensor_spec": "DTensorSpec ShardOrder ShardOrderEntry TensorMeta",
     "_op_schema": "DTensorSpec OpSpec OpStrategy Placement PlacementList RuntimeSchemaInfo TensorMeta",
+    "_ops": "",
+    "_ops.utils": "as_list infer_broadcast_dims_map is_tensor_dim_sharded is_tensor_evenly_shardable "
+    "is_tensor_evenly_shardable_on_dim is_tensor_partial is_tensor_shardable map_placements_after_broadcast "
+    "normalize_dim normalize_dims prod shift_shard_dims_after_insert shift_shard_dims_after_remove",
     "_random": "is_rng_supported_mesh manual_seed",
-    "_redistribute": "redistribute_local_tensor",
-    "_utils": "compute_local_shape_and_global_offset",
+    "_redistribute": "disable_redistribute_transform_optimization Redistribute redistribute_local_tensor "
+    "use_min_cost_redistribution_plan",
+    "_utils": "_compute_local_shape_and_global_offset assert_no_mixed_partial_types compute_global_tensor_info "
+    "compute_global_tensor_shape compute_local_shape_and_global_offset compute_local_stride compute_local_tensor_info "
+    "ExplicitRedistributionContext normalize_to_torch_size try_find_mesh_from_args",
     "debug._comm_mode": "CommDebugMode",
     "debug._visualize_sharding": "visualize_sharding",
     "device_mesh": "DeviceMesh init_device_mesh",
@@ -68,10 +89,12 @@ _PATHS = {
     "experimental._context_parallel._attention": "_context_parallel_shard _cp_options _RotateMethod context_parallel "
     "_ContextParallel _enable_context_parallel_dispatcher _HeadTailLoadBalancer _PTRRLoadBalancer "
     "context_parallel_unshard set_rotate_method",
+    "experimental._context_parallel._load_balancer": "_HeadTailLoadBalancer _PTRRLoadBalancer",
     "experimental._func_map": "local_map",
     "experimental._register_sharding": "register_sharding",
     "placement_types": "_Partial _StridedShard DTensorSpec layout.Shard Partial Placement Replicate TensorMeta",
     "parallel.api": "parallelize_module",
+    "parallel.input_reshard": "input_reshard",
     "parallel.style": "ColwiseParallel ParallelStyle PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput "
     "RowwiseParallel SequenceParallel",
     # torch.distributed._shard

@@ -147,8 +147,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     for m in modules:
         if isinstance(m, (nn.ModuleList, nn.ModuleDict)):
             raise LayoutError(
-                f"fully_shard: a {type(m).__name__} has no forward, before which its parameters could be gathered; "
-                f"call fully_shard on its elements"
+                f"fully_shard does not support containers that do not implement forward: before the forward of a "
+                f"{type(m).__name__} its parameters would be gathered; call fully_shard on its elements"
             )
         if state_of(m) is not None:
             raise LayoutError(f"fully_shard: the module ({type(m).__name__}) is sharded already")
@@ -188,8 +188,8 @@ def _data_mesh(mesh: DeviceMesh | SimulatedMesh | None) -> DataMesh:
         data = DataMesh(init_device_mesh(device_type, (dist.get_world_size(),)), "fully_shard")
     if len(data.mesh.shape) > 2:
         raise MeshError(
-            f"fully_shard: mesh must have one axis (of parts) or two (of copies and of parts), got {data.mesh!r}; "
-            f"give those of the data, as in mesh['replicate', 'shard']"
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {data.mesh!r}: one axis (of parts) or two (of copies "
+            f"and of parts); give those of the data, as in mesh['replicate', 'shard']"
         )
     return data
 

@@ -98,8 +98,8 @@ class _LayerParallel(ParallelStyle):
             if isinstance(module, kind):
                 return dim
         raise RuleError(
-            f"{type(self).__name__} knows nn.Linear and nn.Embedding, got {type(module).__name__}; say which dim of "
-            f"its weight to cut with weight_dim=..."
+            f"{type(self).__name__} currently only support nn.Linear and nn.Embedding! Got {type(module).__name__}; "
+            f"say which dim of its weight to cut with weight_dim=..."
         )
 
     def __repr__(self) -> str:
