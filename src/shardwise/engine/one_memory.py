@@ -84,8 +84,8 @@ def reads_what_it_writes(func: Callable[..., object], lying: Lying) -> bool:
 
 
 def _may_be_index(tensor: Wrapper) -> bool:
-    dtype = tensor.dtype
-    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+    """Whether a tensor may be indices, or a mask: which elements are read then depends on its values."""
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
 def _overlap_each_other(plain: dict[int, torch.Tensor], targets: Sequence[Wrapper]) -> bool:
