@@ -68,7 +68,7 @@ def layout_of_locals(
     if len(placements) != len(mesh.shape):
         raise LayoutError(
             f"placements: {len(placements)} given {list(placements)} for a mesh of {len(mesh.shape)} axes "
-            f"{mesh.shape}; give one an axis"
+            f"{mesh.shape}; give one per axis"
         )
     local = comm.adopt(local, tuple(a for a, p in enumerate(placements) if not p.is_replicate()))
     first = comm.first(local)

@@ -36,7 +36,7 @@ ShardOrder = tuple[ShardOrderEntry, ...]
 
 @dataclass(unsafe_hash=True, repr=False)
 class Spec:
-    """A layout under the names of torch's: the user's mesh, a placement an axis, the global tensor."""
+    """A layout under the names of torch's: the user's mesh, a placement per axis, the global tensor."""
 
     mesh: DeviceMesh | Mesh
     placements: tuple[Placement, ...]

@@ -85,7 +85,7 @@ BAD_PLACEMENTS = {
     "fractional size": (lambda: Shard(0, sizes=[1.5]), "Shard: sizes must be ints >= 0, got 1.5 in (1.5,)"),
     "one size": (
         lambda: Shard(0, sizes=5),
-        "Shard: sizes must be a sequence of ints, one a rank of the axis, got 5",
+        "Shard: sizes must be a sequence of ints, one per rank of the axis, got 5",
     ),
     "rows and sizes mixed": (
         lambda: Shard(0, sizes=((1, 2), 3)),
@@ -115,11 +115,11 @@ BAD_PLACEMENTS = {
     ),
     "not a sequence": (
         lambda: as_placements(0),
-        "placements = 0 (int): expected a sequence of placements, one a mesh axis, as [Shard(0), Replicate()]",
+        "placements = 0 (int): expected a sequence of placements, one per mesh axis, as [Shard(0), Replicate()]",
     ),
     "a string": (
         lambda: as_placements("RS"),
-        "placements = 'RS' (str): expected a sequence of placements, one a mesh axis, as [Shard(0), Replicate()]",
+        "placements = 'RS' (str): expected a sequence of placements, one per mesh axis, as [Shard(0), Replicate()]",
     ),
 }
 
@@ -219,7 +219,7 @@ def test_from_local():
     text = "placements[0] = Shard(dim=2): dim 2 is out of range for a local tensor of 2 dims (2, 3). "
     text += "Dimension out of range (expected to be in range of [-2, 1], but got 2)"
     fails_with(LayoutError, tall([Shard(2), Replicate()], [two] * 4), text)
-    text = "placements: 1 given [Shard(dim=0)] for a mesh of 2 axes (2, 2); give one an axis"
+    text = "placements: 1 given [Shard(dim=0)] for a mesh of 2 axes (2, 2); give one per axis"
     fails_with(LayoutError, tall([Shard(0)], [two] * 4), text)
     with pytest.raises(LayoutError, match="ranks that must agree hold different sizes of dim 0: 2 and 3 at"):
         tall([Shard(0), Replicate()], [two, three, two, two])()

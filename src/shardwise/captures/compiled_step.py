@@ -84,5 +84,5 @@ class CompiledStep(OptimizerStep):
 
 def rate_may_be_tensor(kind: type[torch.optim.Optimizer]) -> bool:
     """Whether a class of optimizers says that its learning rate may be a tensor."""
-    rate = inspect.signature(cast(Callable[..., object], kind)).parameters.get("lr")
+    rate = inspect.signature(kind.__init__).parameters.get("lr")
     return rate is not None and "Tensor" in str(rate.annotation)

@@ -287,13 +287,14 @@ class _Returns(ast.NodeTransformer):
 
 def _copied(statement: ast.stmt) -> ast.stmt:
     """The statement as a tree of its own, with its lines."""
-    fields: dict[str, Any] = {}
+    fields: dict[str, Item] = {}
     for name, value in ast.iter_fields(statement):
         if isinstance(value, list):
             fields[name] = [_copied(item) if isinstance(item, ast.AST) else item for item in value]  # type: ignore[arg-type]
         else:
             fields[name] = _copied(value) if isinstance(value, ast.AST) else value  # type: ignore[arg-type]
-    return ast.copy_location(type(statement)(**fields), statement)
+    made: Item = type(statement)(**fields)
+    return ast.copy_location(made, statement)
 
 
 def _bare(arg: ast.arg) -> ast.arg:

@@ -70,30 +70,32 @@ def reads_what_it_writes(func: Callable[..., object], lying: Lying) -> bool:
     beside = [t for t in lying.tensors if memory_of(t) in shared]
     repeated = {id(t) for _, t in tensors_in(lying.args, lying.kwargs)}
     count = sum(1 for _ in tensors_in(lying.args, lying.kwargs))
-    met = [t for t in beside if all(t is not target for target in targets) and bool(plain[id(t)].any())]
-    if not met and count == len(repeated) and not _overlap_each_other(plain, targets):
+    written_to = {id(target) for target in targets}
+    met = [t for t in beside if id(t) not in written_to and bool(plain[id(t)].any())]
+    crossing = _overlap_each_other(plain, targets)
+    if not met and count == len(repeated) and not crossing:
         return False
     if _draws(func, lying):
         return False
-    alike = all(_place(t) == _place(target) for t in met for target in targets)
+    places = {_place(target) for target in targets}
+    alike = not crossing and all(_place(t) in places for t in met)
     indices = [t for t in lying.tensors if memory_of(t) not in shared and _may_be_index(t)]
-    return not alike or len(targets) > 1 or bool(indices) or _differs(func, lying, targets)
+    return not alike or bool(indices) or _differs(func, lying, targets)
 
 
 def _may_be_index(tensor: Wrapper) -> bool:
-    dtype = tensor.dtype
-    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+    """Whether a tensor may be indices, or a mask: which elements are read then depends on its values."""
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
 def _overlap_each_other(plain: dict[int, torch.Tensor], targets: Sequence[Wrapper]) -> bool:
     """Whether two tensors that are written have elements in common."""
-    for i, target in enumerate(targets):
-        for other in targets[:i]:
-            if memory_of(other) == memory_of(target):
-                plain[id(target)].fill_(0)
-                plain[id(other)].fill_(1)
-                if bool(plain[id(target)].any()):
-                    return True
+    for target in targets:
+        plain[id(target)].fill_(0)
+    for target in targets:
+        if bool(plain[id(target)].any()):
+            return True
+        plain[id(target)].fill_(1)
     return False
 
 

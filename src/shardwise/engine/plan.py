@@ -125,12 +125,14 @@ def no_views(result: object, args: Sequence[Any] = ()) -> None:
     """Have the local values of new tensors be views of nothing. A view that becomes a leaf, and is written then, loses
     the gradients of its own views: torch takes these for views of what it is a view of. Views of the arguments `args`,
     and of copies of those, stay what they are."""
+    given: set[int] | None = None
     for out in tree_flatten(result)[0]:
         if isinstance(out, Wrapper) and not out._layout.mesh.comm.outside:
             comm = out._layout.mesh.comm
             values = comm.values(out._local)
             if any(value._base is not None and not value.requires_grad for value in values):
-                if storage_id_of(out) in COPIES or any(shares_memory(out, t) for _, t in tensors_in(args, {})):
+                given = {storage_id_of(t) for _, t in tensors_in(args, {})} if given is None else given
+                if storage_id_of(out) in COPIES or storage_id_of(out) in given:
                     continue
                 out._local = comm.rebuild(out._local, [v if v.requires_grad else v.detach() for v in values])
 

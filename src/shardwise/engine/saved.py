@@ -182,7 +182,7 @@ def _kept_with(
 ) -> Kept:
     packed: list[int] = []
 
-    def note_kept(tensor: torch.Tensor) -> torch.Tensor:  # hooks of the program, a checkpoint's for instance, see nothing
+    def note_kept(tensor: torch.Tensor) -> torch.Tensor:  # hooks of the program, as a checkpoint's, see nothing
         packed.append(storage_id(tensor))
         return tensor
 

@@ -1,4 +1,4 @@
-"""A layout: mesh + one placement an axis + global shape, stride, dtype, device. Immutable and interned.
+"""A layout: mesh + one placement per axis + global shape, stride, dtype, device. Immutable and interned.
 
 Two equal layouts are the same object, so they compare and hash by identity, and a plan keyed by layouts costs one
 dictionary look-up. What a rank holds follows from the placements: the axes that cut one dim nest in mesh order, each
@@ -346,7 +346,7 @@ def parent_sets(mesh: MeshLike, outer: Sequence[Placement], dim: int, n: int) ->
     return sets
 
 
-# -- from a table of sets back to one placement an axis ----------------------------------------------------
+# -- from a table of sets back to one placement per axis ----------------------------------------------------
 def living_layouts() -> list[Layout]:
     """Every layout that somebody uses now."""
     return list(_interned.values())

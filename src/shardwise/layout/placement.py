@@ -249,7 +249,7 @@ def _rebuild_strided(dim: int, split_factor: int) -> StridedShard:
 
 def _pieces_of_sizes(sizes: Any) -> Pieces:
     if not isinstance(sizes, (tuple, list)):
-        raise LayoutError(f"Shard: sizes must be a sequence of ints, one a rank of the axis, got {sizes!r}")
+        raise LayoutError(f"Shard: sizes must be a sequence of ints, one per rank of the axis, got {sizes!r}")
     rows = sizes if sizes and isinstance(sizes[0], (tuple, list)) else (sizes,)
     for row in rows:
         if not isinstance(row, (tuple, list)):
@@ -308,7 +308,7 @@ def as_placements(values: Iterable[Any] | Any) -> tuple[Placement, ...]:
         values = (values,)
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise LayoutError(
-            f"placements = {values!r} ({type(values).__name__}): expected a sequence of placements, one a mesh axis, "
+            f"placements = {values!r} ({type(values).__name__}): expected a sequence of placements, one per mesh axis, "
             f"as [Shard(0), Replicate()]"
         )
     return tuple(as_placement(value, f"placements[{axis}]") for axis, value in enumerate(values))
