@@ -31,6 +31,7 @@ class Wrapper(torch.Tensor):
     _rebinds: int = 0  # how often an op gave the tensor another value and shape
     _spreads: dict[Any, Any] | None = None  # the value as it enters split calls, by axes (`engine/plan.py`)
     _offset: int = 0  # where its elements begin in the memory that plain torch would have (`storage_offset()`)
+    _origin: object = None  # what it has in common with views of it; None as long as it has none (`origin_of`)
     _gathered: Any = None  # the parts this tensor was gathered from (`engine/reduce_to_parts.py`)
     _guessed: bool = False  # on a rank outside of the mesh: whether its placements there are not known
     _coming: Any  # while an asynchronous move to it is under way: what waits for the value (`move/arrival.py`)
@@ -93,6 +94,14 @@ def storage_id_of(tensor: Wrapper) -> int:
     return storage_id(tensor._layout.mesh.comm.first(tensor._local))
 
 
+def origin_of(tensor: Wrapper) -> object:
+    """What a tensor has in common with its views, on all ranks alike. Tensors that only share a storage (parts of one
+    buffer, which data parallelism or a program made) have different ones."""
+    if tensor._origin is None:
+        tensor._origin = object()
+    return tensor._origin
+
+
 def shares_memory(one: Wrapper, other: Wrapper) -> bool:
     return storage_id_of(one) == storage_id_of(other)
 
@@ -100,6 +109,7 @@ def shares_memory(one: Wrapper, other: Wrapper) -> bool:
 def rebind(target: Wrapper, value: Any) -> Any:
     """`target`, now holding what `value` holds: shape, dtype and layout included. That is a write to it."""
     _become(target, value)
+    target._origin = origin_of(value)
     target._rebinds += 1
     return target
 

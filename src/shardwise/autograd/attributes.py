@@ -20,7 +20,7 @@ from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.move import plan_steps, run_move
 from shardwise.protocols import LocalValue
 from shardwise.torch_private.tensors import without_torch_function
-from shardwise.wrapper import Wrapper, wrap, wrapper_of
+from shardwise.wrapper import Wrapper, origin_of, wrap, wrapper_of
 
 
 def set_requires_grad(tensor: Wrapper, flag: bool = True) -> None:
@@ -119,7 +119,9 @@ def get_data(tensor: Wrapper) -> Any:
     """tensor.data: the same memory without a graph."""
     tensor._loose_writes += 1
     comm, local = tensor._layout.mesh.comm, tensor._local
-    return wrap(comm.rebuild(local, [value.data for value in comm.values(local)]), tensor._layout, tensor._offset)
+    same = wrap(comm.rebuild(local, [value.data for value in comm.values(local)]), tensor._layout, tensor._offset)
+    same._origin = origin_of(tensor)
+    return same
 
 
 def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
@@ -141,5 +143,5 @@ def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
     else:
         for mine, theirs in zip(comm.values(local), comm.values(value._local), strict=True):
             mine.data = theirs
-    tensor._layout, tensor._offset = value._layout, value._offset
+    tensor._layout, tensor._offset, tensor._origin = value._layout, value._offset, origin_of(value)
     tensor._spreads = None

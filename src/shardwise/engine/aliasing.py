@@ -24,7 +24,7 @@ from shardwise.engine.local_copies import LOCAL_COPIES, after_local_write, sourc
 from shardwise.errors import RuleError
 from shardwise.torch_private.autograd import has_gradient_hooks
 from shardwise.torch_private.tensors import are_transforms_active
-from shardwise.wrapper import Wrapper, restride, storage_id_of, storage_of, wrap
+from shardwise.wrapper import Wrapper, origin_of, restride, storage_id_of, storage_of, wrap
 
 
 class _Copy(NamedTuple):
@@ -84,18 +84,21 @@ def _note(copy: Wrapper, name: str, base: int, *rest: Any) -> None:
         table.setdefault(key, []).append(_Copy(ref, name, base, *rest))
 
 
-def memory_of(tensor: Wrapper) -> int:
-    """A number that two tensors have in common if they share memory in torch: copies of views count as views."""
+def memory_of(tensor: Wrapper) -> tuple[int, int]:
+    """Numbers that two tensors have in common if they share memory in torch: copies of views count as views, and parts
+    of one buffer of this process as different tensors."""
     own = storage_id_of(tensor)
     if LOCAL_COPIES:
         own = source_of_local_copy(own)
-    return next((copy.base for copy in COPIES.get(own, ())), own) if COPIES else own
+    return next((copy.base for copy in COPIES.get(own, ())), own) if COPIES else own, id(origin_of(tensor))
 
 
 # -- tensors that become others --------------------------------------------------------------------------------------
 def as_it_is(tensor: Wrapper) -> Wrapper:
     """Another tensor of the same memory, shape and graph: it goes on as what `tensor` was when that becomes another."""
-    return wrap(tensor._local, tensor._layout, tensor._offset)
+    same: Wrapper = wrap(tensor._local, tensor._layout, tensor._offset)
+    same._origin = origin_of(tensor)
+    return same
 
 
 def became(target: Wrapper, before: Wrapper, now: Wrapper | None) -> None:

@@ -41,7 +41,7 @@ from shardwise.strategy.memory import copied_stride
 from shardwise.strategy.registry import in_place_flag
 from shardwise.torch_private.autograd import is_recorded, is_transforming
 from shardwise.torch_private.tensors import schema_of, storage_id
-from shardwise.wrapper import Wrapper, rebind, wrap
+from shardwise.wrapper import Wrapper, origin_of, rebind, wrap
 
 NO_RULE = "gather, since there is no rule for it, and compute it on every rank"
 
@@ -231,7 +231,10 @@ def _turned(target: Wrapper, view: Wrapper) -> tuple[Wrapper, Wrapper] | None:
     with torch.enable_grad():
         was = [x.as_strided(*place) for x, place in zip(mine, places, strict=True)] if COPIES else mine
     now = wrap(comm.rebuild(local, mine), view._layout, view._offset)
-    return wrap(comm.rebuild(local, was), target._layout, target._offset), now
+    now._origin = origin_of(view)
+    before = wrap(comm.rebuild(local, was), target._layout, target._offset)
+    before._origin = origin_of(target)
+    return before, now
 
 
 def not_in_place(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,7 +32,7 @@ class Lying:
     def __init__(self, args: Args, kwargs: Kwargs) -> None:
         self.args, self.kwargs = args, kwargs
         self.tensors: list[Wrapper] = list({id(t): t for _, t in tensors_in(args, kwargs)}.values())
-        self.sizes: dict[int, int] = {}  # bytes of each memory
+        self.sizes: dict[tuple[int, int], int] = {}  # bytes of each memory
         for tensor in self.tensors:
             memory = memory_of(tensor)
             self.sizes[memory] = max(self.sizes.get(memory, 0), _end(tensor) * tensor.dtype.itemsize)
@@ -41,11 +41,11 @@ class Lying:
     def bytes(self) -> int:
         return sum(self.sizes.values())
 
-    def rooms(self, device: torch.device | str = "cpu") -> dict[int, torch.Tensor]:
+    def rooms(self, device: torch.device | str = "cpu") -> dict[tuple[int, int], torch.Tensor]:
         """New memory for each that the tensors share."""
         return {memory: torch.zeros(size, dtype=torch.uint8, device=device) for memory, size in self.sizes.items()}
 
-    def in_rooms(self, rooms: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def in_rooms(self, rooms: dict[tuple[int, int], torch.Tensor]) -> dict[int, torch.Tensor]:
         """A plain tensor for each tensor, by its id."""
         return {id(t): _put(t, rooms[memory_of(t)]) for t in self.tensors}
 

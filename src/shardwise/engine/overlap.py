@@ -54,9 +54,9 @@ def minding_overlap(func: Callable[..., object], call: CallShape, plan: Plan) ->
         memory = [memory_of(tensor) for tensor in tensors]
         if len(set(memory)) == len(memory) or of_thread.op is not None or is_transforming():
             return None
-        numbers: dict[int, int] = {}  # which tensors are one, and which share memory
+        numbers: dict[Hashable, int] = {}  # which tensors are one, and which share memory
         number = lambda value: numbers.setdefault(value, len(numbers))  # noqa: E731
-        key = tuple((number(m), t._offset, number(-id(t))) for m, t in zip(memory, tensors, strict=True))
+        key = tuple((number(m), t._offset, number(id(t))) for m, t in zip(memory, tensors, strict=True))
         if key not in known:
             known[key] = _meeting(func, args, kwargs)
         return known[key]

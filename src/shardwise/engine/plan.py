@@ -39,7 +39,7 @@ from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.spec import Algorithm, LocalCall, PerCoords, Spec
 from shardwise.torch_private.autograd import is_recorded, is_transforming
 from shardwise.torch_private.tensors import schema_of, storage_id
-from shardwise.wrapper import Wrapper, shares_memory, storage_id_of
+from shardwise.wrapper import Wrapper, origin_of, shares_memory, storage_id_of
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
 Change = Callable[[Callable[..., object]], Callable[..., object]]
@@ -147,12 +147,14 @@ def _run_direct(
 
     def view(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         result = wrap_one(invoke(local_args[0]), args[0]._offset + behind)
+        result._origin = origin_of(args[0])
         if COPIES:
             note_view(args[0], result)
         return result
 
     def view_of_call(args: Sequence[Wrapper], _: object, local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         result = wrap_one(invoke(*local_args, **local_kwargs), args[0]._offset + behind)
+        result._origin = origin_of(args[0])
         if COPIES:
             note_view(args[0], result)
         return result

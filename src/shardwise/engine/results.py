@@ -17,7 +17,7 @@ from shardwise.layout import Layout
 from shardwise.protocols import LocalValue
 from shardwise.strategy.spec import Result, Spec
 from shardwise.torch_private.tensors import is_any_autocast_enabled, storage_id
-from shardwise.wrapper import Wrapper, restride, shares_memory, wrap, wrapper_of
+from shardwise.wrapper import Wrapper, origin_of, restride, shares_memory, wrap, wrapper_of
 
 Given = TypeVar("Given")
 Finish = Callable[[Sequence[Any], dict[str, Any], Any], Any]  # (args, kwargs, local result) -> the call's result
@@ -85,6 +85,10 @@ class Results:
             result = wrap_all(out, at if whole or not at else at * source.dtype.itemsize // outputs[0].dtype.itemsize)
             if may_be_same and shares_memory(source, result):
                 return source  # flatten() of a flat tensor
+            origin = origin_of(source)
+            for view in (result,) if isinstance(result, Wrapper) else tree_flatten(result)[0]:
+                if isinstance(view, Wrapper):
+                    view._origin = origin
             if copied:
                 note_copies(func, args, kwargs, base, result, name)
             elif may_be_same:  # here alone: a local tensor is stored otherwise than the whole one

@@ -18,7 +18,7 @@ from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
 from shardwise.strategy import Algorithm, Answer, Operand, Tensor, run_local, whole
 from shardwise.strategy.registry import program, rule
-from shardwise.wrapper import rebind, restride, shares_memory, wrap
+from shardwise.wrapper import Wrapper, origin_of, rebind, restride, shares_memory, wrap
 
 Sizes = Sequence[int]
 
@@ -50,7 +50,9 @@ def viewed(x: Tensor, size: Sizes, stride: Sizes, storage_offset: int | None = N
         (v.stride(), v.storage_offset()) == (layout.stride, x._offset) for v in comm.values(x._local)
     ):
         local = comm.bind(torch.as_strided)(x._local, size, stride, offset)
-        return wrap(local, layout.replace(shape=tuple(size), stride=tuple(stride)), offset)
+        view: Wrapper = wrap(local, layout.replace(shape=tuple(size), stride=tuple(stride)), offset)
+        view._origin = origin_of(x)
+        return view
     begins_there = offset == x._offset and layout.stride == dense_stride(layout.shape, layout.stride)
     if begins_there and tuple(stride) == contiguous_stride(size) and 0 < math.prod(size) <= x.numel():
         return in_memory_order(x).view(-1)[: math.prod(size)].view(tuple(size))
