@@ -10,7 +10,7 @@ import torch
 
 from shardwise.captures.program import GetGrad, Program, Ref, SetGrad, Statement
 from shardwise.protocols import Item
-from shardwise.torch_private.tensors import below_autograd, set_grad_mode, without_torch_function
+from shardwise.torch_private.tensors import below_autograd, set_grad_mode, without_python, without_torch_function
 
 _INDENT = "    "
 
@@ -96,7 +96,7 @@ class Code:
                 n += 1
                 found = f"{base if base.isidentifier() else 'f'}_{n}"
             self._called[key] = found
-            self._globals[found] = s.func
+            self._globals[found] = without_python(s.func) if s.is_op else s.func
         return found
 
     def _value(self, value: Item) -> str:

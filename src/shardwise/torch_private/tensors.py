@@ -150,6 +150,12 @@ def schema_of(func: Any) -> Any:
     return getattr(func, "_schema", None)
 
 
+def without_python(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What an aten overload calls, so that a replay saves a call of Python per op; anything else as it is."""
+    bare: Callable[..., Any] = getattr(func, "_op", func)
+    return bare
+
+
 _is_zero_tensor: Callable[[torch.Tensor], bool] = take("torch._is_zerotensor", "gradients that travel between ranks")
 
 
