@@ -66,6 +66,8 @@ class _Later(ModuleType):
     """A module that is imported when one of its names is asked for."""
 
     def __getattr__(self, name: str) -> object:
+        if name.startswith("__") and self.__name__ not in sys.modules:  # Python's own questions, as inspect asks them
+            raise AttributeError(name)
         return getattr(importlib.import_module(self.__name__), name)
 
 

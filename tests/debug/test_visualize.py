@@ -56,7 +56,7 @@ def test_replicas_share_a_cell():
 def test_parts_say_so_in_the_placements():
     lines = picture(GRID, (4, 6), [Partial(), Shard(1)])
     assert lines[0] == "shape (4, 6), placements [P(sum), S(1)], mesh(dp=2, tp=2)"
-    assert lines[-2:] == ["Row 0-3  ranks 0, 2  ranks 1, 3", "not reduced yet (Σ): P(sum) on 'dp'"]
+    assert lines[-2:] == ["Row 0-3  Σ ranks 0, 2  Σ ranks 1, 3", "not reduced yet (Σ): P(sum) on 'dp'"]
 
 
 def test_one_dim_and_ranks_that_hold_nothing():

@@ -25,7 +25,7 @@ from shardwise.comm.reduction import REDUCTIONS, reduce_parts
 from shardwise.layout.region import Region, region_size, run_start
 from shardwise.move.pack import pick, place
 from shardwise.move.schedule import BUFFER, Laid, Member, Pieces, Put, Round, Routes, Shape, Span, round_of
-from shardwise.torch_private.tensors import foreach_copy_
+from shardwise.torch_private.tensors import foreach_copy_, in_memory
 
 Tensors = Sequence[torch.Tensor]
 
@@ -268,8 +268,8 @@ _NO_ROUND = Round([], [], (), 0, 0, (), (), (), ())
 
 
 def _resolved(x: torch.Tensor) -> torch.Tensor:
-    """The same values without a conjugation or negation that is still to be done."""
-    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+    """The same values in memory: without a conjugation or negation that is still to be done, zeros written out."""
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else in_memory(x)
 
 
 def begins_its_memory(x: torch.Tensor) -> bool:

@@ -104,10 +104,17 @@ linear("deg2rad rad2deg", order=Order(rising))
 linear("neg", order=Order(falling, one_to_one=True))
 
 
-@rule("real conj conj_physical resolve_conj")
+@rule("real conj conj_physical")
 def conjugate(x: Operand) -> Factors | Algorithm:
     """Of real numbers they return the tensor they are given, whatever is pending."""
     return broadcast([x], linear="joint") if x.dtype.is_complex else Algorithm(lambda x: x)
+
+
+@rule("resolve_conj")
+def resolve_conj(x: Operand) -> Algorithm:
+    """The tensor itself, unless torch has yet to conjugate it."""
+    is_pending = lambda x: x._layout.mesh.comm.first(x._local).is_conj()
+    return Algorithm(lambda x: x.clone() if is_pending(x) else x, knows_memory=True)
 
 
 @rule("resolve_neg")

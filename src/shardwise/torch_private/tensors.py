@@ -150,9 +150,12 @@ def schema_of(func: Any) -> Any:
     return getattr(func, "_schema", None)
 
 
+_CALLED_BY_OVERLOADS = "_op"  # the attribute with the function of C++
+
+
 def without_python(func: Callable[..., Any]) -> Callable[..., Any]:
     """What an aten overload calls, so that a replay saves a call of Python per op; anything else as it is."""
-    bare: Callable[..., Any] = getattr(func, "_op", func)
+    bare: Callable[..., Any] = getattr(func, _CALLED_BY_OVERLOADS, func)
     return bare
 
 
