@@ -140,8 +140,7 @@ class DTensor(Wrapper):
         """Make one tensor out of what each rank holds; differentiable. It shares the memory of the local tensor.
 
         On a simulated mesh, a plain tensor means that every rank holds these values. If the placements are Shard or
-        Partial, each rank has its own memory, as on processes: the first rank shares the memory of the tensor, the
-        others get copies.
+        Partial, each rank has its own memory, as on processes: the first rank shares the tensor's, others get copies.
 
         Args:
             local_tensor: What this rank holds; on a simulated mesh a RankTensor, or a plain tensor for all ranks.
