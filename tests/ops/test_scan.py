@@ -20,6 +20,10 @@ SCANS = {
     "cumsum of 0-d": (lambda a: (a.cumsum(0), a.cumprod(-1), a.logcumsumexp(0)), [ONE]),
     "cumsum as": (lambda a: (a.round().cumsum(0, dtype=torch.float32), a.round().int().cumprod(1, dtype=a.dtype)), [A]),
     "cumsum of ints": (lambda a: (a.cumsum(0), a.int().cumprod(1), (a > 0).cumsum(0), a.cumsum(1, dtype=a.dtype)), [COUNTS]),
+    "scans in narrow ints": (
+        lambda a: (a.int().cumsum(0, dtype=torch.int32), a.cumprod(1, dtype=torch.uint8), (a / 2).cumsum(0, dtype=torch.int8)),
+        [COUNTS],
+    ),
     "cumsum in place": (lambda a: ((a * 1).cumsum_(0), (a * 1).cumprod_(1)), [A]),
     "cumprod": (lambda a: (a.cumprod(0), a.cumprod(2)), [CUBE]),
     "cumprod of zeros": (lambda a: (a.cumprod(0), a.cumprod(1)), [ZEROS]),

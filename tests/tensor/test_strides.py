@@ -282,3 +282,19 @@ def test_gradients_lie_in_memory_as_their_leaves(placements):
             (leaf.T @ leaf).sin().sum().backward()
         assert memory(got.grad) == memory(want.grad)
         torch.testing.assert_close(got.grad.full_tensor(), want.grad)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_that_kernels_store_by_columns(layout):
+    """Singular vectors come from LAPACK by columns; the classes of `one_hot` row by row, whatever the input's order."""
+    mesh_shape, placements = LAYOUTS[layout]
+    whole = torch.randint(0, 9, (6, 4), generator=torch.Generator().manual_seed(0))
+    mine = spread_out(whole, simulate(mesh_shape), placements)
+    found = {
+        "svd": lambda t: torch.linalg.svd(t.double()),
+        "thin svd": lambda t: torch.linalg.svd(t.T.to(torch.complex64), full_matrices=False),
+        "old svd": lambda t: torch.svd(t.double().reshape(2, 3, 4)),
+        "one_hot": lambda t: (F.one_hot(t.T), F.one_hot(t.T, 12)),
+    }
+    for name, call in found.items():
+        assert [y.stride() for y in call(mine)] == [y.stride() for y in call(whole)], name

@@ -174,7 +174,7 @@ def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
             raise RuntimeError("Class values must be smaller than num_classes.")
     elif num_classes <= 0:
         raise RuntimeError("Can not infer total number of classes from empty tensor.")
-    return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long()
+    return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long(memory_format=torch.contiguous_format)
 
 
 @program("combinations")

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.layout.layout import dense_stride
 from shardwise.strategy import Answer, Factors, Gathered, Operand, Tensor, factors, line, operands_in, run_local, whole
-from shardwise.strategy.memory import restrided, stored
+from shardwise.strategy.memory import formatted, restrided, stored
 from shardwise.strategy.registry import program, rule
 
 # results that have no cut factor are the same on all ranks (the factorization behind a solve) and carry no gradient
@@ -56,6 +56,17 @@ def by_columns(shape: Sequence[int]) -> tuple[int, ...]:
 @stored("linalg_eig", device="cpu")
 def of_eig(result: Sequence[torch.Tensor], x: object) -> None:
     restrided(result[1], by_columns(result[1].shape))
+
+
+@stored("linalg_svd _linalg_svd", device="cpu")
+def of_svd(result: Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
+    restrided(result[2], by_columns(result[2].shape))
+
+
+@stored("svd", device="cpu")
+def of_old_svd(result: Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
+    """Its third result is a transposed view of what LAPACK stored."""
+    formatted(result[2], torch.contiguous_format)
 
 
 with_forms("linalg_cholesky_ex linalg_inv_ex", "*b n! n! -> *b n n, *b")

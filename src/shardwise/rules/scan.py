@@ -67,7 +67,8 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
         branches = scan is torch.logcumsumexp and x.dtype.is_complex  # torch's logarithm depends on the way there
         sets = (parent_sets(x.mesh, x.layout.placements, d, n) for d, n in enumerate(x.shape))
         few = scan is not torch.cumsum and math.prod(min(map(count, held)) for held in sets) < 2
-        if x.ndim and not branches and not x.layout.is_plain and (few or x.layout.is_cut(along)):
+        refused = branches or kept == torch.bool  # torch has no kernel for bools, and says so
+        if x.ndim and not refused and not x.layout.is_plain and (few or x.layout.is_cut(along)):
             return Algorithm(lambda x, *args, **kwargs: by_pieces(x, along, kept))
         linear = "joint" if scan is torch.cumsum and kept == x.dtype else "none"
         if branches and leaves_empty(x.layout):  # of nothing torch's scan has no second derivatives
@@ -75,7 +76,8 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
         return whole_along(x, (along,), True, linear=linear)
 
     def by_pieces(x: Tensor, dim: int, kept: Any) -> Tensor:
-        x = reduced(x).to(sum_dtype(kept))
+        whole_numbers = not (kept.is_floating_point or kept.is_complex)  # torch's sums of these are int64
+        x = reduced(x).to(kept).to(torch.int64 if whole_numbers else sum_dtype(kept))
         if scan is torch.cumprod and needs_grad(x):  # behind a zero torch has no gradient, not even of NaNs
             zero, odd = x == 0, ~x.detach().isfinite().all(dim, keepdim=True)
             x = torch.where((zero.cumsum(dim) > zero) & odd, x.detach(), x)
