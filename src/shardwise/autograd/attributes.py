@@ -10,6 +10,7 @@ import torch
 
 from shardwise.autograd.gradients import as_gradient, check_is_told, distributed_gradient, grad_layout
 from shardwise.autograd.leaves import leaf_values
+from shardwise.comm.capturing import tape_here, tapes
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program
 from shardwise.engine.aliasing import COPIES, became
@@ -119,8 +120,11 @@ def get_data(tensor: Wrapper) -> Any:
     """tensor.data: the same memory without a graph."""
     tensor._loose_writes += 1
     comm, local = tensor._layout.mesh.comm, tensor._local
-    same = wrap(comm.rebuild(local, [value.data for value in comm.values(local)]), tensor._layout, tensor._offset)
-    same._origin = origin_of(tensor)
+    origin, first = origin_of(tensor), comm.first(local)
+    is_counted = not (tapes and tape_here() is not None)
+    values = [origin.data_of(v) if v is first and is_counted else v.data for v in comm.values(local)]
+    same = wrap(comm.rebuild(local, values), tensor._layout, tensor._offset)
+    same._origin = origin
     return same
 
 
@@ -143,5 +147,15 @@ def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
     else:
         for mine, theirs in zip(comm.values(local), comm.values(value._local), strict=True):
             mine.data = theirs
+        _follow(tensor, value)
     tensor._layout, tensor._offset, tensor._origin = value._layout, value._offset, origin_of(value)
     tensor._spreads = None
+
+
+def _follow(tensor: Wrapper, value: Wrapper) -> None:
+    """Have what entered split calls as `tensor` hold `value` too: autograd looks at the values of a tensor when it
+    computes gradients, and those it took are aliases of the tensor."""
+    comm = tensor._layout.mesh.comm
+    for _, _, taken in (tensor._spreads or {}).values():
+        for mine, theirs in zip(comm.values(taken), comm.pick(comm.structure(taken), value._local), strict=True):
+            mine.data = theirs

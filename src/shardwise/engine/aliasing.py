@@ -211,7 +211,7 @@ def _take_again(copy: Wrapper, value: Wrapper) -> None:
     """Give a copy of a view the values that the view has now."""
     comm = copy._layout.mesh.comm
     pairs = list(zip(comm.values(copy._local), comm.values(value._local), strict=True))
-    if not any(_overlaps(mine) for mine, _ in pairs):
+    if not any(overlaps(mine) for mine, _ in pairs):
         copy.copy_(value)
         return
     for mine, now in pairs:  # windows that overlap: what they are views of is written, each element once
@@ -223,7 +223,7 @@ def _take_again(copy: Wrapper, value: Wrapper) -> None:
     copy._spreads = None
 
 
-def _overlaps(value: torch.Tensor) -> bool:
+def overlaps(value: torch.Tensor) -> bool:
     """Whether elements of a tensor may share memory with each other."""
     reach = 0
     for step, size in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n > 1):

@@ -83,6 +83,59 @@ def reads_what_it_writes(func: Callable[..., object], lying: Lying) -> bool:
     return not alike or bool(indices) or _differs(func, lying, targets)
 
 
+def may_read_what_it_writes(func: Callable[..., object], lying: Lying) -> bool:
+    """The same for tensors too large to ask torch about them: found from where their elements lie. What only may share
+    elements counts as sharing them, since to run the call in one memory is always right."""
+    targets = _written(func, lying)
+    others = [t for t in lying.tensors if all(t is not target for target in targets)]
+    met = [t for t in others if any(_may_meet(t, target) for target in targets)]
+    crossing = any(_may_meet(a, b) for i, a in enumerate(targets) for b in targets[i + 1 :])
+    shared = {memory_of(target) for target in targets}
+    count, places = sum(1 for _ in tensors_in(lying.args, lying.kwargs)), {_place(target) for target in targets}
+    if not met and count == len(lying.tensors) and not crossing:
+        return False
+    alike = not crossing and all(_place(t) in places for t in met)
+    indices = any(memory_of(t) not in shared and _may_be_index(t) for t in lying.tensors)
+    return not alike or indices or not _is_elementwise(func, lying)
+
+
+def _may_meet(one: Wrapper, other: Wrapper) -> bool:
+    """Whether two tensors may have elements in common. Those of equal strides are boxes of the same grid: they have
+    none if they are apart along one of its dims."""
+    if memory_of(one) != memory_of(other) or not one.numel() or not other.numel():
+        return False
+    if one._offset >= _end(other) or other._offset >= _end(one):
+        return False
+    boxes = _box(one), _box(other)
+    if None in boxes or [step for step, *_ in boxes[0] or ()] != [step for step, *_ in boxes[1] or ()]:
+        return True
+    pairs = zip(boxes[0] or (), boxes[1] or (), strict=True)
+    return all(a < end_b and b < end_a for (_, a, end_a), (_, b, end_b) in pairs)
+
+
+def _box(tensor: Wrapper) -> list[tuple[int, int, int]] | None:
+    """A stride of the tensor's grid, the first index and the one behind the last along it, from the largest stride to
+    the smallest; None if the elements are no box of one."""
+    sizes = zip(tensor._layout.stride, tensor._layout.shape, strict=True)
+    found, room, rest = [], 0, tensor._offset
+    for step, size in sorted(((s, n) for s, n in sizes if n > 1), reverse=True):
+        if not step or (room and room % step):
+            return None
+        start, rest = divmod(rest, step)
+        if room and start + size > room // step:
+            return None
+        found.append((step, start, start + size))
+        room = step
+    if rest + 1 > max(room, 1):
+        return None
+    return [*found, (0, rest, rest + 1)]
+
+
+def _is_elementwise(func: Callable[..., object], lying: Lying) -> bool:
+    """Whether each element of the result is made of the elements in its own place, as far as torch's tags say."""
+    return all(t._layout.shape == lying.tensors[0]._layout.shape for t in lying.tensors) and is_pointwise(func)
+
+
 def _may_be_index(tensor: Wrapper) -> bool:
     """Whether a tensor may be indices, or a mask: which elements are read then depends on its values."""
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)

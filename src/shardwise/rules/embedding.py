@@ -18,10 +18,13 @@ from shardwise.strategy import Answer, Factors, Operand, Tensor, factors, reduce
 from shardwise.strategy.registry import program, rule
 
 
-def rows_of(table: torch.Tensor, ids: torch.Tensor, pad: int, by_freq: bool = False) -> torch.Tensor:
-    """torch.embedding; its gradient of no ids has no derivative, but all ranks must build the same graph."""
-    if ids.numel():
-        return torch.embedding(table, ids, pad, by_freq, False)
+def rows_of(
+    table: torch.Tensor, ids: torch.Tensor, pad: int, by_freq: bool = False, sparse: bool = False
+) -> torch.Tensor:
+    """torch.embedding; its gradient of no ids has no derivative, but all ranks must build the same graph. A gradient
+    both sparse and by frequency is one that torch refuses to compute."""
+    if ids.numel() or (by_freq and sparse):
+        return torch.embedding(table, ids, pad, by_freq, by_freq and sparse)
     return table.index_select(0, ids.flatten()).view(*ids.shape, table.shape[1])
 
 
@@ -44,13 +47,14 @@ def embedding(first: Operand, second: Operand, *args: Any, **kwargs: Any) -> Fac
     if arguments.get("max_norm") is not None:
         return None  # torch takes it apart: first embedding_renorm_, then a plain look-up
     size, pad, by_freq = table.shape[0], arguments.get("padding_idx"), arguments.get("scale_grad_by_freq", False)
+    sparse = bool(arguments.get("sparse", False))
     pad = -1 if pad is None or (aten and pad == -1) else pad + size if pad < 0 else pad
     where, rows = ("*i!", "v! d") if by_freq else ("*i", "v d")
 
     def look_up(first: torch.Tensor, second: torch.Tensor, held: tuple[Intervals] | None = None) -> torch.Tensor:
         rows, ids = (first, second) if aten else (second, first)
         if held is None:
-            return with_a_column(lambda rows: rows_of(rows, ids, pad, by_freq), rows)
+            return with_a_column(lambda rows: rows_of(rows, ids, pad, by_freq, sparse), rows)
         at, mine = located(ids, held[0], size)
         here = next((start for start, _ in positions(held[0], ((pad, pad + 1),))), -1)
         found = with_a_column(lambda rows: rows_of(rows, at, here), pointable(rows, 0))

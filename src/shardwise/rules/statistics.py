@@ -167,6 +167,7 @@ def histc(x: Operand, bins: int = 100, min: float = 0, max: float = 0) -> Answer
 
 @program("histogram")
 def histogram(x: Tensor, bins: Any, *, weight: Tensor = None, density: bool = False, **span: Any) -> Tensor:
+    sources = [t for t in (x, bins, weight) if isinstance(t, torch.Tensor)]
     x, n = reduced(x.detach()), bins
     if not isinstance(bins, int):
         bins, n = whole(bins.detach()), bins.shape[0] - 1
@@ -178,7 +179,8 @@ def histogram(x: Tensor, bins: Any, *, weight: Tensor = None, density: bool = Fa
     edges = hist.replace(shape=(n + 1,), placements=[REPLICATE] * len(places))
     count = lambda v, bins, weight: torch.histogram(v, bins, weight=weight, **span)
     found, at = run_local(count, [x, bins, weight], [hist, edges])
-    return torch.return_types.histogram((found / (found.sum() * at.diff()) if density else found, at))
+    found = found / (found.sum() * at.diff()) if density else found
+    return torch.return_types.histogram([constant(each, sources, "histogram") for each in (found, at)])
 
 
 # -- sorting -----------------------------------------------------------------------------------------------
