@@ -14,6 +14,7 @@ from shardwise.layout import Layout, Partial
 from shardwise.layout.placement import REPLICATE, Shard
 from shardwise.move import start_move
 from shardwise.parallel.data.layouts import DataMesh
+from shardwise.parallel.data.own_collectives import ReduceScatter, allocated, reduce_by
 from shardwise.parallel.data.parameter import ManagedParameter, has_hooks
 from shardwise.parallel.data.rows import Rows
 from shardwise.parallel.data.states import GRADIENTS, Gradients, State
@@ -57,6 +58,7 @@ class GradBucket:
         self.state = State("a bucket of gradients", Gradients.COLLECTING, GRADIENTS)
         self.scale = 1.0  # what gradients are multiplied with before they are summed
         self.after_sum: Callable[[torch.Tensor], object] | None = None  # may write the sums
+        self.reduces_by: ReduceScatter | None = None  # sums over the ranks that have parts in the library's place
         self.begin()
 
     def begin(self) -> None:
@@ -130,9 +132,12 @@ class GradBucket:
 
     def _matrices(self) -> list[torch.Tensor]:
         if self.matrices is None:
-            make = torch.empty if self.even else torch.zeros  # holes between the parts of a row are summed too
-            shape = self.unreduced.shape
-            self.matrices = [make(shape, dtype=self.dtype, device=self.device) for _ in self.rows]
+            parts, length = self.unreduced.shape
+            flat = [allocated(self.reduces_by, (parts * length,), self.dtype, self.device) for _ in self.rows]
+            self.matrices = [memory.view(parts, length) for memory in flat]
+            if not self.even:  # holes between the parts of a row are summed too
+                for matrix in self.matrices:
+                    matrix.zero_()
         return self.matrices
 
     def _take_the_rest(self) -> None:
@@ -165,7 +170,10 @@ class GradBucket:
                 flags.copy_(torch.tensor(here, dtype=self.dtype))
         value = RankTensor(matrices) if self.data.mesh.comm.simulated else matrices[0]
         note = Note("data_parallel", backward=True)
-        self._reducing = start_move(value, self.unreduced, self.reduced, note, owned=True)
+        if self.cut and self.reduces_by is not None:
+            self._reducing = reduce_by(self.reduces_by, value, self.data, self.unreduced, self.reduced, note)
+        else:
+            self._reducing = start_move(value, self.unreduced, self.reduced, note, owned=True)
 
     def forget(self) -> None:
         """Drop what has come in a pass that failed before it was reduced."""

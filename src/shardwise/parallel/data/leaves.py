@@ -20,7 +20,9 @@ from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE, Shard
 from shardwise.move import start_move
 from shardwise.parallel.data.layouts import DataMesh
+from shardwise.parallel.data.own_collectives import gather_by
 from shardwise.parallel.data.parameter import ManagedParameter
+from shardwise.parallel.data.policy import Policy
 from shardwise.parallel.data.rows import Rows
 from shardwise.parallel.data.states import MEMORY, Memory, State
 from shardwise.tensor import DTensor
@@ -89,8 +91,10 @@ class LeafGroup:
     always; of a rank that `is_alone`, they are the parameters' own tensors. Else they live in one buffer for each rank
     that this process runs, with memory only while it is WHOLE."""
 
-    def __init__(self, parameters: Sequence[ManagedParameter], data: DataMesh, is_alone: bool) -> None:
-        self.parameters, self.data, self._is_alone = list(parameters), data, is_alone
+    def __init__(
+        self, parameters: Sequence[ManagedParameter], data: DataMesh, policy: Policy, is_alone: bool
+    ) -> None:
+        self.parameters, self.data, self.policy, self._is_alone = list(parameters), data, policy, is_alone
         kept = parameters[0].layouts.kept
         self.dtype, self.kept_dtype = parameters[0].dtype, kept.dtype
         self.device, self.kept_device = parameters[0].device, kept.device
@@ -209,7 +213,10 @@ class LeafGroup:
         self.memory.to(Memory.GATHERING)
         self._gathered_versions = versions
         self._arriving = None, _wait_for_nothing
-        if self.cut:
+        if self.cut and self.policy.gathers_by is not None:
+            (own,) = self._own_rows()
+            self._arriving = gather_by(self.policy.gathers_by, own, self.data)
+        elif self.cut:
             mine = [row.unsqueeze(0) for row in self._own_rows()]
             local = RankTensor(mine) if self.data.mesh.comm.simulated else mine[0]
             self._arriving = start_move(local, self._layout, self._whole, Note("data_parallel"))

@@ -216,6 +216,7 @@ class DataParallel:
             scale *= unit.data.size / unit.policy.divide_by
         for bucket in unit.buckets:
             bucket.scale, bucket.after_sum = scale, unit.policy.after_sum
+            bucket.reduces_by = unit.policy.reduces_by
 
     def _backward_begins(self, unit: Unit, distributed: bool, grad: torch.Tensor) -> None:
         self._begin_backward()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from shardwise.parallel.data.own_collectives import AllGather, ReduceScatter
     from shardwise.parallel.data.unit import Unit
 
 
@@ -27,6 +28,8 @@ class Policy:
         reduces: whether the next backward pass reduces gradients, those that waited included.
         all_reduces: the same of a data mesh of two axes.
         after_sum: called with each sum of gradients over the ranks, as one flat tensor that it may write.
+        gathers_by: what gathers parameters in the library's place.
+        reduces_by: what sums gradients over the ranks that have parts in the library's place.
         divide_by: what the sum of the gradients over the ranks is divided by; None: the number of ranks.
         ahead_in_forward: the units to gather when the forward of this one begins; None: the next one.
         ahead_in_backward: the same for its backward.
@@ -42,6 +45,8 @@ class Policy:
     reduces: bool = True
     all_reduces: bool = True
     after_sum: Callable[[torch.Tensor], object] | None = None
+    gathers_by: AllGather | None = None
+    reduces_by: ReduceScatter | None = None
     divide_by: float | None = None
     ahead_in_forward: Sequence[Unit] | None = None
     ahead_in_backward: Sequence[Unit] | None = None

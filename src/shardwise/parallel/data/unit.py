@@ -131,7 +131,7 @@ class Unit:
         for p in self.parameters:
             by_kind.setdefault(_kind(p), []).append(p)
         alone = self.data.size == 1 and self.policy.gives_sums_as_they_are and not any(map(_is_converted, by_kind))
-        self.groups = [LeafGroup(alike, self.data, alone) for alike in by_kind.values()]
+        self.groups = [LeafGroup(alike, self.data, self.policy, alone) for alike in by_kind.values()]
         self.is_alone = alone
         self._first_values = [p.values[0] for p in self.parameters]
         self._laid_out = [(p, p.param._layout) for p in self.parameters]

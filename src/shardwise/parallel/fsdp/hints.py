@@ -1,10 +1,6 @@
-"""Methods of FSDP2 about torch's own buffers and streams: taken where they change no value, else refused."""
+"""Methods of FSDP2 about torch's own buffers and streams: accepted, since they change no value."""
 
 from __future__ import annotations
-
-from typing import NoReturn
-
-from shardwise.errors import RuleError
 
 
 class CommunicationHints:
@@ -30,18 +26,3 @@ class CommunicationHints:
 
     def set_post_optim_event(self, event: object) -> None:
         """Accepted: gathering waits for all that was queued before it."""
-
-    def set_custom_all_gather(self, comm: object) -> NoReturn:
-        """Refused: it would change how parameters are gathered."""
-        raise _refusal("set_custom_all_gather")
-
-    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
-        """Refused: it would change how gradients are reduced."""
-        raise _refusal("set_custom_reduce_scatter")
-
-
-def _refusal(name: str) -> RuleError:
-    return RuleError(
-        f"{name}: fully_shard plans its own collectives and takes none from the program; for gradients use a hook of "
-        f"the parameter (register_post_accumulate_grad_hook), which sees the reduced gradient"
-    )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import LayoutError, check_type
+from shardwise.parallel.data.own_collectives import AllGather, ReduceScatter, check_collective
 from shardwise.parallel.data.passes import DataParallel
 from shardwise.parallel.data.unit import Unit
 from shardwise.parallel.fsdp.hints import CommunicationHints
@@ -155,6 +156,38 @@ class FSDPModule(CommunicationHints):
         unit.policy.after_sum = hook
         if unit.data.size == 1:  # one rank calls it too
             unit.forget_leaves()
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather the module's own parameters by a function of the program.
+
+        Args:
+            comm: called as ``comm(output_tensor=..., input_tensor=..., group=..., async_op=True)`` with flat tensors; it
+                gives what can be waited for, or None. Where it has a method ``allocate(size, *, dtype, device)``, that
+                makes the output, of which the input is a part. Ledgers do not list what it communicates.
+
+        Raises:
+            TypeError: `comm` cannot be called.
+            MeshError: the mesh has no process groups.
+        """
+        unit = self._state().unit
+        check_collective("set_custom_all_gather", comm, unit.data)
+        unit.policy.gathers_by = comm
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Sum the gradients of the module's own parameters over the ranks that have parts by a function of the program.
+
+        Args:
+            comm: called as ``comm(output_tensor=..., input_tensor=..., group=..., op=ReduceOp.SUM, async_op=True)`` with
+                flat tensors; it gives what can be waited for, or None. Where it has a method ``allocate(size, *, dtype,
+                device)``, that makes both. Ledgers do not list what it communicates.
+
+        Raises:
+            TypeError: `comm` cannot be called.
+            MeshError: the mesh has no process groups.
+        """
+        unit = self._state().unit
+        check_collective("set_custom_reduce_scatter", comm, unit.data)
+        unit.policy.reduces_by = comm
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
