@@ -2,6 +2,7 @@
 
     python benchmarks/checkpoint.py                  # GPT of about 150 M parameters with AdamW, 1.8 GB, 4 processes
     python benchmarks/checkpoint.py --layers 2       # smaller
+    python benchmarks/checkpoint.py --rows blocked   # some rows alone: those whose names have this in them
     python benchmarks/checkpoint.py --plan           # planning and metadata for 65,536 ranks
     python benchmarks/checkpoint.py --merge 4        # 4 GiB in files of 256 MiB to one file, and to others; beside cp
 
@@ -9,6 +10,7 @@ Bytes are those that the processes read by calls (/proc/self/io); the page cache
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import gc
@@ -99,7 +101,6 @@ class Peak:
     """The memory of this process beyond what it was, at its most."""
 
     def __enter__(self):
-        gc.collect()
         self.most = self.first = self._now()
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._watch)
@@ -121,18 +122,20 @@ class Peak:
         self.extra = self.most - self.first
 
 
-def measured(task, folder=None, then=None):
-    """Seconds of the slowest process, bytes that all read, memory of the one that took most, seconds of processors."""
+def measured(task, folder=None, then=None, watch=False):
+    """Seconds of the slowest process, bytes that all read, memory of the one that took most, seconds of processors. Memory
+    is known with `watch` alone, and times are too long then."""
     if folder is not None and dist.get_rank() == 0:
         drop_cache(folder)
-    with Peak() as peak:
+    gc.collect()
+    with Peak() if watch else contextlib.nullcontext() as peak:
         dist.barrier()
         before, begin, spent = read_so_far(), time.perf_counter(), time.process_time()
         made = task()
         seconds, spent = time.perf_counter() - begin, time.process_time() - spent
     if then is not None:
         then(made)  # nobody talks before it has ended: it may use the same process group
-    found = torch.tensor([seconds, float(peak.extra)], dtype=torch.float64)
+    found = torch.tensor([seconds, float(peak.extra if watch else 0)], dtype=torch.float64)
     total = torch.tensor([read_so_far() - before, spent], dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     dist.all_reduce(total)
@@ -140,13 +143,19 @@ def measured(task, folder=None, then=None):
 
 
 def best_of(times, *tasks):
-    """The best of some runs of each task, in turns, so that all meet the same machine. A task is a function, and the
-    folder of which the page cache is dropped before."""
+    """The best of some runs of each task, in turns, so that all meet the same machine, after one of each that warms up
+    and whose memory is watched. A task is a function, and the folder of which the page cache is dropped before."""
     runs = [[] for _ in tasks]
-    for _ in range(times):
+    for i in range(times + 1):
         for found, (task, folder) in zip(runs, tasks):
-            found.append(measured(task, folder))
-    return [[min(r[0] for r in found), found[0][1], found[0][2], min(r[3] for r in found)] for found in runs]
+            found.append(measured(task, folder, watch=i == 0))
+    return [best(found) for found in runs]
+
+
+def best(runs):
+    """The quickest of some runs, with the memory of the first, which was watched."""
+    first, timed = runs[0], runs[1:] or runs
+    return [min(run[0] for run in timed), first[1], first[2], min(run[3] for run in timed)]
 
 
 def worker(rank, size, store, job, results):
@@ -198,18 +207,31 @@ def both(size, layers, how, fill):
     return ours, peers
 
 
-def saves(size, root, layers, times):
+SAVE, PUBLISHED, BLOCKED = "save", "save as safetensors (beside: native)", "blocked by an asynchronous save"
+LOADS = {
+    "load 4 -> 4 ranks, as saved": (4, "rows"),
+    "load 4 -> 3 ranks": (3, "rows"),
+    "load dim 0 -> dim 1": (4, "columns"),
+    "load ZeRO 3 -> tensor parallel": (4, "tp"),
+}
+
+
+def saves(size, root, layers, times, rows):
+    """The rows of saves that are asked for; both checkpoints are there for loads in any case."""
     ours, peers = both(size, layers, "rows", True)
     found = {}
-    native, peer, published = best_of(
-        times,
-        (lambda: checkpoint.save(f"{root}/ours", ours), None),
-        (lambda: dcp_save(f"{root}/dcp", peers), None),
-        (lambda: checkpoint.save(f"{root}/hf", ours, format="safetensors"), None),
-    )
-    found["save"] = native, peer
-    found["save as safetensors (beside: native)"] = published, native
-    found["blocked by an asynchronous save"] = blocked(times, ours, peers, root)
+    native = (lambda: checkpoint.save(f"{root}/ours", ours), None)
+    peer = (lambda: dcp_save(f"{root}/dcp", peers), None)
+    published = (lambda: checkpoint.save(f"{root}/hf", ours, format="safetensors"), None)
+    if PUBLISHED in rows:
+        mine, other, files = best_of(times, native, peer, published)
+        found |= {SAVE: (mine, other), PUBLISHED: (files, mine)}
+    elif SAVE in rows:
+        found[SAVE] = best_of(times, native, peer)
+    elif rows != [BLOCKED]:
+        best_of(0, native, peer)
+    if BLOCKED in rows:
+        found[BLOCKED] = blocked(times, ours, peers, root)
     found["bytes"] = sum(x.numel() * 4 for x in ours.values())
     return found
 
@@ -226,13 +248,13 @@ def blocked(times, ours, peers, root):
     mine, other, own = [], [], dist.new_group(backend="gloo")
     for i in range(times + 1):
         save = lambda: checkpoint.save(f"{root}/async", ours, async_=True)  # noqa: E731
-        mine.append(measured(save, then=lambda handle: handle.wait()))
+        mine.append(measured(save, then=lambda handle: handle.wait(), watch=i == 0))
         path = f"{root}/dcp-async-{i}"
         save = functools.partial(dcp.async_save, peers, checkpoint_id=path, process_group=own)
-        other.append(measured(save, then=lambda future: future.result()))
+        other.append(measured(save, then=lambda future: future.result(), watch=i == 0))
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
-    return min(mine[1:]), min(other[1:])
+    return best(mine), best(other)
 
 
 def loads(size, root, layers, how, times):
@@ -345,6 +367,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--times", type=int, default=3, help="runs of each; the best counts")
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="only rows with this in their names")
     parser.add_argument("--folder", default=None, help="where to write")
     parser.add_argument("--plan", action="store_true", help="only planning for 65,536 ranks")
     parser.add_argument(
@@ -374,22 +397,20 @@ def main():
 
 
 def table(root, options, console):
-    cases = {
-        "4 -> 4 ranks, as saved": (4, "rows"),
-        "4 -> 3 ranks": (3, "rows"),
-        "dim 0 -> dim 1": (4, "columns"),
-        "ZeRO 3 -> tensor parallel": (4, "tp"),
-    }
+    every = [SAVE, PUBLISHED, BLOCKED, *LOADS]
+    rows = [row for row in every if not options.rows or any(asked in row for asked in options.rows)]
+    if not rows:
+        raise SystemExit(f"--rows {' '.join(options.rows)}: no row has that in its name; there are {', '.join(every)}")
+    cases = {name: case for name, case in LOADS.items() if name in rows}
+    size = {"root": root, "layers": options.layers, "times": options.times}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("save", total=1 + len(cases))
-        found = on_processes(4, functools.partial(saves, root=root, layers=options.layers, times=options.times))
+        found = on_processes(4, functools.partial(saves, rows=rows, **size))
         total = found.pop("bytes")
         progress.advance(task)
-        for name, (size, how) in cases.items():
+        for name, (ranks, how) in cases.items():
             progress.update(task, description=name)
-            found[f"load {name}"] = on_processes(
-                size, functools.partial(loads, root=root, layers=options.layers, how=how, times=options.times)
-            )
+            found[name] = on_processes(ranks, functools.partial(loads, how=how, **size))
             progress.advance(task)
     shown = Table(
         title=f"{total / 1e9:.2f} GB, best of {options.times} in turns, torch {torch.__version__}",

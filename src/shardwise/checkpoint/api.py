@@ -10,7 +10,15 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from shardwise.checkpoint import others, read, write
-from shardwise.checkpoint.background import STAGED_BYTES, SaveHandle, check_earlier, start, wait_for_all
+from shardwise.checkpoint.background import (
+    STAGED_BYTES,
+    SaveHandle,
+    check_earlier,
+    has_failed,
+    raise_earlier,
+    start,
+    wait_for_all,
+)
 from shardwise.checkpoint.files import MOST_FILE_BYTES
 from shardwise.checkpoint.mapping import Map, MappedSource
 from shardwise.checkpoint.opening import VERIFY, open_source
@@ -69,12 +77,15 @@ def save(
     """
     _check(format=format, step=step, max_file_bytes=max_file_bytes, staged_bytes=staged_bytes)
     world = World.of(process_group)
-    check_earlier(world)
     if format in ("dcp", "pt"):
+        check_earlier(world)
         wait_for_all()
         others.save(path, state, world, format)
         return None
-    draft = write.prepare(path, state, world, step=step, most=max_file_bytes, manifest=format == "shardwise")
+    manifest, failed = format == "shardwise", has_failed()
+    draft = write.prepare(path, state, world, step=step, most=max_file_bytes, manifest=manifest, failed=failed)
+    if draft is None:
+        raise_earlier()
     if async_:
         return start(draft, World.of(process_group, own=True), staged_bytes)
     wait_for_all()  # an earlier one may be of the same path

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import mmap
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import NoReturn
 
+import numpy as np
 import torch
 
 from shardwise.checkpoint import write
@@ -16,6 +20,7 @@ from shardwise.checkpoint.write import Draft
 from shardwise.errors import CheckpointError
 
 STAGED_BYTES = 8 << 30
+_LARGE_PAGE = 2 << 20
 
 
 class SaveHandle:
@@ -121,7 +126,7 @@ class _Writer:
                 self.free = [room for room in self.free if room is not found]
             else:
                 self.free.clear()
-                found = torch.empty(size, dtype=torch.uint8)
+                found = staging_room(size)
             self.used += found.numel()
         return found
 
@@ -145,6 +150,18 @@ class _Writer:
             handle.check()
 
 
+def staging_room(size: int) -> torch.Tensor:
+    """Memory of so many bytes in large pages where the system has them: made in less time, and quicker to fill."""
+    if size < _LARGE_PAGE or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.empty(size, dtype=torch.uint8)
+    room = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # a system without them
+        room.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(room, dtype=np.uint8)
+    first = -whole.ctypes.data % _LARGE_PAGE
+    return torch.from_numpy(whole[first : first + size])
+
+
 _writer = _Writer()
 
 
@@ -153,10 +170,21 @@ def start(draft: Draft, world: World, most: int = STAGED_BYTES) -> SaveHandle:
     return _writer.submit(draft, world, most)
 
 
+def has_failed() -> bool:
+    """Whether an earlier save has failed on this process, and nobody was told."""
+    return _writer.has_failed()
+
+
+def raise_earlier() -> NoReturn:
+    """Raise what went wrong in an earlier save, once it has ended here too. All processes call it if one has failed."""
+    _writer.wait()
+    raise CheckpointError("an earlier asynchronous save failed on another rank")
+
+
 def check_earlier(world: World) -> None:
     """Raise what went wrong in an earlier save: on all processes alike, though it may not have ended on all yet."""
-    if not world.all_well(not _writer.has_failed()):
-        _writer.wait()
+    if not world.all_well(not has_failed()):
+        raise_earlier()
 
 
 def wait_for_all() -> None:

@@ -98,9 +98,20 @@ class Draft:
 
 
 def prepare(
-    path: str | os.PathLike[str], state: Value, world: World, *, step: int | None, most: int, manifest: bool
-) -> Draft:
-    """Work out what is written where. Every process calls it; nothing is written yet."""
+    path: str | os.PathLike[str],
+    state: Value,
+    world: World,
+    *,
+    step: int | None,
+    most: int,
+    manifest: bool,
+    failed: bool = False,
+) -> Draft | None:
+    """Work out what is written where. Every process calls it; nothing is written yet.
+
+    Returns:
+        None where some process has `failed` before, so that this is not the time for another save.
+    """
     folder = Path(os.path.abspath(path))
     flat, error = Flat(), None
     try:
@@ -117,7 +128,9 @@ def prepare(
         error = raised
     random = random_state()
     also = [str(folder), step, most, manifest]
-    agreed = agree(flat, world, values=True, also=also, error=error, told=hash_of(random))
+    agreed = agree(flat, world, values=True, also=also, error=error, told=(hash_of(random), failed))
+    if any(before for _, before in agreed.told):
+        return None
     shared = len(set(agreed.told)) == 1
     return _drafted(folder, flat, agreed, world, step, random if shared else None, most, manifest)
 
