@@ -2,9 +2,14 @@
 
     python benchmarks/capture.py                        a mesh of one rank: a transformer block, and a GPT's step
     python benchmarks/capture.py --compile              compiled ones too (Inductor; some minutes)
+    python benchmarks/capture.py --compile-time         how long compilers take for the GPT's step, caches empty
+    python benchmarks/capture.py --shapes               1,000 steps over 8 shapes: how many captures, and are bits equal
     python benchmarks/capture.py --processes 4          tensor parallel and ZeRO 3 on gloo processes, eager and captured
+    python benchmarks/capture.py --processes 4 --bits 100     are losses, gradients and parameters of all ranks equal
+    python benchmarks/capture.py --processes 4 --bits 10 --compile      the same for steps that Inductor compiled
 
 Peers take turns, and the best of many slices counts, because machines are noisy. Ratios are to plain torch, same run.
+"plain compiled" is `torch.compile(step)` of the same step: forward, backward and optimizer, as for shardwise.
 """
 
 import argparse
@@ -90,16 +95,27 @@ def on_one_rank(options):
         mesh = init_device_mesh("cpu", (1,))
         peers = ["plain", "DTensor", "shardwise", "shardwise captured"]
         if options.compile:
+            peers += ["plain compiled", "DTensor compiled", "shardwise compiled"]
+        if options.compile_time:
             console.print(_compile_times(mesh))
-            peers += ["plain compiled", "shardwise compiled"]
-        rows = {}
-        for name, program in {"transformer block": block_step, "GPT 4 x 256 step": gpt_step}.items():
-            with console.status(name):
-                makers = {peer: lambda peer=peer, program=program: program(peer, mesh) for peer in peers}
-                rows[name] = warm(makers, repeats=options.repeats, slice_seconds=0.05)
-        console.print(comparison("A mesh of one rank", rows, unit="us", base="plain"))
-        console.print(f"first captured step: {_first_step(mesh):.1f} eager steps")
+        elif options.shapes:
+            console.print(_mixed_shapes(mesh))
+        else:
+            _time_steps(peers, mesh, options, console)
         dist.destroy_process_group()
+
+
+def _time_steps(peers, mesh, options, console):
+    rows = {}
+    for name, program in {"transformer block": block_step, "GPT 4 x 256 step": gpt_step}.items():
+        with console.status(name):
+            makers = {peer: lambda peer=peer, program=program: program(peer, mesh) for peer in peers}
+            rows[name] = warm(makers, repeats=options.repeats, slice_seconds=0.05)
+        if options.compile:
+            ours, plain = rows[name]["shardwise compiled"], rows[name]["plain compiled"]
+            console.print(f"{name}: shardwise compiled / plain compiled {ours / plain:.2f}x")
+    console.print(comparison("A mesh of one rank", rows, unit="us", base="plain"))
+    console.print(f"first captured step: {_first_step(mesh):.1f} eager steps")
 
 
 def _compile_times(mesh):
@@ -116,6 +132,37 @@ def _compile_times(mesh):
             took[peer] = min(seconds, took.get(peer, seconds))
     plain, ours = took.values()
     return f"compile time of the GPT step: plain {plain:.1f} s, shardwise {ours:.1f} s ({ours / plain:.2f}x)"
+
+
+def _mixed_shapes(mesh, steps=1000):
+    """Two small models that begin alike, one trained eagerly and one captured, with batches of eight shapes."""
+    shapes = [(1, 8), (2, 8), (3, 8), (2, 16), (5, 16), (1, 24), (4, 24), (3, 31)]
+    trained = {}
+    for peer in ("shardwise", "shardwise captured"):
+        torch.manual_seed(0)
+        model = shardwise.distribute_module(GPT(64, 32, 32, 2, 1), mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+        def step(inputs, targets, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run, losses = finished(peer, step), []
+        for number in range(steps):
+            batch, length = shapes[number * 5 % 8]
+            tokens = torch.randint(64, (batch, length + 1), generator=torch.Generator().manual_seed(number))
+            given = (shardwise.distribute_tensor(t.contiguous(), mesh, [shardwise.Shard(0)]) for t in _shifted(tokens))
+            losses.append(run(*given).full_tensor())
+        trained[peer] = [*losses, *(p.full_tensor() for p in model.parameters())]
+    same = all(map(torch.equal, *trained.values()))
+    return f"{steps} steps over 8 shapes: {run!r}; losses and parameters equal to the eager run: {same}"
+
+
+def _shifted(tokens):
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def _first_step(mesh):
@@ -155,43 +202,72 @@ def distributed(kind, mesh):
     return shardwise.distribute_module(model, mesh, cut), [shardwise.Replicate()]
 
 
-def rank_main(rank, world_size, store, rounds, queue):
+def rank_step(kind, how, mesh):
+    """A call that makes one step on this rank, and the model."""
+    model, places = distributed(kind, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(inputs, targets):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    torch.manual_seed(1)
+    tokens = torch.randint(512, (2 * mesh.size(), 65), device=mesh.device_type)
+    batch = [shardwise.distribute_tensor(t.contiguous(), mesh, places) for t in _shifted(tokens)]
+    if how == "compiled":
+        step = torch.compile(step, fullgraph=True)
+    elif how != "eager":
+        passes = ("aliases", "merge", "inverse", "unused", *(["overlap"] if "overlap" in how else []))
+        step = shardwise.capture(step, passes=passes, whole=True)
+    return lambda: step(*batch), model
+
+
+def compare_bits(rank, mesh, steps, how, queue):
+    """Train eagerly and captured or compiled: what each rank has, bit for bit."""
+    for kind in ("tensor parallel", "ZeRO 3"):
+        (eager, one), (other, two) = (rank_step(kind, name, mesh) for name in ("eager", how))
+        apart, equal = 0.0, True
+        for _ in range(steps):
+            losses = eager().to_local(), other().to_local()
+            pairs = [losses, *((a.to_local(), b.to_local()) for a, b in zip(one.parameters(), two.parameters()))]
+            equal = equal and all(torch.equal(*pair) for pair in pairs)
+            apart = max([apart, *(float((a - b).abs().max()) for a, b in pairs if a.numel())])
+        everyone = [None] * mesh.size()
+        dist.all_gather_object(everyone, (equal, apart))
+        if rank == 0:
+            queue.put((kind, everyone))
+
+
+def rank_main(rank, world_size, store, options, queue):
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
     dist.init_process_group("gloo", init_method=Path(store).as_uri(), rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,))
+    if options.bits:
+        compare_bits(rank, mesh, options.bits, "compiled" if options.compile else "captured", queue)
+    else:
+        time_ranks(rank, mesh, options, queue)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def time_ranks(rank, mesh, options, queue):
     for kind in ("tensor parallel", "ZeRO 3"):
         calls = {}
-        for how in ("eager", "captured", "captured, overlap"):
-            model, places = distributed(kind, mesh)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-            def step(inputs, targets, model=model, optimizer=optimizer):
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-                loss.backward()
-                optimizer.step()
-                return loss.detach()
-
-            torch.manual_seed(1)
-            tokens = torch.randint(512, (2 * world_size, 65))
-            batch = [
-                shardwise.distribute_tensor(t.contiguous(), mesh, places) for t in (tokens[:, :-1], tokens[:, 1:])
-            ]
-            passes = ("aliases", "merge", "inverse", "unused", "overlap") if "overlap" in how else None
-            if how != "eager":
-                step = shardwise.capture(step) if passes is None else shardwise.capture(step, passes=passes)
-            calls[how] = lambda step=step, batch=batch: step(*batch)
+        for how in ("eager", "captured", "captured, overlap", *(["compiled"] if options.compile else [])):
+            calls[how], _ = rank_step(kind, how, mesh)
             for _ in range(3):
                 calls[how]()
         best = dict.fromkeys(calls, float("inf"))
-        for _ in range(rounds):
+        for _ in range(options.repeats):
             for how, call in calls.items():
                 dist.barrier()
                 best[how] = min(best[how], _seconds(lambda call=call: [call() for _ in range(3)]) / 3)
         if rank == 0:
             queue.put((kind, best))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def on_processes(options):
@@ -200,7 +276,7 @@ def on_processes(options):
         queue = mp.get_context("spawn").SimpleQueue()
         context = mp.spawn(
             rank_main,
-            (options.processes, str(Path(folder, "store")), options.repeats, queue),
+            (options.processes, str(Path(folder, "store")), options, queue),
             nprocs=options.processes,
             join=False,
         )
@@ -211,12 +287,21 @@ def on_processes(options):
                 rows[kind] = best
             while not context.join():
                 pass
+    if options.bits:
+        for kind, ranks in rows.items():
+            same, apart = sum(equal for equal, _ in ranks), max(apart for _, apart in ranks)
+            console.print(f"{kind}, {options.bits} steps: equal to eager in every bit on {same} of {len(ranks)} ranks")
+            console.print(f"   largest difference of a loss or a parameter: {apart:.1e}")
+        return
     console.print(comparison(f"{options.processes} gloo processes, GPT 4 x 256", rows, unit="us", base="eager"))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action="store_true", help="compiled steps too")
+    parser.add_argument("--compile-time", action="store_true", help="how long compilers take, and nothing else")
+    parser.add_argument("--shapes", action="store_true", help="1,000 steps over eight shapes, and nothing else")
+    parser.add_argument("--bits", type=int, default=0, metavar="STEPS", help="with --processes: compare every bit")
     parser.add_argument("--processes", type=int, default=0, help="on gloo processes instead")
     parser.add_argument("--repeats", type=int, default=10, help="slices or rounds; the best counts")
     options = parser.parse_args()

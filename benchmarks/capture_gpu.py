@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as peer_tensor
 import torch.nn.functional as F
-from capture import distributed
+from capture import rank_step
 from gpt_step import GPT
 from rich.console import Console
 from rich.table import Table
+from torch._inductor.utils import fresh_inductor_cache
 
 import shardwise
 
@@ -32,7 +33,15 @@ MODELS = {  # layers, width, heads, batch, context
     "GPT 24 x 256, 1 x 64": (24, 256, 4, 1, 64),
     "GPT 12 x 768, 1 x 128": (12, 768, 12, 1, 128),
 }
-COMPILED = ["plain", "plain compiled", "DTensor compiled", "shardwise", "shardwise captured", "shardwise compiled"]
+COMPILED = [
+    "plain",
+    "plain compiled",
+    "plain compiled, optimizer eager",
+    "DTensor compiled",
+    "shardwise",
+    "shardwise captured",
+    "shardwise compiled",
+]
 OVERHEAD = ["plain", "plain reduce-overhead", "shardwise reduce-overhead"]
 GRAPHS = ["plain", "plain graph", "shardwise", "shardwise captured", "shardwise graph"]
 
@@ -62,7 +71,10 @@ def build(peer, mesh, sizes):
         return graphed(step, inputs, targets)
     if "compiled" in peer or "reduce-overhead" in peer:
         mode = "reduce-overhead" if "reduce-overhead" in peer else None
-        step = torch.compile(step, mode=mode) if library is shardwise else compiled_parts(model, optimizer, mode)
+        if library is not shardwise:
+            step = compiled_parts(model, optimizer, mode, with_optimizer="optimizer eager" not in peer)
+        else:
+            step = torch.compile(step, mode=mode)
     elif "captured" in peer:
         step = shardwise.capture(step)
     elif "graph" in peer:
@@ -72,19 +84,20 @@ def build(peer, mesh, sizes):
     return run
 
 
-def compiled_parts(model, optimizer, mode=None):
-    """Forward and backward compiled, the optimizer as it is: what people write without capture."""
+def compiled_parts(model, optimizer, mode=None, with_optimizer=True):
+    """Forward and backward compiled, and the step of the optimizer: what people write without capture."""
 
     def loss_of(inputs, targets):
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
     compiled = torch.compile(loss_of, mode=mode)
+    step_optimizer = torch.compile(optimizer.step, mode=mode) if with_optimizer else optimizer.step
 
     def step(inputs, targets):
         optimizer.zero_grad()
         loss = compiled(inputs, targets)
         loss.backward()
-        optimizer.step()
+        step_optimizer()
         return loss.detach()
 
     return step
@@ -115,15 +128,22 @@ def graphed(step, inputs, targets):
 
 def measure(names, sizes, mesh, repeats, console, title):
     calls, losses, first = {}, {}, {}
+    if any("compiled" in name for name in names):
+        torch.compile(lambda x: x + 1)(torch.ones(3, device="cuda"))  # compilers are loaded, their workers run
     for name in names:
         try:
-            start = time.perf_counter()
-            calls[name] = build(name, mesh, sizes)
-            losses[name] = [float(value(calls[name]())) for _ in range(5)]
-            first[name] = time.perf_counter() - start
+            with fresh_inductor_cache():  # so that no peer finds what another one has compiled
+                start = time.perf_counter()
+                calls[name] = build(name, mesh, sizes)
+                losses[name] = [float(value(calls[name]())) for _ in range(5)]
+                first[name] = time.perf_counter() - start
         except Exception as error:
             calls.pop(name, None)
             console.print(f"{name}: {type(error).__name__}: {str(error)[:300]}")
+    if "shardwise compiled" in first and "plain compiled" in first:
+        took = [first[name] - first[name.split()[0]] for name in ("shardwise compiled", "plain compiled")]
+        console.print(f"compile time, forward, backward and optimizer on both sides: shardwise {took[0]:.1f} s, ")
+        console.print(f"   plain {took[1]:.1f} s, {took[0] / took[1]:.2f}x")
     best = dict.fromkeys(calls, float("inf"))
     loops = 20 if sizes[3] * sizes[4] < 1000 else 5
     for call in calls.values():
@@ -141,6 +161,9 @@ def measure(names, sizes, mesh, repeats, console, title):
             best[name] = min(best[name], (time.perf_counter() - start) / loops * 1e3)
     gc.unfreeze()
     table = Table("step", "ms", "/ plain", "first five (s)", "largest difference of five losses", title=title)
+    for name, base in (("shardwise compiled", "plain compiled"), ("shardwise graph", "plain graph")):
+        if name in best and base in best:
+            console.print(f"{title}: {name} / {base} {best[name] / best[base]:.3f}x")
     for name, took in best.items():
         apart = max(abs(a - b) for a, b in zip(losses[name], losses["plain"]))
         table.add_row(name, f"{took:.3f}", f"{took / best['plain']:.3f}x", f"{first[name]:.1f}", f"{apart:.1e}")
@@ -186,22 +209,7 @@ def on_ranks(repeats):
     for kind in ("tensor parallel", "ZeRO 3"):
         calls, losses = {}, {}
         for how in ("eager", "captured", "captured, overlap"):
-            model, places = distributed(kind, mesh)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-            def step(inputs, targets, model=model, optimizer=optimizer):
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-                loss.backward()
-                optimizer.step()
-                return loss.detach()
-
-            passes = ("aliases", "merge", "inverse", "unused", *(["overlap"] if "overlap" in how else []))
-            run = step if how == "eager" else shardwise.capture(step, passes=passes)
-            torch.manual_seed(1)
-            tokens = torch.randint(512, (2 * world, 65), device="cuda")
-            batch = [shardwise.distribute_tensor(t.contiguous(), mesh, places) for t in (tokens[:, :-1], tokens[:, 1:])]
-            calls[how] = lambda run=run, batch=batch: run(*batch)
+            calls[how], _ = rank_step(kind, how, mesh)
             losses[how] = [float(calls[how]().full_tensor()) for _ in range(6)]
         best = dict.fromkeys(calls, float("inf"))
         for _ in range(repeats):

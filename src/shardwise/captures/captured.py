@@ -6,7 +6,6 @@ import functools
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from gc import collect as collect_garbage
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,12 +26,13 @@ from shardwise.captures.entry import (
     held_elsewhere,
     holds_known_container,
     key_of,
+    kind_of,
     modes,
     plain_inputs,
-    plain_of,
 )
 from shardwise.captures.explain import explain
 from shardwise.captures.guards import Arguments, Tensors
+from shardwise.captures.leaving import enter, kept_beyond
 from shardwise.captures.passes import DEFAULT, check_names, run_passes
 from shardwise.captures.program import Program
 from shardwise.captures.sequence import DONE, NOT_YET, REFUSED, agree, check_sizes, compare_ranks, fingerprint
@@ -46,7 +46,7 @@ from shardwise.protocols import Item
 from shardwise.torch_private.autograd import is_used_up
 
 MOST_CAPTURES = 64  # programs that a function keeps
-_LEAVES = "a backward pass inside leaves the function by an argument"
+_NUMBERS = "arguments that are no tensors are others at nearly every call; pass such numbers as tensors"
 _VARIANTS = 8  # programs for calls of one kind, that differ in modules and variables around
 Compile = Callable[[Program], None]  # what a compiler does with a program: statements become calls of what it made
 
@@ -125,6 +125,7 @@ class Captured:
         self._whole = whole  # whether it is an error that a call cannot be captured
         self._found: OrderedDict[Any, list[Capture] | Split | str] = OrderedDict()
         self._tries: dict[Any, int] = {}
+        self._kinds: dict[Any, tuple[int, int]] = {}  # of arguments but for numbers: programs, replays before the first
         self._expected: str | None = None
         self._eager: dict[str, int] = {}
         self._replays = 0
@@ -154,8 +155,11 @@ class Captured:
             return self._run_eagerly(found, args, kwargs)
         if isinstance(found, Split):
             return self._run_in_parts(found, args, kwargs)
-        if self._part is not None and len(self._found) >= _VARIANTS > self._replays:
-            return self._run_eagerly("numbers that it is given change all the time", args, kwargs)
+        kind = (spec, *kind_of(leaves))
+        written, replays = self._kinds.get(kind, (0, 0))
+        if written >= _VARIANTS and self._replays - replays < written:
+            return self._run_eagerly(_NUMBERS, args, kwargs)
+        self._kinds[kind] = written + 1, replays if written else self._replays
         return self._write(key, leaves, spec, (args, kwargs))
 
     def _run_in_parts(self, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item:
@@ -186,7 +190,7 @@ class Captured:
             return self._run_eagerly(surroundings.refused, *passed)
         tape = Tape(code_of(self._func))
         own = [as_own_object(leaf) for leaf in leaves]
-        leaving = _enter(tape, own)
+        leaving = enter(tape, own)
         called = Called(surroundings)
         args, kwargs = tree_unflatten(own, spec)
         around = modes()
@@ -227,7 +231,7 @@ class Captured:
         results.tensors = []
         reason = tape.refused or elsewhere or tape.replaced(program) or called.written()
         if not reason and pair is None:
-            reason = _kept(tape, program)
+            reason = kept_beyond(tape, program)
         ended = REFUSED if tape.refused else NOT_YET if reason else DONE
         worst, line = agree(tape.comms.values(), ended, tape.line if tape.refused else 0)
         if worst != DONE:
@@ -253,7 +257,7 @@ class Captured:
         guards: list[Guard] = [called, Tensors(around, state, began)]
         made = Capture(program, pair, results, guards, Arguments(given, [*around, *state]))
         if pair is not None:  # what autograd keeps for the backward pass of this call is alive still
-            made.unsettled = lambda: _kept(tape, program)
+            made.unsettled = lambda: kept_beyond(tape, program)
         return made
 
     @staticmethod
@@ -424,31 +428,6 @@ class Captured:
     def __repr__(self) -> str:
         eager = f", {sum(self.eager.values())} eager calls" if self.eager else ""
         return f"<captured {self._name}: {self.captures} captures, {self.replays} replays{eager}>"
-
-
-def _kept(tape: Tape, program: Program) -> str:
-    """Why a program cannot be repeated whose tensors somebody keeps: they would stay those of the first call."""
-    if tape.kept(program):
-        collect_garbage()
-    kept = tape.kept(program)
-    if not kept:
-        return ""
-    tensor, statement = kept[0]
-    return (
-        f"a tensor of shape {tuple(tensor.shape)} that {statement.label} made is kept beyond the call "
-        f"({statement.source}); return it instead"
-    )
-
-
-def _enter(tape: Tape, own: Sequence[Any]) -> list[Any]:
-    """Give a tape its inputs. Where one comes from a graph outside, a hook tells that a backward pass goes on there."""
-    hooks = []
-    for leaf in own:
-        for value in plain_of(leaf):
-            tape.add_input(value)
-            if value.requires_grad and not value.is_leaf:
-                hooks.append(value.register_hook(lambda grad: tape.refuse(_LEAVES)))
-    return hooks
 
 
 def capture(

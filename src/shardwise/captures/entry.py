@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -74,13 +76,57 @@ def _key(leaf: Item) -> Hashable:
         return kind, tuple(place[id(v)] for v in leaf.ranks), tuple(map(_plain_key, distinct))
     if isinstance(leaf, torch.Tensor):
         return kind, _plain_key(leaf)
-    if kind is float or kind is complex:
-        return kind, repr(leaf)  # 0.0 and -0.0 differ, and each nan is like the others
+    if kind in _BY_VALUE:
+        return kind, leaf
     try:
         hash(leaf)
     except TypeError:
         raise NotHashable(f"an argument of type {kind.__name__} has no hash") from None
-    return kind, leaf
+    return _key_of_object(leaf)
+
+
+_BY_VALUE = frozenset(
+    {int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+)
+
+
+def _key_of_object(leaf: Item) -> Hashable:
+    """What tells an object from others that may call themselves equal to it: `==` of a class need not look at
+    everything that a function can read."""
+    kind = type(leaf)
+    if kind in _BY_VALUE or kind.__eq__ is object.__eq__:
+        return kind, leaf
+    if kind is float or kind is complex:
+        return kind, repr(leaf)  # 0.0 and -0.0 differ, and each nan is like the others
+    if kind is tuple:
+        return kind, *map(_key_of_object, leaf)
+    if isinstance(leaf, np.generic):
+        return kind, leaf.tobytes()
+    if is_dataclass(leaf) and vars(leaf).keys() == {f.name for f in fields(leaf)}:
+        return kind, *((name, _key_of_object(value)) for name, value in vars(leaf).items())
+    if kind.__module__.partition(".")[0] in sys.stdlib_module_names:
+        return kind, leaf, repr(leaf)
+    return kind, _Itself(leaf)
+
+
+class _Itself:
+    """An object that is equal to nothing but itself."""
+
+    __slots__ = ("_item",)
+
+    def __init__(self, item: Item) -> None:
+        self._item = item
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._item is self._item
+
+    def __hash__(self) -> int:
+        return id(self._item)
+
+
+def kind_of(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
+    """What calls have in common that differ in numbers and other objects among their arguments alone."""
+    return tuple(_key(leaf) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
 
 
 def _plain_key(t: torch.Tensor) -> Hashable:

@@ -68,6 +68,13 @@ class Escapes(TorchFunctionMode):
         _replacements.leave()
         self._hook.remove()
 
+    def rest(self) -> None:
+        """See nothing of what this thread does, until `wake`."""
+        super().__exit__(None, None, None)
+
+    def wake(self) -> None:
+        super().__enter__()
+
     def __torch_function__(self, func: Op, types: Args, args: Args = (), kwargs: Kwargs | None = None) -> Result:
         if not self.tape.paused and args and type(args[0]) in _PLAIN:
             if func in _VALUES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -18,36 +18,37 @@ from shardwise.torch_private.tensors import OpOverload, schema_of
 def items_in(*values: Item) -> list[Any]:
     """What stands in arguments of operators: lists, tuples and dicts are looked into."""
     found: list[Any] = []
+    _collect(values, found)
+    return found
+
+
+def _collect(values: Iterable[Item], found: list[Any]) -> None:
     for value in values:
-        if type(value) in _SEQUENCES:
-            found += items_in(*value)
-        elif type(value) is dict:
-            found += items_in(*value.values())
+        kind = type(value)
+        if kind is list or kind is tuple:
+            _collect(value, found)
+        elif kind is dict:
+            _collect(value.values(), found)
         else:
             found.append(value)
-    return found
 
 
 def with_items(value: Item, kind: type, change: Callable[[Any], Any]) -> Item:
     """Arguments of operators with everything of this kind changed."""
-    if isinstance(value, kind):
-        return change(value)
-    if type(value) in _SEQUENCES:
-        return type(value)([with_items(item, kind, change) for item in value])
-    return {name: with_items(item, kind, change) for name, item in value.items()} if type(value) is dict else value
+    own = type(value)
+    if own is list or own is tuple:
+        return own([with_items(item, kind, change) for item in value])
+    if own is dict:
+        return {name: with_items(item, kind, change) for name, item in value.items()} if value else value
+    return change(value) if isinstance(value, kind) else value
 
 
-_SEQUENCES = (list, tuple)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ref:
-    """A tensor of the program, by its number."""
+    """A tensor of the program, by its number. No two of one program have the same number, so they compare by identity:
+    the passes look them up all the time."""
 
     number: int
-
-    def __hash__(self) -> int:
-        return self.number
 
 
 @dataclass(eq=False)
@@ -72,7 +73,7 @@ class Statement:
 
     def refs(self) -> Iterator[Ref]:
         """The tensors that it takes."""
-        return (item for item in items_in(self.args, self.kwargs) if type(item) is Ref)
+        return (item for item in items_in(*self.args, *self.kwargs.values()) if type(item) is Ref)
 
     @property
     def is_op(self) -> bool:
@@ -93,6 +94,8 @@ class Statement:
 
     def replace_refs(self, new: dict[Ref, Ref]) -> None:
         """Take other tensors."""
+        if not new:
+            return
         swap: Callable[[Ref], Ref] = lambda ref: new.get(ref, ref)  # noqa: E731
         self.args, self.kwargs = with_items(self.args, Ref, swap), with_items(self.kwargs, Ref, swap)
         self.writes = tuple(map(swap, self.writes))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import operator
 import os
 import random
 import sys
@@ -17,6 +18,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from importlib.util import resolve_name
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,18 @@ _CLOCKS = frozenset(
 )
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _RATES = frozenset({"get_last_lr", "last_epoch", "get_lr", "_last_lr"})
+_LOOKING = frozenset({"globals", "eval", "exec", "__import__"})  # ways to variables that no code names
+_SETTINGS = frozenset(  # of torch, that a program may ask for
+    {
+        "get_num_threads",
+        "get_num_interop_threads",
+        "get_float32_matmul_precision",
+        "get_deterministic_debug_mode",
+        "get_default_device",
+        "is_warn_always_enabled",
+        "is_anomaly_enabled",
+    }
+)
 _MAKING = frozenset({"__init__", "__new__", "__init_subclass__", "__post_init__", "__repr__", "__str__", "__del__"})
 _BEGINNING = ("forward", "__call__", "__getattr__", "__getitem__", "__len__", "__iter__")
 
@@ -140,8 +154,11 @@ class _Walk:
             found = names_in(func.__code__)
             self.names |= found.attributes
             self.perhaps |= found.perhaps
-            self._variables(func, sorted(found.variables & func.__globals__.keys()))
-            self.watch(f"defaults of {func.__qualname__}", lambda: (func.__code__, func.__defaults__))
+            self._variables(func, sorted(found.variables))
+            self._imports(func, found.imports)
+            self.watch(
+                f"defaults of {func.__qualname__}", lambda: (func.__code__, func.__defaults__, func.__kwdefaults__)
+            )
             self._attributes(vars(func), name, self._known & vars(func).keys())
             if cells:
                 self.watch("around", lambda: [_content(cell) for cell in cells], func.__code__.co_freevars)
@@ -155,7 +172,18 @@ class _Walk:
         if names:
             self.watch(func.__module__, lambda: list(map(table.get, names)), names)
         for name in names:
-            self.visit(table[name], name)
+            self.visit(table.get(name), name)
+        for name in _LOOKING & set(names) - table.keys():
+            self.refuse(f"{func.__qualname__} calls {name}, so that nobody can tell which variables it reads")
+
+    def _imports(self, func: types.FunctionType, names: Iterable[str]) -> None:
+        """Modules that a function imports itself, at each call: they are read like others."""
+        package = func.__globals__.get("__package__")
+        for relative in sorted(names):
+            name = resolve_name(relative, package) if package or not relative.startswith(".") else relative
+            self.watch(f"import of {name}", functools.partial(_module_of, name))
+            self.visit(sys.modules.get(name), name)
+            self.visit(sys.modules.get(name.partition(".")[0]), name)
 
     def _method(self, method: types.MethodType, name: str) -> None:
         self.visit(method.__self__, name)
@@ -164,6 +192,11 @@ class _Walk:
     def _partial(self, part: functools.partial[Any], name: str) -> None:
         for inner in (part.func, part.args, part.keywords):
             self.visit(inner, name)
+
+    def _getter(self, getter: Item, name: str) -> None:
+        """`operator.attrgetter` and the like, which have names that no code shows."""
+        texts = [text for text in getter.__reduce__()[1] if isinstance(text, str)]
+        self.names |= {part for text in texts for part in text.split(".")}
 
     def _property(self, found: property, name: str) -> None:
         self.visit(found.fget, name)
@@ -181,6 +214,9 @@ class _Walk:
     def _file(self, module: types.ModuleType, name: str) -> None:
         if module is os and self._known & {"environ", "getenv"}:
             self.watch("os.environ", lambda: [*os.environ, *os.environ.values()])
+        if module is torch:
+            for setting in sorted(self._known & _SETTINGS):
+                self.watch(f"torch.{setting}()", functools.partial(_asked, getattr(torch, setting)))
         if module is time and self._known & _CLOCKS:
             self.refuse("the function reads the clock: do that outside")
         if not _is_foreign_name(module.__name__):
@@ -319,6 +355,7 @@ _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     (types.BuiltinFunctionType, _Walk._builtin),
     (types.ModuleType, _Walk._file),
     (functools.partial, _Walk._partial),
+    ((operator.attrgetter, operator.methodcaller), _Walk._getter),
     (property, _Walk._property),
     ((staticmethod, classmethod), _Walk._wrapped),
     (torch.optim.Optimizer, _Walk._optimizer),
@@ -369,3 +406,11 @@ def _content(cell: types.CellType) -> Item:
         return cell.cell_contents
     except ValueError:  # empty still
         return _NOTHING
+
+
+def _module_of(name: str) -> tuple[object]:
+    return (sys.modules.get(name),)
+
+
+def _asked(setting: Callable[[], object]) -> tuple[object]:
+    return (setting(),)

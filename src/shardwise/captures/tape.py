@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.autograd.leaves import leaf_values
 from shardwise.captures.escapes import Escapes, has_foreign_hooks
+from shardwise.captures.operands import has_indices, is_without_values, share_memory_with
 from shardwise.captures.program import (
     Flattened,
     GetGrad,
@@ -37,10 +38,12 @@ from shardwise.comm.rank_tensor import RankTensor
 from shardwise.comm.record import Note, recorders, user_line
 from shardwise.move.steps import Step
 from shardwise.protocols import Args, Item, Kwargs, Op, Result
+from shardwise.torch_private.autograd import step_hooks
 from shardwise.torch_private.tensors import (
     DispatchMode,
     OpOverload,
-    schema_of,
+    dispatch_modes,
+    function_modes,
     storage_id,
     storage_number,
     take_resize,
@@ -70,12 +73,14 @@ class Tape(DispatchMode):  # type: ignore[misc]
         self._made_at: dict[Ref, Statement] = {}
         self._count = 0
         self._grads: dict[Ref, torch.Tensor | None] = {}  # of leaves: the gradient that the program knows of
+        self._leaves: dict[Ref, torch.Tensor] = {}  # those tensors
         self._began_without: dict[Ref, bool] = {}  # of leaves whose first gradient matters: whether there was none
         self._stepping: torch.optim.Optimizer | None = None
         self._options: dict[torch.optim.Optimizer, Any] = {}
         self._keys: dict[int, Ref] = {}
         self._stream = b""  # where torch's generators stand, as far as the program has drawn
         self._constants: set[Ref] = set()
+        self._rests = False  # while an optimizer steps
 
     # -- on and off -------------------------------------------------------------------------------------------------
     @contextmanager
@@ -85,8 +90,9 @@ class Tape(DispatchMode):  # type: ignore[misc]
             tapes.append(self)
             stack.callback(tapes.remove, self)
             stack.enter_context(take_resize(self._resized))
-            stack.enter_context(Escapes(self))
+            self._escapes = stack.enter_context(Escapes(self))
             stack.enter_context(self)
+            stack.callback(self._wake)
             self._stream = self._generators()
             yield self
         if self._generators() != self._stream:  # which goes on in each run
@@ -97,6 +103,21 @@ class Tape(DispatchMode):  # type: ignore[misc]
         with self._pausing():
             state = torch.default_generator.get_state().numpy().tobytes()
             return state + torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else state
+
+    def _rest(self, optimizer: torch.optim.Optimizer) -> None:
+        """See nothing of a step, which is one statement, so that it runs at its own speed. Where modes of the program's
+        are in between, or its hooks may enter some, this one stays."""
+        innermost = dispatch_modes()[-1:] == [self] and function_modes()[-1:] == [self._escapes]
+        if innermost and not any(step_hooks(optimizer)):
+            self._escapes.rest()
+            self.__exit__(None, None, None)
+            self._rests = True
+
+    def _wake(self) -> None:
+        if self._rests:
+            self._rests = False
+            self.__enter__()
+            self._escapes.wake()
 
     def refuse(self, reason: str) -> None:
         if not self.refused and not self.paused:
@@ -115,6 +136,7 @@ class Tape(DispatchMode):  # type: ignore[misc]
         self.inputs[ref] = tensor
         if tensor.requires_grad and tensor.is_leaf:
             self._grads[ref] = tensor.grad
+            self._leaves[ref] = tensor
         return ref
 
     def number_of(self, tensor: torch.Tensor) -> Ref:
@@ -122,14 +144,15 @@ class Tape(DispatchMode):  # type: ignore[misc]
         found = self._refs.get(tensor)
         if found is not None:
             return found
-        for leaf in self._grads:
-            if self._tensor_of(leaf).grad is tensor:  # somebody else's work: a step, or an earlier call
-                return self._write(Statement(_GET, (leaf,), label="grad"), tensor)
+        for ref, leaf in self._leaves.items():
+            if leaf.grad is tensor:  # somebody else's work: a step, or an earlier call
+                return self._write(Statement(_GET, (ref,), label="grad"), tensor)
         found = self._refs[tensor] = self._new()
         self.state[found] = tensor
         if tensor.requires_grad and not tensor.is_leaf:
             self.refuse(f"a tensor of shape {tuple(tensor.shape)} comes from a graph that was made before the call")
         if tensor.requires_grad and tensor.is_leaf:
+            self._leaves[found] = tensor
             grad = tensor.grad
             if grad is not None and self._refs.get(grad) in self._made_at:  # the program has put it there, unseen
                 self._grads[found] = None
@@ -142,9 +165,6 @@ class Tape(DispatchMode):  # type: ignore[misc]
 
     def is_of_program(self, tensor: torch.Tensor) -> bool:
         return tensor.is_leaf or tensor in self._refs
-
-    def _tensor_of(self, ref: Ref) -> torch.Tensor:
-        return self.state[ref] if ref in self.state else self.inputs[ref]
 
     def _write(self, statement: Statement, *made: torch.Tensor) -> Ref:
         """Add a statement and its results; the number of the first."""
@@ -166,23 +186,27 @@ class Tape(DispatchMode):  # type: ignore[misc]
         if ours is not None:
             with self:
                 return ours.__torch_dispatch__(func, types, args, kwargs)
-        if self.paused or self.refused or func.namespace in ("prim", "profiler") or _is_abstract(args, kwargs):
+        if self.paused or self.refused or func.namespace in ("prim", "profiler"):
             return func(*args, **kwargs)
-        if reason := self._cannot_be_repeated(func, args, kwargs):
+        given = items_in(*args, *kwargs.values())
+        if is_without_values(given, kwargs):
+            return func(*args, **kwargs)
+        if reason := self._cannot_be_repeated(func, args, given):
             self.refuse(reason)
             return func(*args, **kwargs)
-        return self._op(func, args, kwargs)
+        return self._op(func, args, kwargs, given)
 
-    def _op(self, func: Op, args: Args, kwargs: Kwargs) -> Result:
+    def _op(self, func: Op, args: Args, kwargs: Kwargs, given: list[Any]) -> Result:
         if func is _FRESH and args[0] not in self._refs:  # made from numbers: each run needs one of its own
             func, args = _CLONE, (args[0].detach(),)
+            given = [args[0]]
             self._constants.add(self.number_of(args[0]))
         refs, named = (with_items(given, torch.Tensor, self.number_of) for given in (args, kwargs))
         with self._watching_generator(func) as drawn:
             out = func(*args, **kwargs)
         statement = Statement(func, refs, named, label=func.overloadpacket.__name__, draws=bool(drawn))
         statement.writes = written_by(func, refs, named)
-        statement.shares_memory = _share_memory((args, kwargs), out)
+        statement.shares_memory = share_memory_with(given, out)
         if isinstance(out, torch.Tensor):
             self._write(statement, out)
         elif isinstance(out, (tuple, list)):
@@ -200,15 +224,16 @@ class Tape(DispatchMode):  # type: ignore[misc]
         statement.func = Flattened(statement.func)
         self._write(statement, *(x for x in items_in(out) if isinstance(x, torch.Tensor)))
 
-    def _cannot_be_repeated(self, func: Op, args: Args, kwargs: Kwargs) -> str:
+    def _cannot_be_repeated(self, func: Op, args: Args, given: list[Any]) -> str:
         name, tags = func.overloadpacket.__name__, func.tags
-        if torch.Tag.data_dependent_output in tags:
-            return f"{name}: a value of a tensor is asked for"
-        if torch.Tag.dynamic_output_shape in tags and not _has_indices(func, args):
-            return f"{name}: a size depends on values"
-        if torch.Tag.inplace_view in tags and (self._refs.get(args[0]) in self.state or args[0] not in self._refs):
-            return f"{name}: changes the shape of a tensor that was there before"
-        for item in items_in(args, kwargs):
+        if tags:
+            if torch.Tag.data_dependent_output in tags:
+                return f"{name}: a value of a tensor is asked for"
+            if torch.Tag.dynamic_output_shape in tags and not has_indices(func, args):
+                return f"{name}: a size depends on values"
+            if torch.Tag.inplace_view in tags and (self._refs.get(args[0]) in self.state or args[0] not in self._refs):
+                return f"{name}: changes the shape of a tensor that was there before"
+        for item in given:
             if isinstance(item, torch.Generator) and item is not torch.default_generator:
                 return f"{name}: draws from a generator of its own"
         return ""
@@ -312,10 +337,12 @@ class Tape(DispatchMode):  # type: ignore[misc]
         self._note_options(optimizer)
         self._stepping = optimizer
         self.paused += 1
+        self._rest(optimizer)
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._stepping is not optimizer:
             return
+        self._wake()
         self.paused -= 1
         self._stepping = None
         self._options[optimizer] = _options_of(optimizer)
@@ -325,8 +352,8 @@ class Tape(DispatchMode):  # type: ignore[misc]
         """Write down a call of Python that every run makes."""
         self._write(Statement(func, label=label, outside=True, single=False))
         self._stream = self._generators()  # whatever that has drawn, it draws again
-        for leaf in self._grads:
-            self._grads[leaf] = self._tensor_of(leaf).grad
+        for ref, leaf in self._leaves.items():
+            self._grads[ref] = leaf.grad
         self._options.update((optimizer, _options_of(optimizer)) for optimizer in self._options)
 
     def _note_options(self, optimizer: torch.optim.Optimizer) -> None:
@@ -347,6 +374,9 @@ class Tape(DispatchMode):  # type: ignore[misc]
         """The program sets the gradient of a plain tensor."""
         is_new = leaf not in self._refs
         ref = self.number_of(leaf)
+        if ref in self._made_at:  # what is done with its gradient are ops
+            return
+        self._leaves[ref] = leaf  # also where it takes no gradients now, but had one
         if is_new:  # whatever was there before
             self._began_without.pop(ref, None)
         value = None if grad is None else self.number_of(grad)
@@ -356,17 +386,17 @@ class Tape(DispatchMode):  # type: ignore[misc]
     def note_no_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
         """The program has seen to it that these have no gradients, also if they had some before."""
         for leaf in (value for tensor in tensors for value in _leaves_of(tensor)):
-            if leaf.requires_grad and leaf.is_leaf and leaf.grad is None:
+            if leaf.is_leaf and leaf.grad is None:
                 self.set_grad(leaf, None)
 
     def note_gradients(self) -> None:
         """Write down which gradients autograd has put on leaves since."""
-        for leaf, known in list(self._grads.items()):
-            now = self._tensor_of(leaf).grad
-            if now is not known:
+        for ref, leaf in list(self._leaves.items()):
+            now = leaf.grad
+            if now is not self._grads[ref]:
                 grad = None if now is None else self.number_of(now)
-                self._write(Statement(_SET, (leaf, grad), label="set_grad", single=False))
-                self._grads[leaf] = now
+                self._write(Statement(_SET, (ref, grad), label="set_grad", single=False))
+                self._grads[ref] = now
 
     def has_place(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was not made by the program, or is a gradient that it sets."""
@@ -374,7 +404,7 @@ class Tape(DispatchMode):  # type: ignore[misc]
 
     def leaves(self) -> list[torch.Tensor]:
         """The tensors that were there before and take gradients."""
-        return [self.state[ref] for ref in self._grads if ref in self.state]
+        return [self.state[ref] for ref in self._grads if ref in self.state and self.state[ref].requires_grad]
 
     def began_without_gradient(self) -> list[tuple[torch.Tensor, bool]]:
         """Leaves, and whether they had no gradient when the program began: where it makes a difference."""
@@ -404,7 +434,7 @@ class Tape(DispatchMode):  # type: ignore[misc]
         would read the old one. It is known by this, that nobody has the old one any more."""
         watched = {ref: WeakTensorRef(t) for ref, t in self.state.items() if ref not in self._constants}
         kinds = {ref: tuple(t.shape) for ref, t in self.state.items()}
-        held, self.state = dict(self.state), {}
+        held, self.state, self._leaves = dict(self.state), {}, {}
         program.state = {}
         order = list(held)
         for ref in watched:
@@ -446,27 +476,6 @@ def _line_in(code: CodeType | None) -> int:
 
 def _leaves_of(param: torch.Tensor) -> Sequence[torch.Tensor]:
     return leaf_values(param) if isinstance(param, Wrapper) else (param,)
-
-
-def _share_memory(given: Item, made: Item) -> bool:
-    with without_torch_function():
-        taken = {storage_id(t) for t in items_in(given) if isinstance(t, torch.Tensor)}
-        return any(storage_id(t) in taken for t in items_in(made) if isinstance(t, torch.Tensor))
-
-
-def _has_indices(func: Op, args: Args) -> bool:
-    """Whether an operator takes a list of indices and none of them is a mask: the size of its result is theirs."""
-    lists = [i for i, a in enumerate(schema_of(func).arguments) if str(a.type) == "List[Optional[Tensor]]"]
-    indices = items_in(*(args[i] for i in lists if i < len(args)))
-    return bool(lists) and not any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices)
-
-
-def _is_abstract(args: Args, kwargs: Kwargs) -> bool:
-    """Whether a call is about tensors without values: somebody asks what a result would look like."""
-    tensors = [item for item in items_in(args, kwargs) if isinstance(item, torch.Tensor)]
-    if tensors:
-        return all(tensor.device.type == "meta" for tensor in tensors)
-    return torch.device(kwargs.get("device") or "cpu").type == "meta"
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -101,7 +101,7 @@ def _rewrite(program: Program, begins: dict[int, list[int]], waits: dict[int, li
             old = statements[begun]
             number += 1
             handles[begun] = Ref(number)
-            begin = Statement(Begin(old.func), old.args, outs=[Ref(number)])  # type: ignore[arg-type]
+            begin = Statement(Begin(old.func), old.args, outs=[handles[begun]])  # type: ignore[arg-type]
             begin.label, begin.source, begin.note = f"begin_{old.label}", old.source, old.note
             kept.append(begin)
         if at < len(statements) and at not in moved:

@@ -9,6 +9,8 @@ from shardwise.move.exchange import Exchange
 
 def merge_equal_moves(program: Program) -> None:
     """Make a move once where several equal ones of one tensor are made, if nobody writes to it or to the results."""
+    if not _has_moves(program, 2):
+        return
     memory = Memory(program)
     known: list[tuple[int, Statement]] = []
     new: dict[Ref, Ref] = {}
@@ -37,6 +39,8 @@ def _is_repeated(earlier: tuple[int, Statement], later: tuple[int, Statement], m
 
 def drop_inverse_moves(program: Program) -> None:
     """Take the tensor itself where a move brings back what another moved away, if nobody writes to any of them."""
+    if not _has_moves(program, 2):
+        return
     memory = Memory(program)
     made_by: dict[Ref, tuple[int, Statement]] = {}
     new: dict[Ref, Ref] = {}
@@ -44,7 +48,7 @@ def drop_inverse_moves(program: Program) -> None:
     for at, statement in enumerate(program.statements):
         statement.replace_refs(new)
         if isinstance(statement.func, Move):
-            there = made_by.get(next(statement.refs(), Ref(0)))
+            there = next((made_by[ref] for ref in statement.refs() if ref in made_by), None)
             if there is not None and _undoes(statement, there[1]) and None not in statement.outs:
                 refs = [*there[1].refs(), *statement.refs(), *(r for r in statement.outs if r is not None)]
                 if not memory.is_written(refs, there[0]):
@@ -71,6 +75,10 @@ def _undoes(back: Statement, there: Statement) -> bool:
     if not isinstance(away, Exchange) or not isinstance(home, Exchange) or away.reduces or home.reduces:
         return False
     return away.src.placements == home.dst.placements and away.dst.placements == home.src.placements
+
+
+def _has_moves(program: Program, count: int) -> bool:
+    return sum(isinstance(statement.func, Move) for statement in program.statements) >= count
 
 
 def _rename_outputs(program: Program, new: dict[Ref, Ref]) -> None:
