@@ -36,7 +36,7 @@ PEERS = {
 
 def measure(rank, parts, folder, peer, options, results):
     """Seconds, and processor seconds of the training threads of all ranks, of each step: four turns a round."""
-    join(rank, parts, folder)
+    join(rank, parts, folder, options.device)
     step = peers_of(PEERS[peer])[peer](options, rank, parts)
     run = Path(folder, "run")
     took = torch.zeros(options.rounds * 4, 2, dtype=torch.float64)
@@ -80,6 +80,7 @@ def spread(values):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo or NCCL processes")
     parser.add_argument("--only", help="one of: " + ", ".join(PEERS))
     parser.add_argument("--no-ops", action="store_true", help="collectives and modules only")
     for name, value in (SMALL | {"rounds": 40}).items():
