@@ -48,6 +48,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python .ci/any_budget.py
+	$(BIN)/python .ci/sizes.py
 
 # Resumable: what was tried stands in build/prove; ARGS=--fresh starts anew.
 prove: $(STAMP)

@@ -124,7 +124,7 @@ class SimulatedMesh:
         _active.stack.append(self)
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         _active.stack.pop()
 
     def __repr__(self) -> str:
@@ -137,7 +137,7 @@ class SimulatedMesh:
     def __rich__(self) -> str:
         return markup(mesh_picture(repr(self), self.shape, self.axis_names, self.ranks))
 
-    def __deepcopy__(self, memo: Any) -> SimulatedMesh:
+    def __deepcopy__(self, memo: object) -> SimulatedMesh:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -55,7 +55,7 @@ def move_state_dict(
     return _walk(state_dict, "", lambda name, tensor: moved[name])
 
 
-def _walk(value: Any, name: str, visit: Callable[[str, DTensor], Any]) -> Any:
+def _walk(value: object, name: str, visit: Callable[[str, DTensor], Any]) -> Any:
     if isinstance(value, DTensor):
         return visit(name, value)
     join = lambda key: f"{name}.{key}" if name else str(key)  # noqa: E731

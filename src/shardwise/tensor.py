@@ -323,7 +323,7 @@ class DTensor(Wrapper):
 
     data = property(attributes.get_data, attributes.set_data)  # type: ignore[assignment]
 
-    def set_(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+    def set_(self, *args: object, **kwargs: object) -> DTensor:  # type: ignore[override]
         """The memory and layout of another distributed tensor. torch's parametrizations write so."""
         if len(args) == 1 and not kwargs and isinstance(args[0], DTensor) and args[0].dtype == self.dtype:
             attributes.set_data(self, args[0])
@@ -366,7 +366,7 @@ class DTensor(Wrapper):
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         return self._whole().numpy(force=force)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:  # type: ignore[override]
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> Any:  # type: ignore[override]
         value = self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
         return value.copy() if copy else value
 
@@ -403,14 +403,14 @@ class DTensor(Wrapper):
     def is_neg(self) -> bool:
         return first_leaf(self).is_neg()
 
-    def __dlpack__(self, **_: Any) -> Any:  # type: ignore[override]
+    def __dlpack__(self, **_: object) -> Any:  # type: ignore[override]
         raise RuleError("__dlpack__: the memory of a distributed tensor is on many ranks; give x.to_local() away")
 
     # -- copies ---------------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:  # type: ignore[override]
         return memo[id(self)] if id(self) in memo else deep_copy(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:  # type: ignore[override]
         return _rebuild, pickled(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

@@ -167,7 +167,7 @@ def _roots(tensor: Wrapper, seed: Any, what: str, batch: int | None) -> tuple[li
     return list(outs), list(comm.pick(comm.structure(tensor._local), local))
 
 
-def _roots_of_parts(tensor: Wrapper, seed: Any, what: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _roots_of_parts(tensor: Wrapper, seed: object, what: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The parts of a tensor that a transform of torch.func made and that is over by now, so that it does not record
     their reduction, and what the gradient of the whole is for each of them."""
     layout, comm = tensor._layout, tensor._layout.mesh.comm

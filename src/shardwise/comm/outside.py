@@ -37,7 +37,7 @@ class OutsideComm(PlainComm):
         self.axis_names = tuple(device_mesh.mesh_dim_names or map(str, range(len(self.shape))))
         self.ranks = device_mesh.mesh.flatten().tolist()
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise MeshError(
             f"rank {dist.get_rank()} is outside of the mesh of ranks {self.ranks} and holds nothing of this tensor: "
             f"ask for its values on those ranks only, or redistribute it to a mesh that this rank is in"

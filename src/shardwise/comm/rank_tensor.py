@@ -93,7 +93,7 @@ class RankTensor(torch.Tensor):
         copies = {id(v): v.__deepcopy__(memo) for v in self.ranks}
         return RankTensor([copies[id(v)] for v in self.ranks])
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return RankTensor, (self.ranks,)
 
 
@@ -245,7 +245,7 @@ def _is_alone(target: RankTensor) -> bool:
     return all(storage_users(v) == 1 for v in values)
 
 
-def _as_copies(call: Any, taken: set[int]) -> Any:
+def _as_copies(call: object, taken: set[int]) -> Any:
     """A call's arguments, with copies of what other calls have taken."""
     return tree_map_only(torch.Tensor, lambda v: _Copy.apply(v) if id(v) in taken else v, call) if taken else call
 
@@ -358,7 +358,7 @@ def map_positions(
     return None if nothing else results
 
 
-def _many_in(value: Any) -> Iterator[Any]:
+def _many_in(value: object) -> Iterator[Any]:
     """The values that differ between ranks, containers looked into."""
     if isinstance(value, (RankTensor, PerRank)):
         yield value
@@ -370,7 +370,7 @@ def _many_in(value: Any) -> Iterator[Any]:
             yield from _many_in(item)
 
 
-def _at(value: Any, rank: int) -> Any:
+def _at(value: object, rank: int) -> Any:
     """What one rank has of a value."""
     if isinstance(value, RankTensor):
         return value.ranks[rank]

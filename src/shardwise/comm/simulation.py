@@ -59,7 +59,7 @@ class SimulatedComm(Comm):
         if is_list_op(func):
             return lambda *args, **kwargs: map_positions(func, args, kwargs, keys)
 
-        def on_all_ranks(*args: Any, **kwargs: Any) -> Any:
+        def on_all_ranks(*args: object, **kwargs: object) -> Any:
             return map_ranks(func, args, kwargs, keys)
 
         return on_all_ranks

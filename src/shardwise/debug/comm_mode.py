@@ -80,7 +80,7 @@ class CommDebugMode(TorchFunctionMode):
         self._watched: set[torch.nn.Module] = set()
         return super().__enter__()
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
         for hook in self._hooks:
             hook.remove()

@@ -53,7 +53,7 @@ _here = _UnderWay()
 
 
 def note_copies(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], path: Path, result: Any, name: str
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], path: Path, result: object, name: str
 ) -> None:
     """Note that func(*args, **kwargs) copied the tensor at `path` into `result`, where torch would make views of it."""
     source = fetch(args, kwargs, path)
@@ -127,7 +127,7 @@ def _root(copy: _Copy) -> Any:
     return copy.tensor() if copy.whole is None else copy.whole
 
 
-def _forget(table: dict[int, list[_Copy]], key: int, _: Any) -> None:
+def _forget(table: dict[int, list[_Copy]], key: int, _: object) -> None:
     alive = [copy for copy in table.get(key, ()) if copy.tensor() is not None]
     if alive:
         table[key] = alive

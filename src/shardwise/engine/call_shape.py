@@ -42,7 +42,7 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any], kind: type = Wrap
         yield from _tensors(value, (key,), kind)
 
 
-def _tensors(value: Any, path: Path, kind: type) -> Iterator[tuple[Path, Any]]:
+def _tensors(value: object, path: Path, kind: type) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, kind):
         yield path, value
     elif isinstance(value, (list, tuple)):
@@ -58,7 +58,7 @@ def fetch(args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> Any:
     return value
 
 
-def put(args: list[Any], kwargs: dict[str, Any], path: Path, value: Any) -> None:
+def put(args: list[Any], kwargs: dict[str, Any], path: Path, value: object) -> None:
     """Set the value at `path`. Tuples on the way to it become lists."""
     holder: Any = kwargs if isinstance(path[0], str) else args
     for key in path[:-1]:

@@ -135,13 +135,13 @@ def _without_out(func: Any) -> Any:
     return next(iter(alike), None)
 
 
-def _arguments(func: Any, without: Sequence[str]) -> list[tuple[str, str]]:
+def _arguments(func: object, without: Sequence[str]) -> list[tuple[str, str]]:
     """The names and types of what an overload takes, outs aside."""
     arguments = schema_of(func).arguments
     return [(a.name, str(a.type)) for a in arguments if not a.is_out and a.name not in without]
 
 
-def _is_typed_by_out(form: Any) -> bool:
+def _is_typed_by_out(form: object) -> bool:
     """Whether the result has the dtype of `out` unless the call names one: zeros(3, out=out)."""
     names = [[a.name for a in schema_of(f).arguments] for f in (form, _without_out(form)) if f is not None]
     return len(names) == 2 and "dtype" not in names[0] and "dtype" in names[1]

@@ -49,7 +49,7 @@ def mesh_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mesh | None:
     return next((tensor._layout.mesh for _, tensor in tensors_in(args, kwargs)), None)
 
 
-def _wrapped(value: Any, mesh: Mesh) -> Any:
+def _wrapped(value: object, mesh: Mesh) -> Any:
     if isinstance(value, torch.Tensor) and not isinstance(value, Wrapper):
         return replicated_plain(value, mesh)
     if isinstance(value, (list, tuple)) and any(isinstance(v, (torch.Tensor, list, tuple)) for v in value):

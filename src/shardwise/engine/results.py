@@ -167,7 +167,7 @@ def one_wrapper(layout: Layout) -> Callable[..., Any]:
     return wrap_cast
 
 
-def _device_of(out: Any, default: torch.device) -> torch.device:
+def _device_of(out: object, default: torch.device) -> torch.device:
     """The device of an output: that of the operands (meta tensors say none), unless the op asks for another."""
     device = getattr(out, "device", default)
     return default if device.type == "meta" else device

@@ -79,7 +79,7 @@ def _without_older_vmap(older: Callable[..., Any]) -> Callable[..., Any]:
 def _with_new_jacfwd(older: Callable[..., Any]) -> Callable[..., Any]:
     """torch's older jacfwd, which needs the older vmap; of distributed tensors, that of torch.func."""
 
-    def jacfwd(func: Callable[..., Any], inputs: Any, strict: bool = False, vectorize: bool = False) -> Any:
+    def jacfwd(func: Callable[..., Any], inputs: object, strict: bool = False, vectorize: bool = False) -> Any:
         if strict or not vectorize or not any(isinstance(x, Wrapper) for x in tree_leaves(inputs)):
             return older(func, inputs, strict, vectorize)
         if isinstance(inputs, tuple):
@@ -100,10 +100,10 @@ def _one_by_one(func: Callable[..., Any], in_dim: int, out_dim: int, args: tuple
 def vmap_with_nones(func: Callable[..., Any]) -> Callable[..., Any]:
     """torch.vmap of a function of which some results may be None, as gradients may."""
 
-    def mapped(*args: Any) -> Any:
+    def mapped(*args: object) -> Any:
         kinds: list[Any] = []
 
-        def tensors_of(*args: Any) -> list[torch.Tensor]:
+        def tensors_of(*args: object) -> list[torch.Tensor]:
             flat, tree = tree_flatten(func(*args), is_leaf=lambda x: x is None)
             kinds[:] = [tree, [x is None for x in flat]]
             return [x for x in flat if x is not None]

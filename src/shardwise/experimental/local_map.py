@@ -63,7 +63,7 @@ def local_map(
     by_output = [out_placements] if _is_of_one(out_placements) else list(out_placements)
 
     @functools.wraps(func)
-    def on_distributed(*args: Any, **kwargs: Any) -> Any:
+    def on_distributed(*args: object, **kwargs: object) -> Any:
         flat, tree = tree_flatten((args, kwargs))
         positional = len(tree_flatten(args)[0])
         tensors = [x for x in flat if isinstance(x, DTensor)]
@@ -79,7 +79,7 @@ def local_map(
         out_tree: list[Any] = []
 
         @functools.wraps(func, updated=())
-        def on_one_rank(*leaves: Any) -> tuple[Any, ...]:
+        def on_one_rank(*leaves: object) -> tuple[Any, ...]:
             call_args, call_kwargs = tree_unflatten(leaves, tree)
             outs, spec = tree_flatten(func(*call_args, **call_kwargs))
             if any(isinstance(out, DTensor) for out in outs):
@@ -115,7 +115,7 @@ def _one_each(given: Sequence[Any] | None, positional: int, total: int, what: st
     return [None if p is None else as_placements(p) for p in given] + [None] * (total - positional)
 
 
-def _local_argument(tensor: Any, need: Places, grad: Places, mesh: Mesh, redistribute: bool, what: str) -> Any:
+def _local_argument(tensor: object, need: Places, grad: Places, mesh: Mesh, redistribute: bool, what: str) -> Any:
     if not isinstance(tensor, DTensor):
         return tensor
     comm = tensor._layout.mesh.comm
@@ -132,7 +132,7 @@ def _local_argument(tensor: Any, need: Places, grad: Places, mesh: Mesh, redistr
 
 
 # -- outputs -----------------------------------------------------------------------------------------------
-def _is_of_one(placements: Any) -> bool:
+def _is_of_one(placements: object) -> bool:
     """Whether this is the layout of one output: a list, a placement, or a tuple of placements."""
     return not isinstance(placements, tuple) or (
         bool(placements) and all(hasattr(p, "is_replicate") for p in placements)

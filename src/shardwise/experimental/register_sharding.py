@@ -63,7 +63,7 @@ def rule_from_strategies(op: Op, strategies: Callable[..., Any]) -> Callable[...
     return rule
 
 
-def _pair(op: Op, number: int, pair: Any, operands: Sequence[Operand]) -> Pair:
+def _pair(op: Op, number: int, pair: object, operands: Sequence[Operand]) -> Pair:
     """One strategy, checked: what is not a tensor left out, dims counted from the front."""
     what = f"{op}: strategy {number}, {pair!r}"
     if not isinstance(pair, (list, tuple)) or len(pair) != 2:
@@ -227,7 +227,7 @@ def register_sharding(
     return decorate
 
 
-def _overloads(op: Any) -> list[Op]:
+def _overloads(op: object) -> list[Op]:
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
     if isinstance(op, OpOverloadPacket):
         return [one for one in (getattr(op, name) for name in op.overloads()) if not schema_of(one).is_mutable]
@@ -305,7 +305,7 @@ def _check_line(op: Op, line: str, linear: str) -> None:
 def _from_line(op: Op, line: str, linear: str, reduce: str) -> Callable[..., CheckedRule]:
     rule = line_rule(line, linear, _signature(op))
 
-    def from_line(*args: Any, **kwargs: Any) -> CheckedRule:
+    def from_line(*args: object, **kwargs: object) -> CheckedRule:
         spec = rule(*args, **kwargs)
         if spec is None:
             shapes = [tuple(op.shape) for op in operands_in((*args, *kwargs.values()))]

@@ -32,7 +32,7 @@ class Placement:
     def is_partial(self, reduce_op: str | None = None) -> bool:
         return False
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{self!r} is immutable; make a new placement instead of setting {name!r}")
 
     def _equals_foreign(self, other: object) -> bool:
@@ -79,7 +79,7 @@ class Shard(Placement):
     dim: int
     pieces: Pieces | None
 
-    def __init__(self, dim: int, sizes: Sequence[Any] | None = None, *, pieces: Any = None) -> None:
+    def __init__(self, dim: int, sizes: Sequence[Any] | None = None, *, pieces: object = None) -> None:
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise LayoutError(f"Shard: dim must be an int, got {dim!r} ({type(dim).__name__})")
         if sizes is not None:
@@ -239,7 +239,7 @@ class Partial(Placement):
 REPLICATE = Replicate()
 
 
-def _rebuild_shard(dim: int, pieces: Any) -> Shard:
+def _rebuild_shard(dim: int, pieces: object) -> Shard:
     return Shard(dim, pieces=pieces)
 
 
@@ -247,7 +247,7 @@ def _rebuild_strided(dim: int, split_factor: int) -> StridedShard:
     return StridedShard(dim, split_factor=split_factor)
 
 
-def _pieces_of_sizes(sizes: Any) -> Pieces:
+def _pieces_of_sizes(sizes: object) -> Pieces:
     if not isinstance(sizes, (tuple, list)):
         raise LayoutError(f"Shard: sizes must be a sequence of ints, one per rank of the axis, got {sizes!r}")
     rows = sizes if sizes and isinstance(sizes[0], (tuple, list)) else (sizes,)

@@ -24,18 +24,18 @@ of_thread = _OfThread()
 
 
 class memory_cap:
-    """Inside, a move may use at most `bytes` of memory per rank in addition to its source; its result counts.
+    """Inside, a move may use at most `limit` bytes of memory per rank in addition to its source; its result counts.
 
     Without a cap, a move uses at most 1.1 times the memory of its source and result together."""
 
-    def __init__(self, bytes: int) -> None:
-        if not isinstance(bytes, int) or isinstance(bytes, bool) or bytes <= 0:
-            raise MoveError(f"memory_cap: bytes must be an int > 0, got {bytes!r}")
-        self.bytes = bytes
+    def __init__(self, limit: int) -> None:
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0:
+            raise MoveError(f"memory_cap: bytes must be an int > 0, got {limit!r}")
+        self.limit = limit
 
     def __enter__(self) -> memory_cap:
         self.outer = current_cap()
-        of_thread.cap = self.bytes
+        of_thread.cap = self.limit
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -40,7 +40,7 @@ class Step(ABC):
     reuses_memory = False  # whether its result is what it was given, or in the same memory
 
     @abstractmethod
-    def run(self, comm: Any, local: Any) -> Any:
+    def run(self, comm: object, local: object) -> Any:
         """The local value after this step, outside of autograd."""
 
     def start(self, comm: Any, local: Any, owned: bool) -> Begun | None:
@@ -57,7 +57,7 @@ class Step(ABC):
         return comm
 
     @abstractmethod
-    def bytes_received(self, comm: Any) -> int:
+    def bytes_received(self, comm: object) -> int:
         """Bytes that the ranks of this process receive."""
 
     def bytes_here(self) -> int:

@@ -83,7 +83,7 @@ class Slot:
         if len(values) == 1:
             self._unchanged = [*outer.values()], [*inner.values()]
 
-    def _inward(self, value: Any) -> tuple[Any, ...]:
+    def _inward(self, value: object) -> tuple[Any, ...]:
         """A state, for each local tensor."""
         if isinstance(value, DTensor):
             comm = self.layout.mesh.comm
@@ -140,7 +140,7 @@ class Mirror:
         self._entered: dict[str, Any] = {}
         self._tensors: list[tuple[str, DTensor, int]] = []  # DTensors, and the version of their plain tensors
 
-    def enter(self, outer: dict[str, Any], **own: Any) -> dict[str, Any]:
+    def enter(self, outer: dict[str, Any], **own: object) -> dict[str, Any]:
         """The copy, the same object at every call, with `own` in place of the skipped keys."""
         inner = self.inner
         inner.clear()

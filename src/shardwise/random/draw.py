@@ -62,7 +62,7 @@ def fill(x: Wrapper, what: Distribution, generator: torch.Generator | None = Non
 
 
 def fill_local(
-    local: Any,
+    local: object,
     layout: Layout,
     what: Distribution,
     generator: torch.Generator | None = None,

@@ -44,7 +44,7 @@ def drawn_whole(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda local: _replicated(local, mesh), result)
 
 
-def _whole_local(x: Any) -> Any:
+def _whole_local(x: object) -> Any:
     """The whole value, in the memory order it has on one device: torch draws in that order."""
     if not isinstance(x, Wrapper):
         return x

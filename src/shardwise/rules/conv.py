@@ -203,7 +203,7 @@ def windows(x: Operand, dimension: int, size: int, step: int) -> Answer:
 
 
 @rule("unfold_backward")
-def windows_added(x: Operand, input_sizes: Any, dim: int, size: int, step: int) -> Factors:
+def windows_added(x: Operand, input_sizes: object, dim: int, size: int, step: int) -> Factors:
     """The windows of a dim added up where they came from, as istft does: the other dims pass."""
     add_up = lambda x, sizes: torch.ops.aten.unfold_backward(x, sizes, dim, size, step)
     local = lambda inputs, outputs: PerCoords(add_up, outputs[0].local_shape_at)
@@ -211,7 +211,7 @@ def windows_added(x: Operand, input_sizes: Any, dim: int, size: int, step: int) 
 
 
 @rule("im2col")
-def columns(x: Operand, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Answer:
+def columns(x: Operand, kernel_size: object, dilation: object, padding: object, stride: object) -> Answer:
     """F.unfold: where more than the batch is cut, windows along both dims, laid side by side."""
     if x.ndim not in (3, 4) or not any(x.layout.is_cut(d) for d in range(x.ndim - 3, x.ndim)):
         return factors("*n c! h! w! -> *n k s", [x], "joint")

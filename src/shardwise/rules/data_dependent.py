@@ -77,7 +77,7 @@ def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
 
 
 # -- where a mask is true ----------------------------------------------------------------------------------
-def select_masked(x: Any, mask: Any, at: int) -> Any:
+def select_masked(x: object, mask: object, at: int) -> Any:
     """x[:, ..., mask], the mask from dim `at` on."""
     return chosen_along(lambda v, m: v[(*(slice(None),) * at, m)], x, mask, at)
 
@@ -113,7 +113,7 @@ def nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
 
 # -- how often ---------------------------------------------------------------------------------------------
 @rule("repeat_interleave")
-def repeat_interleave(x: Operand, repeats: Any = None, dim: Named = None, *, output_size: Any = None) -> Answer:
+def repeat_interleave(x: Operand, repeats: object = None, dim: Named = None, *, output_size: object = None) -> Answer:
     return None if isinstance(repeats, int) else Algorithm(_repeat)  # a number of times: torch takes it apart
 
 

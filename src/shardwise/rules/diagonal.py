@@ -71,12 +71,12 @@ rule("tril")(functools.partial(triangle, operator.gt))
 rule("triu")(functools.partial(triangle, operator.lt))
 
 
-def put_back(view: Callable[..., Any], x: Operand, src: Operand, *where: Any, **named: Any) -> Algorithm | None:
+def put_back(view: Callable[..., Any], x: Operand, src: Operand, *where: object, **named: object) -> Algorithm | None:
     """A copy, written where `view` shows it. What a rank holds in several pieces is whole: a view needs one."""
     held = [parent_sets(x.mesh, x.layout.placements, d, n) for d, n in enumerate(x.shape)]
     pieces = [d for d, sets in enumerate(held) if any(len(intervals) > 1 for intervals in sets)]
 
-    def run(x: Tensor, src: Tensor, *where: Any, **named: Any) -> Tensor:
+    def run(x: Tensor, src: Tensor, *where: object, **named: object) -> Tensor:
         if view is torch.ops.aten.slice and x.is_complex() and (needs_grad(x) or needs_grad(src)):
             raise RuntimeError("slice_scatter does not support automatic differentiation for complex results")
         out = whole(x, pieces).clone()

@@ -38,7 +38,7 @@ also_writes(F.embedding_bag, (1, "weight"), when=(3, "max_norm"), default=None)
 
 
 @rule("embedding")
-def embedding(first: Operand, second: Operand, *args: Any, **kwargs: Any) -> Factors | None:
+def embedding(first: Operand, second: Operand, *args: object, **kwargs: object) -> Factors | None:
     """``i..., v d -> i... d``; aten gives the table first. With `sparse`, the gradient is dense all the same."""
     aten = first.dtype not in (torch.int32, torch.int64) or second.ndim != 2  # a table of numbers has two dims
     ids, table = (second, first) if aten else (first, second)
@@ -117,6 +117,6 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Answer:
 
 
 @program("_embedding_bag_forward_only")
-def forward_only(*args: Any, **kwargs: Any) -> Tensor:
+def forward_only(*args: object, **kwargs: object) -> Tensor:
     """Torch takes F.embedding_bag apart into this where no gradient is asked for, which it cannot see of ours."""
     return torch.ops.aten._embedding_bag(*args, **kwargs)

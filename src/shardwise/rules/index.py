@@ -32,7 +32,7 @@ def is_mask(index: Any) -> bool:
     return isinstance(index, (torch.Tensor, Operand)) and index.dtype in (torch.bool, torch.uint8)
 
 
-def as_index(entry: Any) -> Any:
+def as_index(entry: object) -> Any:
     """A sequence or an array as the tensor it stands for: a mask, or integers that torch makes of all other numbers."""
     if isinstance(entry, (list, tuple, range)):
         entry = numpy.array(entry, dtype=None if len(entry) else int)
@@ -87,12 +87,12 @@ def basic_actions(entries: Sequence[Any], shape: Sequence[int], keep: bool = Fal
     return actions, left
 
 
-def viewed(x: Any, actions: Sequence[Action]) -> Any:
+def viewed(x: object, actions: Sequence[Action]) -> Any:
     return functools.reduce(lambda view, action: action[1](view, *action[2]), actions, x)
 
 
 @rule("__getitem__")
-def getitem(x: Any, index: Any) -> Answer:
+def getitem(x: object, index: object) -> Answer:
     if isinstance(x, Operand):  # else a plain tensor, at indices that are distributed
         actions, left = basic_actions(spelled_out(index, x.ndim), x.shape)
         if all(entry is None for entry in left) and len(actions) < 2:
@@ -250,7 +250,7 @@ def index(x: Operand, indices: Sequence[Any]) -> Factors | Algorithm | None:
     return Factors([mine, *at.index_names], [at.result], "each", frozenset({0}), reduce=reduce, local=local)
 
 
-def _index_by_masks(x: Any, indices: Sequence[Any]) -> Any:
+def _index_by_masks(x: object, indices: Sequence[Any]) -> Any:
     at = [d for d, i in enumerate(indices) if i is not None]
     if len(at) == 1:
         return select_masked(x, indices[at[0]].bool(), at[0])
@@ -313,7 +313,7 @@ def unravelled(index: Any, shape: Sequence[int]) -> list[Any]:
 
 
 @program("_unsafe_masked_index")
-def masked_index(x: Tensor, mask: Tensor, indices: Sequence[Any], fill: Any) -> Tensor:
+def masked_index(x: Tensor, mask: Tensor, indices: Sequence[Any], fill: object) -> Tensor:
     return torch.ops.aten.index(x, clamped(x, indices)).masked_fill(~mask, fill)
 
 

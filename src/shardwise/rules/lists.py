@@ -99,7 +99,7 @@ def addcdiv_each(xs: Any, ys: Any, zs: Any, *scalars: Any, **named: Any) -> list
     return [torch.addcdiv(*three, value=_at([*scalars, *named.values(), 1][0], i)) for i, three in each]
 
 
-def at_each_position(name: str, *args: Any, **kwargs: Any) -> Columns | Algorithm | None:
+def at_each_position(name: str, *args: object, **kwargs: object) -> Columns | Algorithm | None:
     """`_foreach_<name>`: what <name> does, at every position. A tensor outside of the lists is taken whole."""
     shared = any(isinstance(value, Operand) for value in (*args, *kwargs.values()))
     if shared and name.startswith("addc"):  # a number for each position, as a tensor

@@ -43,7 +43,7 @@ def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | N
     func: Callable[..., Any] = getattr(F, name)
 
     @rule(names)
-    def loss(*args: Any, reduction: Any = None, **kwargs: Any) -> Answer:
+    def loss(*args: object, reduction: object = None, **kwargs: object) -> Answer:
         operands = list(operands_in((*args, *kwargs.values())))
         if not isinstance(reduction, str):
             return Algorithm(by_number)
@@ -58,7 +58,7 @@ def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | N
             return factors("*x!, .. -> ", operands)
         return Algorithm(functools.partial(mean, func) if mean else by_parts)
 
-    def by_number(*args: Any, **kwargs: Any) -> Any:
+    def by_number(*args: object, **kwargs: object) -> Any:
         """aten's spelling, with a number for the reduction, as a call of torch.nn.functional's."""
         overloads = getattr(torch.ops.aten, name)
         names = [a.name for a in schema_of(getattr(overloads, overloads.overloads()[0])).arguments]
@@ -163,7 +163,7 @@ def over_count(
     weight: torch.Tensor | None = None,
     *,
     ignore_index: int = -100,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> torch.Tensor:
     """The mean, as a sum over the global count."""
     total = func(x, target, weight, ignore_index=ignore_index, **kwargs | {"reduction": "sum"})

@@ -108,7 +108,7 @@ line("pdist _pdist_forward", "n! k! -> m")  # every row meets every other
 
 
 @program("block_diag")
-def block_diag(*tensors: Any) -> Tensor:
+def block_diag(*tensors: object) -> Tensor:
     blocks = [torch.atleast_2d(t) for t in (tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors)]
     ends = list(accumulate(b.shape[1] for b in blocks))
     return torch.cat([F.pad(b, (end - b.shape[1], ends[-1] - end)) for b, end in zip(blocks, ends, strict=True)])

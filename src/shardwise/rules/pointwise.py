@@ -35,7 +35,7 @@ def pointwise(
     strides of dims of size 1 follow rules of their own, which torch's meta kernels know."""
 
     @rule(names, any_float=True, numbers=numbers)
-    def elementwise(*args: Any, **kwargs: Any) -> Factors:
+    def elementwise(*args: object, **kwargs: object) -> Factors:
         x, *others = operands_in((*args, *kwargs.values()))
         alone, stride = keeps_float and not others and x.dtype.is_floating_point, x.layout.stride
         dense = stride == dense_stride(x.shape, stride) and 1 not in x.shape

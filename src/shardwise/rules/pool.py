@@ -200,7 +200,7 @@ def nearest(name: str, dims: int) -> None:
     """An output copies one pixel; which one, torch itself says when it resizes the numbers 0, 1, 2, ..."""
 
     @rule(f"{name}{dims}d")
-    def copy_pixels(x: Operand, output_size: Sequence[int], *scales: Any) -> Answer:
+    def copy_pixels(x: Operand, output_size: Sequence[int], *scales: object) -> Answer:
         if output_size is None:
             return None  # factors instead, which torch makes sizes of
         dtype, read = torch.promote_types(x.dtype, torch.float32), getattr(ATEN, f"{name}1d")

@@ -51,7 +51,7 @@ def bernoulli_(x: Operand, p: Any = 0.5, generator: torch.Generator | None = Non
     if not isinstance(p, Operand):
         return filled(x, draws.bernoulli(p))
 
-    def run(x: Tensor, p: Any, generator: torch.Generator | None = None) -> Tensor:
+    def run(x: Tensor, p: object, generator: torch.Generator | None = None) -> Tensor:
         if stream() == TORCH:
             return x.copy_(values.drawn_whole(torch.Tensor.bernoulli_, x.detach().clone(), p, generator=generator))
         return x.copy_(constant(values.bernoulli_of(p, generator, x), [p]))
@@ -93,7 +93,7 @@ def value_rule(name: str, run: Callable[..., Any] | None = None) -> None:
     func = getattr(torch, name)
 
     @program(name)
-    def draw(*args: Any, **kwargs: Any) -> Tensor:
+    def draw(*args: object, **kwargs: object) -> Tensor:
         if run is None or stream() == TORCH:
             return values.drawn_whole(func, *args, **kwargs)
         found = run(*args, **kwargs)
@@ -119,7 +119,7 @@ def dropout(x: Operand, p: float = 0.5, training: bool = True, inplace: bool = F
     return Algorithm(run_dropout, writes=inplace)
 
 
-def run_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **aten: Any) -> Tensor:
+def run_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **aten: object) -> Tensor:
     if not aten.get("train", training) or p == 0.0 or not x.numel():
         return x
     noise = drawn(x._layout, draws.dropout(p)) if p < 1 else 0.0
@@ -140,7 +140,7 @@ stored("rrelu")(contiguous)
 
 
 @program("rrelu")
-def rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: Any, **kw: Any) -> Tensor:
+def rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: object, **kw: object) -> Tensor:
     """Slopes are drawn for the negative elements; without training there is one slope."""
     if not training:
         return F.leaky_relu(x, (lower + upper) / 2)

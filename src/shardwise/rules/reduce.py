@@ -83,7 +83,7 @@ def mean(x: Operand, dim: Named = None, keepdim: bool = False, **kwargs: object)
 
 # -- two stages --------------------------------------------------------------------------------------------
 def gather_parts(
-    func: Callable[..., Any], x: Tensor, dims: tuple[int, ...], rows: int = 1, value_at: Any = None
+    func: Callable[..., Any], x: Tensor, dims: tuple[int, ...], rows: int = 1, value_at: object = None
 ) -> list[Tensor]:
     """The results of reducing what each rank holds, side by side along `dims` and gathered.
 
@@ -177,7 +177,7 @@ class _Weighted(torch.autograd.Function):
         return grad * ctx.saved_tensors[0], None
 
     @staticmethod
-    def jvp(ctx: Ctx, tangent: torch.Tensor, _: Any) -> torch.Tensor:
+    def jvp(ctx: Ctx, tangent: torch.Tensor, _: object) -> torch.Tensor:
         return tangent * ctx.saved_tensors[0]
 
 
@@ -225,7 +225,7 @@ def _extremes(name: str) -> None:
         return staged(x, dims, keepdim, lambda x: selected(pick, x.detach(), dims, keepdim)[1])
 
     @rule(name)
-    def either(x: Operand, dim: Named = None, keepdim: bool = False, *, other: Any = None) -> Answer:
+    def either(x: Operand, dim: Named = None, keepdim: bool = False, *, other: object = None) -> Answer:
         """Of all elements one value; along a dim values and indices; of two tensors elementwise."""
         if isinstance(dim, Operand) or other is not None:
             return broadcast(

@@ -72,7 +72,7 @@ def logsumexp(x: Operand, dim: Named, keepdim: bool = False) -> Answer:
 
 def backward_program(name: str, formula: Callable[..., Any]) -> None:
     @program(name)
-    def run(grad: Tensor, output: Tensor, dim: int, input_dtype: Any) -> Tensor:
+    def run(grad: Tensor, output: Tensor, dim: int, input_dtype: object) -> Tensor:
         grad, output = (reduced(t).to(sum_dtype(t.dtype)) for t in (grad, output))
         return formula(grad, output, dim).to(input_dtype)
 

@@ -124,7 +124,7 @@ def _norm_gradient(x: Tensor, norm: Tensor, grad: Tensor, ord: float) -> Tensor:
 
 
 @rule("norm")
-def norm(x: Operand, p: Any = "fro", dim: Named = None, keepdim: bool = False, *, dtype: Any = None) -> Answer:
+def norm(x: Operand, p: object = "fro", dim: Named = None, keepdim: bool = False, *, dtype: object = None) -> Answer:
     """torch.norm of a vector-like kind is linalg.vector_norm; a nuclear norm goes by its parts."""
     order = 2 if p is None or p == "fro" else p
     if isinstance(order, (str, Operand)):
@@ -201,14 +201,14 @@ stored("isin")(contiguous)
 
 
 @rule("bucketize isin")
-def lookup(x: Operand | float, *args: Any, **kwargs: Any) -> Factors:
+def lookup(x: Operand | float, *args: object, **kwargs: object) -> Factors:
     """Elements (or one number) are looked up in the other tensors, which are whole."""
     operands = list(operands_in((x, *args, *kwargs.values())))
     return factors("*d, *s!, .. -> *d" if isinstance(x, Operand) else "*s!, .. -> ", operands)
 
 
 @rule("searchsorted")
-def searchsorted(sorted_sequence: Operand, input: Any, *, sorter: Operand | None = None, **kwargs: object) -> Factors:
+def searchsorted(sorted_sequence: Operand, input: object, *, sorter: Operand | None = None, **kwargs: object) -> Factors:
     """A row of the input is looked up in the same row of the sorted ones, or all of it in the only one."""
     rows = "*r s!, *r i, *r s!? -> *r i" if sorted_sequence.ndim > 1 else "s!, *d, s!? -> *d"
     text = rows if isinstance(input, Operand) else "*s!, .. -> "

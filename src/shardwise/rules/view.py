@@ -108,7 +108,7 @@ def unflatten(x: Operand, dim: int, sizes: Sequence[int]) -> Relayout:
 
 
 @rule("permute permute_copy")
-def permute(x: Operand, *dims: Any, **named: Any) -> Relayout:
+def permute(x: Operand, *dims: object, **named: object) -> Relayout:
     return permutation(dims_of(ints(dims, named), x.ndim))
 
 
@@ -167,7 +167,7 @@ def expand(x: Operand, *size: Any, implicit: bool = False, **named: Any) -> Rela
 
 
 @rule("repeat")
-def repeat(x: Operand, *repeats: Any, **named: Any) -> Relayout:
+def repeat(x: Operand, *repeats: object, **named: object) -> Relayout:
     """A cut dim is held block by block: the same set in each."""
     times = ints(repeats, named)
     new = len(times) - x.ndim
@@ -207,7 +207,7 @@ def _slice(x: torch.Tensor, dim: int, start: int, stop: int, step: int) -> torch
     return x.narrow(dim, start, stop - start) if step == 1 else torch.ops.aten.slice(x, dim, start, stop, step)
 
 
-def clipped(start: Any, end: Any, step: Any, n: int) -> Range:
+def clipped(start: object, end: object, step: object, n: int) -> Range:
     """The range a Python slice of positive step means on n indices."""
     a, b, s = slice(start, end, step).indices(n)
     return a, max(a, b), s

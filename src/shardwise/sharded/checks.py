@@ -65,7 +65,7 @@ def wrong_out(me: int, dst: int, size: torch.Size, out: torch.Tensor | None) -> 
 
 
 def raise_if_mismatch(
-    expected: Any, actual: Any, prop_name: str, ranks: int | Sequence[int], is_local: bool = True
+    expected: object, actual: object, prop_name: str, ranks: int | Sequence[int], is_local: bool = True
 ) -> None:
     """Raise ValueError where a property differs between shards of one rank, or between two ranks."""
     if expected == actual:

@@ -115,7 +115,7 @@ _SLOT = 2048  # bytes that the first collective carries for each rank
 _HEADER = 8  # of them say how many there are
 
 
-def all_gather_objects(value: Any, group: Group) -> list[Any]:
+def all_gather_objects(value: object, group: Group) -> list[Any]:
     """Return every rank's value, in the order of the group. One collective, or two if a value is large."""
     text = pickle.dumps(value)
     slots = _all_gather_bytes(len(text).to_bytes(_HEADER, "little") + text[: _SLOT - _HEADER], _SLOT, group)

@@ -77,7 +77,7 @@ def _shard_tensor(
     return sharding_spec.shard(tensor, src_rank=src_rank, process_group=process_group)
 
 
-def _check_alike(group: Group, **arguments: Any) -> None:
+def _check_alike(group: Group, **arguments: object) -> None:
     """Raise ValueError where ranks were called with different arguments, and say which."""
     for rank, others in zip(ranks_of(group), all_gather_objects(arguments, group)):
         for name, value in arguments.items():
@@ -232,7 +232,7 @@ def _check_no_overlap(plan: dict[str, Any]) -> None:
             )
 
 
-def _check_kind(path: str, found: Any, kind: type) -> None:
+def _check_kind(path: str, found: object, kind: type) -> None:
     if not isinstance(found, kind):
         raise ValueError(f"Expected '{path}' to be a {kind.__name__}, but found {type(found).__name__}")
 
@@ -252,7 +252,7 @@ def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modu
     check_type(module, nn.Module, "_reshard_output: module")
     check_type(resharding_spec, ShardingSpec, "_reshard_output: resharding_spec")
 
-    def hook(_: nn.Module, inputs: Any, output: Any) -> Any:
+    def hook(_: nn.Module, inputs: object, output: object) -> Any:
         return output.reshard(resharding_spec) if isinstance(output, ShardedTensor) else output
 
     module.register_forward_hook(hook)
@@ -267,7 +267,7 @@ def _collect_local_shard(module: nn.Module) -> nn.Module:
 
     check_type(module, nn.Module, "_collect_local_shard: module")
 
-    def hook(_: nn.Module, inputs: Any, output: Any) -> Any:
+    def hook(_: nn.Module, inputs: object, output: object) -> Any:
         if not isinstance(output, ShardedTensor):
             return output
         local = output.local_tensor()

@@ -252,7 +252,7 @@ def rearrangement(names: str, text: str, takes: str) -> None:
     ``"n (g c) *s -> n (c g) *s"``. Of what the ops take, as ``"x g"``, numbers are the sizes of factors."""
     parsed, signature = parse(text), _signature(takes)
 
-    def from_line(*args: Any, **kwargs: Any) -> Algorithm:
+    def from_line(*args: object, **kwargs: object) -> Algorithm:
         arguments = _bound(signature, args, kwargs)
         sizes = {name: value for name, value in arguments.items() if isinstance(value, int)}
         return rearranged(parsed, next(operands_in(arguments.values())), sizes)

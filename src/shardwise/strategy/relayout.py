@@ -124,7 +124,7 @@ def _grid(layout: Layout, axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 # -- local calls -------------------------------------------------------------------------------------------
-def same_call(func: Callable[..., Any], *statics: Any, **named: Any) -> MakeLocal:
+def same_call(func: Callable[..., Any], *statics: object, **named: object) -> MakeLocal:
     """The op itself, with the same static arguments on every rank."""
     return lambda inputs, outputs: lambda x: func(x, *statics, **named)
 

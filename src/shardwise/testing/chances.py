@@ -47,7 +47,7 @@ def missed_chance(expected: Reference, mesh: MeshArgument, layouts: Combination,
     return f"{pattern(layouts)} -> {' '.join(map(str, outs))}" if None not in outs else ""
 
 
-def _layout_of(parts: Sequence[Any], want: Any) -> str | None:
+def _layout_of(parts: Sequence[Any], want: object) -> str | None:
     """The one-axis layout in which the parts make up `want`."""
     if not isinstance(want, torch.Tensor) or not all(isinstance(p, torch.Tensor) for p in parts):
         return None

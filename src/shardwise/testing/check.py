@@ -86,7 +86,7 @@ def check_rule(
     return trials
 
 
-def _arguments(sample: Any, n: int) -> tuple[Sequence[Any], dict[str, Any]]:
+def _arguments(sample: object, n: int) -> tuple[Sequence[Any], dict[str, Any]]:
     if isinstance(sample, torch.Tensor):
         return (sample,), {}
     if not isinstance(sample, (tuple, list)):

@@ -69,7 +69,7 @@ class _OutOfTime(BaseException):
 
 @contextmanager
 def _at_most(seconds: int) -> Iterator[None]:
-    def ring(*_: Any) -> None:
+    def ring(*_: object) -> None:
         raise _OutOfTime
 
     before = signal.signal(signal.SIGALRM, ring)

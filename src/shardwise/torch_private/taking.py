@@ -18,7 +18,7 @@ def take(path: str, feature: str) -> Any:
         return resolve_name(path)
     except AttributeError:
 
-        def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        def refuse(cls: type, *args: object, **kwargs: object) -> Any:
             raise NotImplementedError(
                 f"{feature} needs {path}, which torch {torch.__version__} does not have. "
                 "Use a torch version in the supported range (see pyproject.toml)"

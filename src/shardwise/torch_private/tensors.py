@@ -145,7 +145,7 @@ def optimizers_use_list_ops_on(kind: str) -> Iterator[None]:
         yield
 
 
-def schema_of(func: Any) -> Any:
+def schema_of(func: object) -> Any:
     """The schema of an aten overload; None of anything else."""
     return getattr(func, "_schema", None)
 

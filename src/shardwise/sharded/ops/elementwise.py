@@ -126,7 +126,7 @@ def _on_lists(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     name = op_name(func)
     counts = [len(x._parts) if _is_sharded(x) else 1 for x in lead]
 
-    def longer(value: Any) -> Any:
+    def longer(value: object) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(lead):
             return value
         rows = zip(value, lead, counts)
@@ -141,5 +141,5 @@ def _on_lists(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     return type(flat)(model._with_parts(parts) if _is_sharded(model) else parts[0] for model, parts in taken)
 
 
-def _is_sharded(value: Any) -> bool:
+def _is_sharded(value: object) -> bool:
     return isinstance(value, ShardedTensor)

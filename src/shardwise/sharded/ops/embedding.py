@@ -25,12 +25,12 @@ _embedding, _embedding_bag = F.embedding, F.embedding_bag
 
 
 @own(F.embedding)
-def embedding(*args: Any, **kwargs: Any) -> Any:
+def embedding(*args: object, **kwargs: object) -> Any:
     return _looked_up(_embedding, args, kwargs)
 
 
 @own(F.embedding_bag)
-def embedding_bag(*args: Any, **kwargs: Any) -> Any:
+def embedding_bag(*args: object, **kwargs: object) -> Any:
     return _looked_up(_embedding_bag, args, kwargs)
 
 

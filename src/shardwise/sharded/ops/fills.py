@@ -70,7 +70,7 @@ def dropout(input: ShardedTensor, p: float = 0.5, training: bool = True, inplace
 def _in_place(make: Callable[..., draws.Distribution]) -> Callable[..., ShardedTensor]:
     """The method of torch that fills a tensor with numbers of a distribution, which is made from its arguments."""
 
-    def fill(tensor: ShardedTensor, *args: Any, generator: Gen = None, **named: Any) -> ShardedTensor:
+    def fill(tensor: ShardedTensor, *args: object, generator: Gen = None, **named: object) -> ShardedTensor:
         named = {{"from": "low", "to": "high"}.get(name, name): value for name, value in named.items()}
         return drawn(tensor, make(*args, **named), generator)
 

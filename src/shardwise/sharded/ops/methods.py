@@ -140,7 +140,7 @@ def true_on_all_ranks(answer: bool, group: Group) -> bool:
 def _on_every_tile(name: str) -> Callable[..., ShardedTensor]:
     """A method that writes, or moves the memory of, each tile of this rank."""
 
-    def write(tensor: ShardedTensor, *args: Any) -> ShardedTensor:
+    def write(tensor: ShardedTensor, *args: object) -> ShardedTensor:
         for part in tensor._parts:
             getattr(part, name)(*args)
         return tensor
@@ -170,7 +170,7 @@ def _listed(value: Any) -> list[Any]:
     return [value] if isinstance(value, torch.Tensor) else list(value)
 
 
-def _starts(tensors: Sequence[Any], given: Any, what: str) -> tuple[list[Any], list[Any]]:
+def _starts(tensors: Sequence[Any], given: object, what: str) -> tuple[list[Any], list[Any]]:
     """Return the plain tensors a backward pass starts from, and their gradients."""
     grads = [None] * len(tensors) if given is None else _listed(given)
     roots: list[Any] = []

@@ -81,7 +81,7 @@ def _refuse_moves(name: str, sharded: Sequence[ShardedTensor], mesh: Mesh) -> No
             )
 
 
-def _from_mesh(result: Any) -> Any:
+def _from_mesh(result: object) -> Any:
     """Return a DTensor as a sharded tensor or, if it is one value, as the plain tensor that all ranks have."""
     if not isinstance(result, DTensor):
         return result
