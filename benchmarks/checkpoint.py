@@ -123,8 +123,8 @@ class Peak:
 
 
 def measured(task, folder=None, then=None, watch=False):
-    """Seconds of the slowest process, bytes that all read, memory of the one that took most, seconds of processors. Memory
-    is known with `watch` alone, and times are too long then."""
+    """Seconds of the slowest process, bytes that all read, memory of the one that took most, seconds of processors.
+    Memory is known with `watch` alone, and times are too long then."""
     if folder is not None and dist.get_rank() == 0:
         drop_cache(folder)
     gc.collect()

@@ -67,6 +67,14 @@ def may_write(func: object, kwargs: Mapping[str, object]) -> bool:
     return "out" in kwargs or func in _ALSO or writes_first(func)
 
 
+def is_pointwise(func: object) -> bool:
+    """Whether torch's tags say that each element of the result is made of the elements in its own place."""
+    schema = schema_of(func)
+    name = getattr(func, "__name__", "") if schema is None else schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name, None)
+    return packet is not None and any(torch.Tag.pointwise in getattr(packet, form).tags for form in packet.overloads())
+
+
 def written(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
     """The tensors that a call writes into, and what to call each in a message; those of a list one by one."""
     schema, found = schema_of(func), []

@@ -95,7 +95,8 @@ def storage_id_of(tensor: Wrapper) -> int:
 
 
 class Origin:
-    """What a tensor has in common with its views. It counts the writes that autograd does not see: those to ``.data``."""
+    """What a tensor has in common with its views. It counts the writes that autograd does not see: those to
+    ``.data``."""
 
     def __init__(self) -> None:
         self._handed_out: dict[torch.dtype, torch.Tensor] = {}  # a ``.data`` of the memory, which counts writes to it

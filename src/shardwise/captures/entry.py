@@ -94,7 +94,7 @@ def _key_of_object(leaf: Item) -> Hashable:
     """What tells an object from others that may call themselves equal to it: `==` of a class need not look at
     everything that a function can read."""
     kind = type(leaf)
-    if kind in _BY_VALUE or kind.__eq__ is object.__eq__:
+    if kind in _BY_VALUE or kind.__eq__ is object.__eq__:  # type: ignore[comparison-overlap]
         return kind, leaf
     if kind is float or kind is complex:
         return kind, repr(leaf)  # 0.0 and -0.0 differ, and each nan is like the others
@@ -126,7 +126,7 @@ class _Itself:
 
 def kind_of(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
     """What calls have in common that differ in numbers and other objects among their arguments alone."""
-    return tuple(_key(leaf) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+    return tuple(_key(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf),) for leaf in leaves)
 
 
 def _plain_key(t: torch.Tensor) -> Hashable:

@@ -180,7 +180,9 @@ def call_overload(cls: type, func: Any, types: tuple[type, ...], args: Sequence[
     return result if of_inference else tree_map_only(Wrapper, _not_inference, result)
 
 
-def _call_in_hidden_transforms(cls: type, func: object, types: tuple[type, ...], args: Sequence[Any], kwargs: object) -> Any:
+def _call_in_hidden_transforms(
+    cls: type, func: object, types: tuple[type, ...], args: Sequence[Any], kwargs: object
+) -> Any:
     """`call_function` inside of transforms, which were hidden from torch while it took a function apart."""
     hidden, of_thread.hidden = of_thread.hidden, None
     try:

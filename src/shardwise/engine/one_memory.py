@@ -17,7 +17,7 @@ from shardwise.engine.aliasing import memory_of
 from shardwise.engine.call_shape import tensors_in
 from shardwise.engine.into_out import out_names
 from shardwise.errors import RuleError, StrictError
-from shardwise.functions import writes_first, written
+from shardwise.functions import is_pointwise, writes_first, written
 from shardwise.wrapper import Wrapper
 
 Args = Sequence[object]

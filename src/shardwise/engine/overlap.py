@@ -20,6 +20,7 @@ from shardwise.engine.one_memory import (
     Lying,
     as_in_one_memory,
     called_on_clones,
+    may_read_what_it_writes,
     reads_what_it_writes,
 )
 from shardwise.engine.plan import Plan
@@ -119,7 +120,7 @@ def _meeting(func: Callable[..., object], args: Args, kwargs: Kwargs) -> _Meetin
     """What torch does with a call on tensors that lie in memory like these."""
     lying = Lying(args, kwargs)
     if lying.bytes > LARGEST:
-        return _Meeting("", False)
+        return _Meeting("", may_read_what_it_writes(func, lying))
     with unwritten(), torch.random.fork_rng(devices=[]):
         plain_args, plain_kwargs = lying.call_with()
         try:

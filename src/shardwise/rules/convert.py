@@ -71,7 +71,9 @@ def to_device(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 @program("_to_copy")
-def to_copy(x: Tensor, *, dtype: object = None, device: object = None, memory_format: object = None, **unused: object) -> Tensor:
+def to_copy(
+    x: Tensor, *, dtype: object = None, device: object = None, memory_format: object = None, **unused: object
+) -> Tensor:
     """aten's cast names a device even where it stays."""
     x = x.clone() if dtype is None or dtype == x.dtype else x.to(dtype)
     return x if device is None else to_device(x, device, memory_format=memory_format or torch.preserve_format)

@@ -140,7 +140,9 @@ stored("rrelu")(contiguous)
 
 
 @program("rrelu")
-def rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: object, **kw: object) -> Tensor:
+def rrelu(
+    x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: object, **kw: object
+) -> Tensor:
     """Slopes are drawn for the negative elements; without training there is one slope."""
     if not training:
         return F.leaky_relu(x, (lower + upper) / 2)

@@ -15,7 +15,7 @@ from shardwise.protocols import Ctx
 from shardwise.rules.reduce import Dims, dims_of, gather_parts, shared_extreme, staged, whole_along
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
 from shardwise.strategy.memory import contiguous, stored
-from shardwise.strategy.program import Tensor, needs_grad, reduced, run_local, sum_dtype, whole
+from shardwise.strategy.program import Tensor, constant, needs_grad, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
 from shardwise.torch_private.tensors import are_transforms_active
 
@@ -180,7 +180,7 @@ def histogram(x: Tensor, bins: Any, *, weight: Tensor = None, density: bool = Fa
     count = lambda v, bins, weight: torch.histogram(v, bins, weight=weight, **span)
     found, at = run_local(count, [x, bins, weight], [hist, edges])
     found = found / (found.sum() * at.diff()) if density else found
-    return torch.return_types.histogram([constant(each, sources, "histogram") for each in (found, at)])
+    return torch.return_types.histogram((constant(found, sources, "histogram"), constant(at, sources, "histogram")))
 
 
 # -- sorting -----------------------------------------------------------------------------------------------
@@ -208,7 +208,9 @@ def lookup(x: Operand | float, *args: object, **kwargs: object) -> Factors:
 
 
 @rule("searchsorted")
-def searchsorted(sorted_sequence: Operand, input: object, *, sorter: Operand | None = None, **kwargs: object) -> Factors:
+def searchsorted(
+    sorted_sequence: Operand, input: object, *, sorter: Operand | None = None, **kwargs: object
+) -> Factors:
     """A row of the input is looked up in the same row of the sorted ones, or all of it in the only one."""
     rows = "*r s!, *r i, *r s!? -> *r i" if sorted_sequence.ndim > 1 else "s!, *d, s!? -> *d"
     text = rows if isinstance(input, Operand) else "*s!, .. -> "

@@ -71,7 +71,8 @@ def reduce_by(
 def allocated(collective: object, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """New memory: by the collective's own `allocate`, if it has one."""
     allocate = getattr(collective, "allocate", None)
-    return torch.empty(size, dtype=dtype, device=device) if allocate is None else allocate(size, dtype=dtype, device=device)
+    make = torch.empty if allocate is None else allocate
+    return make(size, dtype=dtype, device=device)
 
 
 def check_collective(name: str, collective: object, data: DataMesh) -> None:

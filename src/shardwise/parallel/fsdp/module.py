@@ -161,9 +161,9 @@ class FSDPModule(CommunicationHints):
         """Gather the module's own parameters by a function of the program.
 
         Args:
-            comm: called as ``comm(output_tensor=..., input_tensor=..., group=..., async_op=True)`` with flat tensors; it
-                gives what can be waited for, or None. Where it has a method ``allocate(size, *, dtype, device)``, that
-                makes the output, of which the input is a part. Ledgers do not list what it communicates.
+            comm: called as ``comm(output_tensor=..., input_tensor=..., group=..., async_op=True)`` with flat tensors;
+                it gives what can be waited for, or None. Where it has a method ``allocate(size, *, dtype, device)``,
+                that makes the output, of which the input is a part. Ledgers do not list what it communicates.
 
         Raises:
             TypeError: `comm` cannot be called.
@@ -177,9 +177,9 @@ class FSDPModule(CommunicationHints):
         """Sum the gradients of the module's own parameters over the ranks that have parts by a function of the program.
 
         Args:
-            comm: called as ``comm(output_tensor=..., input_tensor=..., group=..., op=ReduceOp.SUM, async_op=True)`` with
-                flat tensors; it gives what can be waited for, or None. Where it has a method ``allocate(size, *, dtype,
-                device)``, that makes both. Ledgers do not list what it communicates.
+            comm: called as ``comm(output_tensor=..., input_tensor=..., group=..., op=ReduceOp.SUM, async_op=True)``
+                with flat tensors; it gives what can be waited for, or None. Where it has a method
+                ``allocate(size, *, dtype, device)``, that makes both. Ledgers do not list what it communicates.
 
         Raises:
             TypeError: `comm` cannot be called.

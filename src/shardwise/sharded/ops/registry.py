@@ -69,7 +69,12 @@ def has_spec_op(sharding_spec: ShardingSpec, op: Function) -> bool:
 
 
 def dispatch_spec_op(
-    sharding_spec: ShardingSpec, op: Function, types: tuple[type, ...], args: object, kwargs: object, process_group: Group
+    sharding_spec: ShardingSpec,
+    op: Function,
+    types: tuple[type, ...],
+    args: object,
+    kwargs: object,
+    process_group: Group,
 ) -> Any:
     """Run the user's function that is registered for the class of the spec."""
     if not has_spec_op(sharding_spec, op):
