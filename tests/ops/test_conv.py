@@ -1,11 +1,13 @@
 """Convolutions, unfold and fold: every dim cut in every way, and a cut spatial dim moves only its borders."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import shardwise
-from shardwise import Partial, Replicate, Shard, simulate
+from shardwise import Partial, Replicate, Shard, distribute_tensor, simulate
 from shardwise.testing import check_rule, spread_out
 from tests.values import compare, seeded
 from tests.workers import device_mesh, run_ranks
@@ -193,3 +195,19 @@ def on_processes(rank, world_size):
 
 def test_processes():
     run_ranks(on_processes, 3)
+
+
+def test_a_bias_of_another_size_is_refused_as_on_one_device():
+    """It would be added to every channel if it had one element, or if a rank had one channel."""
+    mesh = simulate((3,))
+    for conv, size in ((F.conv1d, (1, 4, 2)), (F.conv1d, (3, 4, 2)), (F.conv_transpose1d, (4, 3, 2))):
+        for count in (1, 2):
+            x, weight, bias = torch.ones(2, 4, 5), torch.ones(size), torch.ones(count)
+            if count == size[1 if conv is F.conv_transpose1d else 0]:
+                continue
+            with pytest.raises(RuntimeError, match="expected bias"):
+                conv(x, weight, bias)
+            for places in itertools.product((Shard(0), Shard(2), Replicate()), (Shard(0), Replicate()), (Shard(0), Replicate())):
+                given = (distribute_tensor(t, mesh, [p]) for t, p in zip((x, weight, bias), places, strict=True))
+                with pytest.raises(RuntimeError, match="expected bias"):
+                    conv(*given)

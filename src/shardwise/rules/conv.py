@@ -140,6 +140,7 @@ def convolution(
     refused = (
         c not in (0, 1) or weight.ndim != spatial + 2 or min(*x.shape[c:], *weight.shape, *stride, *dilation) < 1
         or any(len(v) != spatial for v in (stride, padding, dilation, extra)) or isinstance(padding[0], str)
+        or (bias is not None and tuple(bias.shape) != (weight.shape[1] * groups if transposed else weight.shape[0],))
         or any(map(lambda e, s, d: e >= max(s, d), extra, stride, dilation))
     )  # fmt: skip
     if refused:
