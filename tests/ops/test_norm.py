@@ -149,3 +149,16 @@ def on_gloo(rank, world_size):
 
 def test_processes():
     run_ranks(on_gloo, 4)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(3), Replicate()], ids=str)
+def test_a_checkpointed_batch_norm_keeps_the_statistics_of_plain_torch(placement):
+    """The recomputation writes them once more, though it ends as soon as it has what the backward pass needs."""
+    mesh = simulate((3,))
+    x = torch.randn(5, 6, 4, 7, generator=torch.Generator().manual_seed(0))
+    plain, mine = torch.nn.BatchNorm2d(6), shardwise.distribute_module(torch.nn.BatchNorm2d(6), mesh)
+    for model, given in ((plain, x), (mine, shardwise.distribute_tensor(x, mesh, [placement]))):
+        torch.utils.checkpoint.checkpoint(model, given, use_reentrant=False).sin().sum().backward()
+    for name, want in plain.state_dict().items():
+        torch.testing.assert_close(mine.state_dict()[name].full_tensor(), want, msg=name)
+    torch.testing.assert_close(mine.weight.grad.full_tensor(), plain.weight.grad)

@@ -35,13 +35,17 @@ def scaled(
     bias: torch.Tensor | None,
     known: Sequence[torch.Tensor | None] | None = None,
     centre: bool = True,
+    told: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x normalised, and its mean, variance and inverse deviation, where not `known`: in float32 for halves, as torch
-    does, and the mean first, since a difference of large sums loses digits."""
+    does, and the mean first, since a difference of large sums loses digits. Mean and variance are `told` before x is
+    normalised: a recomputation for a checkpoint ends as soon as it has all that the backward pass needs."""
     v = x.to(sum_dtype(x.dtype))
     mean, var = known or (average(v) if centre else None, None)
     centred = v if mean is None else v - mean
     var = average(centred * centred) if var is None else var
+    if told is not None:
+        told(mean, var)  # type: ignore[arg-type]  # who asks has a centre
     inverse = (var + (torch.finfo(v.dtype).eps if eps is None else eps)).rsqrt()
     out = centred * inverse if weight is None else centred * inverse * weight
     # without a centre the mean is None, and nobody looks at it
@@ -187,29 +191,36 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training
     if fits_kernel(x, dims if training else ()):
         shape, places = (x.shape[1:2], follow) if training else ((0,), [REPLICATE] * len(follow))
         saved = layout.replace(shape=shape, dtype=dtype, placements=places)
-        out = run_local(torch.native_batch_norm, [x, *moved, training, momentum, eps], [layout, saved, saved])
+        try:
+            out = run_local(torch.native_batch_norm, [x, *moved, training, momentum, eps], [layout, saved, saved])
+        finally:  # where a recomputation ends inside (see `scaled`), torch's kernel has written them
+            for kept, used in zip((mean, var), moved[2:], strict=True):
+                if training and used is not kept:
+                    _renew(kept, used)
     else:
         shape = [-1 if d == 1 else 1 for d in range(x.ndim)]
         scale, shift, *known = (t if t is None else t.reshape(shape) for t in moved)
-        y, now, variance, inverse = scaled(x, over(dims), eps, scale, shift, None if training else known)
-        if training:
-            n = x.numel() // max(x.shape[1], 1)
+        n = x.numel() // max(x.shape[1], 1)
+
+        @torch.no_grad()
+        def renew(now: torch.Tensor, variance: torch.Tensor) -> None:
             unbiased = variance * (n / (n - 1) if n > 1 else float("nan"))
-            with torch.no_grad():
-                for kept, new in zip(moved[2:], (now, unbiased), strict=True):
-                    if kept is not None:
-                        _renew(kept, (1 - momentum) * kept + momentum * new.flatten())
+            for kept, used, new in zip((mean, var), moved[2:], (now, unbiased), strict=True):
+                if kept is not None:
+                    _renew(kept, (1 - momentum) * used + momentum * new.flatten())
+
+        told = renew if training else None
+        y, now, _, inverse = scaled(x, over(dims), eps, scale, shift, None if training else known, told=told)
         out = y, *(t.detach().flatten().to(dtype) if training else x.new_empty(0, dtype=dtype) for t in (now, inverse))
-    for kept, used in zip((mean, var), moved[2:], strict=True):
-        if training and used is not kept:
-            _renew(kept, used)
     return out
 
 
 def _renew(kept: Tensor, value: Tensor) -> None:
     """Write new running statistics. As torch's kernels do, unseen by autograd: a pass in which the module was used
     before, in evaluation, has saved the old ones."""
-    kept.data.copy_(value)
+    comm, new = kept._layout.mesh.comm, value.to(kept.dtype).redistribute(placements=kept.placements)
+    for mine, theirs in zip(comm.values(kept._local), comm.pick(comm.structure(kept._local), new._local), strict=True):
+        mine.data.copy_(theirs)
 
 
 # -- by neighbours, or by a vector's length ----------------------------------------------------------------
