@@ -17,7 +17,7 @@ from shardwise.engine.aliasing import memory_of
 from shardwise.engine.call_shape import tensors_in
 from shardwise.engine.into_out import out_names
 from shardwise.errors import RuleError, StrictError
-from shardwise.functions import is_pointwise, writes_first, written
+from shardwise.functions import is_pointwise, is_random, writes_first, written
 from shardwise.wrapper import Wrapper
 
 Args = Sequence[object]
@@ -92,7 +92,7 @@ def may_read_what_it_writes(func: Callable[..., object], lying: Lying) -> bool:
     crossing = any(_may_meet(a, b) for i, a in enumerate(targets) for b in targets[i + 1 :])
     shared = {memory_of(target) for target in targets}
     count, places = sum(1 for _ in tensors_in(lying.args, lying.kwargs)), {_place(target) for target in targets}
-    if not met and count == len(lying.tensors) and not crossing:
+    if (not met and count == len(lying.tensors) and not crossing) or is_random(func):
         return False
     alike = not crossing and all(_place(t) in places for t in met)
     indices = any(memory_of(t) not in shared and _may_be_index(t) for t in lying.tensors)
