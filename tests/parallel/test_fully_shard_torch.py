@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 import shardwise.parallel as ours
-from shardwise.errors import RuleError
+from shardwise.errors import MeshError
 from tests.parallel.data_net import Block, batch
 from tests.workers import device_mesh, run_ranks
 
@@ -173,5 +173,7 @@ def test_every_method_is_here():
     model.set_force_sum_reduction_for_comms(True)
     model.set_post_optim_event(None)
     for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
-        with pytest.raises(RuleError, match=f"{name}: .* plans its own collectives"):
+        with pytest.raises(MeshError, match=f"{name}: .* has no process group"):
             getattr(model, name)(print)
+        with pytest.raises(TypeError, match=f"{name}: comm must be a function that communicates, got 3"):
+            getattr(model, name)(3)

@@ -133,7 +133,8 @@ class GradBucket:
     def _matrices(self) -> list[torch.Tensor]:
         if self.matrices is None:
             parts, length = self.unreduced.shape
-            flat = [allocated(self.reduces_by, (parts * length,), self.dtype, self.device) for _ in self.rows]
+            by = self.reduces_by if self.cut else None
+            flat = [allocated(by, (parts * length,), self.dtype, self.device) for _ in self.rows]
             self.matrices = [memory.view(parts, length) for memory in flat]
             if not self.even:  # holes between the parts of a row are summed too
                 for matrix in self.matrices:

@@ -210,16 +210,20 @@ class LeafGroup:
         self._gathered_by = _nobody if tape is None else weakref.ref(tape)
         if self.memory.now is Memory.GATHERING:
             self._arrived()
+        self._arriving = self._gather()
         self.memory.to(Memory.GATHERING)
         self._gathered_versions = versions
-        self._arriving = None, _wait_for_nothing
-        if self.cut and self.policy.gathers_by is not None:
-            (own,) = self._own_rows()
-            self._arriving = gather_by(self.policy.gathers_by, own, self.data)
-        elif self.cut:
-            mine = [row.unsqueeze(0) for row in self._own_rows()]
-            local = RankTensor(mine) if self.data.mesh.comm.simulated else mine[0]
-            self._arriving = start_move(local, self._layout, self._whole, Note("data_parallel"))
+
+    def _gather(self) -> tuple[torch.Tensor | None, Callable[[], object]]:
+        """Begin to gather; gives what will have arrived, None where nothing is cut, and what waits for it."""
+        if not self.cut:
+            return None, _wait_for_nothing
+        own = self._own_rows()
+        if self.policy.gathers_by is not None:
+            return gather_by(self.policy.gathers_by, own[0], self.data)
+        mine = [row.unsqueeze(0) for row in own]
+        local = RankTensor(mine) if self.data.mesh.comm.simulated else mine[0]
+        return start_move(local, self._layout, self._whole, Note("data_parallel"))
 
     def _own_rows(self) -> list[torch.Tensor]:
         """What each rank that this process runs keeps, as a row."""

@@ -324,8 +324,14 @@ def _policies_of(module: torch.nn.Module) -> Hashable:
     """What the program has chosen for the unit of a module: a captured program holds for these choices."""
     for hook in module_hooks(module):
         if isinstance(hook, functools.partial) and isinstance(getattr(hook.func, "__self__", None), DataParallel):
-            return tuple(tuple(map(id, v)) if isinstance(v, list) else v for v in vars(hook.args[0].policy).values())
+            return tuple(map(_hashable, vars(hook.args[0].policy).values()))
     return None
+
+
+def _hashable(choice: object) -> Hashable:
+    if isinstance(choice, list):
+        return tuple(map(id, choice))
+    return id(choice) if callable(choice) else choice
 
 
 settings.append(_policies_of)
