@@ -69,19 +69,19 @@ def may_write(func: object, kwargs: Mapping[str, object]) -> bool:
 
 def is_pointwise(func: object) -> bool:
     """Whether torch's tags say that each element of the result is made of the elements in its own place."""
-    return _is_tagged(func, torch.Tag.pointwise)
+    return _is_tagged(func, "pointwise")
 
 
 def is_random(func: object) -> bool:
     """Whether torch's tags say that the result is drawn at random."""
-    return _is_tagged(func, torch.Tag.nondeterministic_seeded)
+    return _is_tagged(func, "nondeterministic_seeded")
 
 
-def _is_tagged(func: object, tag: torch.Tag) -> bool:
+def _is_tagged(func: object, tag: str) -> bool:
     schema = schema_of(func)
     name = getattr(func, "__name__", "") if schema is None else schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, name, None)
-    return packet is not None and any(tag in getattr(packet, form).tags for form in packet.overloads())
+    return packet is not None and any(found.name == tag for form in packet.overloads() for found in getattr(packet, form).tags)
 
 
 def written(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:

@@ -31,7 +31,7 @@ class Wrapper(torch.Tensor):
     _rebinds: int = 0  # how often an op gave the tensor another value and shape
     _spreads: dict[Any, Any] | None = None  # the value as it enters split calls, by axes (`engine/plan.py`)
     _offset: int = 0  # where its elements begin in the memory that plain torch would have (`storage_offset()`)
-    _origin: Origin | None = None  # what it has in common with views of it; None as long as it has none (`origin_of`)
+    _origin: object = None  # what it has in common with views of it; None as long as it has none (`origin_of`)
     _gathered: Any = None  # the parts this tensor was gathered from (`engine/reduce_to_parts.py`)
     _guessed: bool = False  # on a rank outside of the mesh: whether its placements there are not known
     _coming: Any  # while an asynchronous move to it is under way: what waits for the value (`move/arrival.py`)
@@ -94,40 +94,11 @@ def storage_id_of(tensor: Wrapper) -> int:
     return storage_id(tensor._layout.mesh.comm.first(tensor._local))
 
 
-class Origin:
-    """What a tensor has in common with its views. It counts the writes that autograd does not see: those to
-    ``.data``."""
-
-    def __init__(self) -> None:
-        self._handed_out: dict[torch.dtype, torch.Tensor] = {}  # a ``.data`` of the memory, which counts writes to it
-        self._earlier = 0  # writes to memory that it no longer has, and those that cannot be counted
-
-    @property
-    def unseen_writes(self) -> int:
-        return self._earlier + sum(data._version for data in self._handed_out.values())
-
-    def data_of(self, value: torch.Tensor) -> torch.Tensor:
-        """`value.data`, a write to which counts as one to the memory of all views."""
-        data = value.data
-        if type(data) is not torch.Tensor or data.is_inference() or not data.untyped_storage().nbytes():
-            return data
-        if data.is_conj() or data.is_neg():
-            self._earlier += 1
-            return data
-        counter = self._handed_out.get(data.dtype)
-        if counter is None or storage_id(counter) != storage_id(data):
-            self._earlier += 0 if counter is None else counter._version
-            self._handed_out[data.dtype] = data
-            return data.detach()
-        with torch.no_grad():
-            return counter.as_strided(data.shape, data.stride(), data.storage_offset()).detach()
-
-
-def origin_of(tensor: Wrapper) -> Origin:
+def origin_of(tensor: Wrapper) -> object:
     """What a tensor has in common with its views, on all ranks alike. Tensors that only share a storage (parts of one
     buffer, which data parallelism or a program made) have different ones."""
     if tensor._origin is None:
-        tensor._origin = Origin()
+        tensor._origin = object()
     return tensor._origin
 
 

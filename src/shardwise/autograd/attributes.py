@@ -10,7 +10,6 @@ import torch
 
 from shardwise.autograd.gradients import as_gradient, check_is_told, distributed_gradient, grad_layout
 from shardwise.autograd.leaves import leaf_values
-from shardwise.comm.capturing import tape_here, tapes
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program
 from shardwise.engine.aliasing import COPIES, became
@@ -120,11 +119,8 @@ def get_data(tensor: Wrapper) -> Any:
     """tensor.data: the same memory without a graph."""
     tensor._loose_writes += 1
     comm, local = tensor._layout.mesh.comm, tensor._local
-    origin, first = origin_of(tensor), comm.first(local)
-    is_counted = not (tapes and tape_here() is not None)
-    values = [origin.data_of(v) if v is first and is_counted else v.data for v in comm.values(local)]
-    same = wrap(comm.rebuild(local, values), tensor._layout, tensor._offset)
-    same._origin = origin
+    same = wrap(comm.rebuild(local, [value.data for value in comm.values(local)]), tensor._layout, tensor._offset)
+    same._origin = origin_of(tensor)
     return same
 
 

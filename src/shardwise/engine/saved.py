@@ -19,7 +19,7 @@ from shardwise.engine.aliasing import COPIES
 from shardwise.engine.call_shape import CallShape, Path, fetch, meta_like
 from shardwise.layout import Layout
 from shardwise.torch_private.tensors import are_transforms_active, storage_id
-from shardwise.wrapper import Wrapper, origin_of, storage_id_of
+from shardwise.wrapper import Wrapper, storage_id_of
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
 
@@ -63,7 +63,7 @@ class watched:
             return
         results = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
         seen = [operands[i] for i in kept.operands] + [results[i] for i in kept.results if i < len(results)]
-        check = Check(self.name, seen, copied=True)
+        check = Check(self.name, seen)
         given = {storage_id(_local(tensor)) for tensor in operands}
         for node in {node for out in results for node in _nodes_of(_local(out), given)}:
             node.register_prehook(check)
@@ -112,16 +112,13 @@ def _nodes_of(local: torch.Tensor, given: set[int]) -> Iterator[Node]:
 
 
 class Check:
-    """Called before the gradient of a call is computed: raises if one of the tensors was written since. With `copied`
-    the gradient is computed with copies of them, so that it raises for writes too that autograd does not see."""
+    """Called before the gradient of a call is computed: raises if one of the tensors was written since."""
 
-    def __init__(self, name: str, tensors: Sequence[Wrapper], copied: bool = False) -> None:
+    def __init__(self, name: str, tensors: Sequence[Wrapper]) -> None:
         self.name = name
         # weakly: what nobody holds nobody writes, and its memory is not for us to keep
         found = [(tensor, _in_memory(_local(tensor))) for tensor in tensors]
         self.seen = [(weakref.ref(t), t._rebinds, weakref.ref(local), local._version) for t, local in found]
-        origins = [(weakref.ref(tensor), origin_of(tensor)) for tensor in tensors] if copied else []
-        self.origins = [(tensor, weakref.ref(origin), origin.unseen_writes) for tensor, origin in origins]
 
     def __call__(self, _: object) -> None:
         found = self.refusal()
@@ -140,15 +137,6 @@ class Check:
                     f"one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"a distributed tensor{of}, which {self.name} took or gave, was written {writes} times since. "
                     f"Write to its clone() instead, or before {self.name}"
-                )
-        for wrapper, remembered, count in self.origins:
-            tensor, origin = wrapper(), remembered()
-            replaced = tensor is not None and tensor._origin is not origin
-            if replaced or (origin is not None and origin.unseen_writes != count):
-                return (
-                    f"a tensor that {self.name} took or gave was written through .data since. Plain torch computes "
-                    f"the gradient with the new values; on this layout {self.name} computed with a copy, which has the "
-                    f"old ones. Write through .data before {self.name} or after the backward pass, or to a clone()"
                 )
         return ""
 

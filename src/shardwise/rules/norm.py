@@ -218,9 +218,7 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training
 def _renew(kept: Tensor, value: Tensor) -> None:
     """Write new running statistics. As torch's kernels do, unseen by autograd: a pass in which the module was used
     before, in evaluation, has saved the old ones."""
-    comm, new = kept._layout.mesh.comm, value.to(kept.dtype).redistribute(placements=kept.placements)
-    for mine, theirs in zip(comm.values(kept._local), comm.pick(comm.structure(kept._local), new._local), strict=True):
-        mine.data.copy_(theirs)
+    kept.data.copy_(value)
 
 
 # -- by neighbours, or by a vector's length ----------------------------------------------------------------
