@@ -81,7 +81,9 @@ def _is_tagged(func: object, tag: str) -> bool:
     schema = schema_of(func)
     name = getattr(func, "__name__", "") if schema is None else schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, name, None)
-    return packet is not None and any(found.name == tag for form in packet.overloads() for found in getattr(packet, form).tags)
+    if packet is None:
+        return False
+    return any(found.name == tag for form in packet.overloads() for found in getattr(packet, form).tags)
 
 
 def written(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
