@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import mmap
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -142,12 +143,17 @@ class _Writer:
         return any(handle.is_untold() for handle in self.handles)
 
     def wait(self) -> None:
-        """Wait for all; what the first that failed raises."""
-        handles, self.handles = self.handles, []
-        for handle in handles:
+        """Wait for all. Raises what went wrong in the first that failed; the next call raises that of the next one."""
+        for handle in list(self.handles):
             handle._ended.wait()
-        for handle in handles:
+        failed = [handle for handle in self.handles if handle.is_untold()]
+        self.handles = failed[1:]
+        for handle in failed[:1]:
             handle.check()
+
+    def forget(self) -> None:
+        """Begin anew in a forked process: it has no thread that would end the saves of its parent."""
+        self.__init__()  # type: ignore[misc]
 
 
 def staging_room(size: int) -> torch.Tensor:
@@ -163,6 +169,8 @@ def staging_room(size: int) -> torch.Tensor:
 
 
 _writer = _Writer()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_writer.forget)
 
 
 def start(draft: Draft, world: World, most: int = STAGED_BYTES) -> SaveHandle:
