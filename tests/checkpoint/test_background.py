@@ -46,4 +46,3 @@ def test_staging_rooms_begin_at_a_large_page_and_can_be_written():
     assert large.data_ptr() % (2 << 20) == 0
     large.fill_(7)
     assert int(large.sum(dtype=torch.int64)) == 7 * (5 << 20)
-

@@ -48,9 +48,8 @@ def test_values_are_those_of_torch(mesh, at):
     assert str(judge(Program(mesh, tuple(lines)))) == RIGHT
 
 
-@pytest.mark.parametrize("line", ["x1.add_(x1.view(-1)[1:].view(-1)[:19])", "x1.view(-1)[1:].add_(x1.view(-1)[:-1])"])
-def test_what_torch_refuses_raises(line):
-    lines = ["x1 = tensor((5, 4), seed=9, at=[Shard(dim=0)])", line]
+def test_windows_that_overlap_are_as_in_torch():
+    lines = ["x1 = tensor((5, 4), seed=9, at=[Shard(dim=0)])", "x1.view(-1)[1:].add_(x1.view(-1)[:-1])"]
     assert str(judge(Program((2,), tuple(lines)))) == RIGHT
 
 
