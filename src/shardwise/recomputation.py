@@ -8,20 +8,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.engine.saved import Check
 from shardwise.layout import Layout
-from shardwise.torch_private.autograd import CheckpointFrame
+from shardwise.torch_private.autograd import CheckpointFrame, checkpoint_saver
 from shardwise.wrapper import Wrapper, wrap
 
 
 class _Frame(Protocol):
-    of_shardwise: tuple[Check, list[_Parts]]
+    of_shardwise: _Inputs
 
 
 class _Parts(NamedTuple):
@@ -41,25 +41,61 @@ class _Parts(NamedTuple):
         return local if self.layout is None else wrap(local, self.layout)  # type: ignore[arg-type]
 
 
+class _Inputs:
+    """How the inputs of a checkpoint come back from the plain values that were saved in their place."""
+
+    def __init__(self, given: Sequence[object]) -> None:
+        self._check = Check("checkpoint", [arg for arg in given if isinstance(arg, Wrapper)])
+        self._parts = [_parts(arg) for arg in given]
+
+    def again(self, saved: Iterable[object]) -> list[object]:
+        """The inputs. Raises if one of them was written since."""
+        self._check(None)
+        values = iter(saved)
+        return [part.together([next(values) for _ in range(part.size)]) for part in self._parts]
+
+
 def take_checkpoints() -> None:
     """Have torch's checkpoints save local tensors in place of distributed ones, and raise if one that they took was
     written before the backward pass."""
-    if not hasattr(CheckpointFrame, "save_inputs"):  # other versions of torch keep them with a Function, which knows
-        return
+    saver = checkpoint_saver()
+    if saver is None:
+        _take_frame()
+    else:
+        _take_saver(saver)
+
+
+def _take_frame() -> None:
+    """Since torch 2.12 or 2.13, the record of a checkpoint keeps its inputs."""
     save, get = CheckpointFrame.save_inputs, CheckpointFrame.get_inputs
 
     def save_inputs(self: _Frame, *args: object) -> None:
-        save(self, *(value for arg in args for value in _values(arg)))
-        check = Check("checkpoint", [arg for arg in args if isinstance(arg, Wrapper)])
-        self.of_shardwise = check, [_parts(arg) for arg in args]
+        save(self, *_all_values(args))
+        self.of_shardwise = _Inputs(args)
 
     def get_inputs(self: _Frame) -> list[object]:
-        check, parts = self.of_shardwise
-        check(None)
-        values = iter(get(self))
-        return [part.together([next(values) for _ in range(part.size)]) for part in parts]
+        return self.of_shardwise.again(get(self))
 
     CheckpointFrame.save_inputs, CheckpointFrame.get_inputs = save_inputs, get_inputs
+
+
+def _take_saver(saver: type[Any]) -> None:
+    """Before, the node of an autograd Function did: its first argument is a tensor that makes autograd record it."""
+    apply = saver.apply
+
+    def save_inputs(recorded: torch.Tensor, *args: object) -> torch.Tensor:
+        made = apply(recorded, *_all_values(args))
+        node = made.grad_fn
+        if node is not None:  # else nothing is recorded, and nothing computed again
+            get, inputs = node.get_args, _Inputs(args)
+            node.get_args = lambda tensors: inputs.again(get(tensors))
+        return made
+
+    saver.apply = staticmethod(save_inputs)
+
+
+def _all_values(args: Sequence[object]) -> list[object]:
+    return [value for arg in args for value in _values(arg)]
 
 
 def _values(arg: object) -> list[object]:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.comm.record import user_line
 from shardwise.errors import OutlineError
 from shardwise.protocols import Args, Kwargs, Op, Result
-from shardwise.torch_private.autograd import has_cuda_guards
+from shardwise.torch_private.autograd import records_cuda
 from shardwise.torch_private.tensors import AsksForValue, FakeMode, FakeTensor, HasNoSize, without_fake_mode
 
 Number: TypeAlias = int | float | bool | complex
@@ -38,11 +38,11 @@ _HINTS = {
 
 def device_for(kind: str) -> torch.device:
     """The device that tensors without values report for the kind that was asked for. torch cannot differentiate tensors
-    of a device that it was not built for: those report the CPU."""
+    of a device that it was not built for, or that is not there: those report the CPU."""
     asked = torch.device(kind)
     if asked.type in ("cpu", "meta"):
         return torch.device("cpu")
-    if asked.type == "cuda" and not has_cuda_guards():
+    if asked.type == "cuda" and not records_cuda():
         return torch.device("cpu")
     return torch.device(asked.type, asked.index or 0)
 

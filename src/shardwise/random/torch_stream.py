@@ -3,6 +3,7 @@ them all and keeps its part. On a CPU, where torch draws one number after the ot
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -49,13 +50,33 @@ def chunks(
         whole = draw_whole(torch.empty_strided(shape, stride, dtype=dtype, device=device), what, generator)
         yield 0, whole.reshape(-1)
         return
+    if name == "normal_" and n % _GROUP and _lost_draws(dtype) is None:
+        yield 0, drawn(n)
+        return
     last = n if name in _ONE_BY_ONE else n - n % _GROUP
     for start in range(0, last, CHUNK):
         yield start, drawn(min(CHUNK, last - start))
     if last < n:  # the last sixteen are drawn anew; what torch drew for the incomplete group is lost
-        if dtype.itemsize >= 4:
-            torch.empty(n - last, dtype=dtype).uniform_(generator=generator)
+        for lost in _lost_draws(dtype) or ():
+            torch.empty(n - last, dtype=lost).uniform_(generator=generator)
         yield n - _GROUP, drawn(_GROUP)
+
+
+@functools.cache
+def _lost_draws(dtype: torch.dtype) -> tuple[torch.dtype, ...] | None:
+    """What this version of torch draws for the incomplete last group of `normal_` and then draws anew: numbers of the
+    dtype, or nothing. Found by trying. None: neither, so that the numbers cannot be drawn a part at a time."""
+    want = torch.Generator().manual_seed(0)
+    whole = torch.empty(_GROUP + 1, dtype=dtype).normal_(generator=want)
+    for lost in ((), (dtype,), (torch.float32,), (torch.float64,)):
+        got = torch.Generator().manual_seed(0)
+        torch.empty(_GROUP, dtype=dtype).normal_(generator=got)
+        for kind in lost:
+            torch.empty(1, dtype=kind).uniform_(generator=got)
+        tail = torch.empty(_GROUP, dtype=dtype).normal_(generator=got)
+        if torch.equal(whole[1:], tail) and torch.equal(want.get_state(), got.get_state()):
+            return lost
+    return None
 
 
 def keep_part(local: torch.Tensor, region: Region, shape: Sequence[int], start: int, numbers: torch.Tensor) -> None:

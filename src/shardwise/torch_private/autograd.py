@@ -36,9 +36,9 @@ without_transforms: Callable[[], Any] = _without_transforms  # a context manager
 with_transforms: Callable[[Any], Any] = _with_transforms  # and one that brings them back
 
 
-def has_cuda_guards() -> bool:
-    """Whether this torch was built for CUDA: without, autograd cannot record tensors that say they are there."""
-    return torch.backends.cuda.is_built()
+def records_cuda() -> bool:
+    """Whether autograd can record tensors that say they are on CUDA: torch is built for it, and there is a GPU."""
+    return torch.backends.cuda.is_built() and torch.cuda.is_available()
 
 
 def is_transforming() -> bool:
@@ -189,6 +189,11 @@ take("torch.Tensor._post_accumulate_grad_hooks", "hooks on parameters of data_pa
 
 
 CheckpointFrame: type[Any] = take("torch.utils.checkpoint._CheckpointFrame", "writes to the inputs of a checkpoint")
+
+
+def checkpoint_saver() -> type[Any] | None:
+    """The autograd Function with which torch's checkpoints keep their inputs; None where the frame keeps them itself."""
+    return getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
