@@ -107,7 +107,7 @@ def train_pipeline(stages, indices, count, schedule, batches, mesh):
     for step, rows in enumerate(batches):
         mine, found = rows.chunk(dp.size())[dp.get_local_rank()], [] if last else None
         optimizer.zero_grad()
-        run.step(*[mine[:, :-1]][:first], target=mine[:, 1:] if last else None, losses=found)
+        run.step(*[mine[:, :-1].contiguous()][:first], target=mine[:, 1:] if last else None, losses=found)
         optimizer.step()
         losses[step] = sum(loss.item() for loss in found or ()) / MICRO_BATCHES
     dist.all_reduce(losses)  # the ranks of the last stage have them

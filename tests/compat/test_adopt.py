@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from tests.versions import since_213
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "adopted_program.py"
@@ -83,6 +84,7 @@ def test_every_path_leads_here():
     """)
 
 
+@since_213("pipelining does not name DTensor")
 def test_torchs_own_helpers_are_told_and_told_back():
     """Those that were imported before, and those that are imported meanwhile."""
     python("""

@@ -30,6 +30,7 @@ from shardwise._ops import utils
 from shardwise.parallel import PrepareModuleInput, PrepareModuleOutput, fully_shard, loss_parallel, parallelize_module
 from shardwise.placement_types import _StridedShard
 from tests.compat.common import grid, line
+from tests.versions import since_213
 from tests.workers import run_ranks
 
 
@@ -130,6 +131,7 @@ def check_same(a, b, step):
         assert a == b, (step, a, b)
 
 
+@since_213("private functions take other arguments")
 def test_alike_on_processes():
     assert min(run_ranks(alike, 4)) > 80
 

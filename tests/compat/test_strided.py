@@ -149,7 +149,7 @@ def test_strided_is_a_value():
 
 def test_partial_has_torchs_names():
     assert Partial.LINEAR_REDUCE_OPS == theirs.Partial.LINEAR_REDUCE_OPS
-    assert set(Partial.ALL_REDUCE_OPS) >= set(theirs.Partial.ALL_REDUCE_OPS)
+    assert set(Partial.ALL_REDUCE_OPS) >= set(getattr(theirs.Partial, "ALL_REDUCE_OPS", ()))  # new in torch 2.13
     assert Partial("prod") == Partial("product") and Partial("prod").is_partial("prod")
     x = DTensor.from_local(RankTensor([torch.tensor([2.0]), torch.tensor([3.0])]), simulate(2), [Partial("prod")])
     assert x.full_tensor().item() == 6

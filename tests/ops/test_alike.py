@@ -12,6 +12,7 @@ from shardwise import DTensor, Replicate, Shard, distribute_tensor, simulate
 from shardwise.experimental import local_map
 from shardwise.testing import check_rule
 from tests.values import seeded
+from tests.versions import since_213
 
 A = seeded((8, 6))[0].double()
 ROWS = torch.tensor([[1.0, -1.0], [2.0, -3.0], [0.5, 0.0], [-1.0, 1.0]], dtype=torch.float64)
@@ -90,8 +91,11 @@ def outcome(func, tensors):
     ]
 
 
+OLDER = {"embedding, float ids": since_213("the kernel for shapes raises ValueError, the others RuntimeError")}
+
+
 @pytest.mark.parametrize("places", [Shard(0), Replicate()], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=OLDER.get(name, ())) for name in CASES])
 def test_as_torch_does(name, places):
     func, tensors = CASES[name]
     want = outcome(func, [t.clone() for t in tensors])

@@ -87,6 +87,7 @@ FORMS = {
     "norm, inf": (lambda *t: f("norm")(t, float("inf")), a),
     "max": (lambda *t: f("max")(t), a),
 }  # fmt: skip
+FORMS = {name: form for name, form in FORMS.items() if name != "mm" or hasattr(torch, "_foreach_mm")}  # new in torch 2.13
 
 
 WITHOUT_GRAD = {"addcmul, tensor", "powsum", "addcdiv, numbers"}  # in torch 2.13
@@ -136,7 +137,7 @@ def test_max_without_grad(dtype):
     check_rule(lambda *t: f("max")(t), [nan], [simulate(3)], limit=6, grad=False, partial=False, tolerance=1e-10)
 
 
-@pytest.mark.parametrize("function, error", [(lambda t: f("norm")(t, float("inf")), "infinity norm"), (f("max"), "maximum of an empty")])  # fmt: skip
+@pytest.mark.parametrize("function, error", [(lambda t: f("norm")(t, float("inf")), "infinity norm"), (f("max"), "maximum of an empty|max.*numel.. == 0|empty tensor")])  # fmt: skip
 def test_nothing_has_no_extreme(function, error):
     x = distribute_tensor(torch.zeros(0, 3), simulate(2), [Shard(0)])
     with pytest.raises((RuntimeError, ValueError), match=error):

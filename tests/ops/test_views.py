@@ -9,6 +9,7 @@ from shardwise.debug import ledger
 from shardwise.testing import check_rule, spread_out
 from tests.random.common import as_torch_draws
 from tests.values import compare, seeded
+from tests.versions import since_213
 from tests.workers import device_mesh, run_ranks
 
 MESHES = [(3,), (2, 2), (2, 1, 3)]
@@ -103,7 +104,13 @@ def test_nothing_moves(name):
             assert not [e for e in log if e.bytes], (placements, log)
 
 
-@pytest.mark.parametrize("name", STAY)
+OLDER = {
+    "trace": since_213("the gradient of tall matrices is wrong"),
+    "copies of parts": since_213("narrow_copy has no derivative"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=OLDER.get(name, ())) for name in STAY])
 def test_several_pieces(name):
     """Dims of which a rank holds several intervals, on one axis and on two."""
     for shape, placements in [((3,), [Shard(0)]), ((3,), [Shard(1)]), ((2, 2), [Shard(0), Shard(1)])]:
