@@ -7,6 +7,7 @@ from torch import nn
 
 import shardwise
 from shardwise import DTensor, MeshError, OutlineError, Replicate, Shard, distribute_tensor, outline
+from shardwise.comm.without_values import device_for
 from shardwise.testing.outlined import ASKS, compare_without_values
 from shardwise.testing.spread import combinations
 from shardwise.testing.subjects import subjects
@@ -163,6 +164,15 @@ def test_a_longest_target_is_asked_for():
     assert (
         F.ctc_loss(*(distribute_tensor(x, mesh, [Replicate()]) for x in (logs, targets, lengths, lengths))).shape == ()
     )
+
+
+@pytest.mark.parametrize(("gpus", "reported"), [(0, "cpu"), (1, "cuda:0")])
+def test_a_build_for_cuda_reports_the_gpu_only_where_there_is_one(monkeypatch, gpus, reported):
+    """Whatever torch.cuda says: it answers for the device of the estimate while a script is played."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: gpus, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert str(device_for("cuda")) == reported
 
 
 def test_optimizers_choose_as_on_the_device_that_is_played():

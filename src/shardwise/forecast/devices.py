@@ -46,6 +46,7 @@ def _answers(place: int, count: int, hardware: Hardware, tracker: Tracker) -> di
     found: dict[str, Callable[..., Any]] = dict.fromkeys(_NOTHING, lambda *args, **kwargs: None)
     return found | {
         "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda including_emulation=True: True,
         "device_count": lambda: count,
         "current_device": lambda: place,

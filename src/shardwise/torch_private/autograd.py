@@ -37,8 +37,9 @@ with_transforms: Callable[[Any], Any] = _with_transforms  # and one that brings 
 
 
 def records_cuda() -> bool:
-    """Whether autograd can record tensors that say they are on CUDA: torch is built for it, and there is a GPU."""
-    return torch.backends.cuda.is_built() and torch.cuda.is_available()
+    """Whether autograd can record tensors that say they are on CUDA: torch is built for it, and there is a GPU. Asks
+    below `torch.cuda`, which answers for another device while a script is played."""
+    return torch.backends.cuda.is_built() and torch._C._cuda_getDeviceCount() > 0
 
 
 def is_transforming() -> bool:
