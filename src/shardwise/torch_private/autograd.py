@@ -193,7 +193,7 @@ CheckpointFrame: type[Any] = take("torch.utils.checkpoint._CheckpointFrame", "wr
 
 
 def checkpoint_saver() -> type[Any] | None:
-    """The autograd Function with which torch's checkpoints keep their inputs; None where the frame keeps them itself."""
+    """The autograd Function with which torch 2.11 keeps the inputs of a checkpoint; None where their record does."""
     return getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
 
 
