@@ -79,11 +79,14 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def balance_loss(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """A loss that is 1 where all experts get equally many tokens, and grows as the router prefers some of them.
+    """Return a loss that is 1 where all experts get equally many tokens, and grows as the router prefers some of them.
 
     Args:
         logits: (tokens, experts).
         chosen: (tokens, k), the numbers of the experts.
+
+    Raises:
+        LayoutError: `chosen` is not of torch.int64.
     """
     check_type(logits, torch.Tensor, "balance_loss: logits")
     check_type(chosen, torch.Tensor, "balance_loss: chosen")
