@@ -123,6 +123,9 @@ def load(
             changes before all was read and checked.
         process_group: The processes that load together; by default all.
 
+    Returns:
+        What was loaded: the step, names that only one side has, bytes and seconds, and the plan.
+
     Raises:
         CheckpointError: On all processes, if a file is missing or damaged, or names, shapes or dtypes differ.
     """

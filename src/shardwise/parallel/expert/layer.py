@@ -44,6 +44,11 @@ class MixtureOfExperts(nn.Module):
             nn.init.uniform_(weight, -1 / math.sqrt(weight.shape[2]), 1 / math.sqrt(weight.shape[2]))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the experts make of the tokens, and the loss that balances them.
+
+        Args:
+            x: (..., width), a token per row.
+        """
         tokens = x.flatten(0, -2)
         logits = self.router(tokens)
         weights, chosen = top_k(logits, self.k)

@@ -251,7 +251,14 @@ class FSDPModule(CommunicationHints):
         return self  # type: ignore[return-value]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> object:
-        """As torch's; with `assign` too, parameters that were tied before are tied afterwards."""
+        """Load a state dict as torch does; with `assign` too, parameters that were tied before are tied afterwards.
+
+        Args:
+            state_dict, strict, assign: As of torch's method.
+
+        Returns:
+            The names that are missing, and those that are unexpected.
+        """
         found = super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
         self._tie_again()
         return found
