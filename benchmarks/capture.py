@@ -65,6 +65,19 @@ def block_step(peer, mesh):
     return lambda: run(x)
 
 
+def training_step(model, optimizer):
+    """One step on a batch, as a function."""
+
+    def step(inputs, targets):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
 def gpt_step(peer, mesh, layers=4, width=256):
     """A whole step of a GPT with AdamW."""
     torch.manual_seed(0)
@@ -76,14 +89,7 @@ def gpt_step(peer, mesh, layers=4, width=256):
         inputs, targets = (library.distribute_tensor(t, mesh, [library.Shard(0)]) for t in (inputs, targets))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def step(inputs, targets):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    run = finished(peer, step)
+    run = finished(peer, training_step(model, optimizer))
     return lambda: run(inputs, targets)
 
 
@@ -207,13 +213,7 @@ def rank_step(kind, how, mesh):
     model, places = distributed(kind, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def step(inputs, targets):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
+    step = training_step(model, optimizer)
     torch.manual_seed(1)
     tokens = torch.randint(512, (2 * mesh.size(), 65), device=mesh.device_type)
     batch = [shardwise.distribute_tensor(t.contiguous(), mesh, places) for t in _shifted(tokens)]

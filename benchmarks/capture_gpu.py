@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as peer_tensor
 import torch.nn.functional as F
-from capture import rank_step
+from capture import rank_step, training_step
 from gpt_step import GPT
 from rich.console import Console
 from rich.table import Table
@@ -59,14 +59,7 @@ def build(peer, mesh, sizes):
         model = library.distribute_module(model, mesh)
         inputs, targets = (library.distribute_tensor(t, mesh, [library.Shard(0)]) for t in (inputs, targets))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=True)
-
-    def step(inputs, targets):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
+    step = training_step(model, optimizer)
     if peer == "plain graph":
         return graphed(step, inputs, targets)
     if "compiled" in peer or "reduce-overhead" in peer:

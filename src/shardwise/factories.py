@@ -1,4 +1,5 @@
-"""Tensors born distributed: zeros, ones, empty, full, rand, randn, randint, randperm. No rank makes all of one."""
+"""New tensors that are distributed from the start: zeros, ones, empty, full, rand, randn, randint, randperm. No rank
+makes all of one."""
 
 from __future__ import annotations
 
@@ -38,8 +39,11 @@ def zeros(
         device_mesh: The mesh; by default that of the enclosing `with mesh:`.
         placements: One per mesh axis; by default Replicate. Only `zeros` and `empty` accept Partial.
 
+    Returns:
+        The tensor.
+
     Raises:
-        LayoutError: Where arguments are wrong or do not fit each other.
+        LayoutError: Arguments are wrong or do not fit each other.
 
     >>> import shardwise
     >>> x = shardwise.zeros(8, 4, device_mesh=shardwise.simulate(4), placements=[shardwise.Shard(0)])
@@ -58,7 +62,14 @@ def ones(
     device_mesh: MeshArgument | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Like torch.ones, born distributed: each rank makes only its part. Arguments as for `zeros`."""
+    """Return a tensor of ones, like torch.ones, but distributed: each rank makes only its own part.
+
+    Args:
+        *size, dtype, layout, requires_grad, device_mesh, placements: As for `zeros`.
+
+    Raises:
+        LayoutError: Arguments are wrong or do not fit each other.
+    """
     return _filled(torch.ones, _layout_for(size, dtype, layout, device_mesh, placements), requires_grad)
 
 
@@ -70,7 +81,14 @@ def empty(
     device_mesh: MeshArgument | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Like torch.empty, born distributed: each rank makes only its part. Arguments as for `zeros`."""
+    """Return a tensor with undefined values, like torch.empty, but distributed: each rank makes only its own part.
+
+    Args:
+        *size, dtype, layout, requires_grad, device_mesh, placements: As for `zeros`.
+
+    Raises:
+        LayoutError: Arguments are wrong or do not fit each other.
+    """
     target = _layout_for(size, dtype, layout, device_mesh, placements, parts=True)
     return _filled(torch.empty, target, requires_grad)
 
@@ -85,13 +103,16 @@ def full(
     device_mesh: MeshArgument | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Like torch.full, born distributed: each rank makes only its part.
+    """Return a tensor of one value, like torch.full, but distributed: each rank makes only its own part.
 
     Args:
         size: The global shape.
         fill_value: The value of every element.
         dtype: By default that which torch.full gives this value.
         layout, requires_grad, device_mesh, placements: As for `zeros`.
+
+    Raises:
+        LayoutError: Arguments are wrong or do not fit each other.
     """
     check_type(fill_value, (bool, int, float, complex), "full: fill_value", "give a number")
     check_type(dtype, (torch.dtype, type(None)), "full: dtype")
@@ -108,12 +129,16 @@ def rand(
     device_mesh: MeshArgument | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Like torch.rand, born distributed: each rank draws only its part, the same numbers whatever the layout.
+    """Return uniform random numbers in [0, 1), like torch.rand. Each rank draws only its own part; the numbers are the
+    same whatever the layout.
 
     Args:
         *size: The global shape, as ints or as one sequence.
         generator: Where keys of random numbers come from; by default torch's default generator.
         dtype, layout, requires_grad, device_mesh, placements: As for `zeros`.
+
+    Raises:
+        LayoutError: Arguments are wrong or do not fit each other.
     """
     return _drawn(draws.uniform(), _layout_for(size, dtype, layout, device_mesh, placements), generator, requires_grad)
 
@@ -127,9 +152,15 @@ def randn(
     device_mesh: MeshArgument | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Like torch.randn, born distributed: each rank draws only its part, the same numbers whatever the layout.
+    """Return normal random numbers, like torch.randn. Each rank draws only its own part; the numbers are the same
+    whatever the layout.
 
-    Arguments as for `rand`."""
+    Args:
+        *size, generator, dtype, layout, requires_grad, device_mesh, placements: As for `rand`.
+
+    Raises:
+        LayoutError: Arguments are wrong or do not fit each other.
+    """
     return _drawn(draws.normal(), _layout_for(size, dtype, layout, device_mesh, placements), generator, requires_grad)
 
 
@@ -142,7 +173,18 @@ def randint(
     device_mesh: MeshArgument | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """randint([low,] high, size): like torch.randint, born distributed. Other arguments as for `rand`."""
+    """Return random integers, like torch.randint. Each rank draws only its own part; the numbers are the same whatever
+    the layout.
+
+    Args:
+        *bounds_and_size: ``[low,] high, size``: the least number (0 without), the first that is too large, and the
+            global shape.
+        generator, dtype, layout, requires_grad, device_mesh, placements: As for `rand`.
+
+    Raises:
+        TypeError: There are not two or three of `bounds_and_size`.
+        LayoutError: Arguments are wrong or do not fit each other.
+    """
     if not 2 <= len(bounds_and_size) <= 3:
         raise TypeError(f"randint: expected ([low,] high, size), got {bounds_and_size!r}")
     *bounds, size = bounds_and_size
@@ -161,7 +203,15 @@ def randperm(
     device_mesh: MeshArgument | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """Like torch.randperm, laid out: every rank makes the permutation and keeps its part. Arguments as for `rand`."""
+    """Return a random permutation, like torch.randperm: every rank makes all of it and keeps its own part.
+
+    Args:
+        n: How many numbers there are, from 0 on.
+        generator, dtype, layout, requires_grad, device_mesh, placements: As for `rand`.
+
+    Raises:
+        LayoutError: Arguments are wrong or do not fit each other.
+    """
     made = permuted(_layout_for((n,), dtype, layout, device_mesh, placements), generator=generator)
     return made.requires_grad_() if requires_grad else made
 

@@ -184,7 +184,7 @@ class DTensor(Wrapper):
     def outside(
         device_mesh: MeshArgument, placements: Placements, shape: Sequence[int], dtype: torch.dtype | None = None
     ) -> DTensor:
-        """A stand-in for a tensor on a mesh that this rank is not in: it holds no values, but can be moved.
+        """Return a stand-in for a tensor on a mesh that this rank is not in: it holds no values, but can be moved.
 
         Args:
             device_mesh: The other mesh.
@@ -269,13 +269,13 @@ class DTensor(Wrapper):
         return moved
 
     def wait(self) -> DTensor:
-        """This tensor, once an asynchronous move to it is done."""
+        """Return this tensor, once an asynchronous move to it is done."""
         first_leaf(self)
         return self
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
-        """The whole value as a plain tensor on every rank; differentiable. On a simulated sub-mesh whose groups hold
-        different values, it is a RankTensor.
+        """Return the whole value as a plain tensor on every rank; differentiable. On a simulated sub-mesh whose groups
+        hold different values, it is a RankTensor.
 
         Args:
             grad_placements: How the gradient that flows back is laid out; by default replicated.

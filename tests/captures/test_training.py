@@ -36,10 +36,10 @@ def micro_step_of(model):
     return micro
 
 
-def step_of(model, optimizer):
+def step_of(model, optimizer, total=torch.mean):
     def step(x):
         optimizer.zero_grad()
-        loss = model(x).square().mean()
+        loss = total(model(x).square())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -88,15 +88,7 @@ def test_a_step(kind):
 def test_ranks_that_hold_nothing(rows):
     def make():
         model = tensor_parallel()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
-        def step(x):
-            optimizer.zero_grad()
-            loss = model(x).square().sum()
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        step = step_of(model, torch.optim.SGD(model.parameters(), lr=0.05), torch.sum)
         calls = [lambda f, x=x: f(laid_out(x)) for x in batches(4, (rows, 8))]
         return step, calls, lambda: list(model.parameters())
 

@@ -46,6 +46,20 @@ class Net(nn.Module):
         return self.last(x) * self.narrow(x).cos()
 
 
+def stepped_in_backward(model):
+    """`model`, each parameter of which is stepped as soon as its gradient is there."""
+    for p in model.parameters():
+        if p.requires_grad:
+            optimizer = torch.optim.AdamW([p], lr=0.01)
+
+            def step(p, optimizer=optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+
+            p.register_post_accumulate_grad_hook(step)
+    return model
+
+
 def build(**options):
     torch.manual_seed(3)
     return Net(**options).double()

@@ -10,7 +10,7 @@ from torch import nn
 from shardwise import DTensor, Replicate, Shard, distribute_module, distribute_tensor, simulate
 from shardwise.errors import LayoutError
 from shardwise.parallel.data import SHARDS, data_parallel
-from tests.parallel.data_net import BATCH, batch, build, feed, loss_of, own_part, run_checks
+from tests.parallel.data_net import BATCH, batch, build, feed, loss_of, own_part, run_checks, stepped_in_backward
 from tests.tensor.common import same
 from tests.workers import device_mesh, run_ranks
 
@@ -73,25 +73,11 @@ def replaced_gradients(mesh):
 
 
 def optimizer_in_backward(mesh):
-    """Every parameter is stepped as soon as its gradient is there."""
-
-    def step_at_once(model):
-        for p in model.parameters():
-            if p.requires_grad:
-                optimizer = torch.optim.AdamW([p], lr=0.01)
-
-                def step(p, optimizer=optimizer):
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-                p.register_post_accumulate_grad_hook(step)
-        return model
-
-    want = step_at_once(build())
+    want = stepped_in_backward(build())
     for step in range(3):
         loss_of(want, *batch(step)).backward()
     for shard, typed in itertools.product(SHARDS, (False, True)):
-        model = step_at_once(data_parallel(build(), mesh["dp"], shard, unit_bytes=0))
+        model = stepped_in_backward(data_parallel(build(), mesh["dp"], shard, unit_bytes=0))
         for step in range(3):
             loss_of(model, *inputs(mesh, typed, step)).backward()
         for (name, p), q in zip(model.named_parameters(), want.named_parameters(), strict=True):

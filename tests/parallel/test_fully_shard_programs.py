@@ -14,7 +14,7 @@ import shardwise
 from shardwise import DTensor, RankTensor, Shard, distribute_tensor, simulate
 from shardwise.errors import LayoutError
 from shardwise.parallel import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from tests.parallel.data_net import batch, build, loss_of, run_checks
+from tests.parallel.data_net import batch, build, loss_of, run_checks, stepped_in_backward
 from tests.parallel.shard_net import MESHES, feed, loss_on, sharded, steps
 from tests.tensor.common import same
 from tests.workers import device_mesh, run_ranks
@@ -309,15 +309,7 @@ def hooks_and_checkpoints(mesh):
     """Blocks that are recomputed, and parameters that are stepped in the backward pass."""
 
     def train(model, feeds):
-        for p in model.parameters():
-            if p.requires_grad:
-                optimizer = torch.optim.AdamW([p], lr=0.01)
-
-                def step_at_once(p, optimizer=optimizer):
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-                p.register_post_accumulate_grad_hook(step_at_once)
+        stepped_in_backward(model)
         for step in range(3):
             loss_of(model, *feeds(step)).backward()
         return model

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import shardwise
 from shardwise import Replicate, Shard
+from shardwise.strategy.empty_ranks import of_one_each
 from tests.workers import device_mesh, run_ranks
 
 CALLS = {  # torch has no kernel for these, and does not say so of empty tensors
@@ -130,3 +131,58 @@ def test_kernels_that_there_are():
     want = [torch.linalg.cholesky(x), torch.linalg.inv(x), F.conv1d(x, torch.ones(1, 3, 2))]
     for found in run_ranks(computed, 3):
         torch.testing.assert_close(found, want)
+
+
+# -- kernels that take no empty tensors ----------------------------------------------------------------------------
+def test_of_one_each():
+    """The kernel sees one element where there is none; of its result nothing is left but the graph."""
+    seen = []
+
+    def kernel(x, y):
+        seen.append((*x.shape, *y.shape))
+        return x @ y, (x @ y).sum(1)
+
+    call = of_one_each(kernel, [("m", "k"), ("k", "n")], [("m", "n"), ("m",)])
+    x, y = torch.empty(0, 3, requires_grad=True), torch.ones(3, 2, requires_grad=True)
+    out, sums = call(x, y)
+    assert seen == [(1, 3, 3, 2)] and (out.shape, sums.shape) == ((0, 2), (0,))
+    of_x, of_y = torch.autograd.grad(out.sum() + sums.sum(), [x, y], create_graph=True)
+    assert of_x.shape == (0, 3) and of_x.requires_grad and not of_y.any()
+    # a factor that no result has stays empty: what the kernel makes of it could not be cut away
+    out, _ = call(torch.empty(2, 0), torch.empty(0, 2))
+    assert seen[1:] == [(2, 0, 0, 2)] and torch.equal(out, torch.zeros(2, 2))
+
+
+TABLE = torch.linspace(-1, 1, 18, dtype=torch.float64).view(6, 3)
+NEVER_EMPTY = {
+    "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]),
+    "embedding": lambda x: F.embedding((x > 0).long(), TABLE[:3] * x.sum()),
+    "max pool": lambda x: F.max_pool2d(x[:, None, :, None], (2, 1)),
+    "adaptive pool": lambda x: F.adaptive_avg_pool2d(x[:, None, :, None].expand(-1, -1, -1, 2), (2, 2)),
+    "resized": lambda x: F.interpolate(x[:, None], size=5, mode="linear"),
+    "determinant": lambda x: torch.linalg.det(x[:, :, None] * x[:, None] + 2 * EYE),
+    "fft": lambda x: torch.fft.fft(x, dim=1).abs(),
+    "cummax": lambda x: x.cummax(1).values,
+}
+
+
+@pytest.mark.parametrize("name", NEVER_EMPTY)
+def test_simulated_ranks_that_hold_nothing(name):
+    """Values, gradients and second derivatives are those of plain torch, along either dim."""
+    values = torch.sin(torch.arange(6, dtype=torch.float64)).view(2, 3)
+    f = NEVER_EMPTY[name]
+
+    def derived(x):
+        (once,) = torch.autograd.grad(f(x).square().sum(), [x], create_graph=True)
+        try:
+            (twice,) = torch.autograd.grad(once.square().sum(), [x])
+        except RuntimeError as error:
+            assert "not implemented" in str(error) or "does not require grad" in str(error)
+            twice = once * 0
+        return f(x), once, twice
+
+    want = derived(values.clone().requires_grad_())
+    for dim in (0, 1):
+        x = shardwise.distribute_tensor(values, shardwise.simulate(5), [Shard(dim)]).requires_grad_()
+        for found, wanted in zip(derived(x), want, strict=True):
+            torch.testing.assert_close(found.full_tensor(), wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.autograd.gradients import as_gradient, check_is_told, from_gradient, gradient_of_parts, unsummed_axes
 from shardwise.autograd.leaves import first_leaf, leaf_values
 from shardwise.autograd.meeting import meeting_of
+from shardwise.comm.rank_surface import Handles
 from shardwise.engine.reduce_to_parts import before_watching
 from shardwise.protocols import LocalValue
 from shardwise.wrapper import Wrapper
@@ -87,20 +88,3 @@ def register_post_accumulate_grad_hook(tensor: Wrapper, hook: Callable[[Any], No
             hook(tensor)
 
     return Handles([value.register_post_accumulate_grad_hook(on_part) for value in parts])
-
-
-class Handles:
-    """Several handles removed as one."""
-
-    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def __enter__(self) -> Handles:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()

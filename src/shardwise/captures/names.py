@@ -37,6 +37,8 @@ def names_in(code: CodeType) -> Names:
     imports: set[str] = set()
     before: list[object] = [0, 0]  # what the two instructions before were given: of an import, the dots come first
     for step in dis.get_instructions(code):
+        if step.opname == "EXTENDED_ARG":  # a part of the next instruction, which is shown with all of its argument
+            continue
         if step.opname == "IMPORT_NAME":
             dots = before[-2] if isinstance(before[-2], int) else 0
             imports.add("." * dots + step.argval)

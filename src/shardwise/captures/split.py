@@ -368,7 +368,7 @@ def _instructions(code: types.CodeType) -> list[tuple[str, str]]:
     function of in another way."""
     found = []
     for step in dis.get_instructions(code):
-        if step.opname not in ("PUSH_NULL", "CACHE", "NOP"):
+        if step.opname not in ("PUSH_NULL", "CACHE", "NOP", "EXTENDED_ARG"):
             name = "LOAD_ATTR" if step.opname == "LOAD_METHOD" else step.opname
             is_code = isinstance(step.argval, types.CodeType)
             found.append((name, "" if is_code or "JUMP" in name or name == "FOR_ITER" else repr(step.argval)))

@@ -123,6 +123,9 @@ def load(
             changes before all was read and checked.
         process_group: The processes that load together; by default all.
 
+    Returns:
+        What was loaded: the step, names that only one side has, bytes and seconds, and the plan.
+
     Raises:
         CheckpointError: On all processes, if a file is missing or damaged, or names, shapes or dtypes differ.
     """
@@ -155,7 +158,17 @@ def plan_load(
     memory: int = MEMORY,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadPlan:
-    """What a load would do, without doing it; `explain()` says it in words. Every process of the group calls it."""
+    """Plan what `load` would do, without doing it. Every process of the group calls it.
+
+    Args:
+        path, into, strict, map, memory, process_group: As for `load`.
+
+    Returns:
+        The plan; its `explain()` says in words what is read, what travels and what it takes.
+
+    Raises:
+        CheckpointError: `load` would not start, as where tensors are missing and `strict` is set.
+    """
     _check(memory=memory)
     world = World.of(process_group)
     source = world.from_first(lambda: opened(path, map, "fast"))

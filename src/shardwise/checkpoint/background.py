@@ -38,6 +38,9 @@ class SaveHandle:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is there.
 
+        Args:
+            timeout: How many seconds to wait; by default as long as it takes.
+
         Raises:
             CheckpointError: It could not be written, or `timeout` seconds were not enough.
         """
@@ -46,21 +49,29 @@ class SaveHandle:
         self.check()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the save has ended, well or not."""
         return self._ended.is_set()
 
     def is_untold(self) -> bool:
-        """Whether it has failed, and nobody was told."""
+        """Return whether the save has failed and nobody was told."""
         return self._ended.is_set() and self._error is not None and not self._told
 
     def check(self) -> None:
-        """Raise what went wrong, once."""
+        """Say what went wrong, once; do nothing if nothing did.
+
+        Raises:
+            CheckpointError: The save has failed, and nobody was told.
+        """
         if self.is_untold():
             self._told = True
             raise CheckpointError(f"the asynchronous save to {self.path} failed: {self._error}") from self._error
 
     def then(self, action: Callable[[], None]) -> None:
-        """Have the writing thread do something once the checkpoint is there."""
+        """Have the writing thread do something once the checkpoint is there.
+
+        Args:
+            action: What it does; called at once where the checkpoint is there already.
+        """
         with self._lock:
             if not self._followed:
                 self._after.append(action)

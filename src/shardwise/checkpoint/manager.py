@@ -133,12 +133,16 @@ class Manager:
         wait_for_all()
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """Return where the checkpoint of a step is, or would be.
+
+        Args:
+            step: The number of the step.
+        """
         return self.root / f"step-{step:08}"
 
     # -- what is there ----------------------------------------------------------------------------------------
     def steps(self) -> list[int]:
-        """The steps that there are checkpoints of, in order."""
+        """Return the steps that there are checkpoints of, in order."""
         found = []
         for folder in self.root.iterdir():
             match = _NAME.fullmatch(folder.name)
@@ -147,12 +151,12 @@ class Manager:
         return sorted(found)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint; None where there is none."""
+        """Return where the newest checkpoint is; None where there is none."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
     def best_path(self) -> Path | None:
-        """The checkpoint with the best metric; None where there is none."""
+        """Return where the checkpoint with the best metric is; None where there is none."""
         best = self._best(self._scores(), self.steps())
         return None if best is None else self.path(best)
 

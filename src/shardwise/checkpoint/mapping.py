@@ -90,21 +90,45 @@ class Line:
 
 
 def rename(files: str, program: str) -> Line:
-    """A tensor of another name."""
+    """Return the line of a tensor of another name.
+
+    Args:
+        files: Its name in the files; `{layer}` and the like stand for whatever is there.
+        program: Its name in the program, with the same names in braces.
+
+    Raises:
+        CheckpointError: The names do not fit each other.
+    """
     return _checked(Line((files,), (program,)))
 
 
 def transpose(files: str, program: str | None = None, order: Sequence[int] = (1, 0)) -> Line:
-    """A tensor with its dims in another order, by default those of a matrix."""
+    """Return the line of a tensor whose dims come in another order.
+
+    Args:
+        files: Its name in the files.
+        program: Its name in the program; by default the same.
+        order: Which dim of the tensor in the files each dim is; by default a matrix is transposed.
+
+    Raises:
+        CheckpointError: `order` is no order of dims, or the names do not fit each other.
+    """
     if not _are(int, order) or sorted(order) != list(range(len(order))):
         raise CheckpointError(f"transpose: order = {order!r} is no order of dims, as (1, 0) is")
     return _checked(Line((files,), (files if program is None else program,), order=tuple(order)))
 
 
 def join(files: Sequence[str], program: str, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Line:
-    """Several tensors of the files are one of the program, one after the other along `dim`.
+    """Return the line of several tensors of the files that are one of the program.
 
-    `sizes` are their shares of the dim, which the way back needs where they differ.
+    Args:
+        files: Their names in the files, in order.
+        program: The name in the program.
+        dim: The dim along which they come one after the other.
+        sizes: Their shares of the dim, which the way back needs where they differ.
+
+    Raises:
+        CheckpointError: There are no names, or not as many sizes as names.
     """
     if not _are(str, files) or not files:
         raise CheckpointError(f"map: {files!r} must be a list of names, of the tensors that are joined")
@@ -114,17 +138,41 @@ def join(files: Sequence[str], program: str, *, dim: int = 0, sizes: Sequence[in
 
 
 def split(files: str, program: Sequence[str], *, dim: int = 0, sizes: Sequence[int] | None = None) -> Line:
-    """One tensor of the files is several of the program."""
+    """Return the line of one tensor of the files that is several of the program.
+
+    Args:
+        files: The name in the files.
+        program: Their names in the program, in order.
+        dim: The dim that is split.
+        sizes: Their shares of the dim; equal without.
+
+    Raises:
+        CheckpointError: There are no names, or not as many sizes as names.
+    """
     return join(program, files, dim=dim, sizes=sizes).inverse()
 
 
 def stack(files: str, program: str, *, over: str, dim: int = 0) -> Line:
-    """Tensors numbered by `{over}` are the indices of a new dim of one tensor."""
+    """Return the line of numbered tensors of the files that are one tensor of the program.
+
+    Args:
+        files: Their names in the files, with the number in braces.
+        program: The name in the program.
+        over: What the number is called in the braces.
+        dim: The new dim, whose indices they are.
+
+    Raises:
+        CheckpointError: The names do not fit each other.
+    """
     return _checked(Line((files,), (program,), dim, over=over))
 
 
 def drop(files: str) -> Line:
-    """Tensors of the files that the program does not have. The way back leaves them out."""
+    """Return the line of tensors of the files that the program does not have. The way back leaves them out.
+
+    Args:
+        files: Their names in the files.
+    """
     return Line((files,), ())
 
 
@@ -182,7 +230,11 @@ class Map:
 
     @staticmethod
     def cast(dtype: torch.dtype) -> Map:
-        """Names stay, floating-point tensors get another dtype."""
+        """Return the table by which names stay and floating-point tensors get another dtype.
+
+        Args:
+            dtype: The dtype in the program.
+        """
         return Map(dtype=dtype)
 
     @property
@@ -191,7 +243,10 @@ class Map:
         return Map([line.inverse() for line in self.lines if line.program])
 
     def apply(self, entries: Mapping[str, Entry]) -> dict[str, Mapped]:
-        """What the tensors of files are for the program.
+        """Return what the tensors of files are for the program.
+
+        Args:
+            entries: The tensors of the files, by name.
 
         Raises:
             CheckpointError: Tensors that belong together are not all there, or do not fit each other.

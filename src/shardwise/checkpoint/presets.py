@@ -9,7 +9,7 @@ PRESETS = ("llama", "gpt2", "mixtral")
 
 
 def preset(name: str, *, prefix: str = "", heads: int = 1, kv_heads: int | None = None) -> Map:
-    """A table by name.
+    """Return a table of names by its own name.
 
     "llama": `q_proj`, `k_proj` and `v_proj` are one `qkv_proj`; `gate_proj` and `up_proj` one `gate_up_proj`.
     "gpt2": `c_attn`, `c_proj` and `c_fc`, which are stored (in, out), as `nn.Linear` has them.
@@ -20,6 +20,9 @@ def preset(name: str, *, prefix: str = "", heads: int = 1, kv_heads: int | None 
         prefix: What stands before all names on the program's side, as "model." in `{"model": model}`.
         heads: Heads of queries: what share of `qkv_proj` is theirs on the way back.
         kv_heads: Heads of keys and of values; as many by default.
+
+    Raises:
+        CheckpointError: There is no table of this name.
     """
     if name not in PRESETS:
         raise CheckpointError(f"preset: {name!r} is not known; there are {', '.join(PRESETS)}")

@@ -194,7 +194,7 @@ def gathering(rule: Rule) -> tuple[bool, list[str]]:
     code_of = function.__code__
     cells = {n: c.cell_contents for n, c in zip(code_of.co_freevars, function.__closure__ or (), strict=True)}
     reasons = [v.reason for v in cells.values() if isinstance(v, Gathered)]
-    always = bool(reasons) or function.__annotations__.get("return") == "Gathered"
+    always = bool(reasons)
     for code in _codes(code_of):
         named = [function.__globals__.get(name) for name in code.co_names]
         reasons += [value.reason for value in named if isinstance(value, Gathered)]

@@ -68,8 +68,8 @@ def _data_ptr(self: RankTensor) -> int:
     return places.pop() if len(places) == 1 else 0
 
 
-class _Handles:
-    """The hooks of all ranks' tensors, to be removed together."""
+class Handles:
+    """Several handles of hooks, removed as one."""
 
     def __init__(self, handles: Sequence[RemovableHandle]) -> None:
         self.handles = handles
@@ -78,15 +78,15 @@ class _Handles:
         for handle in self.handles:
             handle.remove()
 
-    def __enter__(self) -> _Handles:
+    def __enter__(self) -> Handles:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
 
 
-def _register_hook(self: RankTensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> _Handles:
-    return _Handles([value.register_hook(hook) for value in unique(self.ranks)])
+def _register_hook(self: RankTensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Handles:
+    return Handles([value.register_hook(hook) for value in unique(self.ranks)])
 
 
 def _value(name: str) -> Callable[..., object]:

@@ -20,7 +20,7 @@ _now = time.monotonic_ns
 
 
 class Ring:
-    """The newest `keep` records of one file. What is entered and never left has no time of leaving."""
+    """The newest `keep` records of one file. The record of something that began and has not ended has no end time."""
 
     __slots__ = ("_numbers", "buffer", "keep")
 
@@ -33,14 +33,14 @@ class Ring:
 
     def enter(self, now: int, what: int, where: int, clock: int, count: int, module: int, thread: int, flags: int,
               memory: int) -> int:  # fmt: skip
-        """Something begins; returns where that was written."""
+        """Write that something begins; return where that was written, for `leave`."""
         number = next(self._numbers)
         slot = HEAD + number % self.keep * SIZE
         _write(self.buffer, slot, number + 1, now, 0, 0, what, where, clock, count, module, thread, flags, memory)
         return slot
 
     def leave(self, slot: int, error: BaseException | None = None) -> None:
-        """It has ended."""
+        """Write that it has ended, and whether with an error."""
         buffer = self.buffer
         _write_left(buffer, slot + _LEFT_AT, _now())
         if error is not None:

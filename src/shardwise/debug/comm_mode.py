@@ -136,7 +136,7 @@ class CommDebugMode(TorchFunctionMode):
 
     # -- answers --------------------------------------------------------------------------------------------
     def get_comm_counts(self) -> dict[Op, int]:
-        """How often each collective ran, keyed by the ops of torch.ops.c10d_functional."""
+        """Return how often each collective ran, keyed by the ops of torch.ops.c10d_functional."""
         forward, backward = self.root.collectives.values()
         return defaultdict(int, forward + backward)
 
@@ -156,15 +156,15 @@ class CommDebugMode(TorchFunctionMode):
         }
 
     def get_total_counts(self) -> int:
-        """How many collectives ran."""
+        """Return how many collectives ran."""
         return sum(self.get_comm_counts().values())
 
     def get_parameter_info(self) -> dict[str, dict[str, torch.nn.Parameter]]:
-        """The parameters of every module that ran: {module: {name: parameter}}."""
+        """Return the parameters of every module that ran: {module: {name: parameter}}."""
         return {m.fqn: dict(m.parameters) for m in self.root.walk() if m.parameters}
 
     def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
-        """The placements of every distributed parameter: {module.name: placements}."""
+        """Return the placements of every distributed parameter: {module.name: placements}."""
         return {
             f"{fqn}.{name}": tuple(p._layout.placements)
             for fqn, params in self.get_parameter_info().items()
@@ -173,15 +173,29 @@ class CommDebugMode(TorchFunctionMode):
         }
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """The modules as an indented tree, with their collectives; `noise_level`, 0 to 3, is explained at the class."""
+        """Return the modules as an indented tree, with their collectives.
+
+        Args:
+            noise_level: How much is shown, from 0 to 3: see the class.
+        """
         return "\n".join(self.root.lines(noise_level)) + "\n"
 
     def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
-        """Write `generate_comm_debug_tracing_table` to a file."""
+        """Write `generate_comm_debug_tracing_table` to a file.
+
+        Args:
+            file_name: The file; one that is there is replaced.
+            noise_level: How much is shown, from 0 to 3: see the class.
+        """
         Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level))
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
-        """Write the same tree to a file, as JSON."""
+        """Write the same tree to a file, as JSON.
+
+        Args:
+            file_name: The file; one that is there is replaced.
+            noise_level: How much is shown, from 0 to 3: see the class.
+        """
         Path(file_name).write_text(json.dumps(self.root.as_json(noise_level), indent=4))
 
     def __repr__(self) -> str:

@@ -63,7 +63,7 @@ class Ledger:
         return [(*key[:4], str(count), f"{sizes[key]:,}", *key[4:]) for key, count in counts.items()]
 
     def table(self, most: int | None = None) -> Table:
-        """The rows as a rich table.
+        """Return the rows as a rich table.
 
         Args:
             most: How many of them; the others are counted in the last line.
@@ -98,7 +98,7 @@ class Ledger:
 
 
 def ledger() -> Ledger:
-    """A ledger, which records every communication inside of its ``with`` block.
+    """Return a ledger, which records every communication inside of its ``with`` block.
 
     Example:
         >>> import shardwise, torch

@@ -95,15 +95,21 @@ def memory_of(tensor: Wrapper) -> tuple[int, int]:
 
 # -- tensors that become others --------------------------------------------------------------------------------------
 def as_it_is(tensor: Wrapper) -> Wrapper:
-    """Another tensor of the same memory, shape and graph: it goes on as what `tensor` was when that becomes another."""
+    """Another tensor with the same memory, shape and graph. It stays what `tensor` is now, even if `tensor` is changed
+    into another one later."""
     same: Wrapper = wrap(tensor._local, tensor._layout, tensor._offset)
     same._origin = origin_of(tensor)
     return same
 
 
 def became(target: Wrapper, before: Wrapper, now: Wrapper | None) -> None:
-    """Note that `target`, which was what `before` is, holds what `now` holds: its views and copies go on with `before`,
-    and if `now` is a copy or a view of one, so is `target`. None for a value that has nothing to do with it."""
+    """Note that `target` was changed into another tensor.
+
+    Args:
+        target: The tensor. If `now` is a copy of a view, or a view of such a copy, so is `target` from now on.
+        before: What `target` was: its views and copies belong to this one.
+        now: What `target` holds; None if that is neither a copy of a view nor a view of one.
+    """
     for table in (COPIES, _of_base):
         for key, copies in list(table.items()):
             table[key] = [_followed(copy, table, key, target, before, now) for copy in copies]

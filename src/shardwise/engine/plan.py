@@ -84,6 +84,8 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     elif results.base is None and not in_place and assignment.splits is None and any(map(leaves_empty, inputs)):
         change = functools.partial(in_new_memory_if_empty, [output.dtype for output in outputs])
     local, takes_all = (assignment.local(inputs, outputs), False) if assignment.local is not None else (func, True)
+    if assignment.around is not None and any(map(leaves_empty, inputs)):
+        local = changed(local, assignment.around)
     if results.base is None or in_place:
         local = changed(playing(local, inputs, outputs, in_place), change)
     else:

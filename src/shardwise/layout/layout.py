@@ -82,7 +82,19 @@ class Layout:
         stride: Sequence[int] | None = None,
         device: Any = None,
     ) -> Layout:
-        """The one layout with these values; raises LayoutError where they do not fit each other."""
+        """Return the one layout with these values.
+
+        Args:
+            mesh: The ranks.
+            placements: One per mesh axis.
+            shape: The global shape.
+            dtype: The dtype.
+            stride: The global strides; by default those of a contiguous tensor.
+            device: By default that of the mesh.
+
+        Raises:
+            LayoutError: The values do not fit each other.
+        """
         shape = tuple(shape)
         stride = contiguous_stride(shape) if stride is None else tuple(stride)
         device = mesh.device if device is None else device
@@ -101,36 +113,61 @@ class Layout:
         return found
 
     def replace(self, **changes: Any) -> Layout:
-        """The layout with some values changed; a new shape gets a contiguous stride unless one is given."""
+        """Return the layout with some values changed.
+
+        Args:
+            **changes: New values, by the names of the arguments of `make`. A new shape gets a contiguous stride unless
+                one is given.
+        """
         if "shape" in changes and "stride" not in changes:
             changes["stride"] = None
         values = {name: getattr(self, name) for name in ("mesh", "placements", "shape", "dtype", "stride", "device")}
         return Layout.make(**(values | changes))
 
     def placed(self, changes: Mapping[int, Placement]) -> Layout:
-        """The layout with other placements on some axes."""
+        """Return the layout with other placements on some axes.
+
+        Args:
+            changes: The new placements, by axis.
+        """
         places = tuple(changes.get(axis, p) for axis, p in enumerate(self.placements))
         return self if places == self.placements else self.replace(placements=places)
 
     # -- who holds what -------------------------------------------------------------------------------------
     @property
     def ndim(self) -> int:
+        """How many dims the tensor has."""
         return len(self.shape)
 
     @property
     def is_partial(self) -> bool:
+        """Whether a reduction is pending on some axis."""
         return any(p.is_partial() for p in self.placements)
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
-        """The mesh axes that cut `dim`, outermost first."""
+        """Return the mesh axes that cut a dim, outermost first.
+
+        Args:
+            dim: A dim of the tensor, counted from the front.
+        """
         return tuple(axis for axis, p in enumerate(self.placements) if p.is_shard(dim))
 
     def is_cut(self, dim: int) -> bool:
-        """Whether ranks hold different indices of `dim` (an axis of one rank cuts nothing)."""
+        """Return whether ranks hold different indices of a dim. An axis of one rank cuts nothing.
+
+        Args:
+            dim: A dim of the tensor, counted from the front.
+        """
         return any(self.mesh.shape[axis] > 1 for axis in self.axes_of(dim))
 
     def held(self, dim: int, coords: Sequence[int], axes: int | None = None) -> Intervals:
-        """The indices of `dim` that the rank at `coords` holds, looking only at the first `axes` mesh axes."""
+        """Return the indices of a dim that a rank holds, as intervals.
+
+        Args:
+            dim: A dim of the tensor, counted from the front.
+            coords: Where the rank stands in the mesh.
+            axes: Look at that many mesh axes only, from the first on; by default at all.
+        """
         cutting = tuple(a for a in self.axes_of(dim) if axes is None or a < axes)
         key = (dim, tuple((a, coords[a]) for a in cutting))
         found = self._sets.get(key)
@@ -149,7 +186,12 @@ class Layout:
         return held
 
     def row(self, axis: int, coords: Sequence[int]) -> tuple[Intervals, ...]:
-        """What each coordinate of a cutting axis takes of its parent, relative to the parent."""
+        """Return the intervals that each coordinate of a cutting axis holds, counted within what the axes before leave.
+
+        Args:
+            axis: A mesh axis that cuts a dim.
+            coords: Where a rank stands: its coordinates on the axes before say which part is cut.
+        """
         shard = self.placements[axis]
         dim = shard.dim  # type: ignore[attr-defined]
         outer = 0
@@ -159,32 +201,66 @@ class Layout:
         return shard.row(count(self.held(dim, coords, axis)), self.mesh.shape[axis], outer)  # type: ignore[attr-defined]
 
     def local_shape_at(self, coords: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of what a rank holds.
+
+        Args:
+            coords: Where the rank stands in the mesh.
+        """
         cut = {p.dim for p in self.placements if isinstance(p, Shard)}
         return tuple(count(self.held(d, coords)) if d in cut else n for d, n in enumerate(self.shape))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of what `rank` holds."""
+        """Return the shape of what a rank holds.
+
+        Args:
+            rank: A rank of the mesh, by its number in the world.
+        """
         return self.local_shape_at(self.mesh.coords(rank))
 
     def offset_at(self, dim: int, coords: Sequence[int]) -> int:
-        """The first index of `dim` held at `coords` (0 where nothing is held)."""
+        """Return the first index of a dim that a rank holds; 0 where it holds none.
+
+        Args:
+            dim: A dim of the tensor, counted from the front.
+            coords: Where the rank stands in the mesh.
+        """
         held = self.held(dim, coords)
         return held[0][0] if held else 0
 
     def tiles(self, rank: int) -> tuple[Tile, ...]:
-        """The boxes of global indices `rank` holds (of each of which it has a part, where an axis is Partial)."""
+        """Return the boxes of global indices that a rank holds; where an axis is Partial, it has a part of each.
+
+        Args:
+            rank: A rank of the mesh, by its number in the world.
+        """
         return self.tiles_at(self.mesh.coords(rank))
 
     def tiles_at(self, coords: Sequence[int]) -> tuple[Tile, ...]:
+        """Return the boxes of global indices that a rank holds.
+
+        Args:
+            coords: Where the rank stands in the mesh.
+        """
         boxes = itertools.product(*self.region(coords))
         return tuple(Tile(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in boxes)
 
     def region(self, coords: Sequence[int]) -> Region:
-        """The indices of every dim that the rank at `coords` holds."""
+        """Return the indices of every dim that a rank holds.
+
+        Args:
+            coords: Where the rank stands in the mesh.
+        """
         return tuple(self.held(dim, coords) for dim in range(self.ndim))
 
     def holders(self, index: Sequence[int]) -> tuple[int, ...]:
-        """The ranks that hold the element at a global index."""
+        """Return the ranks that hold an element.
+
+        Args:
+            index: The global index of the element, an int per dim.
+
+        Raises:
+            LayoutError: The index is outside of the shape.
+        """
         whole = isinstance(index, Sequence) and len(index) == self.ndim
         if not whole or not all(isinstance(i, int) and 0 <= i < n for i, n in zip(index, self.shape, strict=True)):
             raise LayoutError(

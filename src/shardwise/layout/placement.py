@@ -24,12 +24,23 @@ class Placement:
     __slots__ = ()
 
     def is_shard(self, dim: int | None = None) -> bool:
+        """Return whether the axis cuts a dim.
+
+        Args:
+            dim: This dim; by default any.
+        """
         return False
 
     def is_replicate(self) -> bool:
+        """Return whether every rank along the axis holds the same."""
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Return whether a reduction over the axis is pending.
+
+        Args:
+            reduce_op: This reduction; by default any.
+        """
         return False
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -103,17 +114,32 @@ class Shard(Placement):
         return rows[0] if len(rows) == 1 else rows
 
     def at(self, dim: int) -> Shard:
-        """The same split on another dim."""
+        """Return the same split on another dim.
+
+        Args:
+            dim: The dim, counted from the front.
+        """
         return self if dim == self.dim else Shard(dim, pieces=self.pieces)
 
     def row(self, n: int, parts: int, outer: int) -> tuple[Intervals, ...]:
-        """The intervals of all coordinates within a parent of `n` indices."""
+        """Return the intervals that each coordinate of the axis holds, counted within what is cut.
+
+        Args:
+            n: How many indices are cut: those that the axes before leave of the dim.
+            parts: How many ranks there are along the axis.
+            outer: Which part of the dim this is, of those that the axes before make.
+        """
         if self.pieces is None:
             return chunk_pieces(n, parts)
         return self.pieces[outer if len(self.pieces) > 1 else 0]
 
     def part(self, n: int, parts: int, outer: int, i: int) -> Intervals:
-        """The intervals of one coordinate: `row(...)[i]` without the others."""
+        """Return the intervals that one coordinate holds: `row(n, parts, outer)[i]` without the others.
+
+        Args:
+            n, parts, outer: As for `row`.
+            i: The coordinate.
+        """
         if self.pieces is None:
             start, stop = chunk_bounds(n, parts, i)
             return ((start, stop),) if start < stop else ()
@@ -121,7 +147,13 @@ class Shard(Placement):
 
     @staticmethod
     def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
-        """How many of so many indices a coordinate gets where they are cut like ``torch.chunk``, and from which on."""
+        """Return how many indices a coordinate gets where they are cut like ``torch.chunk``, and the first of them.
+
+        Args:
+            curr_local_size: How many indices are cut.
+            num_chunks: How many ranks there are along the axis.
+            rank: The coordinate.
+        """
         start, stop = chunk_bounds(curr_local_size, num_chunks, rank)
         return stop - start, start
 

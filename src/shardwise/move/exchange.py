@@ -312,7 +312,8 @@ class Exchange(RoutedStep):
 
     @cached_property
     def crossed(self) -> tuple[int, ...]:
-        """The axes along which anything travels: where the source is Replicate, everyone has it from its own kind."""
+        """The axes along which anything travels. Along an axis on which the source is Replicate nothing does: a rank
+        gets everything from ranks that have its own coordinate there."""
         return tuple(a for a in self.axes if not self.src.placements[a].is_replicate())
 
     def shared_by(self, coords: Coords) -> Coords:

@@ -135,8 +135,19 @@ class MovePlan:
 
 
 def plan_move(src_layout: Layout, dst_layout: Layout, *, memory: int | None = None) -> MovePlan:
-    """Plan a move from one layout to another, without running it. `memory` is the most bytes that a rank may use in
-    addition to the source."""
+    """Plan a move from one layout to another, without running it.
+
+    Args:
+        src_layout: Where the tensor is.
+        dst_layout: Where it goes.
+        memory: The most bytes that a rank may use in addition to the source; by default there is no limit.
+
+    Returns:
+        The plan. Its `explain()` says what is sent, and what it costs.
+
+    Raises:
+        MoveError: An argument is no layout.
+    """
     for name, layout in (("src_layout", src_layout), ("dst_layout", dst_layout)):
         if not isinstance(layout, Layout):
             raise MoveError(f"plan_move: {name} must be a Layout, got {layout!r}; a DTensor's is its .layout")

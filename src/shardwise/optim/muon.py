@@ -40,7 +40,13 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters, on every rank of the mesh, after a call of the closure, whose loss it returns.
+        """Update the parameters. Every rank of the mesh calls it.
+
+        Args:
+            closure: Called first, where given: it computes the gradients.
+
+        Returns:
+            The loss that the closure returned; None without one.
 
         Raises:
             RuntimeError: A parameter is complex, or a gradient sparse.

@@ -32,7 +32,7 @@ class Generator(torch.Generator):
     """
 
     def fork(self) -> Generator:
-        """A new generator whose stream is independent of this one; this one advances by one key."""
+        """Return a new generator whose stream is independent of this one. This one advances by one key."""
         child = Generator(self.device)
         child.manual_seed(next_key(self) >> 1)
         return child
@@ -46,6 +46,9 @@ def manual_seed(seed: int) -> torch.Generator:
 
     Returns:
         torch's default generator.
+
+    Raises:
+        ValueError: `seed` is a tensor of several numbers.
     """
     check_type(seed, (int, float, torch.Tensor), "manual_seed: seed", "give an int")
     if isinstance(seed, torch.Tensor) and seed.numel() != 1:
@@ -54,12 +57,19 @@ def manual_seed(seed: int) -> torch.Generator:
 
 
 def get_state() -> torch.Tensor:
-    """The state of the stream, for `set_state`."""
+    """Return the state of the stream, for `set_state`."""
     return torch.default_generator.get_state()
 
 
 def set_state(state: torch.Tensor) -> None:
-    """Go on from a state that `get_state` gave."""
+    """Go on from a state that `get_state` gave.
+
+    Args:
+        state: What `get_state` returned.
+
+    Raises:
+        TypeError: It is something else.
+    """
     check_type(state, torch.Tensor, "random.set_state: state", "give what get_state() gave")
     if state.dtype != torch.uint8:
         raise TypeError(

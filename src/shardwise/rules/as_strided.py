@@ -16,7 +16,7 @@ from shardwise.errors import RuleError
 from shardwise.layout import Partial, contiguous_stride
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
-from shardwise.strategy import Algorithm, Answer, Operand, Tensor, run_local, whole
+from shardwise.strategy import Answer, Operand, Tensor, run_local, whole
 from shardwise.strategy.registry import program, rule
 from shardwise.wrapper import Wrapper, origin_of, rebind, restride, shares_memory, wrap
 
@@ -24,21 +24,8 @@ Sizes = Sequence[int]
 
 
 # -- as_strided ------------------------------------------------------------------------------------------------------
-@rule("as_strided")
-def as_strided(x: Operand, *args: object, **kwargs: object) -> Answer:
-    return Algorithm(viewed, is_checked=False, is_view=True)  # checked by `places`
-
-
-@rule("as_strided_copy")
-def as_strided_copy(x: Operand, *args: object, **kwargs: object) -> Answer:
-    return Algorithm(picked, is_checked=False)
-
-
-@rule("as_strided_scatter")
-def as_strided_scatter(x: Operand, *args: object, **kwargs: object) -> Answer:
-    return Algorithm(overwritten, is_checked=False)
-
-
+# torch's meta kernels are not asked whether a call is right: `places` says so
+@program("as_strided", is_checked=False, is_view=True)
 def viewed(x: Tensor, size: Sizes, stride: Sizes, storage_offset: int | None = None) -> Tensor:
     """A view where all ranks have the whole memory as one device has it; else a copy, which the engine notes."""
     offset = x._offset if storage_offset is None else storage_offset
@@ -67,6 +54,7 @@ def in_memory_order(x: Tensor) -> Tensor:
     return x.permute(sorted(range(x.dim()), key=lambda d: (-stride[d], d)))
 
 
+@program("as_strided_copy", is_checked=False)
 def picked(x: Tensor, size: Sizes, stride: Sizes, storage_offset: int | None = None) -> Tensor:
     """The elements that stand there in memory, in memory of their own."""
     own = (x._layout.shape, x._layout.stride, storage_offset if storage_offset is None else x._offset)
@@ -77,6 +65,7 @@ def picked(x: Tensor, size: Sizes, stride: Sizes, storage_offset: int | None = N
     return run_local(lambda v: v.reshape(-1)[at.to(v.device)], [whole(x)], layout)
 
 
+@program("as_strided_scatter", is_checked=False)
 def overwritten(x: Tensor, src: Tensor, size: Sizes, stride: Sizes, storage_offset: int | None = None) -> Tensor:
     """A copy with `src` written there; elements that are one in memory are all written."""
     at, own = (places(x, *where) for where in ((size, stride, storage_offset), (x.shape, x._layout.stride, x._offset)))

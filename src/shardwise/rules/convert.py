@@ -79,14 +79,8 @@ def to_copy(
     return x if device is None else to_device(x, device, memory_format=memory_format or torch.preserve_format)
 
 
-@program("cpu")
-def to_cpu(x: Tensor, **kwargs: object) -> Tensor:
-    return to_device(x, "cpu", **kwargs)
-
-
-@program("cuda")
-def to_cuda(x: Tensor, device: object = None, **kwargs: object) -> Tensor:
-    return to_device(x, "cuda" if device is None else device, **kwargs)
+program("cpu")(lambda x, **kwargs: to_device(x, "cpu", **kwargs))
+program("cuda")(lambda x, device=None, **kwargs: to_device(x, "cuda" if device is None else device, **kwargs))
 
 
 # -- new tensors on the mesh: of its own size cut as it is, of another replicated --------------------------

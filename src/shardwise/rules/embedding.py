@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,22 +17,7 @@ from shardwise.rules.index import by_holders, located, pointable
 from shardwise.strategy import Answer, Factors, Operand, Tensor, factors, reduced
 from shardwise.strategy.registry import program, rule
 
-
-def rows_of(
-    table: torch.Tensor, ids: torch.Tensor, pad: int, by_freq: bool = False, sparse: bool = False
-) -> torch.Tensor:
-    """torch.embedding; its gradient of no ids has no derivative, but all ranks must build the same graph. A gradient
-    both sparse and by frequency is one that torch refuses to compute."""
-    if ids.numel() or (by_freq and sparse):
-        return torch.embedding(table, ids, pad, by_freq, by_freq and sparse)
-    return table.index_select(0, ids.flatten()).view(*ids.shape, table.shape[1])
-
-
-def with_a_column(look_up: Callable[[Any], Any], table: torch.Tensor) -> torch.Tensor:
-    """look_up(table), also for a rank that holds no column: there CUDA's kernels read out of bounds."""
-    return look_up(table) if table.shape[1] else look_up(F.pad(table, (0, 1)))[..., :0]
-
-
+# `never_empty` below: of no ids torch's gradient has no derivative, and of no column CUDA's kernels read out of bounds
 also_writes(F.embedding, (1, "weight"), when=(3, "max_norm"), default=None)
 also_writes(F.embedding_bag, (1, "weight"), when=(3, "max_norm"), default=None)
 
@@ -54,15 +39,14 @@ def embedding(first: Operand, second: Operand, *args: object, **kwargs: object) 
     def look_up(first: torch.Tensor, second: torch.Tensor, held: tuple[Intervals] | None = None) -> torch.Tensor:
         rows, ids = (first, second) if aten else (second, first)
         if held is None:
-            return with_a_column(lambda rows: rows_of(rows, ids, pad, by_freq, sparse), rows)
+            return torch.embedding(rows, ids, pad, by_freq, by_freq and sparse)  # torch refuses to have both
         at, mine = located(ids, held[0], size)
         here = next((start for start, _ in positions(held[0], ((pad, pad + 1),))), -1)
-        found = with_a_column(lambda rows: rows_of(rows, at, here), pointable(rows, 0))
-        return found.masked_fill(~mine.unsqueeze(-1), 0)
+        return torch.embedding(pointable(rows, 0), at, here).masked_fill(~mine.unsqueeze(-1), 0)
 
     text = f"{rows}, {where} -> *i d" if aten else f"{where}, {rows} -> *i d"
     local = by_holders([0], look_up, look_up, table.index)
-    return factors(text, [first, second], "each", joint={table.index}, local=local)
+    return factors(text, [first, second], "each", joint={table.index}, local=local, never_empty=True)
 
 
 @program("embedding_renorm", writes=True)
@@ -94,8 +78,7 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Answer:
     linear = frozenset(operands[name].index for name in ("weight", "per_sample_weights") if name in operands)
 
     def bags_of(values: Sequence[torch.Tensor], **changes: Any) -> torch.Tensor:
-        local = arguments | {name: values[x.index] for name, x in operands.items()} | changes
-        return with_a_column(lambda rows: F.embedding_bag(**local | {"weight": rows}), local["weight"])
+        return F.embedding_bag(**arguments | {name: values[x.index] for name, x in operands.items()} | changes)
 
     def bags_of_mine(*values: Any) -> torch.Tensor:
         *tensors, (held,) = values
@@ -113,7 +96,8 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Answer:
 
     local = by_holders([0], bags_of_mine, lambda *values: bags_of(values), table.index)
     how = "none" if mode == "max" else "each"
-    return Factors([names[i] for i in sorted(names)], [(bags, "d")], how, linear, local=local)
+    inputs = [names[i] for i in sorted(names)]
+    return Factors(inputs, [(bags, "d")], how, linear, local=local, never_empty=True)
 
 
 @program("_embedding_bag_forward_only")

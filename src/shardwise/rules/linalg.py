@@ -3,8 +3,7 @@ Of Fourier transforms, linear too, the transformed dims are whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,49 +98,22 @@ def geqrf(x: Tensor) -> Tensor:
 
 
 # -- kernels that refuse empty batches, or lose their gradients --------------------------------------------
-def or_empty(func: Callable[..., Any], like: int = 0) -> Callable[..., Any]:
-    """func for tensors that may be empty: the kernel gets zeros there, and what it makes of them is cut away. The dims
-    of the result are those of argument `like`, as far as that may be empty."""
-
-    def call(*tensors: torch.Tensor) -> torch.Tensor:
-        if all(t.numel() for t in tensors):
-            return func(*tensors)
-        filled = (t if t.numel() else t.sum() + t.new_zeros([max(n, 1) for n in t.shape]) for t in tensors)
-        return func(*filled)[tuple(slice(None if n else 0) for n in tensors[like].shape)]
-
-    return call
-
-
-def _det(x: torch.Tensor) -> Any:
-    """Of no matrices torch makes no graph: some are put in, and what comes of them is cut away."""
-    if 0 not in x.shape[:-2]:
-        return torch.ops.aten._linalg_det(x)
-    ones = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(*(max(n, 1) for n in x.shape[:-2]), -1, -1)
-    return tuple(out[tuple(slice(n) for n in x.shape[:-2])] for out in torch.ops.aten._linalg_det(x.sum() + ones))
-
-
-line("_linalg_det", "*b n! n! -> *b, *b n n, *b n", same=True, call=_det)
-_householder = or_empty(torch.linalg.householder_product)
-line("linalg_householder_product", "*b m! n!, *b k! -> *b m n", call=_householder)
+line("_linalg_det", "*b n! n! -> *b, *b n n, *b n", same=True, never_empty=True)
+line("linalg_householder_product", "*b m! n!, *b k! -> *b m n", never_empty=True)
 line("linalg_cross", "*d!dim, *d -> *d", "each", takes="x other dim=-1")
 
 
 @rule("ormqr")
 def ormqr(x: Operand, tau: Operand, other: Operand, left: bool = True, transpose: bool = False) -> Factors:
-    local = or_empty(lambda x, tau, other: torch.ormqr(x, tau, other, left, transpose), 2)
     text = f"*b m! k!, *b k!, {'*b n! r -> *b n r' if left else '*b r n! -> *b r n'}"
-    return factors(text, [x, tau, other], "each", joint={2}, call=local)
+    return factors(text, [x, tau, other], "each", joint={2}, never_empty=True)
 
 
 # -- Fourier transforms: a transform of parts is a part of it ----------------------------------------------
-def transform(func: Any, x: Operand, dim: Any, *args: Any, **kwargs: Any) -> Factors:
-    """torch.fft's functions go by these, and by padding or slicing to the size asked for."""
-    local = or_empty(lambda v: func(v, dim, *args, **kwargs))
-    return factors("*d!dim -> *d", [x], "joint", dim=dim, call=local)
-
-
-for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
-    rule(_name)(partial(transform, getattr(torch, _name)))
+# torch.fft's functions go by these, and by padding or slicing to the size asked for
+line("_fft_c2c _fft_r2c _fft_c2r", "*d!dim -> *d", "joint", takes="x dim", never_empty=True)
+_SIGNAL = "x n_fft hop_length=None win_length=None window=None"
+line("stft", "*b t!, w!? -> *b f t", "each", takes=_SIGNAL, never_empty=True)  # linear in the window too
 
 
 def transformed(result: torch.Tensor, x: torch.Tensor, dims: Sequence[int]) -> None:
@@ -173,13 +145,3 @@ def of_c2r(result: torch.Tensor, x: torch.Tensor, dim: Sequence[int], *_: object
         of_c2c(halfway, x, dim[:-1])
         x = halfway
     transformed(result, x, [range(x.dim())[dim[-1]]])
-
-
-@rule("stft")
-def stft(
-    x: Operand, n_fft: int, hop_length: Any = None, win_length: Any = None, window: Any = None, *args: Any, **more: Any
-) -> Factors:
-    """Linear in the signal and in the window; batches pass."""
-    local = or_empty(lambda v, w=None: torch.stft(v, n_fft, hop_length, win_length, w, *args, **more))
-    operands = list(operands_in((x, window)))
-    return factors("*b t!, w!? -> *b f t", operands, "each", call=local)

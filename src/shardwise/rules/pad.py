@@ -13,7 +13,6 @@ from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Intervals, count, intersect, normalize
 from shardwise.strategy import Algorithm, Answer, Operand, factors, reduced
 from shardwise.strategy.memory import as_first_suggests, stored
-from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, unchanged
 from shardwise.torch_private.tensors import without_fake_mode
@@ -22,10 +21,9 @@ Sources = dict[int, torch.Tensor]  # dim -> for every output index, the input in
 
 
 def copied(x: Operand, sources: Sources) -> Any:
-    """Output index i of a dim reads input index sources[dim][i]. Where no such dim is cut the op itself is called,
-    unless a rank holds nothing, which kernels refuse."""
-    if not any(map(x.layout.is_cut, sources)) and not leaves_empty(x.layout):
-        return factors("*d!dim -> *d", [x], "joint", dim=tuple(sources), any_partial=True)
+    """Output index i of a dim reads input index sources[dim][i]. Where no such dim is cut the op itself is called."""
+    if not any(map(x.layout.is_cut, sources)):
+        return factors("*d!dim -> *d", [x], "joint", dim=tuple(sources), any_partial=True, never_empty=True)
 
     @cache
     @torch.inference_mode(False)  # for a later backward too

@@ -15,7 +15,7 @@ from shardwise.rules.order import added, falling, rising, rising_alone, rising_b
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Factors, Operand, Order, Result, factors, operands_in, unfinished
 from shardwise.strategy.memory import contiguous, like_a_sum, restrided, stored
-from shardwise.strategy.registry import rule
+from shardwise.strategy.registry import program, rule
 
 
 def broadcast(values: Iterable[object], outputs: int = 1, **more: Any) -> Factors:
@@ -110,18 +110,10 @@ def conjugate(x: Operand) -> Factors | Algorithm:
     return broadcast([x], linear="joint") if x.dtype.is_complex else Algorithm(lambda x: x)
 
 
-@rule("resolve_conj")
-def resolve_conj(x: Operand) -> Algorithm:
-    """The tensor itself, unless torch has yet to conjugate it."""
-    is_pending = lambda x: x._layout.mesh.comm.first(x._local).is_conj()
-    return Algorithm(lambda x: x.clone() if is_pending(x) else x, knows_memory=True)
-
-
-@rule("resolve_neg")
-def resolve_neg(x: Operand) -> Algorithm:
-    """The tensor itself, unless torch has yet to change its sign, as in the imaginary part of a conjugate."""
-    is_pending = lambda x: x._layout.mesh.comm.first(x._local).is_neg()
-    return Algorithm(lambda x: x * 1 if is_pending(x) else x, knows_memory=True)
+# the tensor itself, unless torch has yet to conjugate it, or to change its sign (of the imaginary part of a conjugate)
+_one = lambda x: x._layout.mesh.comm.first(x._local)
+program("resolve_conj", knows_memory=True)(lambda x: x.clone() if _one(x).is_conj() else x)
+program("resolve_neg", knows_memory=True)(lambda x: x * 1 if _one(x).is_neg() else x)
 
 
 linear("_conj _conj_copy _conj_physical _neg_view _neg_view_copy")

@@ -6,6 +6,7 @@ rounding up and divisors come out as they are. What only copies pixels fetches n
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
@@ -15,13 +16,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.base import Coords
-from shardwise.layout import Layout, contiguous_stride
+from shardwise.layout import contiguous_stride
 from shardwise.layout.split import Interval
 from shardwise.rules.pad import copied
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, factors, line, operands_in, rearrangement
+from shardwise.strategy.empty_ranks import never_empty
 from shardwise.strategy.memory import as_first_suggests, stored
 from shardwise.strategy.notation import parse
-from shardwise.strategy.program import Halo, Reach, cut_like, each, reduced, run_local, windowed, zero_of
+from shardwise.strategy.program import Halo, Reach, cut_like, each, reduced, run_local, windowed
 from shardwise.strategy.reading import rearranged
 from shardwise.strategy.registry import rule
 from shardwise.wrapper import Wrapper, restride
@@ -46,11 +48,13 @@ class Units(Reach):
     def first_at(self, row: int) -> int:
         return -(-row * self.per // self.stride)
 
-    def part(self, halo: Halo, coords: Coords) -> tuple[int, int, int]:
-        """The first row a rank has, how many outputs the op makes of its rows, where its own begin among them."""
-        row, end = (halo.needs(coords) or ((0, 0),))[0]
+    def part(self, halo: Halo, coords: Coords) -> tuple[int, int, int, int]:
+        """The rows a rank has (one that makes nothing: those that the first output reads), how many outputs the op
+        makes of them, and where its own begin among these."""
+        first, last = self.window(0, 1)
+        row, end = (halo.needs(coords) or ((first, min(last, self.n)),))[0]
         start, _ = (halo.made(coords) or ((0, 0),))[0]
-        return row, (end - row) // self.stride * self.per, start - row // self.stride * self.per
+        return row, end, (end - row) // self.stride * self.per, start - row // self.stride * self.per
 
 
 def sliding(n: int, outputs: int, kernel: int, stride: int, padding: int, dilation: int) -> Units:
@@ -65,17 +69,15 @@ def resizing(n: int, outputs: int, margin: int = 0) -> Units:
     return Units(n, outputs, 1, n // units, per=outputs // units, around=(extra, extra))
 
 
-def spatial(
-    x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], Units], seen: bool = True, **more: Any
-) -> Any:
+def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], Units], **more: Any) -> Any:
     """An op on the last `dims` dims: call(x, sizes), with () for the sizes the call asks for, and reach(i, n, outputs)
-    for the i-th of these dims. Of two results the second has flat positions in a plane of x. `seen`: see `leading`."""
+    for the i-th of these dims. Of two results the second has flat positions in a plane of x."""
     planes = range(x.ndim - dims, x.ndim)
     metas = tree_leaves(call(torch.empty_strided(x.shape, x.layout.stride, dtype=x.dtype, device="meta"), ()))
     sizes = metas[0].shape
     cut = [d for d in planes if x.layout.is_cut(d)]
     if not cut or any(0 in (x.shape[d], sizes[d]) for d in planes):
-        return leading(lambda v: call(v, ()), [x], [dims], seen=seen, **more)
+        return leading(lambda v: call(v, ()), [x], [dims], **more)
     if x.layout.is_partial:
         return Algorithm(lambda x, *args, **kwargs: call(reduced(x), ()))
     halos = {d: Halo(x.layout, d, reach(d - planes[0], x.shape[d], sizes[d])) for d in cut}
@@ -83,16 +85,17 @@ def spatial(
 
     @cache
     def part_at(coords: Coords) -> Any:
-        parts = [halos[d].reach.part(halos[d], coords) if d in cut else (0, sizes[d], 0) for d in planes]  # type: ignore[attr-defined]
+        parts = [halos[d].reach.part(halos[d], coords) if d in cut else (0, x.shape[d], sizes[d], 0) for d in planes]  # type: ignore[attr-defined]
         return outs[0].local_shape_at(coords), *zip(*parts, strict=True)
 
     def local(v: torch.Tensor, mine: Any) -> Any:
-        shape, rows, made, skips = mine
-        if 0 in shape:
-            return nothing(shape, [v], outs, seen)
+        shape, rows, ends, made, skips = mine
+        v = never_empty(v, dict.fromkeys(range(planes[0]), 1) | dict(zip(planes, map(operator.sub, ends, rows))))
         found = tree_leaves(call(v, made))
         for d, skip in zip(planes, skips):
             found = [out.narrow(d, skip, shape[d]) for out in found]
+        if 0 in shape:
+            found = [out[tuple(map(slice, shape))] for out in found]
         if len(found) == 2:
             places = zip(torch.unravel_index(found[1], v.shape[planes[0] :]), rows, x.shape[planes[0] :])
             found[1] = reduce(lambda flat, at: flat * at[2] + at[0] + at[1], places, torch.zeros_like(found[1]))
@@ -105,32 +108,17 @@ def one_or_all(results: Sequence[Any]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def leading(
-    call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1, linear: str = "none", seen: bool = True
-) -> Factors:
+def leading(call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1, linear: str = "none") -> Factors:
     """call(*operands): the last `last[i]` dims of operand i are whole, those before them pass. `linear` in the first.
-    Kernels refuse tensors without elements, so a rank that has nothing to compute does not call it. `seen`: whether
-    torch's backward looks at the operands, and so records what it does."""
+    Kernels refuse tensors without elements."""
     most = operands[0].ndim - last[0]
     more = [max(op.ndim - end - most, 0) for op, end in zip(operands, last)]  # dims in front that x does not have
     whole = lambda i, count, name: " ".join(f"{name}{i}_{d}!" for d in range(count))
     terms = [f"{whole(i, more[i], 'm')} *b {whole(i, end, 'x')}" for i, end in enumerate(last)]
-
-    def local(inputs: list[Layout], outs: list[Layout]) -> Any:
-        sizes = outs[0].shape[most:]
-        return lambda *v: call(*v) if v[0].numel() else nothing((*v[0].shape[:most], *sizes), v, outs, seen)
-
     rounds = not operands[0].dtype.is_floating_point
     text = f"{', '.join(terms)} -> {terms[0]}"
-    return factors(text, operands, "none" if rounds else linear, joint={0}, outputs=outputs, local=local)
-
-
-def nothing(shape: Sequence[int], values: Sequence[torch.Tensor], outs: Sequence[Layout], seen: bool) -> Any:
-    """Results without elements that come from these values, so that gradients go their way on all ranks, and if they
-    are `seen`, those of gradients; in memory of their own, so that all ranks may write into them."""
-    alike = [v for v in values if v.dtype == values[0].dtype]
-    empty = zero_of(*alike).expand(0) if seen else reduce(torch.add, (v.flatten()[:0] for v in alike))
-    return one_or_all([empty.reshape(shape).to(out.dtype, copy=True) for out in outs])
+    how = "none" if rounds else linear
+    return factors(text, operands, how, joint={0}, outputs=outputs, call=call, never_empty=True)
 
 
 # -- which pools there are ---------------------------------------------------------------------------------
@@ -173,8 +161,8 @@ for _d in (2, 3):
     adapts(f"_adaptive_avg_pool{_d}d", _d, linear="joint")
     adapts(f"adaptive_max_pool{_d}d", _d, outputs=2)
     on_planes(f"fractional_max_pool{_d}d", _d, 1, outputs=2)
-    on_planes(f"max_unpool{_d}d", _d, _d, linear="each", seen=False)
-    on_planes(f"max_pool{_d}d_with_indices_backward", _d, _d, _d, seen=False)
+    on_planes(f"max_unpool{_d}d", _d, _d, linear="each")
+    on_planes(f"max_pool{_d}d_with_indices_backward", _d, _d, _d)
 
 
 @rule("max_pool1d")
@@ -220,10 +208,10 @@ def smooth(name: str, dims: int, radius: int, antialias: bool = False) -> None:
         sizes = zip(x.shape[-dims:], output_size, scales, strict=False)
         if align_corners or any(scale is not None and n * scale != m for n, m, scale in sizes):
             call = lambda v: getattr(ATEN, name)(v, output_size, align_corners, *scales)  # no units: nothing repeats
-            return leading(call, [x], [dims], linear="joint", seen=False)
+            return leading(call, [x], [dims], linear="joint")
         reach = lambda i, n, m: resizing(n, m, math.ceil(radius * max(n / m, 1)) + 1 if antialias else radius)
         resize = lambda v, sizes: getattr(ATEN, name)(v, sizes or output_size, align_corners)
-        return spatial(x, dims, resize, reach, linear="joint", seen=False)
+        return spatial(x, dims, resize, reach, linear="joint")
 
 
 for _dims in (1, 2, 3):

@@ -14,35 +14,12 @@ from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import count
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy import (
-    Algorithm,
-    Answer,
-    Factors,
-    Operand,
-    Tensor,
-    factors,
-    needs_grad,
-    reduced,
-    run_local,
-    sum_dtype,
-)
-from shardwise.strategy.program import leaves_empty
+from shardwise.strategy import Algorithm, Answer, Operand, Tensor, factors, line, needs_grad, reduced, run_local
+from shardwise.strategy.program import sum_dtype
 from shardwise.strategy.registry import rule
 
-
-def _extremes_so_far(name: str) -> None:
-    """cummax or cummin: the dim is whole. torch's gradient of an empty tensor is that tensor itself."""
-    func = getattr(torch, name)
-
-    @rule(name)
-    def scanned(x: Operand, dim: int) -> Factors:
-        along = dim_of(dim, x.ndim)
-        scan = lambda v: func(v, along) if v.numel() else (v.clone(), v.long())  # noqa: E731
-        return factors("*d!dim -> *d, *d", [x], dim=along, call=scan)
-
-
-_extremes_so_far("cummax")
-_extremes_so_far("cummin")
+# torch's gradient of an empty tensor is that tensor itself
+line("cummax cummin", "*d!dim -> *d, *d", takes="x dim", never_empty=True)
 
 
 def linked(scan: Callable[..., Any], x: torch.Tensor, dim: int, neutral: float) -> torch.Tensor:
@@ -71,8 +48,8 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
         if x.ndim and not refused and not x.layout.is_plain and (few or x.layout.is_cut(along)):
             return Algorithm(lambda x, *args, **kwargs: by_pieces(x, along, kept))
         linear = "joint" if scan is torch.cumsum and kept == x.dtype else "none"
-        if branches and leaves_empty(x.layout):  # of nothing torch's scan has no second derivatives
-            return whole_along(x, (along,), True, call=lambda v: scan(v, along) if v.numel() else v * v)
+        if branches:  # of nothing torch's scan has no second derivatives
+            return whole_along(x, (along,), True, never_empty=True)
         return whole_along(x, (along,), True, linear=linear)
 
     def by_pieces(x: Tensor, dim: int, kept: Any) -> Tensor:

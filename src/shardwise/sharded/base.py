@@ -87,6 +87,9 @@ class ShardedTensorBase(torch.Tensor):
     def size(self, dim: int | None = None) -> Any:
         """Return the global size, or that of one dim.
 
+        Args:
+            dim: The dim; by default the sizes of all are returned.
+
         Raises:
             DimError: If the tensor has no such dim.
         """

@@ -28,7 +28,7 @@ Number = bool | int | float | complex
 
 
 def empty(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a tensor with undefined values, like `torch.empty`.
+    """Return a tensor with undefined values, like `torch.empty`.
 
     Args:
         sharding_spec: Which tiles the tensor is cut into, and who owns them. Each rank makes its own.
@@ -39,17 +39,25 @@ def empty(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) 
 
 
 def zeros(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a tensor of zeros, like `torch.zeros`. Arguments as of `empty`."""
+    """Return a tensor of zeros, like `torch.zeros`.
+
+    Args:
+        sharding_spec, *size, **options: As for `empty`.
+    """
     return filled(empty(sharding_spec, *size, **options), 0)
 
 
 def ones(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a tensor of ones, like `torch.ones`. Arguments as of `empty`."""
+    """Return a tensor of ones, like `torch.ones`.
+
+    Args:
+        sharding_spec, *size, **options: As for `empty`.
+    """
     return filled(empty(sharding_spec, *size, **options), 1)
 
 
 def full(sharding_spec: ShardingSpec, size: Size, fill_value: Number, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a tensor of one value, like `torch.full`.
+    """Return a tensor of one value, like `torch.full`.
 
     Args:
         sharding_spec: Which tiles the tensor is cut into, and who owns them. Each rank makes its own.
@@ -66,12 +74,20 @@ def full(sharding_spec: ShardingSpec, size: Size, fill_value: Number, **options:
 
 
 def rand(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a tensor of uniform random numbers, like `torch.rand`, the same in any tiling. Arguments as of `empty`."""
+    """Return uniform random numbers, like `torch.rand`; they are the same in any tiling.
+
+    Args:
+        sharding_spec, *size, **options: As for `empty`.
+    """
     return drawn(empty(sharding_spec, *size, **options), draws.uniform())
 
 
 def randn(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a tensor of normal random numbers, like `torch.randn`, the same in any tiling. Arguments as of `empty`."""
+    """Return normal random numbers, like `torch.randn`; they are the same in any tiling.
+
+    Args:
+        sharding_spec, *size, **options: As for `empty`.
+    """
     return drawn(empty(sharding_spec, *size, **options), draws.normal())
 
 

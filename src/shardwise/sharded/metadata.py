@@ -131,7 +131,11 @@ class TensorProperties:
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
-        """Return the properties of a tensor, which counts as contiguous."""
+        """Return the properties of a tensor.
+
+        Args:
+            tensor: The tensor, which counts as contiguous.
+        """
         pinned = tensor.is_pinned()
         return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=pinned)
 

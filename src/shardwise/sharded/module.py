@@ -25,7 +25,11 @@ class Sharder(ABC):
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
-        """Return the sharded version of the module at the path that the plan names."""
+        """Return the sharded version of a module.
+
+        Args:
+            module: The module at the path that the plan names.
+        """
 
 
 @dataclass
@@ -48,7 +52,11 @@ class ShardingPlanner(ABC):
 
     @abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
-        """Return the plan by which this module is to be sharded."""
+        """Return the plan by which a module is to be sharded.
+
+        Args:
+            module: The module.
+        """
 
 
 def _shard_tensor(
@@ -322,7 +330,8 @@ def pre_load_state_dict_hook(
     Args:
         module: The module.
         state_dict: The state dict; what is taken is removed from it.
-        prefix: What the names of the module's tensors start with. The other arguments are not used.
+        prefix: What the names of the module's tensors start with.
+        local_metadata, strict, missing_keys, unexpected_keys, error_msgs: Not used.
     """
     check_type(state_dict, MutableMapping, "pre_load_state_dict_hook: state_dict")
     check_type(prefix, str, "pre_load_state_dict_hook: prefix")

@@ -50,11 +50,22 @@ class ShardedOptimizer(optim.Optimizer):
     defaults = property(lambda self: self._optim.defaults)  # type: ignore[assignment]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of all parameters. Arguments as in torch."""
+        """Forget the gradients of all parameters.
+
+        Args:
+            set_to_none: Whether they become None; else zeros.
+        """
         self._optim.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        """Do one step on every local shard and plain parameter. Arguments as in torch."""
+        """Do one step on every local shard and plain parameter.
+
+        Args:
+            closure: Called first, where given: it computes the gradients.
+
+        Returns:
+            The loss that the closure returned; None without one.
+        """
         return self._optim.step(closure)
 
     def __repr__(self) -> str:

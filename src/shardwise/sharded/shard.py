@@ -52,14 +52,19 @@ class Shard:
 
     @classmethod
     def unchecked(cls, tensor: torch.Tensor, metadata: ShardMetadata) -> Shard:
-        """Make a shard whose tensor was made for its metadata: nothing is checked."""
+        """Return a shard without checking that its tensor fits its metadata.
+
+        Args:
+            tensor: The values, which were made for the metadata.
+            metadata: Where they are in the whole tensor, and who owns them.
+        """
         made = object.__new__(cls)
         made.tensor, made.metadata = tensor, metadata
         return made
 
     @classmethod
     def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: list[int], rank: int) -> Shard:
-        """Make the shard of a rank from its values.
+        """Return the shard of a rank, made from its values.
 
         Args:
             tensor: The values; size and device of the tile are the tensor's.

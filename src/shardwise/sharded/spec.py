@@ -61,7 +61,12 @@ class ShardingSpec(ABC):
 
     @abstractmethod
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """Return the tiles of a tensor of this global size with their owners."""
+        """Return the tiles of a tensor with their owners.
+
+        Args:
+            tensor_sizes: The global size of the tensor.
+            tensor_properties: Its dtype and other properties.
+        """
 
     def shard(
         self, tensor: torch.Tensor, src_rank: int = 0, process_group: dist.ProcessGroup | None = None
@@ -70,8 +75,15 @@ class ShardingSpec(ABC):
 
         Args:
             tensor: The values on `src_rank`; the other ranks pass a tensor of the same size and dtype.
-            src_rank: The rank of the group whose values are taken; a MeshError if it has no such rank.
-            process_group: The default is the default process group; a ValueError if this rank is not in it.
+            src_rank: The rank of the group whose values are taken.
+            process_group: The default is the default process group.
+
+        Returns:
+            The sharded tensor.
+
+        Raises:
+            MeshError: The group has no rank `src_rank`.
+            ValueError: This rank is not in the group.
         """
         return ShardingSpec._scatter(tensor, self, src_rank, process_group)
 

@@ -265,12 +265,15 @@ class ShardedTensor(ShardedTensorBase):
     gather = moves.gather  # type: ignore[assignment]
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """Change the tiles in place and return this tensor. Each element that must move moves once.
+        """Change the tiles in place. Each element that must move moves once.
 
         Differentiable. Under `torch.no_grad()` a parameter stays a leaf.
 
         Args:
             resharding_spec: The new spec; any to any.
+
+        Returns:
+            This tensor.
 
         Raises:
             NotImplementedError: If `resharding_spec` is not a ShardingSpec.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,44 @@ def as_views_of_nothing(func: Callable[..., object]) -> Callable[..., object]:
             return func(*args, **kwargs)
 
     return call
+
+
+def of_one_each(
+    func: Callable[..., object], inputs: Sequence[Sequence[str | None]], outputs: Sequence[Sequence[str | None]]
+) -> Callable[..., object]:
+    """`func`, for a kernel that refuses tensors without elements or drops their graph. Where a factor that results have
+    is empty, the kernel gets tensors that have one element along it, and what it makes of that element is cut away.
+
+    Args:
+        func: The local call.
+        inputs: The factor of each dim of the tensors among its arguments; None where a dim is whole.
+        outputs: The factor of each dim of the results.
+    """
+    kept = {factor for factors in outputs for factor in factors if factor is not None}
+
+    def call(*args: object, **kwargs: object) -> object:
+        held = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        empty = {f for factors, x in zip(inputs, held, strict=True) for f, n in zip(factors, x.shape) if not n} & kept
+        if not empty:
+            return func(*args, **kwargs)
+        ones = iter([{d: 1 for d, f in enumerate(factors) if f in empty} for factors in inputs])
+        parts = iter([tuple(slice(0) if f in empty else slice(None) for f in factors) for factors in outputs])
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: never_empty(x, next(ones)), (args, kwargs))
+        return tree_map_only(torch.Tensor, lambda out: out[next(parts)], func(*args, **kwargs))
+
+    return call
+
+
+def never_empty(x: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+    """`x`, which autograd goes on to take for what it is, with `sizes[d]` elements along each of its empty dims d that
+    is among them."""
+    shape = [n or sizes.get(d, 0) for d, n in enumerate(x.shape)]
+    if shape == list(x.shape):
+        return x
+    filled = F.pad(x, _to(shape, x), value=x.dtype is torch.bool)
+    if is_abstract(x) or not (x.is_floating_point() or x.is_complex()):
+        return filled
+    return filled + _numbers(_numel(shape), x.dtype, x.device).view(shape)
 
 
 def is_empty_here_alone(layouts: Sequence[Layout]) -> bool:
@@ -169,7 +207,12 @@ def _numbers(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def _resized(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """With less elements, or more zeros, at the ends of dims."""
-    return F.pad(x, [n for d in reversed(range(x.dim())) for n in (0, shape[d] - x.shape[d])])
+    return F.pad(x, _to(shape, x))
+
+
+def _to(shape: Sequence[int], x: torch.Tensor) -> list[int]:
+    """What F.pad adds to get from `x` to this shape."""
+    return [n for d in reversed(range(x.dim())) for n in (0, shape[d] - x.shape[d])]
 
 
 def _tied(result: object, played: object) -> object:

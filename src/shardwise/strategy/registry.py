@@ -80,11 +80,11 @@ def gathered(names: str, reason: str) -> None:
     rule(names)(lambda *args, **kwargs: answer)
 
 
-def program(names: str, writes: bool = False) -> Callable[[Program], Program]:
-    """Register the function below as the program of these ops on every layout; `writes` as in `Algorithm`."""
+def program(names: str, **how: bool) -> Callable[[Program], Program]:
+    """Register the function below as the program of these ops on every layout; `how` are fields of `Algorithm`."""
 
     def register(run: Program) -> Program:
-        rule(names)(functools.wraps(run)(lambda *args, **kwargs: Algorithm(run, writes)))
+        rule(names)(functools.wraps(run)(lambda *args, **kwargs: Algorithm(run, **how)))
         return run
 
     return register

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from shardwise.layout import Layout, Partial, Placement, Shard
 from shardwise.layout.placement import REPLICATE
 from shardwise.move.cost import cost_of
+from shardwise.strategy.empty_ranks import of_one_each
 
 MOST_CUTS = 16  # where operands cut an axis in more ways than this, only the first ones are considered
 
@@ -79,6 +81,7 @@ class Assignment:
     reasons: Sequence[str] = ()  # what each axis does, for messages
     # for a list op, which is many calls in one: for each operand, the axes that its own call is split on
     splits: Sequence[tuple[int, ...]] | None = None
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # what every rank calls instead of it
 
 
 Described = torch.Tensor | Result  # a result as far as shapes tell: a meta tensor, or what a rule knows
@@ -161,6 +164,7 @@ class Factors(Spec):
     # no result is a sum of parts: one without the cut factor is the same on all ranks, or empty if not asked for
     same: bool = False
     local: MakeLocal | None = None
+    never_empty: bool = False  # the kernel refuses tensors without elements, or drops their graph
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # as in Assignment
     may_alias: bool = False
     view: Callable[..., Any] | None = None
@@ -183,7 +187,8 @@ class Factors(Spec):
             chosen.append(best)
         inputs = [tuple(choice.inputs[i] for choice in chosen) for i in range(len(operands))]
         results = [tuple(choice.outputs[o] for choice in chosen) for o in range(len(self.outputs))]
-        return Assignment(inputs, results, self.local, self.aliases, [c.name for c in chosen])
+        around = partial(of_one_each, inputs=self.inputs, outputs=self.outputs) if self.never_empty else None
+        return Assignment(inputs, results, self.local, self.aliases, [c.name for c in chosen], around=around)
 
     def choose(
         self,

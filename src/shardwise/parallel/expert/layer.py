@@ -44,6 +44,11 @@ class MixtureOfExperts(nn.Module):
             nn.init.uniform_(weight, -1 / math.sqrt(weight.shape[2]), 1 / math.sqrt(weight.shape[2]))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the experts make of the tokens, and the loss that balances them.
+
+        Args:
+            x: (..., width), a token per row.
+        """
         tokens = x.flatten(0, -2)
         logits = self.router(tokens)
         weights, chosen = top_k(logits, self.k)
@@ -79,11 +84,14 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def balance_loss(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """A loss that is 1 where all experts get equally many tokens, and grows as the router prefers some of them.
+    """Return a loss that is 1 where all experts get equally many tokens, and grows as the router prefers some of them.
 
     Args:
         logits: (tokens, experts).
         chosen: (tokens, k), the numbers of the experts.
+
+    Raises:
+        LayoutError: `chosen` is not of torch.int64.
     """
     check_type(logits, torch.Tensor, "balance_loss: logits")
     check_type(chosen, torch.Tensor, "balance_loss: chosen")

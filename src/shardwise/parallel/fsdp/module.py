@@ -85,40 +85,72 @@ class FSDPModule(CommunicationHints):
         state.passes.reshard(state.unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether whole parameters are freed after the forward, and gathered again for the backward."""
+        """Say whether whole parameters are freed after the forward, and gathered again for the backward.
+
+        Args:
+            reshard_after_forward: Whether they are.
+            recurse: Whether the sharded modules inside of this one are meant too.
+        """
         _check_flag("set_reshard_after_forward", reshard_after_forward)
         for unit in self._units(recurse):
             unit.policy.frees_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether whole parameters are freed after the backward; else until one of them is written."""
+        """Say whether whole parameters are freed after the backward.
+
+        Args:
+            reshard_after_backward: Whether they are; else they are kept until one of them is written.
+            recurse: Whether the sharded modules inside of this one are meant too.
+        """
         _check_flag("set_reshard_after_backward", reshard_after_backward)
         for unit in self._units(recurse):
             unit.policy.frees_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather these modules' parameters while this one's forward runs; by default those of the next."""
+        """Gather other modules' parameters while this one's forward runs; by default those of the next.
+
+        Args:
+            modules: The other modules, which `fully_shard` was called on.
+        """
         self._state().unit.policy.ahead_in_forward = _units_of("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather these modules' parameters while this one's backward runs; by default those of the one before."""
+        """Gather other modules' parameters while this one's backward runs; by default those of the one before.
+
+        Args:
+            modules: The other modules, which `fully_shard` was called on.
+        """
         self._state().unit.policy.ahead_in_backward = _units_of("set_modules_to_backward_prefetch", modules)
 
     # -- gradients ------------------------------------------------------------------------------------------
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward passes reduce gradients. Those that wait are reduced by the first pass that does."""
+        """Say whether backward passes reduce gradients.
+
+        Args:
+            requires_gradient_sync: Whether they do. Gradients that wait are reduced by the first pass that does.
+            recurse: Whether the sharded modules inside of this one are meant too.
+        """
         _check_flag("set_requires_gradient_sync", requires_gradient_sync)
         for unit in self._units(recurse):
             unit.policy.reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """The same where the mesh has two axes: gradients wait until the sum over both may be taken."""
+        """Say whether backward passes sum gradients over the first of two mesh axes, along which parameters are copies.
+
+        Args:
+            requires_all_reduce: Whether they do; else gradients wait until the sum over both axes may be taken.
+            recurse: Whether the sharded modules inside of this one are meant too.
+        """
         _check_flag("set_requires_all_reduce", requires_all_reduce)
         for unit in self._units(recurse):
             unit.policy.all_reduces = requires_all_reduce or len(unit.data.mesh.shape) == 1
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for programs that call it: every backward pass here ends with its reductions done."""
+        """Accepted for programs that call it: every backward pass here ends with its reductions done.
+
+        Args:
+            is_last_backward: Not used.
+        """
         _check_flag("set_is_last_backward", is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -190,11 +222,20 @@ class FSDPModule(CommunicationHints):
         unit.policy.reduces_by = comm
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """The older name of `set_gradient_divide_factor`.
+
+        Args:
+            factor: As there.
+        """
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Accepted for programs that call it: ranks may always use different parameters here."""
+        """Accepted for programs that call it: ranks may always use different parameters here.
+
+        Args:
+            reduce_scatter_unused_params: Not used.
+            recurse: Not used.
+        """
         _check_flag("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
 
     def reset_iter_state(self) -> None:
@@ -210,7 +251,14 @@ class FSDPModule(CommunicationHints):
         return self  # type: ignore[return-value]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> object:
-        """As torch's; with `assign` too, parameters that were tied before are tied afterwards."""
+        """Load a state dict as torch does; with `assign` too, parameters that were tied before are tied afterwards.
+
+        Args:
+            state_dict, strict, assign: As of torch's method.
+
+        Returns:
+            The names that are missing, and those that are unexpected.
+        """
         found = super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
         self._tie_again()
         return found

@@ -85,11 +85,11 @@ class Bags:
             for (at, _, lengths), (start, _) in zip(self.asked, lookup.rows)
             for word in (self.ids[at] - start, lengths)
         ]
-        give = [sum(len(at) + len(bags) for at, bags, _ in self._of_owner(mine)) for mine in lookup.tiles_of]
-        take = [sum(map(sum, row)) for row in counts]
-        received = lookup.exchange(torch.cat([self.ids[:0], *words]), take, give)
+        sent = [sum(len(at) + len(bags) for at, bags, _ in self._of_owner(mine)) for mine in lookup.tiles_of]
+        expected = [sum(map(sum, row)) for row in counts]
+        received = lookup.exchange(torch.cat([self.ids[:0], *words]), expected, sent)
         sizes = [n for row in counts for tile in row for n in tile]
-        self._heard = list(received.split(sizes))
+        self._ids_to_look_up = list(received.split(sizes))
 
     def _of_owner(self, tiles: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         return [self.asked[i] for i in tiles]
@@ -99,17 +99,17 @@ class Bags:
         weights = None if self.weights is None else self._sent_weights(self.weights)
         sums = self._sums(weights, sparse)
         widths = self.lookup.widths
-        take = [sum(len(self.asked[i][1]) * widths[i] for i in mine) for mine in self.lookup.tiles_of]
+        expected = [sum(len(self.asked[i][1]) * widths[i] for i in mine) for mine in self.lookup.tiles_of]
         tiles = [shard.tensor.shape[1] for shard in self.lookup.table.local_shards()]
-        give = [sum(tile[1] * width for tile, width in zip(row, tiles)) for row in self.counts]
-        out = self._added(self.lookup.exchange(sums, take, give))
+        sent = [sum(tile[1] * width for tile, width in zip(row, tiles)) for row in self.counts]
+        out = self._added(self.lookup.exchange(sums, expected, sent))
         return out if mode == "sum" else out / self.sizes.clamp(min=1).unsqueeze(1)
 
     def _sent_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """Exchange the weights, and return those of the ids that are looked up here."""
         flat = torch.cat([weights[at] for at, _, _ in self.asked])
-        give = [sum(len(at) for at, _, _ in self._of_owner(mine)) for mine in self.lookup.tiles_of]
-        return self.lookup.exchange(flat, [sum(tile[0] for tile in row) for row in self.counts], give)
+        sent = [sum(len(at) for at, _, _ in self._of_owner(mine)) for mine in self.lookup.tiles_of]
+        return self.lookup.exchange(flat, [sum(tile[0] for tile in row) for row in self.counts], sent)
 
     def _sums(self, weights: torch.Tensor | None, sparse: bool) -> torch.Tensor:
         """Return what this rank sums as an owner: for each rank and tile one vector per bag, in one flat tensor."""
@@ -117,7 +117,7 @@ class Bags:
         # every rank is in the graph, of the table and of the weights, whatever it sums
         pieces = [] if tiles else [self.lookup.table._anchor.reshape(-1)]
         pieces += [] if weights is None else [weights[:0]]
-        received, at = iter(self._heard), 0
+        received, at = iter(self._ids_to_look_up), 0
         for row in self.counts:
             for tile, (n, _) in zip(tiles, row):
                 ids, lengths = next(received), next(received)
@@ -236,10 +236,10 @@ class Lookup:
         """Exchange the ids: every owner learns which of its rows each rank wants."""
         rows = [self.ids[where] - start for where, (start, _) in zip(self.wanted, self.rows)]
         self.counts = counts  # [rank][my tile]
-        self.give_ids = [sum(self.per_tile[i] for i in mine) for mine in self.tiles_of]
-        self.take_ids = [sum(row) for row in self.counts]
-        received = self.exchange(torch.cat([self.ids[:0], *rows]), self.take_ids, self.give_ids)
-        self.received = [list(part.split(row)) for part, row in zip(received.split(self.take_ids), self.counts)]
+        self.ids_sent = [sum(self.per_tile[i] for i in mine) for mine in self.tiles_of]
+        self.ids_received = [sum(row) for row in self.counts]
+        received = self.exchange(torch.cat([self.ids[:0], *rows]), self.ids_received, self.ids_sent)
+        self.received = [list(part.split(row)) for part, row in zip(received.split(self.ids_received), self.counts)]
 
     def _check_range(self, told: list[list[int]]) -> None:
         """Raise on all ranks where the ids of one are out of range, so that none is left waiting."""
@@ -251,8 +251,8 @@ class Lookup:
                     f"{self.note.op}: index out of range in self: rank {rank} looks up row {row} of a table of {n} rows"
                 )
 
-    def exchange(self, flat: torch.Tensor, take: Sequence[int], give: Sequence[int]) -> torch.Tensor:
-        return exchange(flat, take, give, self.group, self.note)
+    def exchange(self, flat: torch.Tensor, expected: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+        return exchange(flat, expected, sent, self.group, self.note)
 
     def fetch(self, sparse: bool = False) -> torch.Tensor:
         """Return the whole rows in the order of the ids; differentiable."""
@@ -260,9 +260,9 @@ class Lookup:
         pieces = [rows_of(tile, asked, sparse) for row in self.received for asked, tile in zip(row, shards)]
         flat = torch.cat(pieces) if pieces else self.table._anchor.reshape(-1)
         widths = [s.shape[1] for s in shards]
-        give = [sum(n * w for n, w in zip(row, widths)) for row in self.counts]
-        take = [sum(self.per_tile[i] * self.widths[i] for i in mine) for mine in self.tiles_of]
-        return self._assembled(self.exchange(flat, take, give))
+        sent = [sum(n * w for n, w in zip(row, widths)) for row in self.counts]
+        expected = [sum(self.per_tile[i] * self.widths[i] for i in mine) for mine in self.tiles_of]
+        return self._assembled(self.exchange(flat, expected, sent))
 
     def _assembled(self, got: torch.Tensor) -> torch.Tensor:
         """Join pieces of rows, which come tile by tile, to rows: tiles of the same rows stand side by side."""
@@ -305,7 +305,7 @@ class Lookup:
         ]
         like = shards[0] if shards else self.table._anchor.detach()
         flat = torch.cat([like.new_empty(0), *power])
-        got = self.exchange(flat, self.give_ids, self.take_ids).split(self.per_tile)
+        got = self.exchange(flat, self.ids_sent, self.ids_received).split(self.per_tile)
         total = max((where.stop for where in self.wanted), default=0)
         norms = like.new_zeros(total)
         for part, where in zip(got, self.wanted):
@@ -313,7 +313,7 @@ class Lookup:
         norms = norms if largest else norms.pow(1 / norm_type)
         scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
         scales = torch.cat([like.new_empty(0), *(scale[where] for where in self.wanted)])
-        back = self.exchange(scales, self.take_ids, self.give_ids).split(self.take_ids)
+        back = self.exchange(scales, self.ids_received, self.ids_sent).split(self.ids_received)
         factors = [like.new_ones(len(tile)) for tile in shards]
         for part, row, counts in zip(back, self.received, self.counts):
             for piece, asked, factor in zip(part.split(counts), row, factors):
