@@ -220,8 +220,7 @@ def _with_writes_noted(plan: Plan, name: str) -> Plan:
                 without_hooks(target)
             local_args[0] = args[0]._local if written is not args[0] else [target._local for target in written]
         result = plan(args, kwargs, local_args, local_kwargs)
-        for target in written:
-            after_write(target)
+        after_write(*written)
         return result
 
     return run
