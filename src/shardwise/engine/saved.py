@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardwise.engine.aliasing import COPIES
 from shardwise.engine.call_shape import CallShape, Path, fetch, meta_like
 from shardwise.layout import Layout
+from shardwise.torch_private.autograd import is_saving_for_hooks
 from shardwise.torch_private.tensors import are_transforms_active, storage_id
 from shardwise.wrapper import Wrapper, storage_id_of
 
@@ -59,7 +60,7 @@ class watched:
         kept = self.kept.get(flags)
         if kept is None:
             kept = self.kept[flags] = kept_by_torch(self.func, self.call_arguments, self.layouts, flags)
-        if not kept.operands and not kept.results:
+        if (not kept.operands and not kept.results) or is_saving_for_hooks():
             return
         results = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
         seen = [operands[i] for i in kept.operands] + [results[i] for i in kept.results if i < len(results)]
@@ -77,7 +78,7 @@ def watched_from_before(
     from before the write, so it notices this very write. What is yielded takes the call's result, and returns it."""
     operands = [fetch(args, kwargs, path) for path in paths]
     flags = [_local(tensor).requires_grad for tensor in operands]
-    if not torch.is_grad_enabled() or not any(flags):
+    if not torch.is_grad_enabled() or not any(flags) or is_saving_for_hooks():
         yield lambda result: result
         return
     numbered = iter(range(len(operands)))

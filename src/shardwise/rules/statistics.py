@@ -191,10 +191,21 @@ line("kthvalue", "*d!dim -> *d-dim, *d-dim", takes="x k dim=-1 keepdim=False")
 line("mode", "*d!dim -> *d-dim, *d-dim", takes="x dim=-1 keepdim=False")
 
 
-@rule("median nanmedian")
-def median(x: Operand, dim: int | None = None, keepdim: bool = False) -> Factors:
+def _median(name: str) -> None:
     """Of all elements one value; along a dim values and indices."""
-    return whole_along(x, dims_of(dim, x.ndim), keepdim, outputs=1 if dim is None else 2)
+    func = getattr(torch, name)
+
+    @rule(name)
+    def median(x: Operand, dim: int | None = None, keepdim: bool = False) -> Factors:
+        dims = dims_of(dim, x.ndim)
+        if dim is None or 0 not in x.layout.stride:
+            return whole_along(x, dims, keepdim, outputs=1 if dim is None else 2)
+        # of expanded tensors torch's kernel reads memory that nobody has written
+        return whole_along(x, dims, keepdim, 2, call=lambda v: func(v.contiguous(), dim, keepdim))
+
+
+_median("median")
+_median("nanmedian")
 
 
 stored("isin")(contiguous)
