@@ -31,8 +31,9 @@ _SAYS_NOTHING = "CppFunction"  # the class of nodes that do not tell what they k
 class Kept(NamedTuple):
     """The numbers of the operands and results that plain torch keeps for the gradient of a call."""
 
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    nothing: bool = False  # whether it is known to keep no tensor at all, not even one that is neither
 
 
 class watched:
@@ -48,19 +49,30 @@ class watched:
     def __call__(
         self, args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]
     ) -> Any:
+        if not torch.is_grad_enabled() or are_transforms_active():
+            return self.plan(args, kwargs, local_args, local_kwargs)
+        operands = [fetch(args, kwargs, path) for path in self.paths]
+        if is_saving_for_hooks():
+            kept = self._kept_for(operands)
+            # a checkpoint computes again up to the last tensor that is kept, and runs what the program does before it
+            with saved_tensors_hooks(_as_it_is, _as_it_is) if kept.nothing else contextlib.nullcontext():
+                return self.plan(args, kwargs, local_args, local_kwargs)
         result = self.plan(args, kwargs, local_args, local_kwargs)
-        if torch.is_grad_enabled() and not are_transforms_active():
-            self._watch([fetch(args, kwargs, path) for path in self.paths], result)
+        self._watch(operands, result)
         return result
 
-    def _watch(self, operands: Sequence[Wrapper], result: object) -> None:
+    def _kept_for(self, operands: Sequence[Wrapper]) -> Kept:
         flags = tuple(_local(tensor).requires_grad for tensor in operands)
         if not any(flags):
-            return
+            return Kept()
         kept = self.kept.get(flags)
         if kept is None:
             kept = self.kept[flags] = kept_by_torch(self.func, self.call_arguments, self.layouts, flags)
-        if (not kept.operands and not kept.results) or is_saving_for_hooks():
+        return kept
+
+    def _watch(self, operands: Sequence[Wrapper], result: object) -> None:
+        kept = self._kept_for(operands)
+        if not kept.operands and not kept.results:
             return
         results = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
         seen = [operands[i] for i in kept.operands] + [results[i] for i in kept.results if i < len(results)]
@@ -68,6 +80,10 @@ class watched:
         given = {storage_id(_local(tensor)) for tensor in operands}
         for node in {node for out in results for node in _nodes_of(_local(out), given)}:
             node.register_prehook(check)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 @contextlib.contextmanager
@@ -171,7 +187,7 @@ def kept_by_torch(
             return _kept_with(copied, func, arguments, layouts, flags)
         except Exception:  # it writes, sizes depend on values, or an op has no meta kernel
             continue
-    return Kept((), ())
+    return Kept()
 
 
 def _kept_with(
@@ -197,7 +213,8 @@ def _kept_with(
     if any(type(out.grad_fn).__name__ == _SAYS_NOTHING for out in outs):
         saved.update(packed)
     of = lambda tensors: tuple(i for i, x in enumerate(tensors) if storage_id(x) in saved)  # noqa: E731
-    return Kept(of(operands), tuple(i for i in of(outs) if storage_id(outs[i]) not in given))
+    results = tuple(i for i in of(outs) if storage_id(outs[i]) not in given)
+    return Kept(of(operands), results, not packed and not saved)
 
 
 def _saved_by(outs: Sequence[torch.Tensor], inputs: set[Node | None]) -> Iterator[torch.Tensor]:

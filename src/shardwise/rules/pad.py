@@ -3,6 +3,7 @@ the rank that holds what it reads, so a cut dim becomes another split and nothin
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -44,7 +45,8 @@ def copied(x: Operand, sources: Sources, keeps: bool = False) -> Any:
             v = v.index_select(dim, picks(dim, mine))
         return v
 
-    return kept_with(x, sources, call_with(pick, lambda layout, _, at: tuple(layout.held(dim, at) for dim in sources)))
+    held_at = lambda layout, _, at: tuple(layout.held(dim, at) for dim in sources)  # noqa: E731
+    return dataclasses.replace(kept_with(x, sources, call_with(pick, held_at)), keeps_more=True)  # the indices
 
 
 class _Kept(torch.autograd.Function):

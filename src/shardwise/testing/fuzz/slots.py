@@ -46,6 +46,9 @@ class Slots:
         self.name = ""
         self.written = False
 
+    def is_tensor(self, kind: str) -> bool:
+        return kind in _TENSORS
+
     def text(self, kind: str, detail: str | None) -> str:
         if kind in _TENSORS:
             return self.tensor(kind)
