@@ -6,6 +6,7 @@ program of several ops, it keeps other tensors. For those, what plain torch woul
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from shardwise.wrapper import Wrapper, storage_id_of
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
 
 
+_SMALL = 2**12  # elements
 _SAYS_NOTHING = "CppFunction"  # the class of nodes that do not tell what they keep, as those of list ops
 
 
@@ -180,17 +182,26 @@ def kept_by_torch(
     layouts: Sequence[Layout],
     flags: Sequence[bool],
 ) -> Kept:
-    """What plain torch keeps for the gradient of a call, found by recording it on meta tensors. Nothing where torch
-    cannot run the call on those."""
-    for copied in (torch.ops.aten.alias, torch.clone):  # a view of a leaf cannot be written; a copy has other strides
+    """What plain torch keeps for the gradient of a call, found by recording it on meta tensors or, where sizes depend on
+    values and the tensors are small, on zeros. Nothing where torch cannot run the call on those."""
+    ways = [(meta_like, torch.ops.aten.alias), (meta_like, torch.clone)]  # a view of a leaf cannot be written
+    if sum(math.prod(layout.shape) for layout in layouts) <= _SMALL:
+        ways.append((_zeros_like, torch.clone))
+    for made, copied in ways:
         try:
-            return _kept_with(copied, func, arguments, layouts, flags)
+            with torch.random.fork_rng(devices=()):
+                return _kept_with(made, copied, func, arguments, layouts, flags)
         except Exception:  # it writes, sizes depend on values, or an op has no meta kernel
             continue
     return Kept()
 
 
+def _zeros_like(layout: Layout) -> torch.Tensor:
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype).zero_()
+
+
 def _kept_with(
+    made: Callable[[Layout], torch.Tensor],
     copied: Callable[[torch.Tensor], torch.Tensor],
     func: Callable[..., Any],
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
@@ -204,7 +215,7 @@ def _kept_with(
         return tensor
 
     with torch.enable_grad(), saved_tensors_hooks(note_kept, lambda tensor: tensor):
-        leaves = [meta_like(layout).requires_grad_(flag) for layout, flag in zip(layouts, flags, strict=True)]
+        leaves = [made(layout).requires_grad_(flag) for layout, flag in zip(layouts, flags, strict=True)]
         operands = [copied(leaf) if leaf.requires_grad else leaf for leaf in leaves]
         given, inputs = {storage_id(x) for x in operands}, {x.grad_fn for x in operands}
         args, kwargs = tree_map_only(_Operand, lambda operand: operands[operand.index], arguments)
