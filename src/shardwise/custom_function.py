@@ -23,6 +23,7 @@ from shardwise.autograd.gradients import as_gradient, finished_but_sums, from_gr
 from shardwise.comm.rank_tensor import RankTensor, map_ranks, unique
 from shardwise.context import of_thread
 from shardwise.engine.plain_tensors import replicated_plain
+from shardwise.engine.saved import Check
 from shardwise.engine.transforms import is_outside, turn_in, turn_out
 from shardwise.errors import AutogradError
 from shardwise.protocols import Ctx
@@ -31,6 +32,7 @@ from shardwise.torch_private.autograd import (
     DelayedError,
     function_of,
     give_node_class,
+    is_saving_for_hooks,
     is_transforming,
 )
 from shardwise.torch_private.tensors import (
@@ -83,6 +85,7 @@ def _apply_distributed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[
         return _torchs_apply(cls, *args, **kwargs)
     call = _Call(tuple(_finished(arg) for arg in args))
     flat = _torchs_apply(_on_locals(cls), call, *_flattened(call.args, call.forms))
+    _watch_finished(cls.__name__, call, args, flat)
     found = zip(call.results, call.result_forms, _by_form(call.result_forms, flat), strict=True)
     written = {id(mine): arg for mine, arg in zip(call.args, args, strict=True) if id(mine) in call.dirty}
     results = tuple(
@@ -90,6 +93,18 @@ def _apply_distributed(cls: type[Function], args: tuple[Any, ...], kwargs: dict[
         for result, form, parts in found
     )
     return results if call.several else results[0]
+
+
+def _watch_finished(name: str, call: _Call, args: Sequence[Any], flat: Sequence[Any]) -> None:
+    """Have the backward pass raise if an argument was written that the Function has saved as what was made of it
+    (`_finished`): torch knows the writes to the argument itself only where that is what was saved."""
+    replaced = [arg for mine, arg in zip(call.args, args, strict=True) if mine is not arg and id(mine) in call.saved]
+    nodes = {part.grad_fn for part in flat if isinstance(part, torch.Tensor) and part.grad_fn is not None}
+    if not replaced or is_saving_for_hooks():
+        return
+    check = Check(name, replaced)
+    for node in nodes:
+        BackwardCFunction.register_prehook(node, check)  # type: ignore[arg-type]
 
 
 def _is_of_program(value: object) -> bool:
@@ -251,6 +266,7 @@ class _Call:
         self.results: tuple[Any, ...] = ()
         self.result_forms: list[_Form] = []
         self.several = False
+        self.saved: set[int] = set()  # ids of tensors saved for the backward pass
         self.dirty: set[int] = set()  # ids of arguments that were written and returned: such a result is the argument
 
 
@@ -344,7 +360,7 @@ class _OnLocals(Function):
             out = user.forward(ctx, *call.args)
         call.several, results = isinstance(out, tuple), _as_tuple(out)
         call.results = tuple(map(_finished, results))
-        call.dirty = {id(arg) for arg in ctx._dirty}
+        call.dirty, call.saved = {id(arg) for arg in ctx._dirty}, {id(t) for t in ctx._saved}
         finished = {id(result): mine for result, mine in zip(results, call.results, strict=True)}
         ctx._tell_autograd(lambda t: finished.get(id(t), t))
         ctx._result_forms = call.result_forms = [_form(result) for result in call.results]

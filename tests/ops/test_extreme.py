@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import Shard, simulate
+from shardwise import Shard, distribute_tensor, simulate
 from shardwise.testing import check_rule, spread_out
 from tests.ops.cases import x
 from tests.workers import device_mesh, run_ranks
@@ -154,3 +154,15 @@ def on_gloo(rank, world_size):
 
 def test_on_processes():
     run_ranks(on_gloo, 3)
+
+
+@pytest.mark.parametrize("name", ["median", "nanmedian"])
+def test_median_of_an_expanded_tensor(name):
+    """torch's own reads memory there that nobody has written."""
+    plain = torch.tensor([3.0, 1.0, 2.0], dtype=torch.float64)
+    ours = distribute_tensor(plain, simulate(2), [Shard(0)]).requires_grad_()
+    values, indices = getattr(torch, name)(ours[None].expand(4, 3), 0)
+    assert torch.equal(values.full_tensor(), plain)
+    assert int(indices.full_tensor().max()) < 4
+    values.sum().backward()
+    assert torch.equal(ours.grad.full_tensor(), torch.ones(3, dtype=torch.float64))

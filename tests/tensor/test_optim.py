@@ -273,7 +273,26 @@ def autocasting(mesh):
             same(got, want, str(places), tolerance=0.05)
 
 
+def views_of_one_tensor(mesh):
+    """Parameters that are views of one tensor, copied where it is cut: every write reaches it."""
+
+    def trained(flat, make):
+        params = [flat[0].detach().requires_grad_(), flat[1].detach().requires_grad_(), flat[2:].detach().requires_grad_()]
+        optimizer = make(params)
+        for _ in range(2):
+            optimizer.zero_grad()
+            sum(((p * (i + 1)) ** 2).sum() for i, p in enumerate(params)).backward()
+            optimizer.step()
+        return [flat, *params]
+
+    makers = [lambda p: torch.optim.SGD(p, 0.1, foreach=True), lambda p: torch.optim.Adam(p, 0.1)]
+    for make in makers:
+        mine = trained(distribute_tensor(x(5, 4), mesh, on_one_axis(mesh, Shard(0))), make)
+        for got, want in zip(mine, trained(x(5, 4), make), strict=True):
+            same(got, want, "views of one tensor")
+
+
 CHECKS = [
-    some_optimizers, clipping, optimizer_state_dicts, schedulers, parameter_groups, averaging, gradient_scaler, autocasting,
+    views_of_one_tensor, some_optimizers, clipping, optimizer_state_dicts, schedulers, parameter_groups, averaging, gradient_scaler, autocasting,
 ]  # fmt: skip
 test_simulated, test_processes = checked_on(__name__, CHECKS, simulated=[(2, 2)])

@@ -1,10 +1,15 @@
 """The fuzzer of programs: it composes, judges and shrinks them. What it once found is in `test_found.py`."""
 
+import dataclasses
+
 import pytest
+import torch
 
 from shardwise.testing.fuzz import Program, compose, judge, shrink
+from shardwise.testing.fuzz import defects as table
 from shardwise.testing.fuzz.campaign import simulated, try_seed
-from shardwise.testing.fuzz.judge import INEXACT, NO_ERROR, OTHER_ERROR, RAISED, RIGHT, WRONG
+from shardwise.testing.fuzz.defects import Defect
+from shardwise.testing.fuzz.judge import INEXACT, NO_ERROR, OTHER_ERROR, RAISED, RIGHT, TORCHS, WRONG
 
 
 def test_a_program_is_its_text():
@@ -42,6 +47,24 @@ BROKEN = "# mesh (2,)\nx1 = tensor((3, 2), grad=True, at=[Shard(0)])\n"
 )
 def test_what_differs_is_found(line, kind):
     assert judge(Program.parse(BROKEN + line)).kind in (kind, RIGHT if kind == INEXACT else kind)
+
+
+def test_a_defect_of_torch_is_told_by_what_its_definition_gives(monkeypatch):
+    here = torch.__version__.partition("+")[0]
+    doubled = Defect("twice as much", here, here, op=r"double\((\w+)\)", instead=r"(\1 * 2)")
+    words = Defect("an error of its own", here, here, op="broken", says="out of range")
+    past = Defect("mended since", "1.0.0", "1.0.1", op=r"double\((\w+)\)", instead=r"(\1 * 2)")
+    double = "double = lambda x: x * 3 if type(x) is torch.Tensor else x * {by}\ny1 = double(x1)"
+    raises = "broken = 1\ny1 = x1[5] if type(x1) is torch.Tensor else 0"
+    for known, line, kind in (
+        (doubled, double.format(by=2), TORCHS),
+        (doubled, double.format(by=4), WRONG),
+        (past, double.format(by=2), WRONG),
+        (words, raises, NO_ERROR),
+        (dataclasses.replace(words, says="out of bounds"), raises, TORCHS),
+    ):
+        monkeypatch.setattr(table, "DEFECTS", (known,))
+        assert judge(Program.parse(BROKEN + line)).kind == kind
 
 
 def test_shrinking_keeps_what_fails():

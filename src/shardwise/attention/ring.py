@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -189,7 +190,10 @@ class _Attention(torch.autograd.Function):
         ctx.structures = [comm.structure(local) for local in (*operands, out, lse)]
         ctx.counts = [len(comm.values(local)) for local in (*operands, out, lse)]
         outs = comm.values(out)
-        ctx.save_for_backward(*values, *outs, *comm.values(lse))
+        # torch's fused kernels, which take 4 dims, keep the output too; else a program may write to it
+        ctx.outs = () if out.dim() == 4 else tuple((weakref.ref(one), one._version) for one in outs)
+        kept = [one.data for one in outs] if ctx.outs else outs  # the same memory, whose writes torch does not notice
+        ctx.save_for_backward(*values, *kept, *comm.values(lse))
         box.append(ctx.structures[-2])
         return outs
 
@@ -201,6 +205,8 @@ class _Attention(torch.autograd.Function):
             return None, *_differentiable_gradients(ctx, values[:-2], grads)
         *operands, out, lse = map(comm.assemble, ctx.structures, values)
         with recording_to(ctx.recorders):
+            if any((now := one()) is not None and now._version != version for one, version in ctx.outs):
+                out, lse = work.forward(operands, ctx.note)
             back = work.backward(comm.assemble(ctx.structures[-2], grads), operands, out, lse, ctx.note)
         found: list[torch.Tensor | None] = []
         for structure, count, gradient in zip(ctx.structures, ctx.counts, back, strict=False):

@@ -85,6 +85,7 @@ def register_post_accumulate_grad_hook(tensor: Wrapper, hook: Callable[[Any], No
         arrived.add(id(value))
         if len(arrived) == len(parts):
             arrived.clear()
-            hook(tensor)
+            return hook(tensor)  # torch raises if it is something
+        return None
 
     return Handles([value.register_post_accumulate_grad_hook(on_part) for value in parts])

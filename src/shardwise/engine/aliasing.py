@@ -188,29 +188,32 @@ def without_hooks(target: Wrapper) -> None:
         target._local = fresh._local
 
 
-def after_write(target: Wrapper) -> None:
-    """Repeat a write to a copy on its base; make the copies of a base again, or under strict() have their use raise."""
+def after_write(*targets: Wrapper) -> None:
+    """Repeat the writes of one call to copies on their bases; make the copies of a base again, or under strict() have
+    their use raise. All writes come to the bases before copies are made again: a copy that is made again is lost."""
     if LOCAL_COPIES:
-        after_local_write(target._layout.mesh.comm.values(target._local))
+        for target in targets:
+            after_local_write(target._layout.mesh.comm.values(target._local))
     if not COPIES:
         return
-    storage = storage_id_of(target)
-    for copy in COPIES.get(storage, ())[:1]:
-        whole = _root(copy)
-        if not _is_under_way(whole):
-            with _under_way(whole):
-                copy.source.copy_(_with_view(copy.source, copy.again, whole))
-                if torch.is_grad_enabled() and copy.source.requires_grad:
-                    _take_again(whole, copy.again(copy.source))  # gradients of the copy reach the base, as in torch
-    for copy in list(_of_base.get(storage, ())):
-        tensor = copy.tensor()
-        if tensor is None or copy.whole is not None or _is_under_way(tensor):
-            continue  # views of a copy see what it sees
-        if is_strict():
-            _make_stale(storage, tensor)
-        else:
-            with _under_way(tensor):
-                _take_again(tensor, copy.again(copy.source))
+    written = [copy for target in targets for copy in COPIES.get(storage_id_of(target), ())[:1]]
+    wholes = {id(_root(copy)): (_root(copy), copy) for copy in written if not _is_under_way(_root(copy))}
+    with _under_way(*(whole for whole, _ in wholes.values())):
+        for whole, copy in wholes.values():
+            copy.source.copy_(_with_view(copy.source, copy.again, whole))
+        for whole, copy in wholes.values():
+            if torch.is_grad_enabled() and copy.source.requires_grad:
+                _take_again(whole, copy.again(copy.source))  # gradients of the copy reach the base, as in torch
+    for storage in dict.fromkeys(map(storage_id_of, targets)):
+        for copy in list(_of_base.get(storage, ())):
+            tensor = copy.tensor()
+            if tensor is None or copy.whole is not None or _is_under_way(tensor):
+                continue  # views of a copy see what it sees
+            if is_strict():
+                _make_stale(storage, tensor)
+            else:
+                with _under_way(tensor):
+                    _take_again(tensor, copy.again(copy.source))
 
 
 def _take_again(copy: Wrapper, value: Wrapper) -> None:
@@ -240,8 +243,8 @@ def overlaps(value: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _under_way(copy: Wrapper) -> Iterator[None]:
-    outer, _here.copies = _here.copies, (*_here.copies, copy)
+def _under_way(*copies: Wrapper) -> Iterator[None]:
+    outer, _here.copies = _here.copies, (*_here.copies, *copies)
     try:
         yield
     finally:

@@ -86,6 +86,7 @@ class replicated:
             put(local_args, local_kwargs, self.paths[i], self.in_order[i](value) if i in self.in_order else value)
         result = self.invoke(*local_args, **local_kwargs)
         written = [self._write_back(i, (args, kwargs), (local_args, local_kwargs)) for i in self.written]
+        after_write(*(tensor for _, tensor in written))
         wrapped = tree_map_only(torch.Tensor, lambda x: self._wrapped(x, written), result)
         if not self.written:
             self.memory.report(wrapped, args)
@@ -99,7 +100,6 @@ class replicated:
         if i in self.moved:
             back = run_move(value, self.comm, plan_steps(self.whole[i], self.now[i]), self.note)
             self.comm.bind(torch.Tensor.copy_)(tensor._local, back)
-        after_write(tensor)
         return value, tensor
 
     def _wrapped(self, local: LocalValue, written: Sequence[tuple[LocalValue, Wrapper]]) -> Any:

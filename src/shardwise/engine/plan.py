@@ -101,13 +101,14 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         return noted
     copied = base is not None and (moved or not assignment.aliases(inputs))
     plain = results.dtype in (None, outputs[0].dtype if outputs else None)  # a view of another dtype counts otherwise
-    if not moves and results.single and not copied and not results.same and base in (None, (0,)) and plain:
+    simple = not moves and not spec.keeps_more and results.single and not copied and not results.same
+    if simple and base in (None, (0,)) and plain:
         direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all, results.begins[0])
         if direct is not None:
             return direct
     finish = results.finisher(outputs, base, copied, func, call.name)
     run = _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons)
-    return watched(run, call) if copies else run
+    return watched(run, call) if copies or spec.keeps_more else run
 
 
 def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memory: Memory) -> Plan:
@@ -222,8 +223,7 @@ def _with_writes_noted(plan: Plan, name: str) -> Plan:
                 without_hooks(target)
             local_args[0] = args[0]._local if written is not args[0] else [target._local for target in written]
         result = plan(args, kwargs, local_args, local_kwargs)
-        for target in written:
-            after_write(target)
+        after_write(*written)
         return result
 
     return run

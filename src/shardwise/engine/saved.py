@@ -6,6 +6,7 @@ program of several ops, it keeps other tensors. For those, what plain torch woul
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,20 +19,23 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardwise.engine.aliasing import COPIES
 from shardwise.engine.call_shape import CallShape, Path, fetch, meta_like
 from shardwise.layout import Layout
+from shardwise.torch_private.autograd import is_saving_for_hooks
 from shardwise.torch_private.tensors import are_transforms_active, storage_id
 from shardwise.wrapper import Wrapper, storage_id_of
 
 Plan = Callable[[Sequence[Any], dict[str, Any], list[Any], dict[str, Any]], Any]
 
 
+_SMALL = 2**12  # elements
 _SAYS_NOTHING = "CppFunction"  # the class of nodes that do not tell what they keep, as those of list ops
 
 
 class Kept(NamedTuple):
     """The numbers of the operands and results that plain torch keeps for the gradient of a call."""
 
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    nothing: bool = False  # whether it is known to keep no tensor at all, not even one that is neither
 
 
 class watched:
@@ -47,18 +51,29 @@ class watched:
     def __call__(
         self, args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]
     ) -> Any:
+        if not torch.is_grad_enabled() or are_transforms_active():
+            return self.plan(args, kwargs, local_args, local_kwargs)
+        operands = [fetch(args, kwargs, path) for path in self.paths]
+        if is_saving_for_hooks():
+            kept = self._kept_for(operands)
+            # a checkpoint computes again up to the last tensor that is kept, and runs what the program does before it
+            with saved_tensors_hooks(_as_it_is, _as_it_is) if kept.nothing else contextlib.nullcontext():
+                return self.plan(args, kwargs, local_args, local_kwargs)
         result = self.plan(args, kwargs, local_args, local_kwargs)
-        if torch.is_grad_enabled() and not are_transforms_active():
-            self._watch([fetch(args, kwargs, path) for path in self.paths], result)
+        self._watch(operands, result)
         return result
 
-    def _watch(self, operands: Sequence[Wrapper], result: object) -> None:
+    def _kept_for(self, operands: Sequence[Wrapper]) -> Kept:
         flags = tuple(_local(tensor).requires_grad for tensor in operands)
         if not any(flags):
-            return
+            return Kept()
         kept = self.kept.get(flags)
         if kept is None:
             kept = self.kept[flags] = kept_by_torch(self.func, self.call_arguments, self.layouts, flags)
+        return kept
+
+    def _watch(self, operands: Sequence[Wrapper], result: object) -> None:
+        kept = self._kept_for(operands)
         if not kept.operands and not kept.results:
             return
         results = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
@@ -69,6 +84,10 @@ class watched:
             node.register_prehook(check)
 
 
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 @contextlib.contextmanager
 def watched_from_before(
     func: Callable[..., object], name: str, args: Sequence[object], kwargs: dict[str, object], paths: Sequence[Path]
@@ -77,7 +96,7 @@ def watched_from_before(
     from before the write, so it notices this very write. What is yielded takes the call's result, and returns it."""
     operands = [fetch(args, kwargs, path) for path in paths]
     flags = [_local(tensor).requires_grad for tensor in operands]
-    if not torch.is_grad_enabled() or not any(flags):
+    if not torch.is_grad_enabled() or not any(flags) or is_saving_for_hooks():
         yield lambda result: result
         return
     numbered = iter(range(len(operands)))
@@ -163,17 +182,26 @@ def kept_by_torch(
     layouts: Sequence[Layout],
     flags: Sequence[bool],
 ) -> Kept:
-    """What plain torch keeps for the gradient of a call, found by recording it on meta tensors. Nothing where torch
-    cannot run the call on those."""
-    for copied in (torch.ops.aten.alias, torch.clone):  # a view of a leaf cannot be written; a copy has other strides
+    """What plain torch keeps for the gradient of a call, found by recording it on meta tensors or, where sizes depend on
+    values and the tensors are small, on zeros. Nothing where torch cannot run the call on those."""
+    ways = [(meta_like, torch.ops.aten.alias), (meta_like, torch.clone)]  # a view of a leaf cannot be written
+    if sum(math.prod(layout.shape) for layout in layouts) <= _SMALL:
+        ways.append((_zeros_like, torch.clone))
+    for made, copied in ways:
         try:
-            return _kept_with(copied, func, arguments, layouts, flags)
+            with torch.random.fork_rng(devices=()):
+                return _kept_with(made, copied, func, arguments, layouts, flags)
         except Exception:  # it writes, sizes depend on values, or an op has no meta kernel
             continue
-    return Kept((), ())
+    return Kept()
+
+
+def _zeros_like(layout: Layout) -> torch.Tensor:
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype).zero_()
 
 
 def _kept_with(
+    made: Callable[[Layout], torch.Tensor],
     copied: Callable[[torch.Tensor], torch.Tensor],
     func: Callable[..., Any],
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
@@ -187,7 +215,7 @@ def _kept_with(
         return tensor
 
     with torch.enable_grad(), saved_tensors_hooks(note_kept, lambda tensor: tensor):
-        leaves = [meta_like(layout).requires_grad_(flag) for layout, flag in zip(layouts, flags, strict=True)]
+        leaves = [made(layout).requires_grad_(flag) for layout, flag in zip(layouts, flags, strict=True)]
         operands = [copied(leaf) if leaf.requires_grad else leaf for leaf in leaves]
         given, inputs = {storage_id(x) for x in operands}, {x.grad_fn for x in operands}
         args, kwargs = tree_map_only(_Operand, lambda operand: operands[operand.index], arguments)
@@ -196,7 +224,8 @@ def _kept_with(
     if any(type(out.grad_fn).__name__ == _SAYS_NOTHING for out in outs):
         saved.update(packed)
     of = lambda tensors: tuple(i for i, x in enumerate(tensors) if storage_id(x) in saved)  # noqa: E731
-    return Kept(of(operands), tuple(i for i in of(outs) if storage_id(outs[i]) not in given))
+    results = tuple(i for i in of(outs) if storage_id(outs[i]) not in given)
+    return Kept(of(operands), results, not packed and not saved)
 
 
 def _saved_by(outs: Sequence[torch.Tensor], inputs: set[Node | None]) -> Iterator[torch.Tensor]:

@@ -243,8 +243,9 @@ class Twin:
                         slot.leave(state[param], self.state)
                 else:
                     state.pop(param, None)  # the step removed it
-                if slot is not None and aliasing.COPIES:
-                    aliasing.after_write(cast(DTensor, param))
+        if aliasing.COPIES:
+            slots = ((p, s) for known in self.groups for p, s in zip(known.params, known.slots, strict=True))
+            aliasing.after_write(*(cast(DTensor, param) for param, slot in slots if slot is not None))
         if self._others or len(self.state) > count:
             self._copy_others(self.state, state, {id(v) for known in self.groups for v in known.local_params})
         for group, known in zip(optimizer.param_groups, self.groups, strict=True):

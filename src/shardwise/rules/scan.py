@@ -40,7 +40,7 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
         along = dim_of(dim, x.ndim)
         kept = dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
         if scan is torch.cumprod and x.ndim and (x.shape[along] == 1 or math.prod(x.shape) <= 1):
-            return factors("*d -> *d", [x], call=lambda v: v.to(kept, copy=True))  # torch's gradient is handed on
+            return Algorithm(lambda x, *args, **named: reduced(x).to(kept, copy=True))  # torch hands the gradient on
         branches = scan is torch.logcumsumexp and x.dtype.is_complex  # torch's logarithm depends on the way there
         sets = (parent_sets(x.mesh, x.layout.placements, d, n) for d, n in enumerate(x.shape))
         few = scan is not torch.cumsum and math.prod(min(map(count, held)) for held in sets) < 2

@@ -146,7 +146,9 @@ def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = Fals
         looked = broadcast_shape(*(i.shape for i in found))
         picked = places_of_mine(mine.expand(looked), held, at.sizes)
         places = [p.expand(looked).reshape(-1)[picked] for p in places]
-        if values.numel() != 1:
+        if values.numel() == 1:
+            values = values.reshape(())
+        else:
             kept = [n for d, n in enumerate(x.shape) if d not in at.dims]
             before, after = kept[: at.at], kept[at.at :]
             values = values.expand(*before, *looked, *after).reshape(*before, math.prod(looked), *after)

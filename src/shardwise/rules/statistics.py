@@ -191,16 +191,43 @@ line("kthvalue", "*d!dim -> *d-dim, *d-dim", takes="x k dim=-1 keepdim=False")
 line("mode", "*d!dim -> *d-dim, *d-dim", takes="x dim=-1 keepdim=False")
 
 
-@rule("median nanmedian")
-def median(x: Operand, dim: int | None = None, keepdim: bool = False) -> Factors:
+def _median(name: str) -> None:
     """Of all elements one value; along a dim values and indices."""
-    return whole_along(x, dims_of(dim, x.ndim), keepdim, outputs=1 if dim is None else 2)
+    func = getattr(torch, name)
+
+    @rule(name)
+    def median(x: Operand, dim: int | None = None, keepdim: bool = False) -> Factors:
+        dims = dims_of(dim, x.ndim)
+        if dim is None or 0 not in x.layout.stride:
+            return whole_along(x, dims, keepdim, outputs=1 if dim is None else 2)
+        # of expanded tensors torch's kernel reads memory that nobody has written
+        return whole_along(x, dims, keepdim, 2, call=lambda v: func(v.contiguous(), dim, keepdim))
+
+
+_median("median")
+_median("nanmedian")
 
 
 stored("isin")(contiguous)
 
 
-@rule("bucketize isin")
+@rule("isin")
+def isin(elements: Any, test_elements: Any, **kwargs: object) -> Factors:
+    """A few others are looked at as a line in memory, and torch raises where that is no view of them."""
+    if isinstance(test_elements, Operand):
+        x, others = _meta_of(elements), _meta_of(test_elements)
+        if x.numel() and others.numel() < 10 * x.numel() ** 0.145:  # torch's own condition
+            others.to(torch.result_type(x, others)).view(-1)
+    return lookup(elements, test_elements, **kwargs)
+
+
+def _meta_of(x: Any) -> torch.Tensor:
+    if not isinstance(x, Operand):
+        return torch.as_tensor(x, device="meta")
+    return torch.empty_strided(x.shape, x.layout.stride, dtype=x.dtype, device="meta")
+
+
+@rule("bucketize")
 def lookup(x: Operand | float, *args: object, **kwargs: object) -> Factors:
     """Elements (or one number) are looked up in the other tensors, which are whole."""
     operands = list(operands_in((x, *args, *kwargs.values())))

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from shardwise.errors import dim_from_front
-from shardwise.layout import Layout
+from shardwise.layout import Layout, contiguous_stride
 from shardwise.layout.split import Intervals, count, intersect, normalize, positions
 from shardwise.move.pack import BITS
 from shardwise.strategy import Algorithm, Factors, Named, Operand, Relayout, Tensor, call_with, factors, line, same_call
-from shardwise.strategy.memory import as_first_suggests, stored
+from shardwise.strategy.memory import restrided, stored
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.relayout import Carried, SetMap, flipped, regrouped, repeated, rolled, sliced, unchanged
 from shardwise.strategy.spec import LocalCall, PerCoords
@@ -279,7 +279,16 @@ rule("fliplr")(functools.partial(flip, dims=1))
 rule("flipud")(functools.partial(flip, dims=0))
 
 
-stored("roll", device="cpu")(as_first_suggests)
+@stored("roll", device="cpu")
+def _roll_memory(out: torch.Tensor, x: torch.Tensor, shifts: Any, dims: Any = ()) -> None:
+    """As that of what torch puts together for each dim; without dims, of a line."""
+    along = dims_of(dims, x.dim())
+    if not x.numel() or not x.dim():
+        return
+    for d, n in zip(along, (shifts,) if isinstance(shifts, int) else shifts, strict=False):
+        start = -n % x.shape[d]
+        x = torch.cat([x.narrow(d, start, x.shape[d] - start), x.narrow(d, 0, start)], d)
+    restrided(out, x.stride() if along else contiguous_stride(x.shape))
 
 
 @rule("roll")

@@ -118,7 +118,13 @@ take("torch._C._functions.UndefinedGrad", "torch.autograd.gradcheck")
 number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr")  # the sequence number of an autograd node
 take("torch._C._functions.AccumulateGrad._set_sequence_nr", "hooks on tensors of simulated ranks")
 take("torch.autograd._engine_run_backward", "hooks on tensors of simulated ranks")
+_saved_hooks: Any = take("torch._C._autograd._top_saved_tensors_default_hooks", "writes around checkpoints")
 function_of: Callable[[Any], Any] = attrgetter("_forward_cls")  # the autograd Function that a `ctx` belongs to
+
+
+def is_saving_for_hooks() -> bool:
+    """Whether what autograd keeps now goes to hooks, as a checkpoint's: torch then looks at no version of it."""
+    return _saved_hooks(True) is not None
 
 
 def take_undefined_grad(replacement: Callable[[Any], Any]) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.testing.fuzz.compose import compose
-from shardwise.testing.fuzz.judge import INEXACT, RIGHT, Verdict, judge
+from shardwise.testing.fuzz.judge import INEXACT, RIGHT, TORCHS, Verdict, judge
 from shardwise.testing.fuzz.program import Program
 from shardwise.testing.fuzz.shrink import shrink
 
@@ -41,7 +41,7 @@ class Found:
 
     @property
     def right(self) -> bool:
-        return self.kind in (RIGHT, INEXACT)
+        return self.kind in (RIGHT, INEXACT, TORCHS)
 
 
 # -- simulated meshes ------------------------------------------------------------------------------------------------

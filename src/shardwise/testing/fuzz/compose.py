@@ -306,8 +306,12 @@ class Composer:
         return made
 
     def fill(self, template: str) -> str:
-        """A template with its slots filled."""
+        """A template with its slots filled; the first tensor decides about what stands before it, too."""
         slots = Slots(self)
+        for kind in (found[1] for found in _SLOT.finditer(template)):
+            if slots.is_tensor(kind):
+                slots.tensor(kind)
+                break
         return _SLOT.sub(lambda found: slots.text(found[1], found[2]), template)
 
 

@@ -27,7 +27,8 @@ torch.xlogy({f}.abs(),{y}.abs()+1) torch.heaviside({f},{y}) torch.ldexp({f},{i})
 torch.bitwise_xor({i},{y}) torch.logical_or({x},{y}) torch.gcd({i},{y}) {i}+{f} {b}*{f} {b}&{y} {f}+{i}
 torch.true_divide({i},2) torch.polygamma(1,{f}.abs()+1) torch.sum(torch.stack([{f},{same}]),0) torch.where({b},1.5,2)
 torch.dist({f},{y}) torch.isclose({f},{y}) torch.special.expit({f}) torch.clamp({f},{y}-1,{y}+1)
-F.prelu({f},{shape:1})
+F.prelu({f},{shape:1}) torch.where({f}>0,{f},0.0) {f}*torch.tensor(2.0,dtype=torch.float64) {i}.to(torch.int8)*100
+{i}.to(torch.uint8)+200 {i}.to(torch.int32)<<3 {i}*{f}.sum() {f}.float()+{y} torch.add({i},1.5)
 """
 
 REDUCTIONS = """
@@ -94,6 +95,9 @@ F.one_hot({i}.abs(),8) F.embedding({i}.abs()%4,{shape:4,3}) torch.searchsorted({
 torch.put({x},{index0},{x}.flatten()[:2]) torch.where({x}) {x}[{index0},...] {x}[{index0},None]
 {x}[torch.tensor([0,-1])] {x}[[0,0]] F.embedding_bag({i}.abs().reshape(-1,1)%4,{shape:4,3}) torch.isin({i},{same})
 {x}.index({index0})
+torch.index_reduce({f},{dim},{index},torch.index_select({f},{dim},{index}),"mean")
+torch.scatter_reduce({f},{dim},{gatherindex},{same},"prod",include_self=False) {x}[{mask}]*2
+torch.nonzero({x})*2+1 torch.where({b},{b},0.5) {x}[{index0}].sum(0) torch.searchsorted({f}.sort()[0],{f}.contiguous())
 """
 
 MATRICES = """
@@ -135,6 +139,11 @@ F.multilabel_soft_margin_loss({m},torch.sigmoid({same})) F.bilinear({m},{same},{
 F.alpha_dropout({f},0.3,True) torch.native_layer_norm({f},{f}.shape[-1:],None,None,1e-5)
 torch.bernoulli(torch.sigmoid({f})) torch.normal({f},{same}.abs()) torch.rand_like({f}) torch.randn_like({f})
 torch.randint_like({f},5) torch.rrelu({f},0.1,0.3,True)
+F.pad({t},(1,1),mode="replicate") F.pad({img},(1,1,0,1),mode="reflect") F.adaptive_max_pool2d({img},2)
+F.grid_sample({img},{shape:a,2,3,2}.tanh(),align_corners=False) F.avg_pool2d({img},2,1,1,count_include_pad=False)
+F.lp_pool1d({t},2.0,2) F.multi_margin_loss({m},{m}.argmax(1)) F.interpolate({img},scale_factor=1.5,mode="bicubic")
+F.fold(F.unfold({img},2),{img}.shape[-2:],2) F.pdist({m})
+F.conv2d({img},{shape:b,1,3,2},padding=1,groups={img}.shape[1])
 """
 
 IN_PLACE = """
@@ -156,6 +165,9 @@ F.relu({w},inplace=True) torch._foreach_mul_([{w}],2.0) {w}.masked_scatter_({mas
 {w}.add_({w}.select({dim},{start}).unsqueeze({dim})) {w}[{slice}].sub_({w}[0]) {w}.addcmul_({w},{w})
 {w}[{slice},{slice}]*=2 {w}.copy_({w}.flip({dim})) {w}.narrow({dim},{start},1).copy_({w}.narrow({dim},0,1))
 torch.add({w},{w},out={w})
+torch._foreach_mul_([{w}[0],{w}[-1]],2.0) torch._foreach_add_([{w}.select({dim},0),{w}.select({dim},-1)],[1.0,2.0])
+torch._foreach_add_([{w}[:1],{w}[1:]],[{w}[-1:].clone(),{w}[1:]*2]) torch._foreach_add_(list({w}.unbind({dim})),1.0)
+torch._foreach_copy_([{w}[0],{w}[1]],[{w}[1],{w}[0]]) torch._foreach_exp_([-{w}.abs(),{w}[...,0]])
 {w}[:].add_({y}) {w}[{slice},{slice}].add_(1) ({w}.detach()+0).requires_grad_()
 torch.neg({w},out={target}) {w}.resize_as_({same}) {w}.swapaxes_({dim},{dim2})
 """
@@ -177,6 +189,12 @@ torch.autograd.functional.jacobian(lambda v: v*v,({v}.detach()+0))
 forward_mode(torch.tanh,{f},{same}) forward_mode(lambda v: v.softmax({dim})*v.sum(),{f},{same})
 forward_mode(lambda v: v@v.T,{m},{same}) forward_mode(lambda v: v.cumsum({dim})[1:],{f},{same})
 torch.func.jacfwd(torch.sin)(({v}.detach()+0)) torch.func.hessian(lambda v: (v**3).sum())(({v}.detach()+0))
+torch.func.vmap(torch.func.grad(lambda v: v.sin().sum()))(({m}.detach()+0))
+torch.func.vmap(lambda v: v.cumsum(0),in_dims=1,out_dims=1)({m}) torch.func.vmap(lambda v: v.softmax(0)@v)({m})
+checkpoint(lambda v: F.layer_norm(v.exp(),v.shape[-1:]),{f},use_reentrant=False)
+checkpoint(lambda v,u: (v.sin(),u.detach().add_(1))[0].cumsum({dim}),{f},{target},use_reentrant=False)
+checkpoint(lambda v,u: (v.sin(),u.detach().mul_(2))[0].amax({dim}),{f},{target},use_reentrant=False)
+checkpoint(lambda v,u: (v.sin(),u.detach().mul_(2))[0][1:],{f},{target},use_reentrant=False)
 torch.func.vmap(torch.sin)({m}) {f}.register_hook(doubled) {f}.register_hook(clamped) {f}.register_hook(seen)
 {f}.retain_grad() {f}.item() {f}.sum().item() {x}.shape {x}.numel() {x}.tolist() {x}.is_contiguous() {x}.dim()
 {x}.stride() len({x}) bool({x}.any()) torch.equal({x},{same}) torch.allclose({f},{same}) {x}.storage_offset()
@@ -208,9 +226,11 @@ torch.nn.Linear({last},3) torch.nn.LayerNorm({last})
 torch.nn.Sequential(torch.nn.Linear({last},4),torch.nn.ReLU(),torch.nn.Linear(4,2)) torch.nn.RMSNorm({last})
 torch.nn.Bilinear({last},{last},2) torch.nn.GRUCell({last},3) torch.nn.PReLU()
 torch.nn.TransformerEncoderLayer({last},1,4,dropout=0.0,batch_first=True)
+torch.nn.LSTM({last},2,batch_first=True) torch.nn.GRU({last},2,bidirectional=True) torch.nn.RNN({last},3)
 torch.nn.MultiheadAttention({last},1,batch_first=True) torch.nn.Conv1d({second},2,1) torch.nn.BatchNorm1d({second})
 """
-MODULE_CALLS = {"Bilinear": "{m}({x},{x})", "MultiheadAttention": "{m}({x},{x},{x})[0]"}
+MODULE_CALLS = {"Bilinear": "{m}({x},{x})", "MultiheadAttention": "{m}({x},{x},{x})[0]", "LSTM(": "{m}({x})[0]"}
+MODULE_CALLS |= {"GRU(": "{m}({x})[0]", "RNN(": "{m}({x})[0]"}
 
 OPTIMIZERS = """
 torch.optim.SGD torch.optim.Adam torch.optim.AdamW torch.optim.Adagrad torch.optim.RMSprop torch.optim.NAdam

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ import torch
 from shardwise.argument_types import MeshArgument
 from shardwise.mesh import as_mesh, simulate
 from shardwise.tensor import DTensor
+from shardwise.testing.fuzz.defects import defects
 from shardwise.testing.fuzz.program import Program, names_made, names_used
 from shardwise.testing.fuzz.setting import Words, on_mesh, plain_torch
 from shardwise.testing.spread import is_float
@@ -23,6 +25,7 @@ WRONG = "wrong"  # another value, gradient, shape, dtype, stride or requires_gra
 NO_ERROR = "no error"  # plain torch raises and we do not
 OTHER_ERROR = "other error"  # both raise, not the same kind or not on the same line
 RAISED = "raised"  # plain torch does not raise and we do
+TORCHS = "torch's own"  # a defect of torch (`defects.py`)
 INEXACT = "inexact"  # results that plain torch itself does not repeat when the inputs change in their last bits
 
 
@@ -42,7 +45,7 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        return self.kind in (RIGHT, INEXACT)
+        return self.kind in (RIGHT, INEXACT, TORCHS)
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.message}" if self.message else self.kind
@@ -95,7 +98,23 @@ def judge(program: Program, mesh: MeshArgument | None = None, strides: bool = Tr
     found = _errors(program, ours, plain) or _first_difference(ours, plain, program, strides)
     if found is not None and found.kind == WRONG and _inexact(program, ours, plain, found.name, device):
         return Verdict(INEXACT, found.message, found.name)
+    if found is not None and (reason := _torchs_own(program, ours, found, strides, device)):
+        return Verdict(TORCHS, reason, found.name)
     return found or Verdict(RIGHT)
+
+
+def _torchs_own(program: Program, ours: Played, found: Verdict, strides: bool, device: str) -> str:
+    """The defect of torch that explains what was found; empty if none does."""
+    for defect in defects(program):
+        if defect.says:
+            if found.kind == NO_ERROR and re.search(defect.says, found.message):
+                return defect.reason
+            continue
+        mended = defect.mended(program)
+        plain = play(mended, plain_torch(device=device))
+        if _errors(mended, ours, plain) is None and _first_difference(ours, plain, mended, strides) is None:
+            return defect.reason
+    return ""
 
 
 def _errors(program: Program, ours: Played, plain: Played) -> Verdict | None:

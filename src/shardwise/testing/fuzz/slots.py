@@ -41,8 +41,13 @@ class Slots:
         self.composer, self.rng = composer, composer.rng
         self.first: torch.Tensor | None = None
         self.dim: int | None = None
+        self.count = self.rng.randint(0, 4)  # of indices into one dim: those of one statement fit to each other
+        self.many = self.composer.any_shape(self.rng.choice([1, 1, 2]))
         self.name = ""
         self.written = False
+
+    def is_tensor(self, kind: str) -> bool:
+        return kind in _TENSORS
 
     def text(self, kind: str, detail: str | None) -> str:
         if kind in _TENSORS:
@@ -124,12 +129,12 @@ class Slots:
         dim = self.slot_dim()
         if not self.x.dim():
             raise NothingFits
-        return self.indices(self.x.shape[dim], (self.rng.randint(0, 4),))
+        return self.indices(self.x.shape[dim], (self.count,))
 
     def slot_index0(self) -> str:
         if not self.x.dim():
             raise NothingFits
-        return self.indices(self.x.shape[0], self.composer.any_shape(self.rng.choice([1, 1, 2])))
+        return self.indices(self.x.shape[0], self.many)
 
     def slot_index1(self) -> str:
         if self.x.dim() < 2:

@@ -1,0 +1,68 @@
+"""Defects of torch itself. A program that differs because of one is not ours to mend: it counts by itself.
+
+An entry says little on purpose. Of an op that gives something wrong, it says how to write the same by its definition:
+the program is run on plain torch once more with that, and what we gave must then be right. Of an op that raises where
+it should not, it says torch's words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.testing.fuzz.program import Program
+
+
+@dataclass(frozen=True)
+class Defect:
+    """What is wrong with torch, and in which versions this was seen."""
+
+    reason: str
+    first: str
+    last: str
+    op: str = ""  # a pattern of what a statement calls
+    instead: str = ""  # the same by its definition
+    says: str = ""  # a pattern of the error that torch raises
+
+    @property
+    def is_here(self) -> bool:
+        return self.first <= torch.torch_version.TorchVersion(torch.__version__.partition("+")[0]) <= self.last
+
+    def mended(self, program: Program) -> Program:
+        """The program without the op."""
+        return program.with_lines([re.sub(self.op, self.instead, line) for line in program.lines])
+
+
+DEFECTS = (
+    Defect(
+        "the gradient of trace of a matrix with more rows than columns goes on along the diagonal's stride",
+        "2.11.0",
+        "2.11.99",
+        op=r"torch\.trace\((\w+)\)|call\('trace', '[\w-]+', \d+, (\w+)\)",
+        instead=r"torch.diagonal(\1\2).sum()",
+    ),
+    Defect(
+        "median along a dim that is expanded reads memory that nobody has written",
+        "2.11.0",
+        "2.13.99",
+        op=r"torch\.(median|nanmedian)\((\w+)",
+        instead=r"torch.\1(\2.clone(memory_format=torch.contiguous_format)",
+    ),
+    Defect(
+        "the gradient of linear_cross_entropy in chunks is computed with out=, so it has no derivative",
+        "2.13.0",
+        "2.13.99",
+        op=r"linear_cross_entropy \[chunked",
+        says=r"functions with out=... arguments don't support automatic differentiation",
+    ),
+)
+
+
+def defects(program: Program) -> Iterator[Defect]:
+    """The defects of this version of torch that a program may meet."""
+    for defect in DEFECTS:
+        if defect.is_here and any(re.search(defect.op, line) for line in program.lines):
+            yield defect
