@@ -15,6 +15,7 @@ from shardwise.forecast.grids import Grid
 from shardwise.forecast.hardware import HardwareError, known
 from shardwise.forecast.kernels import Kernel
 from shardwise.forecast.memory import rounded
+from shardwise.forecast.progress import Bar
 from shardwise.forecast.timing import Looked, play
 from shardwise.parallel import data_parallel
 
@@ -94,6 +95,43 @@ def test_files(tmp_path):
     assert {queues[e["tid"]] for e in events if e["ph"] == "X"} == {"compute", "communication"}
     assert max(e["args"]["bytes"] for e in events if e["ph"] == "C") == report.memory.peak
     assert "rank 0 of 32" in (tmp_path / "r.txt").read_text()
+
+
+class Blocks(nn.Module):
+    def __init__(self, layers=20):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def test_tables_have_modules_lines_and_a_profile_in_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with outline(4, axis_names=("dp",)) as mesh:
+        model = data_parallel(Blocks(), mesh)
+        report = shardwise.estimate(lambda: model(torch.ones(2, 8)).sum().backward(), warmup=0)
+    text = str(report)
+    assert max(map(len, text.splitlines())) <= 80
+    of_layers = [line for line in text.splitlines() if "Blocks.layers.*" in line]
+    assert len(of_layers) == 1  # 20 layers are one row
+    assert "received by line" in text and text.count("test_estimate.py") >= 2  # folded or not, nothing is cut off
+    assert "…" not in text
+    profile = text.splitlines()[next(i for i, line in enumerate(text.splitlines()) if "memory over time" in line) + 1]
+    assert len(profile) == 72 and "█" in profile and len(set(profile)) > 2
+
+
+def test_a_bar_is_shown_on_terminals_only(monkeypatch, capsys):
+    report_of()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Bar(2) as outer:  # a bar inside of another one is not shown, and no error
+        assert not outer.disable
+        largest(linear, outline((1, 1), axis_names=("dp", "tp")), limit=10)
+    assert "playing" in capsys.readouterr().err
 
 
 def test_kinds_of_ranks_and_the_worst():

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise
-from shardwise import DTensor, MeshError, OutlineError, Replicate, Shard, distribute_tensor, outline
+from shardwise import DTensor, MeshError, OutlineError, RankTensor, Replicate, Shard, distribute_tensor, outline
+from shardwise.testing.check import as_sample
 from shardwise.testing.outlined import ASKS, compare_without_values
 from shardwise.testing.spread import combinations
 from shardwise.testing.subjects import subjects
@@ -146,6 +147,20 @@ def test_operators_of_the_proof(name):
         for layouts in combinations(sample.tensors, shape, limit=1 if len(shape) > 1 else 2, seed=name):
             outcome = compare_without_values(sample, shape, layouts)
             assert outcome.verdict == (ASKS if name == "unique" else "right"), outcome.message
+
+
+def test_what_a_comparison_notices():
+    """Results that are laid out otherwise, ranks that hold something else, calls that simulation refuses."""
+    x = torch.arange(6.0, dtype=torch.float64)
+    run = lambda call: compare_without_values(as_sample(call, (x,)), (2,), ((Shard(0),),))
+    has_values = lambda t: isinstance(t.to_local(), RankTensor)
+    assert run(torch.exp).verdict == "right" and not run(torch.exp).message
+    assert run(lambda t: t.view(7)).verdict == "refused"
+    otherwise = lambda t: t.exp() if has_values(t) else t.redistribute(placements=[Replicate()]).exp()
+    assert run(otherwise).verdict == "wrong"
+    part = lambda t: DTensor.from_local(t.to_local()[:1], t.device_mesh, [Shard(0)], shape=(6,), stride=(1,))
+    uneven = lambda t: t if has_values(t) else part(t)
+    assert "holds" in run(uneven).message
 
 
 def test_modules_are_converted():
