@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise import DTensor, OutlineError, Replicate, Shard, cli, outline, simulate
+from shardwise import DTensor, MeshError, OutlineError, Replicate, Shard, cli, outline, simulate
 from shardwise.forecast import Figure, Hardware, compare, every_kind, largest, measuring_host, sweep
 from shardwise.forecast.allocator import reserved_by
 from shardwise.forecast.grids import Grid
@@ -142,6 +142,28 @@ def test_kinds_of_ranks_and_the_worst():
     report = every_kind(uneven, outline(4, play=3))  # 3, 3, 3 and 1 rows
     assert report.rank == 0 and [rank for rank, _ in report.kinds] == [3, 0]
     assert report.kinds[0][1] < report.kinds[1][1] == report.memory.peak
+
+
+def test_moments_come_one_after_the_other():
+    report = report_of()  # of the second step; what the optimizer keeps was made in the first
+    moments = [moment for moment, _ in report.memory.over_time]
+    assert moments == sorted(moments) and moments[0] == -1
+    assert report.memory.start >= report.memory.categories["optimizer state"] > 0
+    counted = [e["args"]["bytes"] for e in report.trace()["traceEvents"] if e["ph"] == "C"]
+    assert min(counted) >= report.memory.start
+
+
+def test_bad_questions():
+    mesh = outline((1, 1), axis_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"sweep: batch must be a list of what to try, as batch=\[2\]; got 2"):
+        sweep(linear, [mesh], batch=2)
+    with pytest.raises(ValueError, match="sweep: meshes must be a list"):
+        sweep(linear, mesh)
+    for ask in (lambda m: sweep(linear, [m]), lambda m: largest(linear, m), lambda m: every_kind(linear, m)):
+        with pytest.raises(MeshError, match=r"must be what shardwise.outline\(...\) gives, got SimulatedMesh"):
+            ask(simulate(2))
+    with pytest.raises(TypeError, match="compare: give two reports"):
+        compare(report_of(), 3)
 
 
 def test_questions():

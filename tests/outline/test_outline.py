@@ -1,5 +1,6 @@
 """A mesh without values: where its rank stands, what it refuses, what may be assumed."""
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -84,6 +85,20 @@ def test_values_that_are_assumed():
         assert torch.nonzero(x).shape == (8, 2)  # half of what each of 4 ranks holds
         assert torch.ones(9).masked_select(torch.ones(9) > 0).shape == (3,)
         assert torch.ones(9).unique().shape == (7,)
+
+
+def test_numpy_reads_what_is_assumed():
+    with outline(2) as mesh:
+        x = shardwise.ones(3, device_mesh=mesh, placements=[Shard(0)])
+        for ask in (lambda: x.full_tensor().numpy(), lambda: numpy.asarray(torch.zeros(3)), lambda: x.tolist()):
+            with pytest.raises(OutlineError, match="say what to assume"):
+                ask()
+    real = torch.arange(3.0)
+    with outline(2, assume={"item": 2.5}) as mesh:
+        x = shardwise.ones(3, device_mesh=mesh, placements=[Shard(0)])
+        assert (x.full_tensor().numpy() == numpy.full(3, 2.5)).all() and x.sum().full_tensor().numpy() == 2.5
+        assert (real.numpy() == numpy.arange(3)).all()  # a tensor with values keeps them
+    assert torch.ones(2).numpy().sum() == 2 and "numpy" not in vars(torch.Tensor)
 
 
 def test_real_tensors_enter_and_take_gradients():

@@ -81,6 +81,7 @@ MADE = {
     "5 dims": lambda: distribute_tensor(torch.randn(6, 6, 6, 6, 6), MANY, [Shard(3), Shard(1)]),
     "7 dims": lambda: distribute_tensor(torch.randn(3, 3, 3, 3, 3, 3, 3), MANY, [Shard(3), Shard(1)]),
     "parts": lambda: DTensor.from_local(torch.randn(30, 30), MANY, [Partial(), Shard(0)]),
+    "a parameter": lambda: torch.nn.Parameter(distribute_tensor(torch.randn(34, 3), MANY, [Shard(1), Shard(0)])),
     "uneven": lambda: DTensor.from_local(RankTensor([torch.randn(i % 5, 3) for i in range(1024)]), LINE, [Shard(0)]),
 }
 
@@ -101,13 +102,28 @@ def test_few_lines_and_little_time_on_1024_ranks(name):
 def test_a_pending_sum_says_so():
     loss = distribute_tensor(torch.ones(4, 4), GRID, [Shard(0), Shard(1)]).sum()
     assert repr(loss) == (
-        "DTensor(2.,\n        rank 0's part of a pending sum over 'dp' and 'tp' (8 parts); "
-        ".full_tensor() gives the value,\n        shape=(), dtype=torch.float32, "
-        "placements=[Partial(sum), Partial(sum)], mesh=mesh(dp=2, tp=4))"
+        "DTensor(2.,\n        rank 0's part of a pending sum over 'dp' and 'tp' (8 parts);\n"
+        "        .full_tensor() gives the value,\n        shape=(), dtype=torch.float32,\n"
+        "        placements=[Partial(sum), Partial(sum)], mesh=mesh(dp=2, tp=4))"
     )
     with debug.ledger() as log:
         print(loss, loss.to_local(), loss.layout)
     assert not len(log)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_lines_are_as_long_as_torch_is_told(width):
+    x = distribute_tensor(torch.zeros(64, 64), GRID, [Shard(0), Shard(1)]).requires_grad_()
+    torch.set_printoptions(linewidth=width)
+    try:
+        shown = [repr(x), repr(x.sum()), repr(torch.nn.Parameter(x.detach()))]
+    finally:
+        torch.set_printoptions(profile="default")
+    for text in shown:
+        placed = [line for line in text.splitlines() if "placements=" in line]
+        assert len(placed) == 1 and "mesh=mesh(dp=2, tp=4)" in placed[0]  # the two stay in one line
+        others = [line for line in text.splitlines() if line not in placed]
+        assert max(map(len, [*others, *(placed if width > 60 else [])])) <= width, text
 
 
 def test_a_sub_mesh_says_whose_values_are_shown():

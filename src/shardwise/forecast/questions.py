@@ -11,11 +11,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from shardwise.errors import MeshError
 from shardwise.forecast.hardware import Hardware
 from shardwise.forecast.kinds import coordinates_of_kinds
 from shardwise.forecast.playing import estimate
 from shardwise.forecast.progress import Bar
-from shardwise.forecast.report import Report, Shown
+from shardwise.forecast.report import Report, Shown, words_of
 from shardwise.mesh import OutlinedMesh
 
 Build = Callable[..., Callable[[], Any]]  # build(mesh, **settings) -> step
@@ -44,6 +45,7 @@ def every_kind(
     Returns:
         The report of the kind with the highest peak of memory; `.kinds` has the rank and the peak of each.
     """
+    _checked(mesh, "every_kind: mesh")
 
     def played(on: OutlinedMesh, bar: Bar) -> Report:
         bar.playing(f"rank {on.get_rank()} of {on.size():,}")
@@ -84,6 +86,9 @@ def largest(
     Returns:
         The value and its report; (0, None) where not even the smallest fits.
     """
+    _checked(mesh, "largest: mesh")
+    if start < 1:
+        raise ValueError(f"largest: start must be an int >= 1, got {start}")
     room = Hardware.load(hardware).memory.value if limit is None else limit
 
     def tried(value: int) -> Report:
@@ -129,7 +134,9 @@ def sweep(
     Returns:
         Rows that print as a table; those which nothing beats in both memory and time are marked.
     """
-    cases = list(itertools.product(meshes, *([(name, v) for v in values] for name, values in settings.items())))
+    meshes = [_checked(mesh, "sweep: meshes[*]") for mesh in _listed(meshes, "meshes")]
+    tried = {name: _listed(values, name) for name, values in settings.items()}
+    cases = list(itertools.product(meshes, *([(name, v) for v in values] for name, values in tried.items())))
     rows: list[tuple[dict[str, Any], Report]] = []
     console = Console(stderr=True)
     for mesh, *chosen in track(cases, "estimating", console=console, disable=quiet or not console.is_terminal):
@@ -139,6 +146,18 @@ def sweep(
             report = estimate(build(fresh, **said), hardware=hardware, mesh=fresh, tokens=count)
         rows.append(({"mesh": "x".join(map(str, mesh.world)), **said}, report))
     return Sweep(rows)
+
+
+def _checked(mesh: object, what: str) -> OutlinedMesh:
+    if not isinstance(mesh, OutlinedMesh):
+        raise MeshError(f"{what} must be what shardwise.outline(...) gives, got {mesh!r}")
+    return mesh
+
+
+def _listed(values: object, name: str) -> list[Any]:
+    if isinstance(values, (str, OutlinedMesh)) or not isinstance(values, Iterable):
+        raise ValueError(f"sweep: {name} must be a list of what to try, as {name}=[{values!r}]; got {values!r}")
+    return list(values)
 
 
 class Sweep:
@@ -183,15 +202,18 @@ def _beats(one: Report, other: Report) -> bool:
 
 def compare(one: Report, other: Report) -> Shown:
     """Two reports side by side, as a rich table that `print` shows, too."""
-    out = Shown("figure", one.mesh, other.mesh, "change")
+    for report in (one, other):
+        if not isinstance(report, Report):
+            raise TypeError(f"compare: give two reports of `estimate`; got {report!r}")
+    out = Shown("figure", f"first: {one.mesh}", f"second: {other.mesh}", "change")
     for name, figure in one.figures.items():
         there = other.figures.get(name)
         if there is not None:
             change = f"{there.value / figure.value - 1:+.1%}" if figure.value else ""
-            out.add_row(name, f"{figure.value:,.6g}", f"{there.value:,.6g}", change)
+            out.add_row(name, words_of(name, figure.value), words_of(name, there.value), change)
     for name, size in one.memory.categories.items():
         there_size = other.memory.categories[name]
         if size or there_size:
             change = f"{there_size / size - 1:+.1%}" if size else ""
-            out.add_row(f"{name} (bytes)", f"{size:,}", f"{there_size:,}", change)
+            out.add_row(f"{name} (bytes)", words_of("bytes", size), words_of("bytes", there_size), change)
     return out

@@ -165,7 +165,7 @@ class Report:
         """The report as rich tables."""
         head = Table("figure", "value", "basis", "from", title=f"rank {self.rank} of {self.ranks:,} on {self.mesh}")
         for name, figure in self.figures.items():
-            head.add_row(name, _shown(name, figure.value), figure.basis, figure.source)
+            head.add_row(name, words_of(name, figure.value), figure.basis, figure.source)
         fits = "yes" if self.fits else "no"
         limit = self.hardware.memory
         head.add_row(f"fits into {limit.value / 1e9:,.0f} GB", fits, limit.basis, self.hardware.name)
@@ -270,13 +270,14 @@ def _profile(over_time: list[tuple[int, int]], columns: int = 72) -> str:
     return "".join(_BARS[-(-size * (len(_BARS) - 1) // max(tallest, 1))] for size in highest)
 
 
-def _shown(name: str, value: float) -> str:
+def words_of(name: str, value: float) -> str:
+    """A figure of this name, in the unit that suits it."""
     if "bytes" in name:
         return _sized(value)
     if "(s)" in name:
         return f"{value * 1e3:,.3f} ms"
     if "flop" in name:
-        return f"{value / 1e12:,.3f} T"
+        return f"{value / 1e12:,.3f} T" if value >= 1e9 else f"{value / 1e9:,.3f} G"
     return f"{value:.1%}" if name == "MFU" else f"{value:,.0f}"
 
 

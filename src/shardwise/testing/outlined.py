@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from shardwise.argument_types import MeshArgument
+from shardwise.comm.rank_tensor import RankTensor
 from shardwise.debug.ledger import Ledger
 from shardwise.errors import OutlineError
 from shardwise.mesh import outline, simulate
@@ -95,7 +96,9 @@ def _run(sample: Sample, mesh: MeshArgument, layouts: Combination, seed: int, di
 
 def _held(x: DTensor) -> list[Described]:
     """Shape and dtype of what each rank that is played here holds."""
-    return [(tuple(value.shape), value.dtype) for value in x._layout.mesh.comm.values(x._local)]
+    local = x._local
+    ranks = local.ranks if isinstance(local, RankTensor) else (local,)
+    return [(tuple(value.shape), value.dtype) for value in ranks]
 
 
 def _described(x: object) -> Described:
