@@ -73,7 +73,9 @@ def api():
             if place in seen:
                 continue
             seen.add(place)
-            lines += [f"::: {place}", "    options:", "      heading_level: 3", ""]
+            shown = f"{package}.{name}"  # as programs import it, wherever it is defined
+            options = ("heading_level: 3", f"heading: {shown}", f"toc_label: {name}")
+            lines += [f"::: {place}", "    options:", *(f"      {option}" for option in options), ""]
     return "\n".join(lines)
 
 

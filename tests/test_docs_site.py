@@ -5,12 +5,16 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import shardwise
+from shardwise import cli
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -63,6 +67,33 @@ def run_page(rank, world_size, page):
 @pytest.mark.parametrize("page", sorted(ON_PROCESSES))
 def test_blocks_run_on_processes(page):
     assert run_ranks(run_page, 4, page) == [True] * 4
+
+
+SCRIPT = re.compile(r"^```\n(# train.py\n.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def run_script(rank, world_size, text, folder):
+    """What a script of a page prints; the process group is there already."""
+    before, out = os.getcwd(), io.StringIO()
+    os.chdir(folder)
+    try:
+        made = [mock.patch.object(dist, name) for name in ("init_process_group", "destroy_process_group")]
+        with made[0], made[1], contextlib.redirect_stdout(out):
+            exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
+    finally:
+        os.chdir(before)
+    return out.getvalue().splitlines()
+
+
+def test_the_tutorials_script_trains_and_goes_on(tmp_path, capsys):
+    (script,) = SCRIPT.findall((DOCS / "tutorial.md").read_text())
+    first = run_ranks(run_script, 4, script, str(tmp_path))[0]
+    second = run_ranks(run_script, 4, script, str(tmp_path))[0]
+    steps, losses = zip(*(line.split() for line in first + second))
+    assert list(map(int, steps)) == list(range(1, 41)) and float(losses[39]) < float(losses[20]) < float(losses[0])
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+    assert cli.main(["blame", str(tmp_path / "run")]) == 0
 
 
 def test_pictures_are_drawn():

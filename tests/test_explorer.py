@@ -62,3 +62,37 @@ def test_a_thousand_random_cases():
             compared += 1
             assert received == [plan.bytes_in(rank) for rank in mesh.ranks], (shape, sizes, before, after, plan)
     assert compared >= 1000
+
+
+ASKED = [  # shape, mesh, from, to, bytes per element: what the page says is wrong
+    (["10, 64", "2x4", "S0, S1", "R S0", 4], ""),
+    (["(10, 64)", "2, 4", "Shard(0), Shard(dim=1)", "Replicate(), Partial()", 4], ""),
+    (["", "2", "R", "R", 4], ""),
+    (["ten", "4", "S0", "R", 4], '"ten" is no size: write numbers, as 10, 64'),
+    (["10", "4", "S0", "Q", 4], '"Q" is no placement: write R, S0, S1, ... or P'),
+    (["10", "4", "S", "R", 4], '"S" is no placement: write R, S0, S1, ... or P'),
+    (["10", "4", "S0", "R1", 4], '"R1" is no placement: write R, S0, S1, ... or P'),
+    (["5", "2, 2", "S0", "R", 4], '"from" must have 2 placements, one for each axis of the mesh; it has 1'),
+    (["3", "4", "S0", "S5", 4], "S5 cuts dim 5, and the tensor has 1 dim"),
+    (["3", "0", "S0", "R", 4], "the mesh must have 1 to 4,096 ranks"),
+    (["3", "128, 64", "S0, R", "R, R", 4], "the mesh must have 1 to 4,096 ranks"),
+    (["3", "2", "S0", "R", 0], "an element has 1 byte or more"),
+]
+READING = """
+const { sizesIn, placesIn, problemOf } = require(process.argv[1]);
+const asked = JSON.parse(require("fs").readFileSync(0, "utf8"));
+console.log(JSON.stringify(asked.map(([shape, mesh, from, to, itemsize]) => {
+  const read = [sizesIn(shape), sizesIn(mesh), placesIn(from), placesIn(to)];
+  return [problemOf(...read, itemsize), read.map(([found]) => found)];
+})));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_what_people_write():
+    done = subprocess.run(["node", "-e", READING, str(SCRIPT)], input=json.dumps([a for a, _ in ASKED]), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [said for said, _ in found] == [said for _, said in ASKED]
+    assert found[0][1] == [[10, 64], [2, 4], ["S0", "S1"], ["R", "S0"]]
+    assert found[1][1] == [[10, 64], [2, 4], ["S0", "S1"], ["R", "P"]]

@@ -49,15 +49,53 @@ function moveOf(shape, mesh, from, to, itemsize) {
   return { kind: to[axis] === "R" ? "all-reduce" : "reduce-scatter", bytes };
 }
 
-if (typeof module !== "undefined") module.exports = { tilesOf, moveOf, everyone };
+// What people write: sizes, and placements as R, S0, P or as Replicate(), Shard(0), Partial(). [values, what is wrong].
+function sizesIn(text) {
+  const found = text.split(/[\s,x()\[\]]+/i).filter(Boolean), bad = found.find((word) => !/^\d+$/.test(word));
+  return [found.map(Number), bad === undefined ? "" : `"${bad}" is no size: write numbers, as 10, 64`];
+}
+
+function placesIn(text) {
+  const names = { S: "S", SHARD: "S", R: "R", REPLICATE: "R", P: "P", PARTIAL: "P" };
+  let bad = "";
+  const found = text.split(/[\s,\[\]]+/).filter(Boolean).map((word) => {
+    const parts = word.toUpperCase().match(/^([A-Z]+?)\(?(?:DIM=)?(\d+|SUM)?\)?$/), kind = parts && names[parts[1]];
+    const dim = parts && parts[2] !== undefined && parts[2] !== "SUM" ? Number(parts[2]) : null;
+    if (!kind || (kind === "S") !== (dim !== null)) bad = bad || `"${word}" is no placement: write R, S0, S1, ... or P`;
+    return kind === "S" ? `S${dim}` : kind;
+  });
+  return [found, bad];
+}
+
+// What is wrong with a question, or "".
+function problemOf([shape, badShape], [mesh, badMesh], [from, badFrom], [to, badTo], itemsize) {
+  const ranks = mesh.reduce((a, b) => a * b, 1);
+  if (badShape || badMesh || badFrom || badTo) return badShape || badMesh || badFrom || badTo;
+  if (!mesh.length || ranks < 1 || ranks > 4096) return "the mesh must have 1 to 4,096 ranks";
+  if (!(itemsize >= 1)) return "an element has 1 byte or more";
+  for (const [name, places] of [["from", from], ["to", to]]) {
+    if (places.length !== mesh.length) return `"${name}" must have ${mesh.length} placement${mesh.length > 1 ? "s" : ""}, one for each axis of the mesh; it has ${places.length}`;
+    const cut = places.find((p) => p[0] === "S" && Number(p.slice(1)) >= shape.length);
+    if (cut) return `${cut} cuts dim ${cut.slice(1)}, and the tensor has ${shape.length} dim${shape.length === 1 ? "" : "s"}`;
+  }
+  return "";
+}
+
+if (typeof module !== "undefined") module.exports = { tilesOf, moveOf, everyone, sizesIn, placesIn, problemOf };
 if (typeof document !== "undefined") document.addEventListener("DOMContentLoaded", start);
 
 function start() {
   const form = document.getElementById("explorer-form");
   if (!form) return;
-  const ints = (name) => (form.querySelector(`[name=${name}]`).value.match(/\d+/g) || []).map(Number);
-  const words = (name) => form.querySelector(`[name=${name}]`).value.toUpperCase().match(/[RP]|S\d/g) || [];
+  const text = (name) => form.querySelector(`[name=${name}]`).value;
   const say = (id, html) => { document.getElementById(id).innerHTML = html; };
+  const named = (ranks, most) => ranks.slice(0, most).join(", ") + (ranks.length > most ? ` and ${ranks.length - most} more` : "");
+
+  // The ranks that hold a box, as many as it has room for.
+  function labelOf(ranks, before, width) {
+    const tries = [ranks.length <= 3 ? before + ranks.join(", ") : `${before}${ranks.slice(0, 3).join(", ")}, …`, `${before}${ranks[0]}${ranks.length > 1 ? " …" : ""}`];
+    return tries.find((said) => said.length * 6.4 + 4 <= width) || "";
+  }
 
   function picture(shape, mesh, places) {
     const dims = shape.length, rows = dims > 1 ? shape[dims - 2] : 1, cols = dims ? shape[dims - 1] : 1;
@@ -70,24 +108,22 @@ function start() {
       if (!boxes.has(key)) boxes.set(key, { r, c, ranks: [] });
       boxes.get(key).ranks.push(rank);
     });
-    const parts = places.some((p, a) => p === "P" && mesh[a] > 1);
-    const rects = [...boxes.values()].slice(0, 400).map(({ r, c, ranks }) => {
+    const parts = places.some((p, a) => p === "P" && mesh[a] > 1), line = boxes.size > 400 ? 0.15 : 0.6;
+    const rects = [...boxes.values()].map(({ r, c, ranks }) => {
       const x = (c[0] / cols) * width, y = (r[0] / rows) * height, w = ((c[1] - c[0]) / cols) * width, h = ((r[1] - r[0]) / rows) * height;
-      const hue = (ranks[0] * 137.5 + 209) % 360, label = (parts ? "Σ " : "") + ranks.slice(0, 3).join(", ") + (ranks.length > 3 ? "…" : "");
-      return `<rect x="${x}" y="${y}" width="${w}" height="${h}" fill="hsl(${hue} 62% 55%)" fill-opacity=".5" stroke="currentColor" stroke-opacity=".6"><title>ranks ${ranks.join(", ")}</title></rect>` +
-        (w > 20 && h > 12 ? `<text x="${x + w / 2}" y="${y + h / 2 + 4}" text-anchor="middle" font-size="11" fill="currentColor">${label}</text>` : "");
+      const hue = (ranks[0] * 137.5 + 209) % 360, label = h > 12 ? labelOf(ranks, parts ? "Σ " : "", w) : "";
+      return `<rect x="${x.toFixed(2)}" y="${y.toFixed(2)}" width="${w.toFixed(2)}" height="${h.toFixed(2)}" fill="hsl(${hue} 62% 55%)" fill-opacity=".5" stroke="currentColor" stroke-opacity="${line}"><title>${ranks.length > 1 ? "ranks" : "rank"} ${named(ranks, 16)}</title></rect>` +
+        (label && `<text x="${x + w / 2}" y="${y + h / 2 + 4}" text-anchor="middle" font-size="11" fill="currentColor">${label}</text>`);
     });
+    if (!rects.length) return "<p>no elements</p>";
     return `<svg viewBox="-1 -1 ${width + 2} ${height + 2}" style="width:100%;max-width:${width}px">${rects.join("")}</svg>`;
   }
 
   function show() {
-    const shape = ints("shape"), mesh = ints("mesh"), from = words("from"), to = words("to"), itemsize = Number(form.querySelector("[name=itemsize]").value);
-    const ranks = mesh.reduce((a, b) => a * b, 1);
-    const bad = !mesh.length || ranks > 4096 ? "a mesh of 1 to 4,096 ranks, please"
-      : from.length !== mesh.length || to.length !== mesh.length ? `${mesh.length} placements each, please: one for each axis`
-      : [...from, ...to].some((p) => p[0] === "S" && Number(p.slice(1)) >= shape.length) ? "a placement cuts a dim that the tensor does not have" : "";
-    say("problem", bad);
-    if (bad) return;
+    const asked = [sizesIn(text("shape")), sizesIn(text("mesh")), placesIn(text("from")), placesIn(text("to"))], itemsize = Number(text("itemsize"));
+    const bad = problemOf(...asked, itemsize), [shape, mesh, from, to] = asked.map(([found]) => found);
+    document.getElementById("problem").textContent = bad;
+    if (bad) return ["before", "after", "cost"].forEach((id) => say(id, ""));
     say("before", picture(shape, mesh, from));
     say("after", picture(shape, mesh, to));
     const move = moveOf(shape, mesh, from, to, itemsize);

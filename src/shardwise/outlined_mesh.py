@@ -111,6 +111,7 @@ class OutlinedMesh(SimulatedMesh):
         inside = ExitStack()
         inside.enter_context(self.mode)
         inside.enter_context(self.mode.swappable())
+        inside.enter_context(self.mode.read_by_numpy())
         if torch.device(self.device_type).type != "cpu":
             inside.enter_context(optimizers_use_list_ops_on(self.device.type))
         if torch.device(self.device_type).type != self.device.type:

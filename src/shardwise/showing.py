@@ -20,7 +20,7 @@ from shardwise.layout.layout import holders_of
 from shardwise.layout.split import Intervals, positions
 from shardwise.layout.tiles import Tile
 from shardwise.protocols import LocalValue
-from shardwise.torch_private.tensors import is_abstract, is_transformed
+from shardwise.torch_private.tensors import is_abstract, is_transformed, print_limits
 from shardwise.wrapper import Wrapper
 
 _MOST_LETTERS = 160  # of one placement
@@ -29,19 +29,33 @@ _MOST_LETTERS = 160  # of one placement
 def text_of(tensor: Wrapper, requires_grad: bool) -> str:
     """What `repr` gives."""
     layout = tensor._layout
-    kind = "Parameter of DTensor" if getattr(tensor, "_is_param", False) else "DTensor"
-    indent = " " * (len(kind) + 1)
+    before = "Parameter containing:\n" if getattr(tensor, "_is_param", False) else ""
+    indent = " " * len("DTensor(")
     try:
         values = _values(tensor, layout, len(indent))
     except AutogradError as error:  # its memory was given back
         values = str(error)
-    facts = [f"shape={layout.shape}", f"dtype={layout.dtype}", f"placements=[{places_of(layout)}]"]
-    facts.append(f"mesh={layout.mesh!r}")
+    facts = [
+        f"shape={layout.shape}",
+        f"dtype={layout.dtype}",
+        f"placements=[{places_of(layout)}], mesh={layout.mesh!r}",
+    ]
     if layout.device.type != "cpu":
         facts.append(f"device={str(layout.device)!r}")
     if requires_grad:
         facts.append("requires_grad=True")
-    return f"{kind}({values},\n{indent}{', '.join(facts)})"
+    return f"{before}DTensor({values},\n{indent}{_folded(facts, ', ', len(indent))})"
+
+
+def _folded(parts: Sequence[str], between: str, indent: int) -> str:
+    """Parts in lines as long as `torch.set_printoptions(linewidth=...)` says; a part is not taken apart."""
+    lines, width = [parts[0]], print_limits()[2] - indent - 1
+    for part in parts[1:]:
+        if len(lines[-1]) + len(between) + len(part) <= width:
+            lines[-1] += between + part
+        else:
+            lines.append(part)
+    return f"{between.rstrip()}\n{' ' * indent}".join(lines)
 
 
 def places_of(layout: Layout) -> str:
@@ -74,7 +88,9 @@ def _values(tensor: Wrapper, layout: Layout, indent: int) -> str:
         local = comm.first(tensor._local)
         text = numbers_of(tuple(local.shape), lambda wanted: picked(local, wanted), indent)
         rank, box = _place(layout, comm.coords_here()[0])
-        said = _pending(layout, pending, rank, box) if pending else f"rank {rank} holds {box or 'the whole'}"
+        said = f"rank {rank} holds {box or 'the whole'}"
+        if pending:
+            said = _folded([_pending(layout, pending, rank, box), ".full_tensor() gives the value"], "; ", indent)
     return f"{text},\n{' ' * indent}{said}" if said else text
 
 
@@ -95,7 +111,7 @@ def _group(comm: Comm, local: object, layout: Layout) -> str:
 
 
 def _pending(layout: Layout, axes: Sequence[int], rank: int, box: str) -> str:
-    """What a part of a reduction is, and how to get the value."""
+    """What a part of a reduction is."""
     names = " and ".join(repr(layout.mesh.axis_names[a]) for a in axes)
     parts = 1
     for axis in axes:
@@ -103,7 +119,7 @@ def _pending(layout: Layout, axes: Sequence[int], rank: int, box: str) -> str:
     placement = layout.placements[axes[0]]
     op = placement.reduce_op if isinstance(placement, Partial) else "sum"
     where = f" at {box}" if box else ""
-    return f"rank {rank}'s part{where} of a pending {op} over {names} ({parts} parts); .full_tensor() gives the value"
+    return f"rank {rank}'s part{where} of a pending {op} over {names} ({parts} parts)"
 
 
 def _place(layout: Layout, coords: Sequence[int]) -> tuple[int, str]:

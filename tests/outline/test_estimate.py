@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise import DTensor, OutlineError, Replicate, Shard, cli, outline, simulate
+from shardwise import DTensor, MeshError, OutlineError, Replicate, Shard, cli, outline, simulate
 from shardwise.forecast import Figure, Hardware, compare, every_kind, largest, measuring_host, sweep
 from shardwise.forecast.allocator import reserved_by
 from shardwise.forecast.grids import Grid
 from shardwise.forecast.hardware import HardwareError, known
 from shardwise.forecast.kernels import Kernel
 from shardwise.forecast.memory import rounded
+from shardwise.forecast.progress import Bar
 from shardwise.forecast.timing import Looked, play
 from shardwise.parallel import data_parallel
 
@@ -96,6 +97,43 @@ def test_files(tmp_path):
     assert "rank 0 of 32" in (tmp_path / "r.txt").read_text()
 
 
+class Blocks(nn.Module):
+    def __init__(self, layers=20):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def test_tables_have_modules_lines_and_a_profile_in_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with outline(4, axis_names=("dp",)) as mesh:
+        model = data_parallel(Blocks(), mesh)
+        report = shardwise.estimate(lambda: model(torch.ones(2, 8)).sum().backward(), warmup=0)
+    text = str(report)
+    assert max(map(len, text.splitlines())) <= 80
+    of_layers = [line for line in text.splitlines() if "Blocks.layers.*" in line]
+    assert len(of_layers) == 1  # 20 layers are one row
+    assert "received by line" in text and text.count("test_estimate.py") >= 2  # folded or not, nothing is cut off
+    assert "…" not in text
+    profile = text.splitlines()[next(i for i, line in enumerate(text.splitlines()) if "memory over time" in line) + 1]
+    assert len(profile) == 72 and "█" in profile and len(set(profile)) > 2
+
+
+def test_a_bar_is_shown_on_terminals_only(monkeypatch, capsys):
+    report_of()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Bar(2) as outer:  # a bar inside of another one is not shown, and no error
+        assert not outer.disable
+        largest(linear, outline((1, 1), axis_names=("dp", "tp")), limit=10)
+    assert "playing" in capsys.readouterr().err
+
+
 def test_kinds_of_ranks_and_the_worst():
     def uneven(mesh):
         x = shardwise.ones(10, 4096, device_mesh=mesh, placements=[Shard(0)]).requires_grad_()
@@ -104,6 +142,28 @@ def test_kinds_of_ranks_and_the_worst():
     report = every_kind(uneven, outline(4, play=3))  # 3, 3, 3 and 1 rows
     assert report.rank == 0 and [rank for rank, _ in report.kinds] == [3, 0]
     assert report.kinds[0][1] < report.kinds[1][1] == report.memory.peak
+
+
+def test_moments_come_one_after_the_other():
+    report = report_of()  # of the second step; what the optimizer keeps was made in the first
+    moments = [moment for moment, _ in report.memory.over_time]
+    assert moments == sorted(moments) and moments[0] == -1
+    assert report.memory.start >= report.memory.categories["optimizer state"] > 0
+    counted = [e["args"]["bytes"] for e in report.trace()["traceEvents"] if e["ph"] == "C"]
+    assert min(counted) >= report.memory.start
+
+
+def test_bad_questions():
+    mesh = outline((1, 1), axis_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"sweep: batch must be a list of what to try, as batch=\[2\]; got 2"):
+        sweep(linear, [mesh], batch=2)
+    with pytest.raises(ValueError, match="sweep: meshes must be a list"):
+        sweep(linear, mesh)
+    for ask in (lambda m: sweep(linear, [m]), lambda m: largest(linear, m), lambda m: every_kind(linear, m)):
+        with pytest.raises(MeshError, match=r"must be what shardwise.outline\(...\) gives, got SimulatedMesh"):
+            ask(simulate(2))
+    with pytest.raises(TypeError, match="compare: give two reports"):
+        compare(report_of(), 3)
 
 
 def test_questions():

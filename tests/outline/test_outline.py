@@ -1,13 +1,15 @@
 """A mesh without values: where its rank stands, what it refuses, what may be assumed."""
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import shardwise
-from shardwise import DTensor, MeshError, OutlineError, Replicate, Shard, distribute_tensor, outline
+from shardwise import DTensor, MeshError, OutlineError, RankTensor, Replicate, Shard, distribute_tensor, outline
 from shardwise.comm.without_values import device_for
+from shardwise.testing.check import as_sample
 from shardwise.testing.outlined import ASKS, compare_without_values
 from shardwise.testing.spread import combinations
 from shardwise.testing.subjects import subjects
@@ -86,6 +88,20 @@ def test_values_that_are_assumed():
         assert torch.ones(9).unique().shape == (7,)
 
 
+def test_numpy_reads_what_is_assumed():
+    with outline(2) as mesh:
+        x = shardwise.ones(3, device_mesh=mesh, placements=[Shard(0)])
+        for ask in (lambda: x.full_tensor().numpy(), lambda: numpy.asarray(torch.zeros(3)), lambda: x.tolist()):
+            with pytest.raises(OutlineError, match="say what to assume"):
+                ask()
+    real = torch.arange(3.0)
+    with outline(2, assume={"item": 2.5}) as mesh:
+        x = shardwise.ones(3, device_mesh=mesh, placements=[Shard(0)])
+        assert (x.full_tensor().numpy() == numpy.full(3, 2.5)).all() and x.sum().full_tensor().numpy() == 2.5
+        assert (real.numpy() == numpy.arange(3)).all()  # a tensor with values keeps them
+    assert torch.ones(2).numpy().sum() == 2 and "numpy" not in vars(torch.Tensor)
+
+
 def test_real_tensors_enter_and_take_gradients():
     mesh = outline(4)
     weight = torch.ones(6, 4, requires_grad=True)
@@ -147,6 +163,20 @@ def test_operators_of_the_proof(name):
         for layouts in combinations(sample.tensors, shape, limit=1 if len(shape) > 1 else 2, seed=name):
             outcome = compare_without_values(sample, shape, layouts)
             assert outcome.verdict == (ASKS if name == "unique" else "right"), outcome.message
+
+
+def test_what_a_comparison_notices():
+    """Results that are laid out otherwise, ranks that hold something else, calls that simulation refuses."""
+    x = torch.arange(6.0, dtype=torch.float64)
+    run = lambda call: compare_without_values(as_sample(call, (x,)), (2,), ((Shard(0),),))
+    has_values = lambda t: isinstance(t.to_local(), RankTensor)
+    assert run(torch.exp).verdict == "right" and not run(torch.exp).message
+    assert run(lambda t: t.view(7)).verdict == "refused"
+    otherwise = lambda t: t.exp() if has_values(t) else t.redistribute(placements=[Replicate()]).exp()
+    assert run(otherwise).verdict == "wrong"
+    part = lambda t: DTensor.from_local(t.to_local()[:1], t.device_mesh, [Shard(0)], shape=(6,), stride=(1,))
+    uneven = lambda t: t if has_values(t) else part(t)
+    assert "holds" in run(uneven).message
 
 
 def test_modules_are_converted():

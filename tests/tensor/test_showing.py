@@ -48,8 +48,10 @@ def test_values_are_printed_as_torch_prints_them(name):
         shown = repr(distribute_tensor(value, GRID, placements))
         expected = body(repr(value), "tensor(").replace("\n ", "\n  ")
         assert body(shown, "DTensor(") == expected, shown
-        assert shown.count("\n") == expected.count("\n") + 1
-        assert f"shape={tuple(value.shape)}, dtype={value.dtype}, placements=" in shown.splitlines()[-1]
+        assert shown.count("\n") == expected.count("\n") + 2
+        facts = [line.strip() for line in shown.splitlines()[-2:]]
+        assert facts[0] == f"shape={tuple(value.shape)}, dtype={value.dtype},"
+        assert facts[1].startswith("placements=[") and facts[1].endswith("mesh=mesh(dp=2, tp=4))")
 
 
 def test_pieces_out_of_order():
@@ -81,6 +83,7 @@ MADE = {
     "5 dims": lambda: distribute_tensor(torch.randn(6, 6, 6, 6, 6), MANY, [Shard(3), Shard(1)]),
     "7 dims": lambda: distribute_tensor(torch.randn(3, 3, 3, 3, 3, 3, 3), MANY, [Shard(3), Shard(1)]),
     "parts": lambda: DTensor.from_local(torch.randn(30, 30), MANY, [Partial(), Shard(0)]),
+    "a parameter": lambda: torch.nn.Parameter(distribute_tensor(torch.randn(34, 3), MANY, [Shard(1), Shard(0)])),
     "uneven": lambda: DTensor.from_local(RankTensor([torch.randn(i % 5, 3) for i in range(1024)]), LINE, [Shard(0)]),
 }
 
@@ -101,13 +104,28 @@ def test_few_lines_and_little_time_on_1024_ranks(name):
 def test_a_pending_sum_says_so():
     loss = distribute_tensor(torch.ones(4, 4), GRID, [Shard(0), Shard(1)]).sum()
     assert repr(loss) == (
-        "DTensor(2.,\n        rank 0's part of a pending sum over 'dp' and 'tp' (8 parts); "
-        ".full_tensor() gives the value,\n        shape=(), dtype=torch.float32, "
-        "placements=[Partial(sum), Partial(sum)], mesh=mesh(dp=2, tp=4))"
+        "DTensor(2.,\n        rank 0's part of a pending sum over 'dp' and 'tp' (8 parts);\n"
+        "        .full_tensor() gives the value,\n        shape=(), dtype=torch.float32,\n"
+        "        placements=[Partial(sum), Partial(sum)], mesh=mesh(dp=2, tp=4))"
     )
     with debug.ledger() as log:
         print(loss, loss.to_local(), loss.layout)
     assert not len(log)
+
+
+@pytest.mark.parametrize("width", [72, 80, 200])
+def test_lines_are_as_long_as_torch_is_told(width):
+    x = distribute_tensor(torch.zeros(64, 64), GRID, [Shard(0), Shard(1)]).requires_grad_()
+    torch.set_printoptions(linewidth=width)
+    try:
+        shown = [repr(x), repr(x.sum()), repr(torch.nn.Parameter(x.detach()))]
+    finally:
+        torch.set_printoptions(profile="default")
+    for text in shown:
+        placed = [line for line in text.splitlines() if "placements=" in line]
+        assert len(placed) == 1 and "mesh=mesh(dp=2, tp=4)" in placed[0]  # the two stay in one line
+        others = [line for line in text.splitlines() if line not in placed]
+        assert max(map(len, [*others, *placed])) <= width, text
 
 
 def test_a_sub_mesh_says_whose_values_are_shown():
@@ -158,7 +176,7 @@ def test_on_processes_the_local_part_is_shown():
         first = rank // 2 * 2
         assert f"rank {rank} holds [{first}:{first + 2}, 0:3],\n" in x
         assert whole.startswith("DTensor([[ 0.,  1.,  2.],\n         [ 3.,  4.,  5.],\n") and "holds" not in whole
-        assert f"rank {rank}'s part of a pending sum over 'dp' (2 parts); .full_tensor() gives" in total
+        assert f"rank {rank}'s part of a pending sum over 'dp' (2 parts);\n        .full_tensor() gives" in total
         assert f"rank {rank} holds {'[0:1, 0:3]' if rank < 2 else 'no elements'}" in row
         assert "the values are on their way here" in late
         assert communications == 2  # the two moves

@@ -16,12 +16,12 @@ from typing import Any
 from unittest import mock
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shardwise.cli import as_main
 from shardwise.errors import ShardwiseError
 from shardwise.forecast import Report, estimate, estimate_program, every_kind
 from shardwise.forecast.hardware import known
+from shardwise.forecast.progress import Bar
 from shardwise.interop import adoption
 from shardwise.mesh import OutlinedMesh, outline
 from shardwise.protocols import Result
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             f"shardwise estimate: --set is for {options.function}(), which {path} has not; use --args", file=sys.stderr
         )
         return 2
-    with _Bar(options) as bar:
+    with Bar(options.steps) as bar:
         try:
             mesh = outline(
                 options.mesh,
@@ -126,36 +126,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 0 if report.fits else 1
 
 
-class _Bar(Progress):
-    """How far playing is: ops so far, and once a step is done, how many there will be."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._steps = options.steps
-        words = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[ops]}")
-        super().__init__(SpinnerColumn(), *words, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
-        self._task = self.add_task("playing", total=None, ops="")
-
-    def playing(self, rank: int, ranks: int) -> None:
-        self.reset(self._task, total=None, description=f"playing rank {rank} of {ranks:,}", ops="")
-
-    def told(self, done: int, ops: int) -> None:
-        """So many steps and ops are done."""
-        total = ops if not done else None
-        if done and self.tasks[0].total is None:  # a step is like the one before
-            total = ops * self._steps // done
-            self.update(self._task, total=total)
-        self.update(self._task, completed=ops, ops=f"{ops:,} ops, {done} of {self._steps} steps")
-
-    def say(self, what: str) -> None:
-        self.console.print(what, highlight=False, soft_wrap=True)
-
-
-def _of_build(path: Path, mesh: OutlinedMesh, options: argparse.Namespace, bar: _Bar) -> Report:
+def _of_build(path: Path, mesh: OutlinedMesh, options: argparse.Namespace, bar: Bar) -> Report:
     build, settings = getattr(_loaded(path), options.function), dict(options.set)
-    bar.playing(options.play, mesh.size())
+    bar.playing(_rank_of(mesh))
     if options.kinds:
         return every_kind(
-            lambda mesh: _step(build(mesh, **settings)), mesh, hardware=options.hardware, tokens=options.tokens
+            lambda mesh: _step(build(mesh, **settings)), mesh, hardware=options.hardware, tokens=options.tokens, bar=bar
         )
     with mesh:
         return estimate(
@@ -168,11 +144,15 @@ def _of_build(path: Path, mesh: OutlinedMesh, options: argparse.Namespace, bar: 
         )
 
 
-def _of_program(mesh: OutlinedMesh, options: argparse.Namespace, bar: _Bar) -> Report:
+def _rank_of(mesh: OutlinedMesh) -> str:
+    return f"rank {mesh.get_rank()} of {mesh.size():,}"
+
+
+def _of_program(mesh: OutlinedMesh, options: argparse.Namespace, bar: Bar) -> Report:
     """The script as `__main__`; with --kinds once for each kind of rank."""
 
     def played(mesh: OutlinedMesh) -> tuple[Report, list[int]]:
-        bar.playing(mesh.get_rank(), mesh.size())
+        bar.playing(_rank_of(mesh))
         with _as_main(options) as program:
             return estimate_program(
                 program.run,

@@ -9,7 +9,7 @@ import torch
 from shardwise.layout.split import Intervals, count
 from shardwise.torch_private.tensors import body_of, print_limits
 
-MOST_LINES = 36  # of values, under torch's default options
+MOST_LINES = 34  # of values, under torch's default options
 _LETTERS = 4  # of an element, at least, or nearly so: `0., `
 
 

@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.record import user_line
 from shardwise.errors import OutlineError
@@ -26,6 +25,7 @@ Number: TypeAlias = int | float | bool | complex
 Assumed: TypeAlias = Number | str | Callable[[torch.Tensor], Number]
 Assumptions: TypeAlias = Mapping[str, Assumed]
 
+DEVICE = torch.ops.prim.device.default
 _ASKED = {"_local_scalar_dense": "item", "equal": "equal", "allclose": "allclose", "is_nonzero": "item"}
 _LOSSES_OF_ROWS = ("multi_margin_loss", "multilabel_margin_loss_forward")
 _HINTS = {
@@ -58,6 +58,8 @@ class Absent(FakeMode):  # type: ignore[misc]
         self.group_of: Callable[..., object] | None = None  # gives process groups, where a script's are played too
 
     def __torch_dispatch__(self, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Result:
+        if func is DEVICE and isinstance(args[0], FakeTensor):  # torch's C++ asks for it all the time
+            return args[0].device
         name = func.overloadpacket.__name__
         try:
             made = super().__torch_dispatch__(func, types, args, kwargs)
@@ -96,6 +98,20 @@ class Absent(FakeMode):  # type: ignore[misc]
             swap(one, other)
 
         with mock.patch.object(torch.utils, "swap_tensors", forgotten_and_swapped):
+            yield
+
+    @contextmanager
+    def read_by_numpy(self) -> Iterator[None]:
+        """Inside, `x.numpy()` and `numpy.asarray(x)` give what the program assumes, of tensors without values."""
+        plain = torch.Tensor.numpy
+
+        def numpy(tensor: torch.Tensor, *, force: bool = False) -> Result:
+            has_values = getattr(tensor, "fake_mode", None) is not self
+            read = tensor if has_values else told(self, tensor)
+            with without_fake_mode():
+                return plain(read, force=force)
+
+        with mock.patch.object(torch.Tensor, "numpy", numpy):
             yield
 
     def _forget(self, tensor: torch.Tensor) -> None:
@@ -275,7 +291,8 @@ class Elsewhere(TorchFunctionMode):
             kwargs = kwargs | {"device": self._there(kwargs["device"])}
         if name == "to":
             args = tuple(self._there(arg) for arg in args)
-        args = tree_map_only(torch.device, self._there, args)
+        if any(type(arg) is torch.device for arg in args):
+            args = tuple(self._there(arg) if type(arg) is torch.device else arg for arg in args)
         return func(*args, **kwargs)
 
     def _there(self, device: object) -> Result:

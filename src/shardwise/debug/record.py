@@ -19,6 +19,7 @@ from shardwise.comm.peers import is_of_peers
 from shardwise.comm.watch import text_of, watch
 from shardwise.debug.memory_by_category import MemoryByCategory, bytes_here
 from shardwise.errors import CommError, check_type
+from shardwise.layout import Placement
 from shardwise.reports import blame, read_run
 from shardwise.wrapper import Wrapper
 
@@ -135,10 +136,16 @@ def _end_of(error: BaseException | None) -> dict[str, object]:
     return {**facts, "because_of_others": others}
 
 
+def _short(placement: Placement) -> str:
+    """A placement in few letters: of irregular pieces, that there are some."""
+    said = str(placement)
+    return said if len(said) <= 32 else f"{said.partition(',')[0]}, in pieces)"
+
+
 def _row(name: str, p: torch.Tensor) -> list[object]:
     places, mesh = "", ""
     if isinstance(p, Wrapper):
-        places, mesh = ", ".join(map(str, p._layout.placements))[:160], repr(p._layout.mesh)
+        places, mesh = ", ".join(map(_short, p._layout.placements)), repr(p._layout.mesh)
     return [name, list(p.shape), str(p.dtype).removeprefix("torch."), places, mesh, bytes_here(p)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -134,8 +134,15 @@ class Tracker:
                     block.category, block.fixed = category, True
 
 
-def _comes_first(change: Change) -> bool:
-    return not (change.block.category == STATE and change.delta > 0)
+def _in_order(changes: Iterable[Change]) -> list[Change]:
+    """What an optimizer keeps is there before the step, as it is from the second step on."""
+    first, rest = list[Change](), list[Change]()
+    for change in changes:
+        if change.block.category == STATE and change.delta > 0:
+            first.append(replace(change, moment=-1))
+        else:
+            rest.append(change)
+    return first + rest
 
 
 class Memory:
@@ -147,12 +154,12 @@ class Memory:
         categories: Bytes at that moment, by category.
         lines, modules: The same, by the line of the program and by the module that allocated.
         over_time: (moment, bytes alive) after every change.
-        start, end: Bytes alive before and after the step.
+        start, end: Bytes alive before and after the step; before it with what the optimizer keeps.
         reserved: What CUDA's caching allocator has taken from the device by then, where it is played.
     """
 
     def __init__(self, changes: Iterable[Change]) -> None:
-        changes = sorted(changes, key=_comes_first)  # what an optimizer keeps is there from the second step on
+        changes = _in_order(changes)
         alive, self.peak, at = 0, 0, -1
         self.over_time: list[tuple[int, int]] = []
         for i, change in enumerate(changes):

@@ -16,6 +16,7 @@ from shardwise.comm.record import Recorder as Listener
 from shardwise.errors import MeshError, OutlineError
 from shardwise.forecast.hardware import Hardware
 from shardwise.forecast.memory import Memory
+from shardwise.forecast.progress import Bar
 from shardwise.forecast.recorder import Recorder
 from shardwise.forecast.report import Report
 from shardwise.forecast.timing import play
@@ -45,7 +46,8 @@ def estimate(
         warmup: How many steps to play first, so that the step that counts finds the optimizer's state. The peak of
             memory is that of all of them.
         tokens: How many tokens all ranks together process in a step, for tokens per second.
-        told: Is told of progress now and then, as told(steps that are done, ops so far).
+        told: Is told of progress now and then, as told(steps that are done, ops so far). By default a bar is shown
+            where stderr is a terminal.
 
     Returns:
         A report with `.memory`, `.bytes`, `.time`, `.fits`, `.check(ledger, peak)` and `.save(path)`.
@@ -69,17 +71,16 @@ def estimate(
     recorder = Recorder(mesh.mode)
     entries: list[Entry] = []
     done = 0
-    if told is not None:
-        recorder.told = lambda ops: told(done, ops)
     with ExitStack() as stack:
+        tell = told or stack.enter_context(Bar(warmup + 1)).told
+        recorder.told = lambda ops: tell(done, ops)
         if fake_mode() is not mesh.mode:
             stack.enter_context(mesh)
         gc.collect()
         stack.enter_context(recorder.recording())
         for done in range(1, warmup + 1):
             step(*args, **kwargs)
-            if told is not None:
-                told(done, recorder.moment)
+            tell(done, recorder.moment)
         first = len(recorder.events)
         listener = Listener(entries.append)
         listener.open()

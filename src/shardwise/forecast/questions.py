@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import track
 
+from shardwise.errors import MeshError
 from shardwise.forecast.hardware import Hardware
 from shardwise.forecast.kinds import coordinates_of_kinds
 from shardwise.forecast.playing import estimate
-from shardwise.forecast.report import Report, Shown
+from shardwise.forecast.progress import Bar
+from shardwise.forecast.report import Report, Shown, words_of
 from shardwise.mesh import OutlinedMesh
 
 Build = Callable[..., Callable[[], Any]]  # build(mesh, **settings) -> step
@@ -25,6 +29,7 @@ def every_kind(
     hardware: str | Path | Hardware = "h100-sxm",
     most: int = 64,
     tokens: int | None = None,
+    bar: Bar | None = None,
     **settings: object,
 ) -> Report:
     """Play one rank of each kind: ranks that hold the same shapes are one kind. The report is that of the worst one.
@@ -35,22 +40,26 @@ def every_kind(
         hardware: As for `estimate`.
         most: At most so many kinds are played.
         tokens: As for `estimate`.
+        bar: A progress bar that is shown already; by default a new one.
 
     Returns:
         The report of the kind with the highest peak of memory; `.kinds` has the rank and the peak of each.
     """
-    with mesh:
-        step = build(mesh, **settings)
-        worst = estimate(step, hardware=hardware, mesh=mesh, tokens=tokens)
-    found = [(worst.rank, worst.memory.peak)]
-    for coords in itertools.islice(coordinates_of_kinds(mesh), most):
-        if coords == mesh.played:
-            continue
-        with mesh.playing(coords) as other:
-            report = estimate(build(other, **settings), hardware=hardware, mesh=other, tokens=tokens)
-        found.append((report.rank, report.memory.peak))
-        worst = report if report.memory.peak > worst.memory.peak else worst
-    worst.kinds = found
+    _checked(mesh, "every_kind: mesh")
+
+    def played(on: OutlinedMesh, bar: Bar) -> Report:
+        bar.playing(f"rank {on.get_rank()} of {on.size():,}")
+        return estimate(build(on, **settings), hardware=hardware, mesh=on, tokens=tokens, told=bar.told)
+
+    with Bar(2) if bar is None else nullcontext(bar) as shown:
+        with mesh:
+            reports = [played(mesh, shown)]
+        for coords in itertools.islice(coordinates_of_kinds(mesh), most):
+            if coords != mesh.played:
+                with mesh.playing(coords) as other:
+                    reports.append(played(other, shown))
+    worst = max(reports, key=lambda report: report.memory.peak)
+    worst.kinds = [(report.rank, report.memory.peak) for report in reports]
     return worst
 
 
@@ -77,23 +86,29 @@ def largest(
     Returns:
         The value and its report; (0, None) where not even the smallest fits.
     """
+    _checked(mesh, "largest: mesh")
+    if start < 1:
+        raise ValueError(f"largest: start must be an int >= 1, got {start}")
     room = Hardware.load(hardware).memory.value if limit is None else limit
 
     def tried(value: int) -> Report:
+        bar.playing(f"{setting}={value * start}")
         with mesh.playing(mesh.played) as fresh:
-            return estimate(build(fresh, **{setting: value * start}, **settings), hardware=hardware, mesh=fresh)
+            step = build(fresh, **{setting: value * start}, **settings)
+            return estimate(step, hardware=hardware, mesh=fresh, told=bar.told)
 
     best: tuple[int, Report | None] = (0, None)
     low, high = 0, 1
-    while (report := tried(high)).memory.peak <= room and high < 1 << 20:
-        best, low, high = (high * start, report), high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        report = tried(middle)
-        if report.memory.peak <= room:
-            best, low = (middle * start, report), middle
-        else:
-            high = middle
+    with Bar(2) as bar:
+        while (report := tried(high)).memory.peak <= room and high < 1 << 20:
+            best, low, high = (high * start, report), high, high * 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            report = tried(middle)
+            if report.memory.peak <= room:
+                best, low = (middle * start, report), middle
+            else:
+                high = middle
     return best
 
 
@@ -113,21 +128,36 @@ def sweep(
         meshes: Outlined meshes.
         hardware: As for `estimate`.
         tokens: Called as tokens(**settings): how many tokens all ranks process in a step.
-        quiet: Whether to show no progress bar.
+        quiet: Whether to show no progress bar. (Where stderr is no terminal, none is shown.)
         settings: The values to try of each setting: batch=(1, 2), checkpointing=(False, True).
 
     Returns:
         Rows that print as a table; those which nothing beats in both memory and time are marked.
     """
-    cases = list(itertools.product(meshes, *([(name, v) for v in values] for name, values in settings.items())))
+    meshes = [_checked(mesh, "sweep: meshes[*]") for mesh in _listed(meshes, "meshes")]
+    tried = {name: _listed(values, name) for name, values in settings.items()}
+    cases = list(itertools.product(meshes, *([(name, v) for v in values] for name, values in tried.items())))
     rows: list[tuple[dict[str, Any], Report]] = []
-    for mesh, *chosen in track(cases, "estimating", disable=quiet):
+    console = Console(stderr=True)
+    for mesh, *chosen in track(cases, "estimating", console=console, disable=quiet or not console.is_terminal):
         said = dict(chosen)
         with mesh.playing(mesh.played) as fresh:
             count = None if tokens is None else tokens(**said)
             report = estimate(build(fresh, **said), hardware=hardware, mesh=fresh, tokens=count)
         rows.append(({"mesh": "x".join(map(str, mesh.world)), **said}, report))
     return Sweep(rows)
+
+
+def _checked(mesh: object, what: str) -> OutlinedMesh:
+    if not isinstance(mesh, OutlinedMesh):
+        raise MeshError(f"{what} must be what shardwise.outline(...) gives, got {mesh!r}")
+    return mesh
+
+
+def _listed(values: object, name: str) -> list[Any]:
+    if isinstance(values, (str, OutlinedMesh)) or not isinstance(values, Iterable):
+        raise ValueError(f"sweep: {name} must be a list of what to try, as {name}=[{values!r}]; got {values!r}")
+    return list(values)
 
 
 class Sweep:
@@ -172,15 +202,18 @@ def _beats(one: Report, other: Report) -> bool:
 
 def compare(one: Report, other: Report) -> Shown:
     """Two reports side by side, as a rich table that `print` shows, too."""
-    out = Shown("figure", one.mesh, other.mesh, "change")
+    for report in (one, other):
+        if not isinstance(report, Report):
+            raise TypeError(f"compare: give two reports of `estimate`; got {report!r}")
+    out = Shown("figure", f"first: {one.mesh}", f"second: {other.mesh}", "change")
     for name, figure in one.figures.items():
         there = other.figures.get(name)
         if there is not None:
             change = f"{there.value / figure.value - 1:+.1%}" if figure.value else ""
-            out.add_row(name, f"{figure.value:,.6g}", f"{there.value:,.6g}", change)
+            out.add_row(name, words_of(name, figure.value), words_of(name, there.value), change)
     for name, size in one.memory.categories.items():
         there_size = other.memory.categories[name]
         if size or there_size:
             change = f"{there_size / size - 1:+.1%}" if size else ""
-            out.add_row(f"{name} (bytes)", f"{size:,}", f"{there_size:,}", change)
+            out.add_row(f"{name} (bytes)", words_of("bytes", size), words_of("bytes", there_size), change)
     return out

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from shardwise.comm.outline import Passage, Watcher, watchers
 from shardwise.comm.record import of_thread, user_line
-from shardwise.comm.without_values import Absent
+from shardwise.comm.without_values import DEVICE, Absent
 from shardwise.forecast.kernels import kernel_of
 from shardwise.forecast.memory import (
     ACTIVATIONS,
@@ -126,6 +126,8 @@ class Recorder(DispatchMode, Watcher):  # type: ignore[misc]
 
     # -- what happens -----------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Op, types: Args, args: Args = (), kwargs: Kwargs | None = None) -> Result:
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device
         kwargs = kwargs or {}
         ours = next((t for t in types if issubclass(t, Wrapper)), None)
         if ours is not None:  # a distributed tensor: what it does with its local tensors is what counts

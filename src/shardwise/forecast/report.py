@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from shardwise.comm.record import Entry
 from shardwise.forecast.hardware import Figure, Hardware
@@ -57,9 +59,9 @@ class Shown(Table):
 
 
 def shown(*parts: RenderableType) -> str:
-    """What a console prints, as text."""
+    """What a console prints, as text; as wide as the terminal is."""
     out = io.StringIO()
-    Console(width=150, file=out).print(Group(*parts))
+    Console(width=min(160, get_terminal_size((150, 24)).columns), file=out).print(Group(*parts))
     return out.getvalue()
 
 
@@ -163,7 +165,7 @@ class Report:
         """The report as rich tables."""
         head = Table("figure", "value", "basis", "from", title=f"rank {self.rank} of {self.ranks:,} on {self.mesh}")
         for name, figure in self.figures.items():
-            head.add_row(name, _shown(name, figure.value), figure.basis, figure.source)
+            head.add_row(name, words_of(name, figure.value), figure.basis, figure.source)
         fits = "yes" if self.fits else "no"
         limit = self.hardware.memory
         head.add_row(f"fits into {limit.value / 1e9:,.0f} GB", fits, limit.basis, self.hardware.name)
@@ -173,14 +175,20 @@ class Report:
         for name, size in self.memory.categories.items():
             if size:
                 memory.add_row(name, _sized(size), f"{size / max(self.memory.peak, 1):.1%}")
-        lines = Table("memory by line", "size")
-        for line, size in self.memory.lines.most_common(8):
-            lines.add_row(line, _sized(size))
         moved = Table("collective", "axis", "count", "received")
         counts = Counter((e.kind, e.axis) for e in self.entries)
         for (kind, axis), size in sorted(self.bytes.items(), key=lambda item: -item[1]):
             moved.add_row(kind, axis, str(counts[kind, axis]), _sized(size))
-        return [head, memory, lines, moved]
+        modules: Counter[str] = Counter()
+        for name, size in self.memory.modules.items():
+            modules[_NUMBERED.sub(".*", name)] += size  # layers of a list are one row
+        largest = [
+            _largest("memory by module", modules),
+            _largest("memory by line", self.memory.lines),
+            _largest("received by line", Counter(self.bytes_by_line)),
+        ]
+        over_time = f"memory over time, {_sized(self.memory.peak)} at the most:\n{_profile(self.memory.over_time)}"
+        return [head, memory, over_time, *largest[:2], moved, *largest[2:]]
 
     def __repr__(self) -> str:
         return shown(*self.tables())
@@ -234,13 +242,42 @@ class Report:
         Path(path).write_text(text)
 
 
-def _shown(name: str, value: float) -> str:
+_NUMBERED = re.compile(r"\.\d+(?=\.|$)")
+_BARS = " ▁▂▃▄▅▆▇█"
+_MOST_ROWS = 8
+
+
+def _largest(title: str, sizes: Counter[str]) -> Table:
+    """The largest of many, and what the others come to."""
+    table = Table(Column(title, overflow="fold"), "size")
+    for name, size in sizes.most_common(_MOST_ROWS):
+        table.add_row(name, _sized(size))
+    rest = sizes.most_common()[_MOST_ROWS:]
+    if rest:
+        table.add_row(f"{len(rest)} more", _sized(sum(size for _, size in rest)))
+    return table
+
+
+def _profile(over_time: list[tuple[int, int]], columns: int = 72) -> str:
+    """Bytes over time as one line of bars: of each stretch of equally many ops, the most."""
+    first, last = (over_time[0][0], over_time[-1][0]) if over_time else (0, 0)
+    tallest, highest = max((alive for _, alive in over_time), default=0), [0] * columns
+    for moment, alive in over_time:
+        at = (moment - first) * columns // (last - first + 1)
+        highest[at] = max(highest[at], alive)
+    for at in range(1, columns):
+        highest[at] = highest[at] or highest[at - 1]
+    return "".join(_BARS[-(-size * (len(_BARS) - 1) // max(tallest, 1))] for size in highest)
+
+
+def words_of(name: str, value: float) -> str:
+    """A figure of this name, in the unit that suits it."""
     if "bytes" in name:
         return _sized(value)
     if "(s)" in name:
         return f"{value * 1e3:,.3f} ms"
     if "flop" in name:
-        return f"{value / 1e12:,.3f} T"
+        return f"{value / 1e12:,.3f} T" if value >= 1e9 else f"{value / 1e9:,.3f} G"
     return f"{value:.1%}" if name == "MFU" else f"{value:,.0f}"
 
 

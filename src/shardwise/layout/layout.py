@@ -98,7 +98,11 @@ class Layout:
         shape = tuple(shape)
         stride = contiguous_stride(shape) if stride is None else tuple(stride)
         device = mesh.device if device is None else device
-        placements = check_placements(mesh, as_placements(placements), shape)
+        given = as_placements(placements)
+        found = _interned.get((id(mesh), given, shape, stride, dtype, device))
+        if found is not None:  # checked before; to check irregular pieces takes long
+            return found
+        placements = check_placements(mesh, given, shape)
         key = (id(mesh), placements, shape, stride, dtype, device)  # a layout keeps its mesh, its key must not
         with _lock:
             found = _interned.get(key)

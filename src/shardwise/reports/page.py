@@ -90,7 +90,7 @@ def _costs(title: str, rows: list[Cost]) -> str:
     return page_table((title, "count", "received", "seconds, all ranks"), cells, (1, 2, 3))
 
 
-_WIDTH, _HEIGHT, _BELOW = 900, 220, 18  # of a chart, in pixels, and of the times below it
+_WIDTH, _HEIGHT = 900, 200  # of a chart, in its own units: it is as wide as the page
 
 
 def _chart(memory: dict[str, list[list[float]]], seconds: float) -> str:
@@ -132,17 +132,16 @@ def _areas(memory: ByCategory, seconds: float) -> str:
 
 def _point(x: float, y: float) -> str:
     """A point of a chart; both sides are 0 to 1."""
-    return f"{x * _WIDTH:.1f},{_HEIGHT - y * (_HEIGHT - 16):.1f}"
+    return f"{x * _WIDTH:.1f},{_HEIGHT - y * (_HEIGHT - 2):.1f}"
 
 
 def _drawn(parts: list[str], longest: float, most: float) -> str:
     """The chart with what its sides mean: bytes from 0 to the most there were, seconds from the first event on."""
-    words = [(0, 11, "start", size_name(int(most))), (0, _HEIGHT + 14, "start", "0 s")]
-    words.append((_WIDTH, _HEIGHT + 14, "end", f"{longest:.1f} s"))
-    texts = [f'<text x="{x}" y="{y}" text-anchor="{side}">{text}</text>' for x, y, side, text in words]
-    base = f'<path d="M0 {_HEIGHT}H{_WIDTH}M0 16H{_WIDTH}" stroke="currentColor" stroke-opacity=".4"/>'
-    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT + _BELOW}" style="width:100%;max-width:{_WIDTH}px;height:auto"'
-    return f'<svg {box} class="chart">{"".join([*parts, base, *texts])}</svg>'
+    base = f'<path d="M0 {_HEIGHT}H{_WIDTH}M0 2H{_WIDTH}" stroke="currentColor" stroke-opacity=".4"/>'
+    drawn = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none">{"".join([*parts, base])}</svg>'
+    # the words stand outside of what is stretched, and stay readable on a narrow page
+    times = f"<div><span>0 s</span><span>{longest:.1f} s</span></div>"
+    return f'<div class="chart"><div>{size_name(int(most))}</div>{drawn}{times}</div>'
 
 
 def _steps(rows: list[list[float]], values: list[float], longest: float) -> list[tuple[float, float]]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardwise.caches import PlanCache, register_cache
 from shardwise.comm.base import Coords
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, Placement, Shard
@@ -209,4 +210,17 @@ def _placements(whole: Layout, axis: int, dim: int) -> tuple[Placement, ...]:
         mine = whole.held(dim, coords)
         return compose(mine, chunk_pieces(count(mine), parts)[coords[axis]])
 
-    return cut_as_held(whole, axes, dim, whole.shape[dim], held)
+    # no layout and no mesh in the key, which would live as long as this cache
+    sizes, places = whole.mesh.shape, whole.placements
+    key = (whole.shape[dim], dim, axes.index(axis), tuple((sizes[a], places[a]) for a in axes))
+    shards = _cuts.get(key)
+    if shards is None:
+        cut = cut_as_held(whole, axes, dim, whole.shape[dim], held)
+        shards = tuple(cut[a] for a in axes)
+        _cuts.add(key, shards)
+    found = dict(zip(axes, shards, strict=True))
+    return tuple(found.get(a, p) for a, p in enumerate(places))
+
+
+_cuts = PlanCache(1024)  # layers of a model have parameters of the same shapes
+register_cache("cuts of parameters", _cuts.info, _cuts.reset)

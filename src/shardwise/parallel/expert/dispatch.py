@@ -66,12 +66,12 @@ class Routes:
         """The routes of tokens that are cut as `chosen` is, to experts cut as the first dim of `holders`.
 
         The ranks exchange how often they chose each expert, so that all know what each of them holds."""
-        runs, counts = _exchanged_counts(chosen, experts)
+        known = _exchanged_counts(chosen, experts)
         kept = _assumed_routes.setdefault(chosen._layout, {}) if chosen._layout.mesh.comm.outlined else {}
         key = holders, experts, capacity  # what is assumed is the same every time
         if key in kept:
             return kept[key]
-        routes = kept[key] = Routes(runs, counts, capacity)
+        routes = kept[key] = Routes(*_runs_in_order(chosen._layout, known, experts), capacity)
         routes.token_axes = chosen._layout.axes_of(0)
         if holders is not None:
             routes.expert_axes = holders.axes_of(0)
@@ -121,30 +121,40 @@ class Routes:
         return tuple(self.kept[self._runs_for(coords)][:, self.experts_at(coords)].sum(0).tolist())
 
 
-def _exchanged_counts(chosen: DTensor, experts: int) -> tuple[list[Run], numpy.ndarray]:
-    """The runs of tokens of all ranks, in order, and how often each expert is chosen in each."""
+def _pieces(layout: Layout) -> tuple[dict[tuple[int, ...], Intervals], int]:
+    """The runs of tokens that each rank holds, by its coordinates on the axes that cut them; and the most of one."""
+    axes, shape = layout.axes_of(0), layout.mesh.shape
+    holders = numpy.ndindex(*(shape[a] for a in axes))
+    pieces = {holder: layout.held(0, coords_on(axes, holder, len(shape))) for holder in holders}
+    return pieces, max(1, max(map(len, pieces.values())))
+
+
+def _exchanged_counts(chosen: DTensor, experts: int) -> torch.Tensor:
+    """How often each expert is chosen in each run of tokens of each rank, zeros where a rank has fewer runs."""
     layout = chosen._layout
-    mesh, axes = layout.mesh, layout.axes_of(0)
-    holders = list(numpy.ndindex(*(mesh.shape[a] for a in axes)))
-    pieces = {holder: layout.held(0, coords_on(axes, holder, len(mesh.shape))) for holder in holders}
-    most = max(1, max(map(len, pieces.values())))
+    mesh, (pieces, most) = layout.mesh, _pieces(layout)
     evenly = [Shard(0) if p.is_shard(0) else REPLICATE for p in layout.placements]
-    table = layout.replace(shape=(len(holders) * most, experts), placements=evenly)
+    table = layout.replace(shape=(len(pieces) * most, experts), placements=evenly)
     count = lambda local, held: _counted(local, experts, held, most)
     counts = run_local(count, [chosen], table, lambda coords: layout.held(0, coords))
     whole = table.replace(placements=[REPLICATE] * len(table.placements))
-    known = mesh.comm.agreed(move(counts._local, table, whole, Note("dispatch", "sizes")), "tokens per expert")
+    return mesh.comm.agreed(move(counts._local, table, whole, Note("dispatch", "sizes")), "tokens per expert")
+
+
+def _runs_in_order(layout: Layout, known: torch.Tensor, experts: int) -> tuple[list[Run], numpy.ndarray]:
+    """The runs of tokens of all ranks, in order, and how often each expert is chosen in each."""
+    pieces, most = _pieces(layout)
     if is_abstract(known):
-        numbers = numpy.zeros((len(holders), most, experts), dtype=numpy.int64)
-        for i, holder in enumerate(holders):
-            for j, (a, b) in enumerate(pieces[holder]):
+        numbers = numpy.zeros((len(pieces), most, experts), dtype=numpy.int64)
+        for i, held in enumerate(pieces.values()):
+            for j, (a, b) in enumerate(held):
                 numbers[i, j] = _assumed_counts(known, (b - a) * math.prod(layout.shape[1:]), experts)
     else:
-        numbers = _checked(known).reshape(len(holders), most, experts)
+        numbers = _checked(known).reshape(len(pieces), most, experts)
     found = sorted(
         (Run(start, holder), tuple(numbers[i, j]))
-        for i, holder in enumerate(holders)
-        for j, (start, _) in enumerate(pieces[holder])
+        for i, (holder, held) in enumerate(pieces.items())
+        for j, (start, _) in enumerate(held)
     )
     rows = numpy.array([row for _, row in found], dtype=numpy.int64).reshape(len(found), experts)
     return [run for run, _ in found], rows

@@ -1,0 +1,80 @@
+"""Every operator of the proof on a mesh without values, beside simulation (`python benchmarks/estimate.py operators`).
+
+Of each operator two samples of PyTorch's database are laid out in three ways on meshes of 3 and of 2 x 2 ranks. The
+call and its gradient run simulated, and on outlined meshes that play each rank. Compared are layouts, shapes, dtypes,
+strides, what each rank holds, and every communication with its bytes.
+
+What was tried stands in build/estimate_operators.json, so that a run may be stopped and goes on later.
+"""
+
+import itertools
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+from rich.progress import Progress
+from rich.table import Table
+
+from shardwise.testing.outlined import compare_without_values
+from shardwise.testing.spread import combinations
+from shardwise.testing.subjects import subjects
+
+TRIED = Path("build/estimate_operators.json")
+SHAPES = ((3,), (2, 2))
+
+
+def outcomes(name, subject):
+    """Of each comparison of an operator its verdict, the layouts and what was said."""
+    for sample, shape in itertools.product(subject.samples("function", 2), SHAPES):
+        for layouts in combinations(sample.tensors, shape, limit=3, seed=name):
+            outcome = compare_without_values(sample, shape, layouts)
+            yield outcome.verdict, str(layouts), outcome.message[:400]
+
+
+def compare_operators(console, seconds, only=None, fresh=False):
+    """Prints how many comparisons and operators ended how; returns how many comparisons are wrong."""
+    known = {name: subject for name, subject in subjects().items() if only is None or only in name}
+    tried = json.loads(TRIED.read_text()) if TRIED.exists() and not fresh and only is None else {}
+    started = time.monotonic()
+    with Progress(console=console) as progress:
+        task = progress.add_task("operators", total=len(known), completed=len(tried))
+        for name in (name for name in known if name not in tried):
+            if time.monotonic() - started > seconds:
+                break
+            tried[name] = list(outcomes(name, known[name]))
+            progress.advance(task)
+    if only is None:
+        TRIED.parent.mkdir(exist_ok=True)
+        TRIED.write_text(json.dumps(tried))
+    console.print(summary(tried, len(known)))
+    for name, found in tried.items():
+        for verdict, layouts, message in found:
+            if verdict in ("wrong", "asks for values") or only:
+                console.print(f"{name} {layouts}: {verdict} {message}", markup=False, soft_wrap=True)
+    return sum(verdict == "wrong" for found in tried.values() for verdict, *_ in found)
+
+
+RIGHT, NO_GRADIENT = "right", "right, without the gradient, which simulation refuses"
+ENDS = (RIGHT, NO_GRADIENT, "refused by simulation", "asks for values", "wrong")
+NO_SAMPLE = "no sample with a dense tensor"
+
+
+def ended(verdict, message):
+    """How a comparison ended, in the words of the table."""
+    if verdict == "right":
+        return NO_GRADIENT if message else RIGHT
+    return "refused by simulation" if verdict == "refused" else verdict
+
+
+def summary(tried, known):
+    """Comparisons and operators by how they ended; an operator counts where its worst comparison does."""
+    table = Table("", "comparisons", "operators", title=f"{len(tried)} of {known} operators tried")
+    comparisons, operators = Counter(), Counter()
+    for found in tried.values():
+        said = [ended(verdict, message) for verdict, _, message in found]
+        comparisons.update(said)
+        operators[max(said, key=ENDS.index, default=NO_SAMPLE)] += 1
+    for said in (*ENDS, NO_SAMPLE):
+        table.add_row(said, f"{comparisons[said]:,}", f"{operators[said]:,}")
+    return table
