@@ -156,9 +156,7 @@ class _Walk:
             self.perhaps |= found.perhaps
             self._variables(func, sorted(found.variables))
             self._imports(func, found.imports)
-            self.watch(
-                f"defaults of {func.__qualname__}", lambda: (func.__code__, func.__defaults__, func.__kwdefaults__)
-            )
+            self.watch(f"defaults of {func.__qualname__}", functools.partial(_defaults_of, func))
             self._attributes(vars(func), name, self._known & vars(func).keys())
             if cells:
                 self.watch("around", lambda: [_content(cell) for cell in cells], func.__code__.co_freevars)
@@ -396,6 +394,12 @@ def _told(tell: Callable[[torch.nn.Module], Hashable], module: torch.nn.Module) 
 def _slots(cls: type) -> Iterable[str]:
     slots = cls.__dict__.get("__slots__", ())
     return (slots,) if isinstance(slots, str) else slots
+
+
+def _defaults_of(func: types.FunctionType) -> Values:
+    """The code of a function and its defaults; those by keyword one by one, so that an equal dict is the same."""
+    named = func.__kwdefaults__ or {}
+    return [func.__code__, func.__defaults__, *named, *named.values()]
 
 
 _NOTHING = "nothing yet"

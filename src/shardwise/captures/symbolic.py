@@ -158,9 +158,7 @@ class Family:
         return self._by_size[key]
 
     @staticmethod
-    def _with(
-        code: Code, values: Sequence[int], shapes: Sequence[int | None], tensors: Sequence[torch.Tensor]
-    ) -> Code:
+    def _with(code: Code, values: Sequence[int], shapes: Sequence[int | None], tensors: Sequence[torch.Tensor]) -> Code:
         sizes = torch.empty((*values, 0), device=tensors[0].device if tensors else None)
         mark_sizes(sizes, range(len(values)))
         ndims = [t.dim() for t in tensors]
