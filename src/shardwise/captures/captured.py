@@ -47,6 +47,7 @@ from shardwise.torch_private.autograd import is_used_up
 
 MOST_CAPTURES = 64  # programs that a function keeps
 _NUMBERS = "arguments that are no tensors are others at nearly every call; pass such numbers as tensors"
+_KINDS = 16  # kinds of calls that are remembered, for each program that may be kept
 _VARIANTS = 8  # programs for calls of one kind, that differ in modules and variables around
 
 
@@ -112,6 +113,8 @@ class Captured:
         if written >= _VARIANTS and self._replays - replays < written:
             return self._run_eagerly(_NUMBERS, args, kwargs)
         self._kinds[kind] = written + 1, replays if written else self._replays
+        if len(self._kinds) > _KINDS * self._limit:  # of shapes that come once and never again
+            del self._kinds[next(iter(self._kinds))]
         return self._write(key, leaves, spec, (args, kwargs))
 
     def _meets_another(self, leaves: Sequence[Any]) -> bool:

@@ -95,6 +95,9 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
             stack.callback(self._wake)
             self._stream = self._generators()
             yield self
+        if self._stepping is not None:  # it has raised, and the program went on: nothing was written since
+            self.paused, name = 0, type(self._stepping).__name__
+            self.refuse(f"a step of {name} has failed in the call")
         if self._generators() != self._stream:  # which goes on in each run
             self.refuse("a random generator is set in the call, or drawn from unseen")
 
