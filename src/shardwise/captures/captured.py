@@ -80,7 +80,7 @@ class Captured:
         self._replays = 0
         self.regions: dict[str, int] = {}
         self._sources: frozenset[int] | None = None  # of gradients that several ranks add up in backward programs
-        self._is_together = False  # whether results of two calls were there to be differentiated together
+        self.is_together = False  # whether results of two calls were there to be differentiated together
 
     def __call__(self, *args: Item, **kwargs: Item) -> Item:
         if tapes and tape_here() is not None:  # another function is written down, with this one as a part
@@ -119,16 +119,19 @@ class Captured:
 
     def _meets_another(self, leaves: Sequence[Any]) -> bool:
         """Whether this call may be differentiated together with an earlier one, or such a call has come before."""
-        if not self._is_together and self._sources is not None:
+        if not self.is_together and self._sources is not None:
             inputs = (t for t in plain_inputs(leaves) if t.requires_grad)
-            self._is_together = is_any_waiting(self._sources.union(map(id, inputs)))
-        return self._is_together
+            self.is_together = is_any_waiting(self._sources.union(map(id, inputs)))
+        return self.is_together
 
     def _note_sources(self, pair: Pair, results: Results, leaves: Sequence[Any]) -> None:
         """Results wait for a backward pass that adds gradients of several ranks up."""
         if self._compile is None and pair.moves_back:  # compiled programs need not round as eager runs do
             self._sources = (self._sources or frozenset()).union(map(id, pair.leaves))
-            Pending(pair.sources(plain_inputs(leaves))).watch(results.tensors)
+            sources = pair.sources(plain_inputs(leaves))
+            self.is_together = is_any_waiting(sources) or self.is_together
+            pair.owner = self
+            Pending(sources, self).watch(results.tensors)
 
     def _run_in_parts(self, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item:
         if not split.fits():

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.captures.code import Code
 from shardwise.captures.contributions import MOST_BYTES, Parts
-from shardwise.captures.pending import Pending, sources_of
+from shardwise.captures.pending import Function, Pending, sources_of
 from shardwise.captures.program import Program, Ref, Statement
 from shardwise.captures.pruned import without
 from shardwise.captures.tape import Tape
@@ -42,6 +42,7 @@ class Pair:
         self.seeds: list[Ref] = []  # the gradients of the results, among the inputs of the backward program
         self.zeros: list[Callable[[], torch.Tensor]] = []  # what stands for each where it is not given
         self.moves_back = bool(backward.moves())
+        self.owner: Function | None = None  # who is told where results of several calls wait to be differentiated
         self._whole = _copied(backward)
 
     def sources(self, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
@@ -176,7 +177,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Ctx, run: DifferentiableRun, inputs: Tensors, *sources: torch.Tensor) -> Tensors:
         pair = run.pair
-        ctx.pending = Pending(pair.sources(inputs))
+        ctx.pending = None if pair.owner is None else Pending(pair.sources(inputs), pair.owner)
         found = run._run(*inputs)
         results, saved = found[: pair._results], found[pair._results :]
         ctx.run = run
@@ -188,7 +189,9 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Ctx, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        pair, ctx.pending.is_done = ctx.run.pair, True
+        pair = ctx.run.pair
+        if ctx.pending is not None:
+            ctx.pending.is_done = True
         seeds = [grad for grad, is_one in zip(grads, pair.differentiable, strict=True) if is_one]
         made = ctx.run.backward(ctx.saved_tensors, seeds)
         return None, None, *(next(made) if there else None for there in pair._made)

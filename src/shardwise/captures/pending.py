@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
@@ -19,17 +20,24 @@ TOGETHER = (
 )
 
 
+class Function(Protocol):
+    """A captured function, or a part of one."""
+
+    is_together: bool  # whether its results were there to be differentiated together with others: it runs eagerly
+
+
 class Pending:
     """What one call leaves for a backward pass; it lives as long as the graph does.
 
     Attributes:
         is_done: Whether a backward pass has come by.
+        owner: The function that was called.
     """
 
-    __slots__ = ("__weakref__", "_sources", "is_done")
+    __slots__ = ("__weakref__", "_sources", "is_done", "owner")
 
-    def __init__(self, sources: frozenset[int]) -> None:
-        self._sources, self.is_done = sources, False
+    def __init__(self, sources: frozenset[int], owner: Function) -> None:
+        self._sources, self.owner, self.is_done = sources, owner, False
         _alive.add(self)
 
     def meets(self, sources: frozenset[int]) -> bool:
@@ -55,8 +63,12 @@ def sources_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
 
 
 def is_any_waiting(sources: frozenset[int]) -> bool:
-    """Whether the result of another call waits for a backward pass to some of these tensors."""
+    """Whether the result of another call waits for a backward pass to some of these tensors. Functions of such calls
+    run eagerly from then on."""
     if not sources or not any(other.meets(sources) for other in _alive):
         return False
     gc.collect()  # graphs that nobody can reach any more: they would be there on some ranks only
-    return any(other.meets(sources) for other in _alive)
+    met = [other for other in _alive if other.meets(sources)]
+    for other in met:
+        other.owner.is_together = True
+    return bool(met)

@@ -88,6 +88,7 @@ class Statement:
     taken: tuple[Any, ...] = ()  # the same of what it takes
     lowered: Move | None = None  # the move whose last op this is, where it became ops and collectives
     draws: bool = False  # whether it took random numbers from torch's generator
+    with_grad: bool = False  # whether grad mode was on: some kernels then give more than else (LSTM on a CPU)
 
     def refs(self) -> Iterator[Ref]:
         """The tensors that it takes."""

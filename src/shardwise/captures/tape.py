@@ -7,7 +7,6 @@ itself goes on, since it runs eagerly all the while.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType
@@ -18,6 +17,7 @@ from torch.utils.weak import TensorWeakRef as WeakTensorRef
 
 from shardwise.autograd.leaves import leaf_values
 from shardwise.captures.escapes import Escapes, has_foreign_hooks
+from shardwise.captures.looking import line_in, options_of
 from shardwise.captures.numbers import Numbers
 from shardwise.captures.operands import has_indices, is_without_values, share_memory_with, traits_of
 from shardwise.captures.program import (
@@ -61,7 +61,7 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
 
     def __init__(self, code: CodeType | None = None) -> None:
         super().__init__()
-        self.paused = 0
+        self.paused, self.is_zeroing = 0, False
         self.refused: str = ""
         self.line = 0  # where in the function that is written down it was refused; 0 if not there
         self._code = code
@@ -74,6 +74,7 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
         self._count = 0
         self._grads: dict[Ref, torch.Tensor | None] = {}  # of leaves: the gradient that the program knows of
         self._leaves: dict[Ref, torch.Tensor] = {}  # those tensors
+        self._read: dict[int, torch.Tensor] = {}  # leaves whose gradients the program has looked at, by those' ids
         self._began_without: dict[Ref, bool] = {}  # of leaves whose first gradient matters: whether there was none
         self._stepping: torch.optim.Optimizer | None = None
         self._options: dict[torch.optim.Optimizer, Any] = {}
@@ -125,7 +126,7 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
     def refuse(self, reason: str) -> None:
         if not self.refused and not self.paused:
             self.refused = f"{reason} ({user_line()})"
-            self.line = _line_in(self._code)
+            self.line = line_in(self._code)
             self.statements.clear()
 
     # -- tensors ----------------------------------------------------------------------------------------------------
@@ -148,6 +149,9 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
         if found is not None:
             return found
         with without_function_modes():
+            read = self._read.get(id(tensor))
+            if read is not None and read.grad is tensor:
+                self.number_of(read)
             for ref, leaf in self._leaves.items():
                 if leaf.grad is tensor:  # somebody else's work: a step, or an earlier call
                     return self._write(Statement(_GET, (ref,), label="grad"), tensor)
@@ -217,7 +221,8 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
                 out = func(*args, **kwargs)
         else:
             out, drawn = func(*args, **kwargs), []
-        statement = Statement(func, refs, named, label=traits.name, draws=bool(drawn))
+        on = torch.is_grad_enabled()
+        statement = Statement(func, refs, named, label=traits.name, draws=bool(drawn), with_grad=on)
         statement.writes = written_by(traits.written, refs, named)
         statement.shares_memory = share_memory_with(given, out)
         if isinstance(out, torch.Tensor):
@@ -356,7 +361,7 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
         self._wake()
         self.paused -= 1
         self._stepping = None
-        self._options[optimizer] = _options_of(optimizer)
+        self._options[optimizer] = options_of(optimizer)
         self.run_again(f"{type(optimizer).__name__}.step", OptimizerStep(optimizer))
 
     def run_again(self, label: str, func: Callable[[], object]) -> None:
@@ -366,11 +371,11 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
         with without_function_modes():
             for ref, leaf in self._leaves.items():
                 self._grads[ref] = leaf.grad
-        self._options.update((optimizer, _options_of(optimizer)) for optimizer in self._options)
+        self._options.update((optimizer, options_of(optimizer)) for optimizer in self._options)
 
     def _note_options(self, optimizer: torch.optim.Optimizer) -> None:
         known = self._options.get(optimizer)
-        if known is not None and known != _options_of(optimizer):
+        if known is not None and known != options_of(optimizer):
             self.refuse(f"the options of {type(optimizer).__name__} are changed in the call: change them outside")
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -394,6 +399,15 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
         value = None if grad is None else self.number_of(grad)
         self._write(Statement(_SET, (ref, value), label="set_grad", single=False))
         self._grads[ref] = grad
+
+    def note_read(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """The program has looked at the gradient of a plain tensor, of which it may know nothing else."""
+        if grad is not None:
+            self._read[id(grad)] = leaf
+        elif leaf not in self._refs and not self.is_zeroing:
+            with without_function_modes():
+                if leaf.is_leaf:
+                    self.number_of(leaf)
 
     def note_no_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
         """The program has seen to it that these have no gradients, also if they had some before."""
@@ -429,7 +443,7 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
         """The program that was written."""
         self.note_gradients()
         for optimizer, known in self._options.items():
-            if known != _options_of(optimizer):
+            if known != options_of(optimizer):
                 self.refuse(f"the options of {type(optimizer).__name__} are changed in the call: change them outside")
         refs = [self.number_of(t) for t in outputs]
         self._load_gradients()
@@ -478,21 +492,5 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
             ]
 
 
-def _line_in(code: CodeType | None) -> int:
-    """The line at which a function that runs in this thread is; 0 if it does not."""
-    line, frame = 0, sys._getframe() if code is not None else None
-    while frame is not None:
-        if frame.f_code is code:
-            line = frame.f_lineno
-        frame = frame.f_back
-    return line
-
-
 def _leaves_of(param: torch.Tensor) -> Sequence[torch.Tensor]:
     return leaf_values(param) if isinstance(param, Wrapper) else (param,)
-
-
-def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The numbers and flags of an optimizer."""
-    plain = (int, float, bool, str, tuple, type(None))
-    return [{k: v for k, v in group.items() if isinstance(v, plain)} for group in optimizer.param_groups]

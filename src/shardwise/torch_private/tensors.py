@@ -16,6 +16,7 @@ from shardwise.torch_private.taking import USED_FOR, take
 # --- tensor classes -------------------------------------------------------------------------------------------------
 make_wrapper: Callable[..., Any] = take("torch.Tensor._make_wrapper_subclass", "tensors of a global shape, no memory")
 ignore_torch_function: Any = take("torch._C._disabled_torch_function_impl", "tensor classes that only dispatch sees")
+assert_later: Callable[[torch.Tensor, str], None] = take("torch._assert_async", "capture: checks of probabilities")
 without_torch_function: Any = take("torch._C.DisableTorchFunctionSubclass", "torch's own attributes of DTensors")
 without_function_modes: Any = take("torch._C.DisableTorchFunction", "capture: what a tape asks of tensors itself")
 with_torch_function: Any = take("torch._C._EnableTorchFunction", "rules of functions in __torch_dispatch__")
