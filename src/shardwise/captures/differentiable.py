@@ -92,7 +92,9 @@ def write_backward(tape: Tape, forward: Program, outputs: Sequence[torch.Tensor]
         tape.refuse(reason)
         return None
     used = [ref for s in behind for ref in s.refs()]
-    grads = [ref for refs in parts.found for ref in refs or [None]]
+    grads: list[Ref | None] = []
+    for refs in parts.found:
+        grads += refs or [None]
     saved = [ref for ref in dict.fromkeys([*used, *(g for g in grads if g is not None)]) if ref in known]
     results = list(forward.outputs)
     pair = Pair(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 import types
-from typing import Any
 
 _CLOCKS = frozenset(
     name for name in dir(time) if name.startswith(("time", "perf_counter", "monotonic", "process_time"))
@@ -45,7 +44,7 @@ _ASKING: dict[str, frozenset[str]] = {  # by the module that has them, or in whi
 COUNTS = frozenset({"_version"})  # attributes of tensors that say how often they were written
 
 
-def asked_by(item: Any, names: frozenset[str] | set[str]) -> str:
+def asked_by(item: object, names: frozenset[str] | set[str]) -> str:
     """What code that names an object, and these attributes, asks of the world outside; empty if nothing.
 
     Args:

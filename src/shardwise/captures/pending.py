@@ -7,9 +7,9 @@ of two of them is rounded otherwise. Where the results of two calls wait at the 
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable
+from gc import collect as collect_garbage
 from typing import Protocol
 
 import torch
@@ -67,7 +67,7 @@ def is_any_waiting(sources: frozenset[int]) -> bool:
     run eagerly from then on."""
     if not sources or not any(other.meets(sources) for other in _alive):
         return False
-    gc.collect()  # graphs that nobody can reach any more: they would be there on some ranks only
+    collect_garbage()  # graphs that nobody can reach any more: they would be there on some ranks only
     met = [other for other in _alive if other.meets(sources)]
     for other in met:
         other.owner.is_together = True

@@ -61,7 +61,7 @@ def _replicated(local: Any, mesh: Mesh) -> Wrapper:
     return wrap(local, Layout.make(mesh, places, tuple(first.shape), first.dtype, first.stride(), first.device))
 
 
-def _check(condition: Any, message: str) -> None:
+def _check(condition: Operand, message: str) -> None:
     """Raise where a condition is not true everywhere. A rank outside of the mesh leaves it to the ranks of the mesh,
     and without values it is taken to be true. In a program that is written down the check is an op."""
     comm = condition._layout.mesh.comm

@@ -129,7 +129,9 @@ def to_new_dim(
     return _moved(local_tensor, mesh, mesh_dim, self, Shard(new_shard_dim), current_logical_shape)
 
 
-def reduce_to_shard(self: Shard, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int) -> torch.Tensor:
+def reduce_to_shard(
+    self: Shard, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
+) -> torch.Tensor:
     return _moved(tensor, mesh, mesh_dim, Partial(reduce_op), self)
 
 
@@ -186,3 +188,5 @@ def attach() -> None:
     for kind, methods in _METHODS.items():
         for name, method in methods.items():
             setattr(kind, name, method)
+
+

@@ -230,9 +230,13 @@ def map_placements_after_broadcast(
 
 def shift_shard_dims_after_insert(placements: Sequence[Placement], insert_dim: int = 0) -> Sequence[Placement]:
     """The placements of a tensor that gets one more dim there."""
-    return [p.at(p.dim + 1) if isinstance(p, Shard) and p.dim >= insert_dim else p for p in as_placements(placements)]
+    return [
+        p.at(p.dim + 1) if isinstance(p, Shard) and p.dim >= insert_dim else p for p in as_placements(placements)
+    ]
 
 
 def shift_shard_dims_after_remove(placements: Sequence[Placement], remove_dim: int = 0) -> Sequence[Placement]:
     """The placements of a tensor that loses that dim."""
     return [p.at(p.dim - 1) if isinstance(p, Shard) and p.dim > remove_dim else p for p in as_placements(placements)]
+
+

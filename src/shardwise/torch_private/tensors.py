@@ -18,7 +18,9 @@ make_wrapper: Callable[..., Any] = take("torch.Tensor._make_wrapper_subclass", "
 ignore_torch_function: Any = take("torch._C._disabled_torch_function_impl", "tensor classes that only dispatch sees")
 assert_later: Callable[[torch.Tensor, str], None] = take("torch._assert_async", "capture: checks of probabilities")
 without_torch_function: Any = take("torch._C.DisableTorchFunctionSubclass", "torch's own attributes of DTensors")
-without_function_modes: Any = take("torch._C.DisableTorchFunction", "capture: what a tape asks of tensors itself")
+without_function_modes: Callable[[], AbstractContextManager[None]] = take(
+    "torch._C.DisableTorchFunction", "capture: what a tape asks of tensors itself"
+)
 with_torch_function: Any = take("torch._C._EnableTorchFunction", "rules of functions in __torch_dispatch__")
 requires_grad_in_cpp: Any = take("torch._C.TensorBase.requires_grad", "requires_grad as C++ sees it")
 has_same_memory_kind: Any = take("torch._has_compatible_shallow_copy_type", "module.to() of sharded parameters")
