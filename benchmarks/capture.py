@@ -15,6 +15,7 @@ Peers take turns, and the best of many slices counts, because machines are noisy
 import argparse
 import logging
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -94,7 +95,7 @@ def gpt_step(peer, mesh, layers=4, width=256):
 
 
 def on_one_rank(options):
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 200)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=0, world_size=1)
@@ -271,7 +272,7 @@ def time_ranks(rank, mesh, options, queue):
 
 
 def on_processes(options):
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 200)
     with tempfile.TemporaryDirectory() as folder:
         queue = mp.get_context("spawn").SimpleQueue()
         context = mp.spawn(

@@ -7,15 +7,14 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_unflatten
 
 from shardwise.captures.called import Called, cannot_be_handed_on, managed, without_autocast_cache
-from shardwise.captures.code import Code
 from shardwise.captures.cuda_graph import GraphedRun
-from shardwise.captures.differentiable import DifferentiableRun, Pair, write_backward
+from shardwise.captures.differentiable import Pair, write_backward
 from shardwise.captures.entry import (
     NotHashable,
     Results,
@@ -33,13 +32,14 @@ from shardwise.captures.entry import (
 from shardwise.captures.explain import explain
 from shardwise.captures.guards import Arguments, Tensors
 from shardwise.captures.leaving import enter, kept_beyond
-from shardwise.captures.passes import DEFAULT, check_names, run_passes
+from shardwise.captures.passes import DEFAULT, check_names
+from shardwise.captures.pending import TOGETHER, Pending, is_any_waiting
 from shardwise.captures.program import Program
 from shardwise.captures.sequence import DONE, NOT_YET, REFUSED, agree, check_sizes, compare_ranks, fingerprint
+from shardwise.captures.single import Capture, Compile, Guard
 from shardwise.captures.split import CannotSplit, Split, code_of
 from shardwise.captures.surroundings import Surroundings
 from shardwise.captures.tape import Tape
-from shardwise.captures.together import together
 from shardwise.comm.capturing import tape_here, tapes
 from shardwise.errors import CaptureError, check_type
 from shardwise.protocols import Item
@@ -47,59 +47,8 @@ from shardwise.torch_private.autograd import is_used_up
 
 MOST_CAPTURES = 64  # programs that a function keeps
 _NUMBERS = "arguments that are no tensors are others at nearly every call; pass such numbers as tensors"
+_KINDS = 16  # kinds of calls that are remembered, for each program that may be kept
 _VARIANTS = 8  # programs for calls of one kind, that differ in modules and variables around
-Compile = Callable[[Program], None]  # what a compiler does with a program: statements become calls of what it made
-
-
-class Guard(Protocol):
-    """Something that a program was written with."""
-
-    def changed(self) -> str:
-        """What is another than it was; empty if nothing is."""
-
-
-class Capture:
-    """One program, for arguments of one kind; or two, where its results are differentiated outside."""
-
-    def __init__(
-        self, program: Program, pair: Pair | None, results: Results, guards: Sequence[Guard], arguments: Arguments
-    ) -> None:
-        self.results, self._guards, self._arguments = results, guards, arguments
-        self.programs = [program] if pair is None else [pair.forward, pair.backward]
-        self._pair = pair
-        self.passes: list[Any] = []  # what each pass left, per program
-        self.graphed: GraphedRun | None = None
-        self.unsettled: Callable[[], str] | None = None  # at the next call: why it cannot be repeated after all
-
-    def finish(self, passes: Sequence[str], compile: Compile | None) -> None:
-        """Run the passes, and make the code."""
-
-        def prepare(program: Program) -> list[Any]:
-            done = run_passes(program, passes)
-            if compile is not None:
-                compile(program)
-            return done
-
-        self.passes = list(map(prepare, self.programs))
-        self.run: Callable[..., tuple[torch.Tensor, ...]]
-        if self._pair is None:
-            code = Code(self.programs[0])
-            self.run, self.text = together(self.programs[0], code.run), code.text
-            if self.programs[0].is_graph:
-                self.graphed = self.run = GraphedRun(self.programs[0], code.run)
-        else:
-            run = DifferentiableRun(self._pair, prepare)
-            self.run, self.text = run, f"# forward\n{run.code.text}\n# backward\n{run.back.text}"
-
-    def changed(self, given: Sequence[torch.Tensor]) -> str:
-        """What keeps the program from being run: something it was written with is another now."""
-        if not self._arguments.fit(given):
-            return "an argument is a tensor that the function knows by another name, or is no more"
-        for guard in self._guards:
-            reason = guard.changed()
-            if reason:
-                return reason
-        return ""
 
 
 class Captured:
@@ -130,6 +79,8 @@ class Captured:
         self._eager: dict[str, int] = {}
         self._replays = 0
         self.regions: dict[str, int] = {}
+        self._sources: frozenset[int] | None = None  # of gradients that several ranks add up in backward programs
+        self.is_together = False  # whether results of two calls were there to be differentiated together
 
     def __call__(self, *args: Item, **kwargs: Item) -> Item:
         if tapes and tape_here() is not None:  # another function is written down, with this one as a part
@@ -139,6 +90,8 @@ class Captured:
             key = (spec, *modes(), *key_of(leaves))
         except NotHashable as error:
             return self._run_eagerly(str(error), args, kwargs)
+        if self._sources is not None and torch.is_grad_enabled() and self._meets_another(leaves):
+            return self._run_eagerly(TOGETHER, args, kwargs)
         found = self._found.get(key)
         if isinstance(found, list):
             given = plain_inputs(leaves)
@@ -160,7 +113,25 @@ class Captured:
         if written >= _VARIANTS and self._replays - replays < written:
             return self._run_eagerly(_NUMBERS, args, kwargs)
         self._kinds[kind] = written + 1, replays if written else self._replays
+        if len(self._kinds) > _KINDS * self._limit:  # of shapes that come once and never again
+            del self._kinds[next(iter(self._kinds))]
         return self._write(key, leaves, spec, (args, kwargs))
+
+    def _meets_another(self, leaves: Sequence[Any]) -> bool:
+        """Whether this call may be differentiated together with an earlier one, or such a call has come before."""
+        if not self.is_together and self._sources is not None:
+            inputs = (t for t in plain_inputs(leaves) if t.requires_grad)
+            self.is_together = is_any_waiting(self._sources.union(map(id, inputs)))
+        return self.is_together
+
+    def _note_sources(self, pair: Pair, results: Results, leaves: Sequence[Any]) -> None:
+        """Results wait for a backward pass that adds gradients of several ranks up."""
+        if self._compile is None and pair.moves_back:  # compiled programs need not round as eager runs do
+            self._sources = (self._sources or frozenset()).union(map(id, pair.leaves))
+            sources = pair.sources(plain_inputs(leaves))
+            self.is_together = is_any_waiting(sources) or self.is_together
+            pair.owner = self
+            Pending(sources, self).watch(results.tensors)
 
     def _run_in_parts(self, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item:
         if not split.fits():
@@ -221,7 +192,9 @@ class Captured:
         if any(t.requires_grad and t.is_leaf and not tape.has_place(t) for t in results.tensors):
             tape.refuse("a result is made to take gradients in the call")
         pair = self._differentiated(tape, program, results, called.modules)
-        if pair is None and not tape.refused:
+        if pair is not None:
+            self._note_sources(pair, results, leaves)
+        elif not tape.refused:
             results.are_used_up = [t.grad_fn is not None for t in results.tensors]
         if tape.refused and not results.hands_back:
             given = box[0]  # which may hold objects that others know
@@ -281,7 +254,9 @@ class Captured:
         """The second call of a program whose results were differentiated: by now nobody needs what the first made."""
         reason = program.unsettled() if program.unsettled is not None else ""
         program.unsettled = None
-        if reason:
+        if not reason:
+            self._tries.pop(key, None)
+        else:
             del self._found[key]
             self._refuse(key, reason, is_final=False)
         return not reason
@@ -313,7 +288,8 @@ class Captured:
             self._found[key] = [*known, found] if isinstance(known, list) else [found]
         else:
             self._found[key] = found
-        self._tries.pop(key, None)
+        if not isinstance(found, Capture) or found.unsettled is None:
+            self._tries.pop(key, None)
         while len(self._found) > self._limit:
             self._found.popitem(last=False)
         if isinstance(found, Capture) and self._expected not in (None, self.fingerprint):
@@ -371,7 +347,7 @@ class Captured:
         """What the programs do: statements, what each pass did, every collective with its line and bytes, and which
         calls ran eagerly and why."""
         programs = [pair for found in self._captures() for pair in zip(found.programs, found.passes, strict=True)]
-        graphs = [found.graphed.why_not for found in self._captures() if found.graphed is not None]
+        graphs = [found.run.why_not for found in self._captures() if isinstance(found.run, GraphedRun)]
         return explain(programs, self.eager, [why for why in graphs if why], self._all_regions())
 
     def _all_regions(self) -> dict[str, int]:

@@ -16,11 +16,18 @@ _INDENT = "    "
 
 
 class replaying:
-    """Inside, ops run below autograd, and no tensor class is asked."""
+    """Inside, ops run below autograd, and no tensor class is asked.
+
+    Args:
+        with_grad: The grad mode, which some kernels ask for though nothing is recorded.
+    """
+
+    def __init__(self, with_grad: bool = False) -> None:
+        self._with_grad = with_grad
 
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
-        set_grad_mode(False)
+        set_grad_mode(self._with_grad)
         self._below, self._plain = below_autograd(), without_torch_function()
         self._below.__enter__()
         self._plain.__enter__()
@@ -56,13 +63,14 @@ class Code:
         program = self.program
         yield f"def run({', '.join(self._names[ref] for ref in program.inputs)}):"
         last = _last_uses(program)
-        inside = False
+        block: bool | None = None  # the grad mode of the statements before, if they ran below autograd
         for i, statement in enumerate(program.statements):
-            if statement.outside == inside:
-                inside = not inside
-                if inside:
-                    yield f"{_INDENT}with replaying():"
-            indent = _INDENT * (2 if inside else 1)
+            wanted = None if statement.outside else statement.with_grad if statement.is_op else bool(block)
+            if wanted is not block:
+                block = wanted
+                if block is not None:
+                    yield f"{_INDENT}with replaying({'with_grad=True' if block else ''}):"
+            indent = _INDENT * (1 if block is None else 2)
             line = indent + self._line(statement)
             yield f"{line:<100}  # {statement.source}" if statement.source else line
             dead = [self._names[ref] for ref in last.get(i, ())]

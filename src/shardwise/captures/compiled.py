@@ -140,8 +140,11 @@ class Lazily:
         self._places = _places(lowered)
         self._compiled: Code | None = None
 
-    @torch.no_grad()
     def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        with torch.set_grad_enabled(self._stretch.with_grad):
+            return self._called(tensors)
+
+    def _called(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         plain = [t.detach() if t.requires_grad else t for t in tensors]
         if self._compiled is None:
             with keeping_order():  # code with symbols is made when it first runs

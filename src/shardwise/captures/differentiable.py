@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from shardwise.captures.code import Code
-from shardwise.captures.program import Program, Ref
+from shardwise.captures.contributions import MOST_BYTES, Parts
+from shardwise.captures.pending import Function, Pending, sources_of
+from shardwise.captures.program import Program, Ref, Statement
 from shardwise.captures.pruned import without
 from shardwise.captures.tape import Tape
 from shardwise.captures.together import together
+from shardwise.errors import ShardwiseError
 from shardwise.protocols import Ctx, Tensors
+
+T = TypeVar("T")
 
 
 class Pair:
@@ -31,12 +36,18 @@ class Pair:
     ) -> None:
         self.forward, self.backward = forward, backward
         self._results, self._made = results, made
-        self.needed = needed  # which inputs of the forward take gradients
-        self.leaves: list[torch.Tensor] = []
+        self.needed = needed  # which inputs of the forward take gradients; one several times, if it has several uses
+        self.leaves: list[torch.Tensor] = []  # the same of tensors that were there before
         self.differentiable: list[bool] = []
         self.seeds: list[Ref] = []  # the gradients of the results, among the inputs of the backward program
         self.zeros: list[Callable[[], torch.Tensor]] = []  # what stands for each where it is not given
+        self.moves_back = bool(backward.moves())
+        self.owner: Function | None = None  # who is told where results of several calls wait to be differentiated
         self._whole = _copied(backward)
+
+    def sources(self, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
+        """The tensors for which the backward program adds gradients of several ranks up."""
+        return sources_of((*(inputs[i] for i in self.needed), *self.leaves)) if self.moves_back else frozenset()
 
     def without(self, missing: frozenset[int]) -> tuple[Program, list[bool]]:
         """The backward program where some gradients of results are not given, and which of its outputs are left."""
@@ -60,12 +71,15 @@ def write_backward(tape: Tape, forward: Program, outputs: Sequence[torch.Tensor]
     end = len(tape.statements)
     seeds = [torch.zeros_like(root) for root in roots]
     seed_refs = [tape.add_input(seed) for seed in seeds]
+    parts = Parts([*inputs, *leaves], tape.number_of)
     try:
-        with tape.writing():
+        with tape.writing(), parts.watching(roots, seeds):
             found = torch.autograd.grad(roots, [*inputs, *leaves], seeds, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
-        if "second time" not in str(error):
+        if isinstance(error, ShardwiseError):
             raise
+        if "second time" not in str(error):  # the program itself may never differentiate them
+            tape.refuse(f"its results cannot be differentiated: {str(error).partition('. ')[0]:.200}")
         del tape.statements[end:]
         return None
     finally:
@@ -74,8 +88,13 @@ def write_backward(tape: Tape, forward: Program, outputs: Sequence[torch.Tensor]
     behind = tape.statements[end:]
     del tape.statements[end:]
     known = {ref for s in forward.statements for ref in s.outs if ref is not None} | set(forward.inputs)
+    if reason := _cannot_be_added(parts, behind, [None if grad is None else tape.number_of(grad) for grad in found]):
+        tape.refuse(reason)
+        return None
     used = [ref for s in behind for ref in s.refs()]
-    grads = [None if grad is None else tape.number_of(grad) for grad in found]
+    grads: list[Ref | None] = []
+    for refs in parts.found:
+        grads += refs or [None]
     saved = [ref for ref in dict.fromkeys([*used, *(g for g in grads if g is not None)]) if ref in known]
     results = list(forward.outputs)
     pair = Pair(
@@ -83,12 +102,27 @@ def write_backward(tape: Tape, forward: Program, outputs: Sequence[torch.Tensor]
         Program([*saved, *seed_refs], forward.state, behind, [ref for ref in grads if ref is not None]),
         len(results),
         [ref is not None for ref in grads],
-        [i for i, t in enumerate(tape.inputs.values()) if t.requires_grad],
+        _repeated([i for i, t in enumerate(tape.inputs.values()) if t.requires_grad], parts.found),
     )
-    pair.leaves, pair.seeds = leaves, seed_refs
+    pair.leaves, pair.seeds = _repeated(leaves, parts.found[len(inputs) :]), seed_refs
     pair.zeros = [partial(torch.zeros, seed.shape, dtype=seed.dtype, device=seed.device) for seed in seeds]
     pair.differentiable = [t.requires_grad and t.grad_fn is not None for t in outputs]
     return pair
+
+
+def _cannot_be_added(parts: Parts, statements: list[Statement], sums: Sequence[Ref | None]) -> str:
+    """Have a program give the parts of gradients; why that cannot be done, or nothing."""
+    if parts.extra_bytes > MOST_BYTES:
+        return (
+            f"a tensor is used so often that the gradients of all uses take {parts.extra_bytes >> 20} MiB; capture the "
+            f"whole step, with its backward pass"
+        )
+    return "" if parts.take_apart(statements, sums) else "gradients of one tensor are added up in an unknown way"
+
+
+def _repeated(items: Sequence[T], parts: Sequence[Sequence[Ref]]) -> list[T]:
+    """Each of some things as often as it has parts, but once at least."""
+    return [item for item, own in zip(items, parts, strict=False) for _ in range(max(len(own), 1))]
 
 
 class _UsedUp(torch.autograd.Function):
@@ -145,6 +179,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Ctx, run: DifferentiableRun, inputs: Tensors, *sources: torch.Tensor) -> Tensors:
         pair = run.pair
+        ctx.pending = None if pair.owner is None else Pending(pair.sources(inputs), pair.owner)
         found = run._run(*inputs)
         results, saved = found[: pair._results], found[pair._results :]
         ctx.run = run
@@ -157,6 +192,8 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Ctx, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         pair = ctx.run.pair
+        if ctx.pending is not None:
+            ctx.pending.is_done = True
         seeds = [grad for grad, is_one in zip(grads, pair.differentiable, strict=True) if is_one]
         made = ctx.run.backward(ctx.saved_tensors, seeds)
         return None, None, *(next(made) if there else None for there in pair._made)

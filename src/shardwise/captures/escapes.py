@@ -23,14 +23,14 @@ from shardwise.torch_private.autograd import gradient_hooks, module_hooks
 _VALUES = {
     getattr(torch.Tensor, name): name
     for name in (
-        "item tolist numpy __bool__ __int__ __float__ __complex__ __index__ __array__ __dlpack__ data_ptr "
-        "__repr__ __format__"
+        "item tolist numpy __bool__ __int__ __float__ __complex__ __index__ __array__ __dlpack__ __repr__ __format__"
     ).split()
 }
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
-_OFFSET = torch.Tensor.storage_offset
+_PLACES = (torch.Tensor.storage_offset, torch.Tensor.data_ptr)
 _DATA: Item = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GRAD: Item = torch.Tensor.grad.__set__  # type: ignore[attr-defined, union-attr]
+_READ_GRAD: Item = torch.Tensor.grad.__get__  # type: ignore[attr-defined, union-attr]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Parameters = Callable[[Any], Iterable[torch.Tensor]]
@@ -44,9 +44,11 @@ class Writer(Protocol):
     """What a tape does with what is seen here."""
 
     paused: int
+    is_zeroing: bool
 
     def refuse(self, reason: str) -> None: ...
     def set_grad(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None: ...
+    def note_read(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None: ...
     def note_no_gradients(self, tensors: Iterable[torch.Tensor]) -> None: ...
     def region(self, label: str, func: Callable[[], Any]) -> Item: ...
 
@@ -79,10 +81,14 @@ class Escapes(TorchFunctionMode):
         if not self.tape.paused and args and type(args[0]) in _PLAIN:
             if func in _VALUES:
                 self.tape.refuse(f"Tensor.{_VALUES[func]}: a value of a tensor is asked for")
-            elif func is _OFFSET and not _is_of_library(sys._getframe(1)):
-                self.tape.refuse("Tensor.storage_offset: where a tensor begins in its memory is asked for")
+            elif func in _PLACES and not _is_of_library(sys._getframe(1)):
+                self.tape.refuse(f"Tensor.{func.__name__}: where a tensor lies in memory is asked for")
             elif func == _DATA:
                 self.tape.refuse("Tensor.data is set: a tensor gets other memory")
+            elif func == _READ_GRAD:
+                grad = func(*args, **(kwargs or {}))
+                self.tape.note_read(args[0], grad)
+                return grad
             elif func == _GRAD:
                 result = func(*args, **(kwargs or {}))
                 self.tape.set_grad(args[0], args[1])
@@ -166,8 +172,12 @@ def _zeroing(method: Callable[..., None], parameters: Parameters) -> Callable[..
         if tape is None:
             method(owner, *args, **kwargs)
             return
-        without = [parameter for parameter in parameters(owner) if parameter.grad is None]
-        method(owner, *args, **kwargs)
+        tape.is_zeroing = True  # whatever it finds, there are no gradients afterwards
+        try:
+            without = [parameter for parameter in parameters(owner) if parameter.grad is None]
+            method(owner, *args, **kwargs)
+        finally:
+            tape.is_zeroing = False
         if kwargs.get("set_to_none", args[0] if args else True):
             tape.note_no_gradients(without)
 

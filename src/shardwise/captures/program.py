@@ -14,6 +14,8 @@ from shardwise.move.steps import MeshStep, Step
 from shardwise.protocols import Item, Structure
 from shardwise.torch_private.tensors import OpOverload, schema_of
 
+GRADIENT_SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)  # by which autograd adds gradients up
+
 
 def items_in(*values: Item) -> list[Any]:
     """What stands in arguments of operators: lists, tuples and dicts are looked into."""
@@ -43,6 +45,22 @@ def with_items(value: Item, kind: type, change: Callable[[Any], Any]) -> Item:
     return change(value) if isinstance(value, kind) else value
 
 
+def with_tensors(value: Item, change: Callable[[torch.Tensor], Any]) -> Item:
+    """Arguments of operators with every tensor changed."""
+    own = type(value)
+    if own is tuple or own is list:
+        return own(
+            [
+                change(x) if isinstance(x, torch.Tensor) else with_tensors(x, change) if type(x) in _NESTED else x
+                for x in value
+            ]
+        )
+    return {name: with_items(item, torch.Tensor, change) for name, item in value.items()}
+
+
+_NESTED = frozenset({list, tuple, dict})
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Ref:
     """A tensor of the program, by its number. No two of one program have the same number, so they compare by identity:
@@ -70,6 +88,7 @@ class Statement:
     taken: tuple[Any, ...] = ()  # the same of what it takes
     lowered: Move | None = None  # the move whose last op this is, where it became ops and collectives
     draws: bool = False  # whether it took random numbers from torch's generator
+    with_grad: bool = False  # whether grad mode was on: some kernels then give more than else (LSTM on a CPU)
 
     def refs(self) -> Iterator[Ref]:
         """The tensors that it takes."""
@@ -232,17 +251,19 @@ class Program:
 
     def moves(self) -> list[Move]:
         """What it communicates, in order."""
-        return [move for s in self.statements for move in s.moves]
+        return [m for s in self.statements if s.lowered is not None or not s.is_op for m in s.moves]
 
 
-def written_by(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Ref, ...]:
-    """The tensors that a call of an operator changes, by its schema."""
+def written_places(func: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
+    """Place and name of the arguments that an operator changes, by its schema."""
     schema = schema_of(func)
     if schema is None or not schema.is_mutable:
         return ()
-    found: list[Ref] = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [item for item in items_in(given) if isinstance(item, Ref)]
-    return tuple(found)
+    places = enumerate(schema.arguments)
+    return tuple((i, a.name) for i, a in places if a.alias_info is not None and a.alias_info.is_write)
+
+
+def written_by(places: Iterable[tuple[int, str]], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Ref, ...]:
+    """The tensors that a call of an operator changes, which has them in these places."""
+    given = (args[i] if i < len(args) else kwargs.get(name) for i, name in places)
+    return tuple(item for item in items_in(*given) if isinstance(item, Ref))

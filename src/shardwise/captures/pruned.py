@@ -9,11 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-import torch
-
-from shardwise.captures.program import Program, Ref, Statement
-
-_SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)  # by which autograd adds gradients up
+from shardwise.captures.program import GRADIENT_SUMS, Program, Ref, Statement
 
 
 def without(program: Program, seeds: Collection[Ref], missing: Collection[Ref]) -> tuple[Program, list[bool]]:
@@ -36,7 +32,7 @@ def without(program: Program, seeds: Collection[Ref], missing: Collection[Ref]) 
         statement.replace_refs(new)
         refs = set(statement.refs())
         is_missing = bool(refs & none) and not refs & given
-        if refs & none and refs & given and statement.func in _SUMS and not statement.kwargs:
+        if refs & none and refs & given and statement.func in GRADIENT_SUMS and not statement.kwargs:
             (there,) = (ref for ref in statement.args[:2] if ref in given)
             new.update((ref, there) for ref in (statement.args[0], *statement.outs) if ref not in (None, there))
             continue

@@ -7,13 +7,13 @@ own library is not read, but what is handed to it is: so what is left out are va
 
 from __future__ import annotations
 
+import builtins
 import contextvars
 import functools
 import operator
 import os
 import random
 import sys
-import time
 import types
 import weakref
 from collections import deque
@@ -26,6 +26,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.captures.names import names_in
+from shardwise.captures.outside import COUNTS, asked_by
 from shardwise.captures.readings import SIMPLE, Reading, Values
 from shardwise.comm.capturing import settings
 from shardwise.protocols import Item
@@ -33,9 +34,6 @@ from shardwise.torch_private.autograd import children_of, hook_tables
 
 _MOST = 10_000  # entries of a container that are compared at each call
 _FOREIGN = frozenset({"torch", "shardwise", "numpy", "builtins"} | set(sys.stdlib_module_names)) - {"__main__"}
-_CLOCKS = frozenset(
-    name for name in dir(time) if name.startswith(("time", "perf_counter", "monotonic", "process_time"))
-)
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _RATES = frozenset({"get_last_lr", "last_epoch", "get_lr", "_last_lr"})
 _LOOKING = frozenset({"globals", "eval", "exec", "__import__"})  # ways to variables that no code names
@@ -46,11 +44,14 @@ _SETTINGS = frozenset(  # of torch, that a program may ask for
         "get_float32_matmul_precision",
         "get_deterministic_debug_mode",
         "get_default_device",
+        "initial_seed",
         "is_warn_always_enabled",
         "is_anomaly_enabled",
     }
 )
-_MAKING = frozenset({"__init__", "__new__", "__init_subclass__", "__post_init__", "__repr__", "__str__", "__del__"})
+_MAKING = frozenset({"__init__", "__new__", "__post_init__"})  # which run where a class is called
+_SELDOM = _MAKING | {"__init_subclass__", "__repr__", "__str__", "__format__", "__del__"}
+_PLAIN = (bool, int, float, str)
 _BEGINNING = ("forward", "__call__", "__getattr__", "__getitem__", "__len__", "__iter__")
 
 
@@ -63,14 +64,15 @@ class Surroundings:
     """
 
     def __init__(self, roots: Iterable[Item]) -> None:
-        roots, names, perhaps = list(roots), frozenset(_BEGINNING), frozenset[str]()
+        roots, names, perhaps, is_wide = list(roots), frozenset(_BEGINNING), frozenset[str](), False
         while True:  # code that was found late names attributes of objects that were seen before
-            walk = _Walk(names, perhaps)
+            walk = _Walk(names, perhaps, is_wide)
             for root in roots:
                 walk.visit(root, getattr(root, "__qualname__", type(root).__name__))
-            if walk.names <= names and walk.perhaps <= perhaps:
+            if walk.names <= names and walk.perhaps <= perhaps and walk.is_wide <= is_wide:
                 break
             names, perhaps = names | walk.names | walk.perhaps, perhaps | walk.perhaps
+            is_wide = is_wide or walk.is_wide
         self._readings, self._empty = walk.readings, walk.empty
         self._alive = walk.alive
         self.tensors, self.refused = walk.tensors, walk.refused
@@ -110,8 +112,8 @@ def _state(source: Item) -> str:
 class _Walk:
     """One walk, with the names of attributes that are known before it."""
 
-    def __init__(self, names: frozenset[str], perhaps: frozenset[str]) -> None:
-        self._known, self._perhaps = names, sorted(perhaps)
+    def __init__(self, names: frozenset[str], perhaps: frozenset[str], is_wide: bool) -> None:
+        self._known, self._perhaps, self._takes_all = names, sorted(perhaps), is_wide
         self.names: set[str] = set()
         self.perhaps: set[str] = set()
         self.readings: list[Reading] = []
@@ -120,6 +122,7 @@ class _Walk:
         self.streams: list[Any] = []
         self.alive: dict[int, object] = {}
         self.refused = ""
+        self.is_wide = False  # whether code asks for attributes by names that it makes up
 
     def refuse(self, reason: str) -> None:
         self.refused = self.refused or reason
@@ -132,6 +135,8 @@ class _Walk:
         if isinstance(item, SIMPLE) or id(item) in self.alive:
             return
         self.alive[id(item)] = item
+        if asked := asked_by(item, self._known):
+            self.refuse(f"{asked} may give something else at each call: ask outside and pass what it gives")
         for kind, look in _KINDS:
             if isinstance(item, kind):
                 look(self, item, name)
@@ -148,17 +153,20 @@ class _Walk:
 
     # -- code -------------------------------------------------------------------------------------------------------
     def _function(self, func: types.FunctionType, name: str) -> None:
+        if func is os.getenv:
+            self.visit(os.environ, "os.environ")
         cells = func.__closure__ or ()
         is_own = not _is_foreign(func)
         if is_own:
             found = names_in(func.__code__)
             self.names |= found.attributes
             self.perhaps |= found.perhaps
+            self.is_wide = self.is_wide or found.is_wide
+            if counts := found.attributes & COUNTS:
+                self.refuse(f"{func.__qualname__} reads {min(counts)}, which says how often a tensor was written")
             self._variables(func, sorted(found.variables))
             self._imports(func, found.imports)
-            self.watch(
-                f"defaults of {func.__qualname__}", lambda: (func.__code__, func.__defaults__, func.__kwdefaults__)
-            )
+            self.watch(f"defaults of {func.__qualname__}", functools.partial(_defaults_of, func))
             self._attributes(vars(func), name, self._known & vars(func).keys())
             if cells:
                 self.watch("around", lambda: [_content(cell) for cell in cells], func.__code__.co_freevars)
@@ -172,7 +180,7 @@ class _Walk:
         if names:
             self.watch(func.__module__, lambda: list(map(table.get, names)), names)
         for name in names:
-            self.visit(table.get(name), name)
+            self.visit(table.get(name, vars(builtins).get(name)), name)
         for name in _LOOKING & set(names) - table.keys():
             self.refuse(f"{func.__qualname__} calls {name}, so that nobody can tell which variables it reads")
 
@@ -205,38 +213,68 @@ class _Walk:
         self.visit(found.__func__, name)
 
     def _builtin(self, func: types.BuiltinFunctionType, name: str) -> None:
-        if func.__module__ == "time" and func.__name__ in _CLOCKS:
-            self.refuse(f"{name} reads the clock: do that outside")
-        elif not isinstance(func.__self__, types.ModuleType):
+        if not isinstance(func.__self__, types.ModuleType):
             self.visit(func.__self__, name)
 
     # -- things -----------------------------------------------------------------------------------------------------
     def _file(self, module: types.ModuleType, name: str) -> None:
         if module is os and self._known & {"environ", "getenv"}:
-            self.watch("os.environ", lambda: [*os.environ, *os.environ.values()])
+            self.visit(os.environ, "os.environ")
         if module is torch:
             for setting in sorted(self._known & _SETTINGS):
                 self.watch(f"torch.{setting}()", functools.partial(_asked, getattr(torch, setting)))
-        if module is time and self._known & _CLOCKS:
-            self.refuse("the function reads the clock: do that outside")
-        if not _is_foreign_name(module.__name__):
+        if _is_foreign_name(module.__name__):
+            self._settings(module, name)
+        else:
             self._attributes(vars(module), name)
+            if self._takes_all:
+                self.watch(name, vars(module).values, vars(module))
+
+    def _settings(self, owner: object, name: str) -> None:
+        """Numbers and flags of a module that is not the program's, such as `torch.backends.cudnn.benchmark`."""
+        if owner is sys and "argv" in self._known:
+            self.visit(sys.argv, "sys.argv")
+        found = {key: _setting(owner, key) for key in sorted(self._known) if not key.startswith("__")}
+        names = [key for key, value in found.items() if isinstance(value, _PLAIN)]
+        if names:
+            self.watch(name, lambda: [_setting(owner, key) for key in names], names)
+        for key, value in found.items():
+            if isinstance(value, types.ModuleType) or type(value).__module__.startswith("torch.backends"):
+                self.visit(value, f"{name}.{key}")
 
     def _attributes(self, table: Item, name: str, perhaps: Iterable[str] = ()) -> None:
         """The attributes that the code names; some of them may be missing now."""
-        names = sorted({*(self._known & table.keys()), *perhaps})
+        names = sorted({*(self._known & table.keys()), *perhaps} | self._others(table))
         get = table.get
         if names:
             self.watch(name, lambda: list(map(get, names)), names)
         for attribute in names:
             self.visit(get(attribute), f"{name}.{attribute}")
 
+    def _others(self, table: Item) -> set[str]:
+        """Attributes that code may make up the names of, beside those that it names: what is no method."""
+        if not self._takes_all or "__builtins__" in table:
+            return set()
+        kinds = (types.FunctionType, staticmethod, classmethod, property)
+        return {k for k, v in list(table.items()) if not k.startswith("__") and not isinstance(v, kinds)}
+
     def _class(self, cls: type, name: str) -> None:
+        """A class that code names, so that it may make objects of it."""
+        for base in cls.__mro__:
+            if not _is_foreign(base):
+                for key in sorted(_MAKING & vars(base).keys()):
+                    self.visit(vars(base)[key], f"{base.__qualname__}.{key}")
+        self._kind(cls)
+
+    def _kind(self, cls: type) -> None:
+        """The class of an object: what its code reads where nobody makes a new one."""
+        if not _is_foreign(type(cls)):
+            self._kind(type(cls))
         for base in cls.__mro__:
             if not _is_foreign(base):
                 self._attributes(vars(base), base.__qualname__)
                 for key, method in list(vars(base).items()):  # operators and descriptors, which no code names
-                    if key.startswith("__") and isinstance(method, types.FunctionType) and key not in _MAKING:
+                    if key.startswith("__") and isinstance(method, types.FunctionType) and key not in _SELDOM:
                         self.visit(method, f"{base.__qualname__}.{key}")
 
     def _object(self, item: object, name: str) -> None:
@@ -245,7 +283,7 @@ class _Walk:
         if _is_foreign(cls):
             self._foreign(item, table, name)
             return
-        self.visit(cls, name)
+        self._kind(cls)
         hidden = {key for base in cls.__mro__ if not _is_foreign(base) for key in self._known & vars(base).keys()}
         self._attributes(table, name, {*self._perhaps, *(hidden if hasattr(item, "__dict__") else ())})
         if hasattr(item, "__dict__"):
@@ -259,6 +297,11 @@ class _Walk:
     def _foreign(self, item: object, table: dict[str, Any], name: str) -> None:
         top = type(item).__module__.partition(".")[0]
         self.visit(table.get("__wrapped__"), name)
+        if item is os.environ:
+            self.watch(name, lambda: [*os.environ, *os.environ.values()])
+            return
+        if type(item).__module__.startswith("torch.backends"):
+            self._settings(item, name)
         if top in sys.stdlib_module_names and table:
             self._dict(table, name)
         elif top == "torch" and not isinstance(item, torch.amp.GradScaler):
@@ -330,7 +373,7 @@ class _Walk:
         for tell in settings:
             if tell(module) is not None:
                 self.watch(f"how {type(module).__name__} is set to run", functools.partial(_told, tell, module))
-        self.visit(type(module), type(module).__name__)
+        self._kind(type(module))
         own_values = [value for key, value in table.items() if key not in _OF_EVERY_MODULE]
         inside = [*module._parameters.values(), *module._buffers.values(), *children_of(module).values()]
         for value in (*own_values, *inside):
@@ -382,11 +425,22 @@ def has_memory(item: Item) -> bool:
 
 
 def _is_foreign(item: Item) -> bool:
+    if isinstance(item, types.FunctionType):  # one that `exec` made is of the module that it reads
+        return _is_foreign_name(item.__module__ or str(item.__globals__.get("__name__") or ""))
     return _is_foreign_name(getattr(item, "__module__", None) or "builtins")
 
 
 def _is_foreign_name(module: str) -> bool:
     return module.partition(".")[0] in _FOREIGN
+
+
+def _setting(owner: object, name: str) -> object:
+    if isinstance(owner, types.ModuleType) and not hasattr(type(owner), name):
+        return vars(owner).get(name)  # and nothing that would be imported only now
+    try:
+        return getattr(owner, name, None)
+    except (RuntimeError, AssertionError):  # it asks a device that is not there
+        return None
 
 
 def _told(tell: Callable[[torch.nn.Module], Hashable], module: torch.nn.Module) -> Values:
@@ -396,6 +450,12 @@ def _told(tell: Callable[[torch.nn.Module], Hashable], module: torch.nn.Module) 
 def _slots(cls: type) -> Iterable[str]:
     slots = cls.__dict__.get("__slots__", ())
     return (slots,) if isinstance(slots, str) else slots
+
+
+def _defaults_of(func: types.FunctionType) -> Values:
+    """The code of a function and its defaults; those by keyword one by one, so that an equal dict is the same."""
+    named = func.__kwdefaults__ or {}
+    return [func.__code__, func.__defaults__, *named, *named.values()]
 
 
 _NOTHING = "nothing yet"

@@ -34,10 +34,12 @@ class Stretch:
     Attributes:
         kind: What it does, without numbers: equal for stretches that differ in sizes alone.
         numbers: The numbers in its arguments.
+        with_grad: Whether grad mode is on where it runs.
     """
 
     def __init__(self, body: Sequence[Statement], taken: Sequence[Ref], outs: Sequence[Ref]) -> None:
         self.body, self.taken, self.outs = body, taken, outs
+        self.with_grad = any(s.with_grad for s in body)
         self._numbers: list[int] = []
         place = {ref: i for i, ref in enumerate(taken)}
         kinds: list[Hashable] = []
@@ -47,7 +49,7 @@ class Stretch:
                     place[ref] = len(place)
             args = tuple(self._kind(item, is_size, place) for item, is_size in _arguments(s))
             kinds.append((s.func, args, tuple(ref is not None and place[ref] for ref in s.outs)))
-        self.kind: Hashable = (tuple(kinds), len(taken), tuple(place[ref] for ref in outs))
+        self.kind: Hashable = (tuple(kinds), len(taken), tuple(place[ref] for ref in outs), self.with_grad)
         self.numbers: Numbers = tuple(self._numbers)
 
     def _kind(self, item: Item, is_size: bool, place: dict[Ref, int]) -> Hashable:
@@ -158,9 +160,7 @@ class Family:
         return self._by_size[key]
 
     @staticmethod
-    def _with(
-        code: Code, values: Sequence[int], shapes: Sequence[int | None], tensors: Sequence[torch.Tensor]
-    ) -> Code:
+    def _with(code: Code, values: Sequence[int], shapes: Sequence[int | None], tensors: Sequence[torch.Tensor]) -> Code:
         sizes = torch.empty((*values, 0), device=tensors[0].device if tensors else None)
         mark_sizes(sizes, range(len(values)))
         ndims = [t.dim() for t in tensors]

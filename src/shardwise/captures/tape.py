@@ -7,7 +7,6 @@ itself goes on, since it runs eagerly all the while.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType
@@ -15,11 +14,12 @@ from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef as WeakTensorRef
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.autograd.leaves import leaf_values
 from shardwise.captures.escapes import Escapes, has_foreign_hooks
-from shardwise.captures.operands import has_indices, is_without_values, share_memory_with
+from shardwise.captures.looking import line_in, options_of
+from shardwise.captures.numbers import Numbers
+from shardwise.captures.operands import has_indices, is_without_values, share_memory_with, traits_of
 from shardwise.captures.program import (
     Flattened,
     GetGrad,
@@ -30,7 +30,7 @@ from shardwise.captures.program import (
     SetGrad,
     Statement,
     items_in,
-    with_items,
+    with_tensors,
     written_by,
 )
 from shardwise.comm.capturing import tapes
@@ -40,13 +40,13 @@ from shardwise.move.steps import Step
 from shardwise.protocols import Args, Item, Kwargs, Op, Result
 from shardwise.torch_private.autograd import step_hooks
 from shardwise.torch_private.tensors import (
-    DispatchMode,
-    OpOverload,
+    QuickDispatchMode,
     dispatch_modes,
     function_modes,
     storage_id,
     storage_number,
     take_resize,
+    without_function_modes,
     without_torch_function,
 )
 from shardwise.wrapper import Wrapper
@@ -56,12 +56,12 @@ _FRESH = torch.ops.aten.lift_fresh.default
 _CLONE = torch.ops.aten.clone.default
 
 
-class Tape(DispatchMode):  # type: ignore[misc]
+class Tape(QuickDispatchMode):  # type: ignore[misc]
     """Writes one program."""
 
     def __init__(self, code: CodeType | None = None) -> None:
         super().__init__()
-        self.paused = 0
+        self.paused, self.is_zeroing = 0, False
         self.refused: str = ""
         self.line = 0  # where in the function that is written down it was refused; 0 if not there
         self._code = code
@@ -69,11 +69,12 @@ class Tape(DispatchMode):  # type: ignore[misc]
         self.inputs: dict[Ref, torch.Tensor] = {}
         self.state: dict[Ref, torch.Tensor] = {}
         self.comms: dict[int, Any] = {}  # the backends that moves went over
-        self._refs = WeakTensorKeyDictionary()
+        self._refs = Numbers()
         self._made_at: dict[Ref, Statement] = {}
         self._count = 0
         self._grads: dict[Ref, torch.Tensor | None] = {}  # of leaves: the gradient that the program knows of
         self._leaves: dict[Ref, torch.Tensor] = {}  # those tensors
+        self._read: dict[int, torch.Tensor] = {}  # leaves whose gradients the program has looked at, by those' ids
         self._began_without: dict[Ref, bool] = {}  # of leaves whose first gradient matters: whether there was none
         self._stepping: torch.optim.Optimizer | None = None
         self._options: dict[torch.optim.Optimizer, Any] = {}
@@ -95,6 +96,9 @@ class Tape(DispatchMode):  # type: ignore[misc]
             stack.callback(self._wake)
             self._stream = self._generators()
             yield self
+        if self._stepping is not None:  # it has raised, and the program went on: nothing was written since
+            self.paused, name = 0, type(self._stepping).__name__
+            self.refuse(f"a step of {name} has failed in the call")
         if self._generators() != self._stream:  # which goes on in each run
             self.refuse("a random generator is set in the call, or drawn from unseen")
 
@@ -122,7 +126,7 @@ class Tape(DispatchMode):  # type: ignore[misc]
     def refuse(self, reason: str) -> None:
         if not self.refused and not self.paused:
             self.refused = f"{reason} ({user_line()})"
-            self.line = _line_in(self._code)
+            self.line = line_in(self._code)
             self.statements.clear()
 
     # -- tensors ----------------------------------------------------------------------------------------------------
@@ -144,24 +148,33 @@ class Tape(DispatchMode):  # type: ignore[misc]
         found = self._refs.get(tensor)
         if found is not None:
             return found
-        for ref, leaf in self._leaves.items():
-            if leaf.grad is tensor:  # somebody else's work: a step, or an earlier call
-                return self._write(Statement(_GET, (ref,), label="grad"), tensor)
-        found = self._refs[tensor] = self._new()
-        self.state[found] = tensor
-        if tensor.requires_grad and not tensor.is_leaf:
-            self.refuse(f"a tensor of shape {tuple(tensor.shape)} comes from a graph that was made before the call")
-        if tensor.requires_grad and tensor.is_leaf:
-            self._leaves[found] = tensor
-            grad = tensor.grad
-            if grad is not None and self._refs.get(grad) in self._made_at:  # the program has put it there, unseen
-                self._grads[found] = None
-            else:
-                self._grads[found] = grad
-                self._began_without[found] = grad is None
-            if hook := has_foreign_hooks(tensor):
-                self.refuse(f"a hook on a tensor, {hook}, may do more than compute")
+        with without_function_modes():
+            read = self._read.get(id(tensor))
+            if read is not None and read.grad is tensor:
+                self.number_of(read)
+            for ref, leaf in self._leaves.items():
+                if leaf.grad is tensor:  # somebody else's work: a step, or an earlier call
+                    return self._write(Statement(_GET, (ref,), label="grad"), tensor)
+            found = self._refs[tensor] = self._new()
+            self.state[found] = tensor
+            if tensor.requires_grad:
+                self._note_leaf(found, tensor)
         return found
+
+    def _note_leaf(self, found: Ref, tensor: torch.Tensor) -> None:
+        """A tensor that was there before takes gradients."""
+        if not tensor.is_leaf:
+            self.refuse(f"a tensor of shape {tuple(tensor.shape)} comes from a graph that was made before the call")
+            return
+        self._leaves[found] = tensor
+        grad = tensor.grad
+        if grad is not None and self._refs.get(grad) in self._made_at:  # the program has put it there, unseen
+            self._grads[found] = None
+        else:
+            self._grads[found] = grad
+            self._began_without[found] = grad is None
+        if hook := has_foreign_hooks(tensor):
+            self.refuse(f"a hook on a tensor, {hook}, may do more than compute")
 
     def is_of_program(self, tensor: torch.Tensor) -> bool:
         return tensor.is_leaf or tensor in self._refs
@@ -169,9 +182,9 @@ class Tape(DispatchMode):  # type: ignore[misc]
     def _write(self, statement: Statement, *made: torch.Tensor) -> Ref:
         """Add a statement and its results; the number of the first."""
         for tensor in made:
-            ref = None if tensor in self._refs else self._new()
-            if ref is not None:
-                self._refs[tensor] = ref
+            ref = None
+            if tensor not in self._refs:
+                ref = self._refs[tensor] = self._new()
                 self._made_at[ref] = statement
             statement.outs.append(ref)
         if not self.refused:
@@ -182,11 +195,11 @@ class Tape(DispatchMode):  # type: ignore[misc]
     # -- ops --------------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Op, types: Args, args: Args = (), kwargs: Kwargs | None = None) -> Result:
         kwargs = kwargs or {}
-        ours = next((kind for kind in types if issubclass(kind, (Wrapper, RankTensor))), None)
-        if ours is not None:
-            with self:
-                return ours.__torch_dispatch__(func, types, args, kwargs)
-        if self.paused or self.refused or func.namespace in ("prim", "profiler"):
+        for kind in types:
+            if issubclass(kind, (Wrapper, RankTensor)):
+                with self:
+                    return kind.__torch_dispatch__(func, types, args, kwargs)
+        if self.paused or self.refused or traits_of(func).is_for_profilers:
             return func(*args, **kwargs)
         given = items_in(*args, *kwargs.values())
         if is_without_values(given, kwargs):
@@ -201,11 +214,16 @@ class Tape(DispatchMode):  # type: ignore[misc]
             func, args = _CLONE, (args[0].detach(),)
             given = [args[0]]
             self._constants.add(self.number_of(args[0]))
-        refs, named = (with_items(given, torch.Tensor, self.number_of) for given in (args, kwargs))
-        with self._watching_generator(func) as drawn:
-            out = func(*args, **kwargs)
-        statement = Statement(func, refs, named, label=func.overloadpacket.__name__, draws=bool(drawn))
-        statement.writes = written_by(func, refs, named)
+        traits = traits_of(func)
+        refs, named = with_tensors(args, self.number_of), with_tensors(kwargs, self.number_of) if kwargs else {}
+        if traits.draws:
+            with self._watching_generator(func) as drawn:
+                out = func(*args, **kwargs)
+        else:
+            out, drawn = func(*args, **kwargs), []
+        on = torch.is_grad_enabled()
+        statement = Statement(func, refs, named, label=traits.name, draws=bool(drawn), with_grad=on)
+        statement.writes = written_by(traits.written, refs, named)
         statement.shares_memory = share_memory_with(given, out)
         if isinstance(out, torch.Tensor):
             self._write(statement, out)
@@ -225,14 +243,14 @@ class Tape(DispatchMode):  # type: ignore[misc]
         self._write(statement, *(x for x in items_in(out) if isinstance(x, torch.Tensor)))
 
     def _cannot_be_repeated(self, func: Op, args: Args, given: list[Any]) -> str:
-        name, tags = func.overloadpacket.__name__, func.tags
-        if tags:
-            if torch.Tag.data_dependent_output in tags:
-                return f"{name}: a value of a tensor is asked for"
-            if torch.Tag.dynamic_output_shape in tags and not has_indices(func, args):
-                return f"{name}: a size depends on values"
-            if torch.Tag.inplace_view in tags and (self._refs.get(args[0]) in self.state or args[0] not in self._refs):
-                return f"{name}: changes the shape of a tensor that was there before"
+        traits = traits_of(func)
+        name = traits.name
+        if traits.asks_for_values:
+            return f"{name}: a value of a tensor is asked for"
+        if traits.sizes_depend and not has_indices(func, args):
+            return f"{name}: a size depends on values"
+        if traits.reshapes and (self._refs.get(args[0]) in self.state or args[0] not in self._refs):
+            return f"{name}: changes the shape of a tensor that was there before"
         for item in given:
             if isinstance(item, torch.Generator) and item is not torch.default_generator:
                 return f"{name}: draws from a generator of its own"
@@ -272,9 +290,6 @@ class Tape(DispatchMode):  # type: ignore[misc]
     def _watching_generator(self, func: Item) -> Iterator[list[str]]:
         """Gives a list that is empty afterwards if a call has drawn nothing from torch's generators."""
         drawn: list[str] = []
-        if isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded not in func.tags:
-            yield drawn
-            return
         before = self._generators()
         yield drawn
         after = self._generators()
@@ -330,9 +345,10 @@ class Tape(DispatchMode):  # type: ignore[misc]
     def begin_step(self, optimizer: torch.optim.Optimizer, args: Args, kwargs: Kwargs) -> None:
         if len(args) > 1 and any(arg is not None for arg in args[1:]) or any(v is not None for v in kwargs.values()):
             self.refuse(f"{type(optimizer).__name__}.step is given arguments, such as a closure")
-        for group in optimizer.param_groups:
-            for value in (v for param in group["params"] for v in _leaves_of(param) if v.requires_grad):
-                self.number_of(value)
+        with without_function_modes():
+            for group in optimizer.param_groups:
+                for value in (v for param in group["params"] for v in _leaves_of(param) if v.requires_grad):
+                    self.number_of(value)
         self.note_gradients()
         self._note_options(optimizer)
         self._stepping = optimizer
@@ -345,20 +361,21 @@ class Tape(DispatchMode):  # type: ignore[misc]
         self._wake()
         self.paused -= 1
         self._stepping = None
-        self._options[optimizer] = _options_of(optimizer)
+        self._options[optimizer] = options_of(optimizer)
         self.run_again(f"{type(optimizer).__name__}.step", OptimizerStep(optimizer))
 
     def run_again(self, label: str, func: Callable[[], object]) -> None:
         """Write down a call of Python that every run makes."""
         self._write(Statement(func, label=label, outside=True, single=False))
         self._stream = self._generators()  # whatever that has drawn, it draws again
-        for ref, leaf in self._leaves.items():
-            self._grads[ref] = leaf.grad
-        self._options.update((optimizer, _options_of(optimizer)) for optimizer in self._options)
+        with without_function_modes():
+            for ref, leaf in self._leaves.items():
+                self._grads[ref] = leaf.grad
+        self._options.update((optimizer, options_of(optimizer)) for optimizer in self._options)
 
     def _note_options(self, optimizer: torch.optim.Optimizer) -> None:
         known = self._options.get(optimizer)
-        if known is not None and known != _options_of(optimizer):
+        if known is not None and known != options_of(optimizer):
             self.refuse(f"the options of {type(optimizer).__name__} are changed in the call: change them outside")
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -383,20 +400,31 @@ class Tape(DispatchMode):  # type: ignore[misc]
         self._write(Statement(_SET, (ref, value), label="set_grad", single=False))
         self._grads[ref] = grad
 
+    def note_read(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """The program has looked at the gradient of a plain tensor, of which it may know nothing else."""
+        if grad is not None:
+            self._read[id(grad)] = leaf
+        elif leaf not in self._refs and not self.is_zeroing:
+            with without_function_modes():
+                if leaf.is_leaf:
+                    self.number_of(leaf)
+
     def note_no_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
         """The program has seen to it that these have no gradients, also if they had some before."""
-        for leaf in (value for tensor in tensors for value in _leaves_of(tensor)):
-            if leaf.is_leaf and leaf.grad is None:
-                self.set_grad(leaf, None)
+        with without_function_modes():
+            for leaf in (value for tensor in tensors for value in _leaves_of(tensor)):
+                if leaf.is_leaf and leaf.grad is None:
+                    self.set_grad(leaf, None)
 
     def note_gradients(self) -> None:
         """Write down which gradients autograd has put on leaves since."""
-        for ref, leaf in list(self._leaves.items()):
-            now = leaf.grad
-            if now is not self._grads[ref]:
-                grad = None if now is None else self.number_of(now)
-                self._write(Statement(_SET, (ref, grad), label="set_grad", single=False))
-                self._grads[ref] = now
+        with without_function_modes():
+            for ref, leaf in list(self._leaves.items()):
+                now = leaf.grad
+                if now is not self._grads[ref]:
+                    grad = None if now is None else self.number_of(now)
+                    self._write(Statement(_SET, (ref, grad), label="set_grad", single=False))
+                    self._grads[ref] = now
 
     def has_place(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was not made by the program, or is a gradient that it sets."""
@@ -415,7 +443,7 @@ class Tape(DispatchMode):  # type: ignore[misc]
         """The program that was written."""
         self.note_gradients()
         for optimizer, known in self._options.items():
-            if known != _options_of(optimizer):
+            if known != options_of(optimizer):
                 self.refuse(f"the options of {type(optimizer).__name__} are changed in the call: change them outside")
         refs = [self.number_of(t) for t in outputs]
         self._load_gradients()
@@ -464,21 +492,5 @@ class Tape(DispatchMode):  # type: ignore[misc]
             ]
 
 
-def _line_in(code: CodeType | None) -> int:
-    """The line at which a function that runs in this thread is; 0 if it does not."""
-    line, frame = 0, sys._getframe() if code is not None else None
-    while frame is not None:
-        if frame.f_code is code:
-            line = frame.f_lineno
-        frame = frame.f_back
-    return line
-
-
 def _leaves_of(param: torch.Tensor) -> Sequence[torch.Tensor]:
     return leaf_values(param) if isinstance(param, Wrapper) else (param,)
-
-
-def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The numbers and flags of an optimizer."""
-    plain = (int, float, bool, str, tuple, type(None))
-    return [{k: v for k, v in group.items() if isinstance(v, plain)} for group in optimizer.param_groups]

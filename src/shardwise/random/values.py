@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from shardwise.comm.capturing import tape_here, tapes
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import Mesh
@@ -16,6 +17,7 @@ from shardwise.random.draw import common_key, drawn, note_torch_draw
 from shardwise.random.generator import TORCH, stream
 from shardwise.strategy.memory import copied_stride
 from shardwise.strategy.program import reduced, run_local, whole
+from shardwise.torch_private.tensors import assert_later
 from shardwise.wrapper import Wrapper, wrap
 
 Drawer = torch.Generator | None
@@ -59,20 +61,25 @@ def _replicated(local: Any, mesh: Mesh) -> Wrapper:
     return wrap(local, Layout.make(mesh, places, tuple(first.shape), first.dtype, first.stride(), first.device))
 
 
-def _holds(condition: Any) -> bool:
-    """Whether it is true everywhere. A rank outside of the mesh leaves it to the ranks of the mesh, and without values
-    it is taken to be true."""
+def _check(condition: Operand, message: str) -> None:
+    """Raise where a condition is not true everywhere. A rank outside of the mesh leaves it to the ranks of the mesh,
+    and without values it is taken to be true. In a program that is written down the check is an op."""
     comm = condition._layout.mesh.comm
     if comm.outlined:
         condition.all().full_tensor()  # ranks with values exchange it
-    return comm.outside or comm.outlined or bool(condition.all())
+    if comm.outside or comm.outlined:
+        return
+    if tapes and tape_here() is not None:
+        for value in comm.values(reduced(condition.all())._local):
+            assert_later(value, message)
+    elif not bool(condition.all()):
+        raise RuntimeError(message)
 
 
 def bernoulli_of(p: Any, generator: Drawer = None, like: Wrapper | None = None) -> Any:
     """1 with the probability that each element of p (as large as `like`, if given) says."""
     p = p.detach()
-    if not _holds((p >= 0) & (p <= 1)):
-        raise RuntimeError("Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
+    _check((p >= 0) & (p <= 1), "Expected p_in >= 0 && p_in <= 1 to be true, but got false.")
     layout = (p if like is None else like)._layout
     real = torch.float64 if p.dtype == torch.float64 else torch.float32
     noise = drawn(layout.replace(dtype=real), draws.uniform(), generator)
@@ -82,9 +89,9 @@ def bernoulli_of(p: Any, generator: Drawer = None, like: Wrapper | None = None) 
 def normal_of(mean: Operand, std: Operand, generator: Drawer = None) -> Any:
     """Normal numbers whose means, standard deviations or both are tensors."""
     mean, std = (reduced(x.detach()) if isinstance(x, Wrapper) else x for x in (mean, std))
-    if isinstance(std, Wrapper) and not _holds(std >= 0):
-        raise RuntimeError("normal expects all elements of std >= 0.0")
-    if not isinstance(std, Wrapper) and not std >= 0:
+    if isinstance(std, Wrapper):
+        _check(std >= 0, "normal expects all elements of std >= 0.0")
+    elif not std >= 0:
         raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
     tensors = [x for x in (mean, std) if isinstance(x, Wrapper)]
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
@@ -101,12 +108,11 @@ def multinomial_of(p: Any, num_samples: int, replacement: bool = False, *, gener
     categories = p.shape[-1]
     if not replacement and num_samples > categories:
         raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples without replacement")
-    if not _holds((p >= 0) & p.isfinite()):
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-    if not _holds(p.sum(-1) > 0):
-        raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
-    if not replacement and not _holds((p > 0).sum(-1) >= num_samples):
-        raise RuntimeError("invalid multinomial distribution (not enough categories of positive weight)")
+    _check((p >= 0) & p.isfinite(), "probability tensor contains either `inf`, `nan` or element < 0")
+    _check(p.sum(-1) > 0, "invalid multinomial distribution (sum of probabilities <= 0)")
+    if not replacement:
+        enough = (p > 0).sum(-1) >= num_samples
+        _check(enough, "invalid multinomial distribution (not enough categories of positive weight)")
     shape = (*p.shape[:-1], num_samples)
     out = p._layout.replace(shape=shape, dtype=torch.int64)
     if replacement:

@@ -16,7 +16,11 @@ from shardwise.torch_private.taking import USED_FOR, take
 # --- tensor classes -------------------------------------------------------------------------------------------------
 make_wrapper: Callable[..., Any] = take("torch.Tensor._make_wrapper_subclass", "tensors of a global shape, no memory")
 ignore_torch_function: Any = take("torch._C._disabled_torch_function_impl", "tensor classes that only dispatch sees")
+assert_later: Callable[[torch.Tensor, str], None] = take("torch._assert_async", "capture: checks of probabilities")
 without_torch_function: Any = take("torch._C.DisableTorchFunctionSubclass", "torch's own attributes of DTensors")
+without_function_modes: Callable[[], AbstractContextManager[None]] = take(
+    "torch._C.DisableTorchFunction", "capture: what a tape asks of tensors itself"
+)
 with_torch_function: Any = take("torch._C._EnableTorchFunction", "rules of functions in __torch_dispatch__")
 requires_grad_in_cpp: Any = take("torch._C.TensorBase.requires_grad", "requires_grad as C++ sees it")
 has_same_memory_kind: Any = take("torch._has_compatible_shallow_copy_type", "module.to() of sharded parameters")
@@ -45,6 +49,16 @@ below_autograd: Callable[[], AbstractContextManager[None]] = take(
 )
 without_modes: Any = take("torch.utils._python_dispatch._disable_current_modes", "random keys in a TorchDispatchMode")
 DispatchMode: Any = take("torch.utils._python_dispatch.TorchDispatchMode", "CommDebugMode")
+
+
+class QuickDispatchMode(DispatchMode):  # type: ignore[misc]
+    """A dispatch mode whose every call is not wrapped for Dynamo, which skips this package anyway."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 without_fake_mode: Any = take("torch._subclasses.fake_tensor.unset_fake_temporarily", "programs under FakeTensorMode")
 FakeTensor: Any = take("torch._subclasses.fake_tensor.FakeTensor", "random ops under FakeTensorMode")
 FakeMode: type = take("torch._subclasses.fake_tensor.FakeTensorMode", "outline: tensors without values")
