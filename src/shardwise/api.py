@@ -109,8 +109,8 @@ def _check_plain(tensor: torch.Tensor) -> None:
     check_dense(tensor)
     if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
         raise AutogradError(
-            "distribute_tensor should be used to distribute leaf tensors: this one is no leaf, and its gradient would "
-            "end here; use DTensor.from_local(tensor, mesh, [Replicate(), ...]).redistribute(placements=...), or "
+            "`distribute_tensor` should be used to distribute leaf tensors! but found non-leaf tensor! Its gradient "
+            "would end here; use DTensor.from_local(tensor, mesh, [Replicate(), ...]).redistribute(placements=...), or "
             "tensor.detach()"
         )
 
@@ -251,6 +251,8 @@ def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[[An
         except TypeError:
             continue
         return function if arguments == 3 else lambda module, values, mesh: function(values, mesh)
+    taken = len(inspect.signature(function).parameters)
     raise LayoutError(
-        f"distribute_module: {name} should take in 3 arguments, (module, {name[:-3]}s, device_mesh), got {function!r}"
+        f"distribute_module: {name} should take in 3 arguments, but got {taken} arguments! It is called as "
+        f"{name}(module, {name[:-3]}s, device_mesh)"
     )

@@ -63,7 +63,8 @@ def redistribute_across(
 def redistribute_as(tensor: Any, placements: Placements | None, forward: Dtype, backward: Dtype, async_op: bool) -> Any:
     """A redistribute whose values travel as `forward` and whose gradients travel as `backward`."""
     waits = backward is not None and is_recorded(tensor)  # the node that casts the gradient needs the values
-    moved = lambda tensor: tensor.redistribute(placements=placements, async_op=async_op and not waits)
+    given = tensor.placements if placements is None else placements
+    moved = lambda tensor: tensor.redistribute(placements=given, async_op=async_op and not waits)
     return _travelling(moved, tensor, forward, backward)
 
 

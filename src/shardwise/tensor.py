@@ -229,7 +229,7 @@ class DTensor(Wrapper):
 
         Args:
             device_mesh: Another mesh; by default the tensor's own.
-            placements: One per axis of the mesh; by default the tensor's own.
+            placements: One per axis of the mesh. If the mesh or a dtype changes, the default is the tensor's own.
             async_op: Whether to return before the values have arrived. The first use of the result (or its `wait()`)
                 waits for them.
             forward_dtype: The dtype to cast the values to before they are sent; the result has it.
@@ -250,7 +250,7 @@ class DTensor(Wrapper):
         if forward_dtype is not None or backward_dtype is not None:
             return redistribute_as(self, placements, forward_dtype, backward_dtype, async_op)
         if placements is None:
-            return self
+            raise LayoutError("redistribute: placements is needed for redistribute! Give one per axis of the mesh")
         target, steps = target_of(self._layout, as_placements(placements), limit.of_thread.cap)
         if not steps:
             same = target is self._layout and not self._guessed

@@ -27,7 +27,15 @@ from shardwise import (
 )
 from shardwise._dtensor_spec import DTensorSpec, TensorMeta
 from shardwise._ops import utils
-from shardwise.parallel import PrepareModuleInput, PrepareModuleOutput, fully_shard, loss_parallel, parallelize_module
+from shardwise.experimental import local_map
+from shardwise.parallel import (
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    fully_shard,
+    loss_parallel,
+    parallelize_module,
+    register_fsdp_forward_method,
+)
 from shardwise.placement_types import _StridedShard
 from tests.compat.common import grid, line
 from tests.versions import since_213
@@ -177,11 +185,49 @@ def test_the_words_that_programs_look_for():
     mesh, x = simulate(2), torch.ones(4, 4)
     laid = distribute_tensor(x, mesh, [Shard(0)])
     for error, text, call in (
-        (ValueError, "must have the same length", lambda: distribute_tensor(x, simulate((2, 2)), [Shard(0)])),
-        (RuntimeError, "distribute leaf tensor", lambda: distribute_tensor(x.requires_grad_() * 2, mesh, [Shard(0)])),
+        (
+            ValueError,
+            "`placements` must have the same length as `device_mesh.ndim`! Found placements length: 1, and device_mesh.ndim: 2.",
+            lambda: distribute_tensor(x, simulate((2, 2)), [Shard(0)]),
+        ),
+        (RuntimeError, "placements is needed for redistribute!", laid.redistribute),
+        (
+            RuntimeError,
+            "`distribute_tensor` should be used to distribute leaf tensors! but found non-leaf",
+            lambda: distribute_tensor(x.requires_grad_() * 2, mesh, [Shard(0)]),
+        ),
         (ValueError, "to a different device mesh", lambda: distribute_tensor(laid, simulate(3), [Shard(0)])),
         (ValueError, "to a different placements", lambda: distribute_tensor(laid, mesh, [Replicate()])),
-        (ValueError, "input_fn should take in 3", lambda: distribute_module(nn.ReLU(), mesh, None, lambda a: a)),
+        (
+            ValueError,
+            "input_fn should take in 3 arguments, but got 1 arguments!",
+            lambda: distribute_module(nn.ReLU(), mesh, None, lambda a: a),
+        ),
+        (
+            AssertionError,
+            "desired module inputs should not be None!",
+            lambda: PrepareModuleInput(input_layouts=Shard(0)),
+        ),
+        (
+            AssertionError,
+            "input_kwarg_layouts and desired_input_kwarg_layouts should have same length!",
+            lambda: PrepareModuleInput(input_kwarg_layouts={"x": Shard(0)}),
+        ),
+        (
+            TypeError,
+            r"Expect Union\[ParallelStyle, Dict\[str, ParallelStyle\]\] for parallelize_plan, <class 'int'> found!",
+            lambda: parallelize_module(nn.ReLU(), mesh, 3),
+        ),
+        (
+            ValueError,
+            "argument 0 in local_map has a mismatched placements: arg placements is",
+            lambda: local_map(torch.abs, [Replicate()], ([Replicate()],))(laid),
+        ),
+        (
+            AssertionError,
+            "expects placements but received None!",
+            lambda: local_map(torch.abs, [Shard(0)], (None,))(laid),
+        ),
         (
             AssertionError,
             "input_layouts and desired_input_layouts should have same length!",
@@ -195,9 +241,38 @@ def test_the_words_that_programs_look_for():
         (ValueError, "module inputs and input_layouts should have same length!", lambda: prepared(mesh)(x, x)),
         (ValueError, "does not support containers", lambda: fully_shard(nn.ModuleList([nn.ReLU()]), mesh=mesh)),
         (ValueError, "expects a 1D or 2D", lambda: fully_shard(nn.Linear(2, 2), mesh=simulate((2, 1, 1)))),
+        (AssertionError, "can only be applied to a module once", lambda: fully_shard(sharded(mesh), mesh=mesh)),
+        (
+            ValueError,
+            "Expects FSDPModule but got <class 'torch.nn.modules.activation.ReLU'>",
+            lambda: sharded(mesh).set_modules_to_forward_prefetch([nn.ReLU()]),
+        ),
+        (
+            ValueError,
+            "FSDPLinear.* does not have a method nothing",
+            lambda: register_fsdp_forward_method(sharded(mesh), "nothing"),
+        ),
+        (ValueError, "should be a bool or an int representing", lambda: sharded(mesh, reshard_after_forward="x")),
+        (ValueError, "should be a factor of 2, not 3", lambda: sharded(mesh, reshard_after_forward=3)),
+        (
+            ValueError,
+            "Invalid shard_placement_fn result: R",
+            lambda: sharded(mesh, shard_placement_fn=lambda p: Replicate()),
+        ),
+        (
+            AssertionError,
+            "Shard dim 5 is invalid for 2D tensor: torch.Size",
+            lambda: sharded(mesh, shard_placement_fn=lambda p: Shard(5)),
+        ),
     ):
         with pytest.raises(error, match=text):
             call()
+    with pytest.warns(match="could not be resolved"):
+        parallelize_module(nn.ReLU(), mesh, {"nowhere": PrepareModuleInput()})
+
+
+def sharded(mesh, **options):
+    return fully_shard(nn.Linear(2, 2), mesh=mesh, **options)
 
 
 def prepared(mesh):

@@ -20,11 +20,13 @@ def overlapping():
 BAD_LAYOUTS = {
     "too few placements": (
         lambda: on((2, 2), [Shard(0)], (4, 4)),
-        "placements must have the same length as the mesh has axes: 1 given (Shard(dim=0)) for a mesh of 2 axes (2, 2)",
+        "`placements` must have the same length as `device_mesh.ndim`! Found placements length: 1, and device_mesh.ndim: 2. "
+        "Given were (Shard(dim=0)) for a mesh of shape (2, 2)",
     ),
     "too many placements": (
         lambda: on((2,), [Shard(0), Replicate()], (4, 4)),
-        "placements must have the same length as the mesh has axes: 2 given (Shard(dim=0), Replicate()) for a mesh of 1 axes (2,)",
+        "`placements` must have the same length as `device_mesh.ndim`! Found placements length: 2, and device_mesh.ndim: 1. "
+        "Given were (Shard(dim=0), Replicate()) for a mesh of shape (2,)",
     ),
     "dim too large": (
         lambda: on((2, 2), [Replicate(), Shard(2)], (4, 4)),

@@ -8,7 +8,17 @@ import torch
 from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, distribute_tensor, plan_move, simulate
+from shardwise import (
+    DTensor,
+    LayoutError,
+    Partial,
+    RankTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    plan_move,
+    simulate,
+)
 from shardwise.comm.record import Note, Recorder
 from shardwise.layout.region import region_size
 from shardwise.move import move
@@ -177,7 +187,9 @@ def test_no_graph_where_nothing_needs_one():
 def test_a_move_to_the_same_layout_is_the_tensor_itself():
     x = distribute_tensor(torch.ones(4), simulate(2), [Shard(0)])
     assert x.redistribute(placements=[Shard(-1)]) is x
-    assert x.redistribute() is x
+    with pytest.raises(LayoutError, match="placements is needed for redistribute!"):
+        x.redistribute()
+    assert x.redistribute(forward_dtype=torch.float64).placements == (Shard(0),)
     assert x.redistribute(placements=[Shard(0, sizes=(2, 2))]) is x
 
 

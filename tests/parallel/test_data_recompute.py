@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import Replicate, Shard, distribute_module, distribute_tensor, simulate
+from shardwise.errors import AutogradError
 from shardwise.parallel.data import SHARDS, data_parallel
 from tests.parallel.data_net import own_part, run_checks
 from tests.tensor.common import same
@@ -106,3 +107,69 @@ def _on_ranks(rank, world_size):
 
 def test_processes():
     run_ranks(_on_ranks, 3)
+
+
+# -- parameters that several reentrant checkpoints share ------------------------------------------------------------
+def again(f, x):
+    return checkpoint(f, x, use_reentrant=True)
+
+
+class Shared(nn.Module):
+    """`lin` gets a gradient in the backward pass of each checkpoint that uses it."""
+
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.lin, self.last = way, nn.Linear(4, 4), nn.Linear(4, 3)
+        self.first = nn.Identity() if way.startswith("only") else nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, x):
+        return self.last(SHARING[self.way](lambda v: self.lin(v).tanh(), self.first(x)))
+
+
+SHARING = {
+    "two": lambda f, x: again(f, again(f, x)),
+    "three": lambda f, x: again(f, again(f, again(f, x))),
+    "one and a plain one before": lambda f, x: again(f, f(x)),
+    "one and a plain one after": lambda f, x: f(again(f, x)),
+    "one in another": lambda f, x: again(lambda v: f(again(f, v)), x),
+    "only two": lambda f, x: again(f, again(f, x)),  # all parameters have a gradient before the last checkpoint
+    "only one and a plain one before": lambda f, x: again(f, f(x)),
+}
+
+
+def shared(mesh, typed, ways=SHARING):
+    value = rows()[:8]
+    for way, shard, unit_bytes in itertools.product(ways, SHARDS, (0, 1 << 20)):
+        expected = Shared(way)
+        model = data_parallel(Shared(way), mesh, shard, unit_bytes=unit_bytes)
+        for _ in range(3):  # what came late in the first pass is waited for in the others
+            expected(value.clone().requires_grad_()).square().mean().backward()
+            x = distribute_tensor(value, mesh, [Shard(0)]) if typed else own_part(value, mesh)
+            model(x.requires_grad_()).square().mean().backward()
+            for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+                same(p.grad, q.grad, f"{name} {way} {shard} {unit_bytes} {typed}")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_shared_by_reentrant_checkpoints(size):
+    shared(simulate(size), typed=True)
+
+
+def _shared_on_ranks(rank, world_size):
+    for typed in (True, False):
+        shared(device_mesh((world_size,)), typed)
+
+
+def test_shared_by_reentrant_checkpoints_on_processes():
+    run_ranks(_shared_on_ranks, 2)
+
+
+def test_hooks_are_not_called_twice():
+    """A hook that has seen a part of a gradient as the whole would be wrong in silence."""
+    mesh = simulate(2)
+    model = data_parallel(Shared("two"), mesh, "parameters", unit_bytes=0)
+    model.lin.weight.register_hook(lambda grad: None)
+    with pytest.raises(AutogradError, match="its hooks were called with the first.*use_reentrant=False"):
+        model(distribute_tensor(rows(), mesh, [Shard(0)])).square().mean().backward()

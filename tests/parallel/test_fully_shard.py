@@ -191,7 +191,7 @@ def from_meta(mesh):
     for start in (emptied, loaded, assigned, materialized, given, sent):
         model = on_meta(mesh)
         with pytest.raises(
-            LayoutError, match=r"parameter '.*' .* on the meta device .* shardwise.materialize\(model\)"
+            LayoutError, match=r"FSDP parameters should be .* on meta device: \['.*'\].* shardwise.materialize\(model\)"
         ):
             model(feed(batch()[0], mesh))
         start(model)
@@ -229,7 +229,7 @@ def test_materialize_after_data_parallel():
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
         data_parallel(model, mesh, shard, unit_bytes=0)
-        with pytest.raises(LayoutError, match=r"data_parallel: parameter 'weight' .* on the meta device"):
+        with pytest.raises(LayoutError, match=r"data_parallel: parameters should be .* on meta device: \['weight', 'bias'\]"):
             model(RankTensor([torch.ones(2, 5)] * 3))
         torch.manual_seed(0)
         materialize(model)
@@ -492,7 +492,7 @@ def test_messages():
         ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.int8)}, "mp_policy.reduce_dtype must be a floating"),
         ({"offload_policy": 3}, "offload_policy must be an OffloadPolicy.*, got 3"),
         ({"reshard_after_forward": "no"}, "reshard_after_forward must be a bool"),
-        ({"reshard_after_forward": 3}, "reshard_after_forward=3 does not divide the 2 ranks"),
+        ({"reshard_after_forward": 3}, "reshard_after_forward as an int, it should be a factor of 2, not 3"),
         ({"shard_placement_fn": lambda p: Shard(2)}, r"shard_placement_fn gave Shard\(dim=2\)"),
         ({"shard_placement_fn": lambda p: 1}, "shard_placement_fn gave 1"),
     ):  # fmt: skip

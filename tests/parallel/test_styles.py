@@ -456,8 +456,8 @@ def test_input_reshard_survives_a_failing_forward():
 
 def test_a_key_that_matches_nothing_warns():
     for key, text in (
-        ("nowhere", r"parallelize_plan\['nowhere'\] matches no module of Net.*children of Net are \['words', 'places', 'blocks', 'head'\]"),
-        ("blocks.*.mlp", r"'blocks.\*.mlp'\] matches no module.*children of blocks.\* are \['norm1', 'norm2', 'attention', 'up', 'down'\]"),
+        ("nowhere", r"parallelize_plan\['nowhere'\] could not be resolved: it matches no module of Net.*children of Net are \['words', 'places', 'blocks', 'head'\]"),
+        ("blocks.*.mlp", r"'blocks.\*.mlp'\] could not be resolved: it matches no module.*children of blocks.\* are \['norm1', 'norm2', 'attention', 'up', 'down'\]"),
         ("head.weight.x", "head has no children, so no 'weight'"),
     ):  # fmt: skip
         with pytest.warns(UserWarning, match=text) as caught:
@@ -479,8 +479,8 @@ class Nothing(ParallelStyle):
     ("call", "kind", "text"),
     [
         (lambda: parallelize_module("net", simulate(2), Nothing()), TypeError, "module: expected a torch.nn.Module, got str"),
-        (lambda: parallelize_module(net(), simulate(2), "up"), TypeError, "parallelize_plan: expected a ParallelStyle or a dict"),
-        (lambda: parallelize_module(net(), simulate(2), {"head": "cols"}), PlanError, r"parallelize_plan\['head'\]: expected a ParallelStyle .* got str"),
+        (lambda: parallelize_module(net(), simulate(2), "up"), TypeError, r"Expect Union\[ParallelStyle, Dict\[str, ParallelStyle\]\] for parallelize_plan, <class 'str'> found!"),
+        (lambda: parallelize_module(net(), simulate(2), {"head": "cols"}), PlanError, r"<class 'str'> found! It is at parallelize_plan\['head'\]"),
         (lambda: parallelize_module(net(), simulate(2), {1: Nothing()}), PlanError, r"parallelize_plan\[1\]"),
         (lambda: parallelize_module(net(), simulate((2, 2)), Nothing()), MeshError, r"device_mesh: .* has several axes; say which one the plan cuts, as axis='1'"),
         (lambda: parallelize_module(net(), simulate(2), Nothing(), axis="tp"), MeshError, "axis 'tp' is not one of"),

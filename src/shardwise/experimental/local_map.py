@@ -35,7 +35,8 @@ def local_map(
         func: takes and gives local tensors. Without it, `local_map` gives a decorator.
         out_placements: those of a single output, or a tuple with one entry for each flattened output (None for what is
             not a tensor; a tensor with None is replicated, which takes arguments that are).
-        in_placements: what `func` needs, one entry for each flattened positional argument; None takes any layout.
+        in_placements: what `func` needs, one entry for each flattened positional argument, None for what is no DTensor.
+            Without it, every layout is taken.
         in_grad_placements: how the gradients of the inputs are laid out, if not like the inputs. For a replicated input
             of which each rank uses only a part, give [Partial()].
         device_mesh: where the outputs live; default: the first DTensor's mesh.
@@ -71,6 +72,8 @@ def local_map(
             return func(*args, **kwargs)
         mesh = as_mesh(device_mesh) if device_mesh is not None else tensors[0]._layout.mesh
         needs = _one_each(in_placements, positional, len(flat), "in_placements", name)
+        if in_placements is not None:
+            _check_needs(flat[:positional], needs, name)
         grads = _one_each(in_grad_placements, positional, len(flat), "in_grad_placements", name)
         local_args = [
             _local_argument(x, need, grad, mesh, redistribute_inputs, f"{name}: argument {i}")
@@ -115,6 +118,15 @@ def _one_each(given: Sequence[Any] | None, positional: int, total: int, what: st
     return [None if p is None else as_placements(p) for p in given] + [None] * (total - positional)
 
 
+def _check_needs(flat: Sequence[object], needs: Sequence[Places], name: str) -> None:
+    for i, (x, need) in enumerate(zip(flat, needs, strict=False)):
+        if isinstance(x, DTensor) and need is None:
+            raise MismatchError(
+                f"{name}: DTensor input, argument {i} of shape {tuple(x.shape)}, expects placements but received None! "
+                f"Give in_placements for it, or none at all"
+            )
+
+
 def _local_argument(tensor: object, need: Places, grad: Places, mesh: Mesh, redistribute: bool, what: str) -> Any:
     if not isinstance(tensor, DTensor):
         return tensor
@@ -124,8 +136,8 @@ def _local_argument(tensor: object, need: Places, grad: Places, mesh: Mesh, redi
     if need is not None and tensor._layout.replace(placements=need).placements != tensor.placements:
         if not redistribute:
             raise LayoutError(
-                f"{what} is laid out {list(tensor.placements)}, in_placements asks for {list(need)}; redistribute it, "
-                f"or set redistribute_inputs=True"
+                f"{what} in local_map has a mismatched placements: arg placements is {tuple(tensor.placements)} but "
+                f"in_placements asks for {tuple(need)}! Redistribute it, or set redistribute_inputs=True"
             )
         tensor = tensor.redistribute(placements=need)
     return tensor.to_local(grad_placements=grad)

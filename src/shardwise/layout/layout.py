@@ -334,8 +334,9 @@ def check_placements(
     """The placements in canonical form: dims counted from the front, explicit splits that equal chunks as chunks."""
     if len(placements) != len(mesh.shape):
         raise LayoutError(
-            f"placements must have the same length as the mesh has axes: {len(placements)} given "
-            f"({', '.join(map(repr, placements))}) for a mesh of {len(mesh.shape)} axes {tuple(mesh.shape)}"
+            f"`placements` must have the same length as `device_mesh.ndim`! Found placements length: "
+            f"{len(placements)}, and device_mesh.ndim: {len(mesh.shape)}. Given were "
+            f"({', '.join(map(repr, placements))}) for a mesh of shape {tuple(mesh.shape)}"
         )
     _check_reductions_commute(mesh, placements)
     if not any(

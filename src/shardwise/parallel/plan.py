@@ -70,18 +70,20 @@ def _resolve(module: nn.Module, plan: object) -> Iterator[tuple[nn.Module, Paral
         plan = {"": plan}
     if not isinstance(plan, Mapping):
         raise PlanError(
-            f"parallelize_plan: expected a ParallelStyle or a dict of them by module path, got {type(plan).__name__}"
+            f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {type(plan)} found! The keys "
+            f"are paths of modules"
         )
     for path, style in plan.items():
         if not isinstance(path, str) or not isinstance(style, ParallelStyle):
             raise PlanError(
-                f"parallelize_plan[{path!r}]: expected a ParallelStyle under a module path, got {type(style).__name__}"
+                f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {type(style)} found! It "
+                f"is at parallelize_plan[{path!r}]"
             )
         found = _matching(module, path)
         if not found:
             warnings.warn(
-                f"parallelize_plan[{path!r}] matches no module of {type(module).__name__}, so nothing is done with it; "
-                f"{_where_it_ends(module, path)}",
+                f"parallelize_plan[{path!r}] could not be resolved: it matches no module of {type(module).__name__}, "
+                f"so nothing is done with it; {_where_it_ends(module, path)}",
                 stacklevel=3,
             )
         for target in found:

@@ -40,7 +40,9 @@ def _check_lengths(layouts: Placings, desired: Placings, name: str) -> None:
 
 def _check_desired(layouts: object, desired: object, name: str) -> None:
     if layouts is not None and desired is None:
-        raise MismatchError(f"desired_{name}: missing; {name} are given, so say what they become")
+        named = f"{name} and desired_{name} should have same length!"
+        words = named if "kwarg" in name else "desired module inputs should not be None!"
+        raise MismatchError(f"{words} {name} are given, so say by desired_{name} what they become")
 
 
 def _prepared(

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 
 from shardwise.drawing import figure, markup
-from shardwise.errors import DimError
+from shardwise.errors import DimError, out_of_range
 from shardwise.sharded.checks import check_strided, checked_properties
 from shardwise.sharded.groups import Group
 from shardwise.sharded.metadata import ShardedTensorMetadata, TensorProperties, as_size
@@ -98,7 +98,8 @@ class ShardedTensorBase(torch.Tensor):
             return size
         if not -len(size) <= dim < len(size):
             raise DimError(
-                f"Argument ``dim`` must be within the range of tensor dimensions [{-len(size)}, {len(size)})"
+                f"Argument ``dim`` must be within the range of tensor dimensions [{-len(size)}, {len(size)}). "
+                f"{out_of_range(dim, len(size))}"
             )
         return size[dim]
 

@@ -228,7 +228,7 @@ def local_metadata(local_shards: list[Shard], size: torch.Size, group: Group) ->
         here = TensorProperties.create_from_tensor(shard.tensor)
         first = first or here
         for name in ("dtype", "layout", "requires_grad", "pin_memory"):
-            raise_if_mismatch(getattr(first, name), getattr(here, name), name, me)
+            raise_if_mismatch(getattr(here, name), getattr(first, name), name, me)
         shards.append(shard.metadata)
     return ShardedTensorMetadata(shards, size, first or TensorProperties())
 

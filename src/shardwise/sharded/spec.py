@@ -102,6 +102,8 @@ class ChunkShardingSpec(ShardingSpec):
         TypeError: If `placements` is not a list of placements.
     """
 
+    ShardingDim = int | str  # torch's name for the type of `dim`
+
     dim: int | str
     placements: list[remote_device | str]
 

@@ -186,6 +186,11 @@ def is_used_up(node: torch.autograd.graph.Node | None) -> bool:
     return False
 
 
+current_backward: Callable[[], int] = take(
+    "torch._C._current_graph_task_id", "parameters of data_parallel that reentrant checkpoints share"
+)  # a number for the backward pass that runs on this thread; another one inside of a checkpoint that is reentrant
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have autograd call this when the backward pass that is running ends."""
     _engine.queue_callback(callback)

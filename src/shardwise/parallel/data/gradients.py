@@ -59,6 +59,8 @@ class GradBucket:
         self.scale = 1.0  # what gradients are multiplied with before they are summed
         self.after_sum: Callable[[torch.Tensor], object] | None = None  # may write the sums
         self.reduces_by: ReduceScatter | None = None  # sums over the ranks that have parts in the library's place
+        self._late: dict[int, torch.Tensor] = {}  # gradients that came after the others were sent, by id of a leaf
+        self.comes_again = False  # whether there were such: then it waits for the end of a pass
         self.begin()
 
     def begin(self) -> None:
@@ -69,14 +71,14 @@ class GradBucket:
         self._kept: dict[int, torch.Tensor] = {}  # gradients that came before there were matrices, by id of a leaf
         self._reducing: tuple[torch.Tensor, Callable[[], object]] | None = None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no other gradient can come in this pass."""
+        return not self.missing and not self.comes_again
+
     # -- taking ---------------------------------------------------------------------------------------------
     @torch.no_grad()
     def take(self, leaf: torch.Tensor) -> None:
-        if self.state.now is not Gradients.COLLECTING:
-            raise AutogradError(
-                f"data_parallel: a parameter of shape {tuple(leaf.shape)} got another gradient in one backward pass "
-                f"after the first was sent: it is shared by reentrant checkpoints; use checkpoint(use_reentrant=False)"
-            )
         grad = self._gradient_of(leaf)
         if grad is None:
             return
@@ -86,6 +88,30 @@ class GradBucket:
             return
         self._pack_kept()
         self._pack(id(leaf), grad)
+
+    @torch.no_grad()
+    def take_late(self, leaf: torch.Tensor) -> None:
+        """Keep a gradient that came after the first was sent: reentrant checkpoints that share a parameter bring one
+        each, in backward passes of their own. The program's hooks were called with the first, so they are an error."""
+        self.comes_again = True
+        if any(has_hooks(self.parameters[i].param) for _, i in self.places[id(leaf)]):
+            raise AutogradError(
+                f"data_parallel: a parameter of shape {tuple(leaf.shape)} got another gradient in one backward pass "
+                f"after its hooks were called with the first: it is shared by reentrant checkpoints; "
+                f"use checkpoint(use_reentrant=False)"
+            )
+        grad, earlier = self._gradient_of(leaf), self._late.get(id(leaf))
+        if grad is not None:
+            self._late[id(leaf)] = grad if earlier is None else earlier + grad
+
+    def begin_again(self) -> bool:
+        """Whether there are late gradients; then they are what is reduced next."""
+        late, self._late = self._late, {}
+        if late:
+            self.begin()
+            for leaf, grad in late.items():
+                self._pack(leaf, grad)
+        return bool(late)
 
     def has_half_with(self, leaf: torch.Tensor) -> bool:
         """Whether half of the gradients will have come with that of `leaf`, or had before."""
@@ -180,6 +206,7 @@ class GradBucket:
         """Drop what has come in a pass that failed before it was reduced."""
         self.matrices = None
         self._kept.clear()
+        self._late.clear()
 
     def drop(self) -> None:
         if self._reducing is not None:
@@ -272,6 +299,7 @@ class Reduction:
         """A backward pass begins, that reduces these buckets; the gradients of the others wait."""
         self._started = 0
         self._active = [bucket for bucket in self.buckets if bucket in active]
+        self._active.sort(key=lambda bucket: bucket.comes_again)
         for bucket in self.buckets:
             bucket.begin()
 
@@ -285,6 +313,9 @@ class Reduction:
         if bucket not in self._active:
             bucket.set_aside(leaf)
             return
+        if bucket.state.now is not Gradients.COLLECTING:
+            bucket.take_late(leaf)
+            return
         if self.one_at_a_time and bucket.has_half_with(leaf):  # the one before has had its time
             self._finish_all()
         bucket.take(leaf)
@@ -294,17 +325,24 @@ class Reduction:
 
     def _start(self, everything: bool) -> None:
         """Start the reductions whose turn it is and that miss nothing, or all that are left."""
-        while self._started < len(self._active) and (everything or not self._active[self._started].missing):
+        while self._started < len(self._active) and (everything or self._active[self._started].is_complete):
             bucket = self._active[self._started]
             self._started += 1
-            if self.one_at_a_time:
-                self._finish_all()
-            bucket.start()
-            self._in_flight.append(bucket)
+            self._send(bucket)
+
+    def _send(self, bucket: GradBucket) -> None:
+        if self.one_at_a_time:
+            self._finish_all()
+        bucket.start()
+        self._in_flight.append(bucket)
 
     def finish(self) -> None:
         """Reduce what is left; afterwards every parameter of the active buckets has its gradient."""
         self._start(everything=True)
+        self._finish_all()
+        for bucket in self._active:
+            if bucket.begin_again():
+                self._send(bucket)
         self._finish_all()
 
     def _finish_all(self) -> None:

@@ -89,7 +89,7 @@ class DataParallel:
         self._prepare(unit)
         unit.begin_forward(self._distributed.get(unit.data, False))
         self._prefetch(unit, -1 if self._in_backward else 1)
-        if unit.policy.frees and not unit.all_trained and torch.is_grad_enabled():
+        if unit.policy.frees and unit.watches_inputs and torch.is_grad_enabled():
             self._watch_inputs(unit, (args, kwargs) if changed is None else changed)
         return changed
 
@@ -130,7 +130,8 @@ class DataParallel:
                 following.start_gather()
 
     def _watch_inputs(self, unit: Unit, call: Call) -> None:
-        """Frozen parameters get no gradient that could tell when they are done with: the gradients of inputs do."""
+        """Frozen parameters get no gradient that could tell when they are done with, and those that reentrant
+        checkpoints share get several: the gradients of inputs tell."""
         inputs = [v for v in plain_tensors(call) if v.requires_grad]
         if inputs:
             torch.autograd.graph.register_multi_grad_hook(inputs, lambda grads: self._inputs_have_gradients(unit))
@@ -231,7 +232,7 @@ class DataParallel:
 
     def _gradient_came(self, unit: Unit, leaf: torch.Tensor) -> None:
         self._begin_backward()
-        unit.missing.discard(id(leaf))
+        unit.gradient_came(leaf)
         self._reduction.take(leaf)
         if unit.is_done:
             self._end_unit(unit)

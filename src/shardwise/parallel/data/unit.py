@@ -20,6 +20,7 @@ from shardwise.parallel.data.parameter import ManagedParameter
 from shardwise.parallel.data.policy import Policy
 from shardwise.parallel.data.states import USE, State, Use
 from shardwise.tensor import DTensor
+from shardwise.torch_private.autograd import current_backward
 from shardwise.torch_private.tensors import storage_id, weights_replaced
 from shardwise.wrapper import Wrapper
 
@@ -60,6 +61,10 @@ class Unit:
         self._expected: frozenset[int] = frozenset()  # the leaves that need a gradient, by id
         self.missing: set[int] = set()  # those of which this backward pass has not computed the gradient yet
         self.inputs_done = False  # whether the inputs of the forward have their gradients
+        self._began_in = -1  # the backward pass in which its own began
+        # Whether gradients come in passes inside of that one, of reentrant checkpoints in its forward: another of these
+        # may need the parameters again, until the inputs have their gradients.
+        self.has_inner_passes = False
         self._hooked: set[int] = set()  # leaves that were handed out by `new_leaves`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,7 +82,12 @@ class Unit:
     @property
     def is_done(self) -> bool:
         """Whether its backward is under way and needs its parameters no more."""
-        return self.is_in_backward and not self.missing and (self.all_trained or self.inputs_done)
+        return self.is_in_backward and not self.missing and (not self.watches_inputs or self.inputs_done)
+
+    @property
+    def watches_inputs(self) -> bool:
+        """Whether gradients of its parameters do not tell when it needs them no more."""
+        return self.has_inner_passes or not self.all_trained
 
     # -- the leaves -----------------------------------------------------------------------------------------
     def prepare(self) -> bool:
@@ -120,13 +130,14 @@ class Unit:
         return all(p.param.__dict__["_layout"] is layout and not p.has_new_owners for p, layout in self._laid_out)
 
     def _make_leaves(self) -> None:
-        for p in self.parameters:
-            if p.layouts.kept.device.type == "meta":
-                raise LayoutError(
-                    f"{self.data.caller}: parameter {p.owners[0][1]!r} of shape {p.layouts.kept.shape} is on the meta "
-                    f"device and has no values; call shardwise.materialize(model), or model.to_empty(device=...) and "
-                    f"initialise it"
-                )
+        without_values = [p.owners[0][1] for p in self.parameters if p.layouts.kept.device.type == "meta"]
+        if without_values:
+            kind = "FSDP parameters" if self.data.caller == "fully_shard" else "parameters"
+            raise LayoutError(
+                f"{self.data.caller}: {kind} should be materialized from meta device before training, but the "
+                f"following were still on meta device: {without_values}; call shardwise.materialize(model), or "
+                f"model.to_empty(device=...) and initialise it"
+            )
         by_kind: dict[Kind, list[ManagedParameter]] = {}
         for p in self.parameters:
             by_kind.setdefault(_kind(p), []).append(p)
@@ -211,8 +222,13 @@ class Unit:
 
     def begin_backward(self, distributed: bool) -> None:
         """Gather, and let the module compute with the leaves where its forward is repeated."""
-        self.missing = set(self._expected)
+        self.missing, self._began_in = set(self._expected), current_backward()
         self._begin(Use.BACKWARD if self.use.now is Use.IDLE else Use.BOTH, distributed)
+
+    def gradient_came(self, leaf: torch.Tensor) -> None:
+        self.missing.discard(id(leaf))
+        if self.is_in_backward and self._began_in != current_backward():
+            self.has_inner_passes = True
 
     def end_backward(self) -> None:
         self.inputs_done, self.missing = False, set()

@@ -281,7 +281,10 @@ def _units_of(name: str, modules: object) -> list[Unit]:
     for i, module in enumerate(modules):
         state = state_of(module) if isinstance(module, nn.Module) else None
         if state is None:
-            raise LayoutError(f"{name}: modules[{i}], a {type(module).__name__}, is not fully sharded")
+            raise LayoutError(
+                f"{name}: Expects FSDPModule but got {type(module)}: modules[{i}], a {type(module).__name__}, is not "
+                f"fully sharded"
+            )
         found.append(state.unit)
     return found
 
@@ -313,7 +316,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     original = getattr(module, method_name, None)
     if not callable(original):
-        raise LayoutError(f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}")
+        raise LayoutError(f"register_fsdp_forward_method: {type(module)} does not have a method {method_name}")
     function = getattr(original, "__func__", None)
 
     @functools.wraps(original)

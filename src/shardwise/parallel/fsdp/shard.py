@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwise.errors import LayoutError, MeshError, check_type
+from shardwise.errors import LayoutError, MeshError, MismatchError, check_type
 from shardwise.layout import Layout
 from shardwise.mesh import DeviceMesh, SimulatedMesh, as_mesh, init_device_mesh
 from shardwise.modules import unchanged_on_error
@@ -151,7 +151,10 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 f"{type(m).__name__} its parameters would be gathered; call fully_shard on its elements"
             )
         if state_of(m) is not None:
-            raise LayoutError(f"fully_shard: the module ({type(m).__name__}) is sharded already")
+            raise MismatchError(
+                f"Each distinct composable distributed API can only be applied to a module once. fully_shard has "
+                f"already been applied to the following module: ({type(m).__name__}) is sharded already"
+            )
         for part in m.modules():
             if "_data_parallel" in part.__dict__:
                 raise LayoutError(f"fully_shard: {type(part).__name__} in the module is data parallel already")
@@ -223,10 +226,14 @@ def _policy(data: DataMesh, mixed: MixedPrecisionPolicy, reshard: bool | int | N
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise LayoutError(f"fully_shard: mp_policy.{name} must be a floating-point torch.dtype, got {dtype!r}")
     if reshard is not None and not isinstance(reshard, int):
-        raise LayoutError(f"fully_shard: reshard_after_forward must be a bool, an int or None, got {reshard!r}")
+        raise LayoutError(
+            f"fully_shard: reshard_after_forward should be a bool or an int representing the group size to reshard to, "
+            f"not {reshard}; None lets the library choose"
+        )
     if reshard is not None and not isinstance(reshard, bool) and (reshard < 1 or data.parts % reshard):
         raise LayoutError(
-            f"fully_shard: reshard_after_forward={reshard} does not divide the {data.parts} ranks that have parts"
+            f"fully_shard: If passing reshard_after_forward as an int, it should be a factor of {data.parts}, not "
+            f"{reshard}: so many ranks have parts"
         )
     return Policy(
         mixed.param_dtype,
@@ -274,10 +281,16 @@ def _chosen_dim(param: nn.Parameter, placement: object) -> int | None:
     if placement is None:
         return None
     dim = getattr(placement, "dim", None)
-    if not isinstance(dim, int) or isinstance(dim, bool) or not -param.ndim <= dim < param.ndim:
+    given = f"shard_placement_fn gave {placement!r} for a parameter of shape {tuple(param.shape)}"
+    if not isinstance(dim, int) or isinstance(dim, bool):
         raise LayoutError(
-            f"fully_shard: shard_placement_fn gave {placement!r} for a parameter of shape {tuple(param.shape)}; "
-            f"give Shard(dim) with one of its dims, or None"
+            f"Invalid shard_placement_fn result: {placement}. fully_shard: {given}; give Shard(dim) with one of its "
+            f"dims, or None"
+        )
+    if not -param.ndim <= dim < param.ndim:
+        raise MismatchError(
+            f"Shard dim {dim} is invalid for {param.ndim}D tensor: {param.shape}. fully_shard: {given}; give "
+            f"Shard(dim) with one of its dims, or None"
         )
     return dim % param.ndim
 
