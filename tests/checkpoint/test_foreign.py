@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -135,3 +136,18 @@ def test_from_file_to_file(tmp_path, monkeypatch, can):
     with pytest.raises(CheckpointError, match="not what was written"):
         rewrite(open_source(tmp_path / "merged"), tmp_path / "again", most=100)
     assert not (tmp_path / "again").exists() and not (tmp_path / ".again.saving").exists()
+
+
+def test_numpy_arrays_in_a_file_of_torch_save_can_be_loaded_again(tmp_path):
+    checkpoint.save(tmp_path / "x.pt", {"a": np.arange(3.0), "n": [1, {"b": np.ones((2, 2), dtype=np.int32)}]}, format="pt")
+    into = {"a": np.zeros(3), "n": [0, {"b": np.zeros((2, 2), dtype=np.int32)}]}
+    checkpoint.load(tmp_path / "x.pt", into)
+    assert into["a"].tolist() == [0.0, 1.0, 2.0] and into["n"][0] == 1 and into["n"][1]["b"].all()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full disk to try")
+def test_a_full_disk_says_so_in_a_file_of_torch_save(tmp_path):
+    (tmp_path / ".x.pt.saving").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match="x.pt: could not be written: .*(No space left|is the disk full)"):
+        checkpoint.save(tmp_path / "x.pt", {"a": torch.ones(100_000)}, format="pt")
+    assert os.path.exists("/dev/full") and not (tmp_path / "x.pt").exists()

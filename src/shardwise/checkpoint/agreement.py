@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwise.checkpoint.holders import Kind, kind_of
+from shardwise.checkpoint.holders import Kind, kinds_of
 from shardwise.checkpoint.tree import Flat, Json, Node
 from shardwise.checkpoint.world import World, as_error
 from shardwise.errors import CheckpointError
@@ -46,7 +46,7 @@ def agree(
     try:
         compared = values and world.size > 1
         found = flat.tensors if error is None else {}
-        mine = {name: kind_of(tensor, values=compared) for name, tensor in found.items()}
+        mine = kinds_of(found, values=compared)
     except Exception as raised:  # told to the others, so that they do not wait
         error = raised
     digest = hashlib.sha1(json.dumps([list(mine.items()), flat.tree, also]).encode()).hexdigest()

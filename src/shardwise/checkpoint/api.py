@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -13,9 +14,9 @@ from shardwise.checkpoint import others, read, write
 from shardwise.checkpoint.background import (
     STAGED_BYTES,
     SaveHandle,
-    check_earlier,
     has_failed,
     raise_earlier,
+    settle,
     start,
     wait_for_all,
 )
@@ -59,10 +60,11 @@ def save(
         format: "shardwise": safetensors files and a manifest. "safetensors": the files alone, for tensors only.
             "dcp": a folder of torch.distributed.checkpoint. "pt": one file of torch.save; the first process gathers
             all tensors for it. These two are never asynchronous.
-        async_: Whether to return once memory was copied: a thread writes the copy. An error of it is raised by the
-            next call of `save`, or by `wait()`.
-        staged_bytes: With `async_`, how many bytes of copies this process may have at a time; `save` waits for earlier
-            ones to end where there are more.
+        async_: Whether to return once memory was copied: a thread writes the copy. What goes wrong in either, on any
+            process, is raised on all of them by the next call of `save`, or by `wait()`.
+        staged_bytes: With `async_`, how many bytes this process may have for copies, those of the last save included,
+            whose memory is kept for the next one. `save` waits for earlier ones to end where there are more; a single
+            save may have more.
         max_file_bytes: A file gets no further tensor beyond this.
         process_group: The processes that save together; by default all.
 
@@ -78,18 +80,37 @@ def save(
     _check(format=format, step=step, max_file_bytes=max_file_bytes, staged_bytes=staged_bytes)
     world = World.of(process_group)
     if format in ("dcp", "pt"):
-        check_earlier(world)
-        wait_for_all()
+        wait_for_all(world)
         others.save(path, state, world, format)
         return None
-    manifest, failed = format == "shardwise", has_failed()
-    draft = write.prepare(path, state, world, step=step, most=max_file_bytes, manifest=manifest, failed=failed)
-    if draft is None:
+    manifest = format == "shardwise"
+    return save_then(path, state, None, step, manifest, async_, max_file_bytes, staged_bytes, process_group)
+
+
+def save_then(
+    path: AnyPath,
+    state: Value,
+    then: Callable[[], None] | None,
+    step: int | None = None,
+    manifest: bool = True,
+    async_: bool = False,
+    max_file_bytes: int = MOST_FILE_BYTES,
+    staged_bytes: int = STAGED_BYTES,
+    process_group: dist.ProcessGroup | None = None,
+) -> SaveHandle | None:
+    """`save` to safetensors files. Once the checkpoint is there, the first process does something as a part of it."""
+    world = World.of(process_group)
+    if not async_:
+        settle()  # an earlier one may be of the same path; all processes hear below if it has failed on one
+    most, failed = max_file_bytes, has_failed()
+    attempt = write.prepare(path, state, world, step=step, most=most, manifest=manifest, failed=failed)
+    if attempt is None:
         raise_earlier()
     if async_:
-        return start(draft, World.of(process_group, own=True), staged_bytes)
-    wait_for_all()  # an earlier one may be of the same path
-    write.run(draft, world)
+        return start(attempt, World.of(process_group, own=True), staged_bytes, then)
+    write.run(attempt, world)
+    if then is not None:
+        world.from_first(then)
     return None
 
 

@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import NoReturn
 
@@ -15,9 +16,9 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint import write
-from shardwise.checkpoint.jobs import nbytes
+from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.world import World
-from shardwise.checkpoint.write import Draft
+from shardwise.checkpoint.write import Attempt
 from shardwise.errors import CheckpointError
 
 STAGED_BYTES = 8 << 30
@@ -32,8 +33,10 @@ class SaveHandle:
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._told = False
-        self._lock, self._followed = threading.Lock(), False
-        self._after: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        how = "under way" if not self.done() else "there" if self._error is None else "failed"
+        return f"SaveHandle({self.path!r}, {how})"
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is there.
@@ -66,24 +69,6 @@ class SaveHandle:
             self._told = True
             raise CheckpointError(f"the asynchronous save to {self.path} failed: {self._error}") from self._error
 
-    def then(self, action: Callable[[], None]) -> None:
-        """Have the writing thread do something once the checkpoint is there.
-
-        Args:
-            action: What it does; called at once where the checkpoint is there already.
-        """
-        with self._lock:
-            if not self._followed:
-                self._after.append(action)
-                return
-        action()  # it is there already
-
-    def _follow(self) -> None:
-        with self._lock:
-            self._followed = True
-        for action in self._after:
-            action()
-
     def _end(self, error: BaseException | None) -> None:
         self._error = error
         self._ended.set()
@@ -100,18 +85,27 @@ class _Writer:
         self.changed = threading.Condition()
         self.thread: threading.Thread | None = None
 
-    def submit(self, draft: Draft, world: World, most: int) -> SaveHandle:
-        size, handle = nbytes(draft.tasks) + 64, SaveHandle(str(draft.path))
-        room = self._take(size, most)
-        copied = draft.staged(room)
+    def submit(self, attempt: Attempt, world: World, most: int, then: Callable[[], None] | None) -> SaveHandle:
+        """Copy what is to be written, and have the thread write it. What goes wrong here goes to the thread too, which
+        tells the other processes: this call returns on all of them."""
+        handle, room = SaveHandle(str(attempt.path)), None
+        try:
+            draft = attempt.checked()
+            staging = Staging(draft.tasks)
+            room = self._take(staging.size, most)
+            attempt = replace(attempt, draft=replace(draft, tasks=staging.fill(room)))
+        except Exception as error:
+            attempt = Attempt(attempt.path, None, error)
         self.handles.append(handle)
 
         def save() -> None:
             try:
-                write.run(copied, world)
-                handle._follow()
+                write.run(attempt, world)
+                if then is not None:
+                    world.from_first(then)
             finally:
-                self._give(room)
+                if room is not None:
+                    self._give(room, most)
 
         if self.thread is None or not self.thread.is_alive():
             self.thread = threading.Thread(target=self._run, name="shardwise checkpoint", daemon=True)
@@ -130,22 +124,22 @@ class _Writer:
                 handle._end(None)
 
     def _take(self, size: int, most: int) -> torch.Tensor:
-        """Memory for a copy; waits while those under way take too much."""
+        """Memory for a copy; waits while those under way take too much. Memory in use and memory that is kept are never
+        more than `most` together, unless one copy alone is."""
         with self.changed:
             self.changed.wait_for(lambda: self.used == 0 or self.used + size <= most)
-            found = min((room for room in self.free if room.numel() >= size), key=torch.Tensor.numel, default=None)
-            if found is not None:
-                self.free = [room for room in self.free if room is not found]
-            else:
-                self.free.clear()
-                found = staging_room(size)
+            limit = max(most, self.used + size)
+            fitting = [room for room in self.free if room.numel() >= size and self.used + room.numel() <= limit]
+            self.free.clear()
+            found = fitting[0] if fitting else staging_room(size)
             self.used += found.numel()
         return found
 
-    def _give(self, room: torch.Tensor) -> None:
+    def _give(self, room: torch.Tensor, most: int) -> None:
         with self.changed:
             self.used -= room.numel()
-            self.free = [room]  # one is kept: the next save is likely of the same size
+            # one is kept: the next save is likely of the same size
+            self.free = [room] if self.used + room.numel() <= most else []
             self.changed.notify_all()
 
     def has_failed(self) -> bool:
@@ -153,10 +147,14 @@ class _Writer:
         self.handles = [handle for handle in self.handles if not handle.done() or handle.is_untold()]
         return any(handle.is_untold() for handle in self.handles)
 
-    def wait(self) -> None:
-        """Wait for all. Raises what went wrong in the first that failed; the next call raises that of the next one."""
+    def settle(self) -> None:
+        """Wait until all have ended, well or not."""
         for handle in list(self.handles):
             handle._ended.wait()
+
+    def wait(self) -> None:
+        """Wait for all. Raises what went wrong in the first that failed; the next call raises that of the next one."""
+        self.settle()
         failed = [handle for handle in self.handles if handle.is_untold()]
         self.handles = failed[1:]
         for handle in failed[:1]:
@@ -184,9 +182,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_writer.forget)
 
 
-def start(draft: Draft, world: World, most: int = STAGED_BYTES) -> SaveHandle:
-    """Copy what this process has to write, and write it in a thread."""
-    return _writer.submit(draft, world, most)
+def start(attempt: Attempt, world: World, most: int, then: Callable[[], None] | None = None) -> SaveHandle:
+    """Copy what this process has to write, and write it in a thread.
+
+    Args:
+        then: What the first process does once the checkpoint is there; an error of it is one of the save, on all.
+    """
+    return _writer.submit(attempt, world, most, then)
 
 
 def has_failed() -> bool:
@@ -206,9 +208,15 @@ def check_earlier(world: World) -> None:
         raise_earlier()
 
 
-def wait_for_all() -> None:
-    """Wait until all saves of this process have ended; raises what went wrong in one of them."""
-    _writer.wait()
+def settle() -> None:
+    """Wait until all saves of this process have ended, well or not: `has_failed` and `check_earlier` say which."""
+    _writer.settle()
+
+
+def wait_for_all(world: World) -> None:
+    """Wait until all saves have ended. Every process calls it; all raise if a save has failed on one of them."""
+    settle()
+    check_earlier(world)
 
 
 @atexit.register

@@ -7,6 +7,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from shardwise.checkpoint.blocks import LEAST_BLOCK, Block, blocks_of
 from shardwise.checkpoint.files import Entry
 from shardwise.checkpoint.source import Source
-from shardwise.checkpoint.tree import Json, flat_tree, flatten
+from shardwise.checkpoint.tree import Flat, Json, flat_tree, flatten
 from shardwise.errors import CheckpointError
 from shardwise.layout.tiles import Tile
 
@@ -151,12 +152,16 @@ class TorchSource(Source):
 
     def __init__(self, path: Path, *, verify: bool = True) -> None:
         self.path = path
-        self._open()
+        flat = self._opened
         part = _damaged(path) if verify else None
         if part is not None:
             raise CheckpointError(f"{path}: {part!r} in it is not what was written: the file is damaged")
+        self.entries = {name: Entry(name, x.dtype, tuple(x.shape)) for name, x in flat.tensors.items()}
+        self.tree = flat.tree
 
-    def _open(self) -> None:
+    @cached_property
+    def _opened(self) -> Flat:
+        """The file, mapped by each process that reads from it."""
         try:
             zipped = zipfile.is_zipfile(self.path)  # what torch.save writes since 1.6; older files cannot be mapped
             state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=zipped)
@@ -164,24 +169,17 @@ class TorchSource(Source):
             raise CheckpointError(
                 f"{self.path}: no file of torch.save that holds tensors and values only: {_short(error)}"
             ) from error
-        flat = flatten(state)
-        self.tensors = flat.tensors
-        self.entries = {name: Entry(name, x.dtype, tuple(x.shape)) for name, x in flat.tensors.items()}
-        self.tree = flat.tree
+        return flatten(state)
 
     def __getstate__(self) -> dict[str, object]:
-        return {"path": self.path}
-
-    def __setstate__(self, state: dict[str, Path]) -> None:
-        self.path = state["path"]
-        self._open()
+        return {name: value for name, value in self.__dict__.items() if name != "_opened"}
 
     def blocks(self, name: str) -> Sequence[Block]:
         entry = self.entries[name]
         return blocks_of(entry.shape, entry.dtype.itemsize, LEAST_BLOCK)
 
     def read_block(self, name: str, i: int, room: torch.Tensor) -> torch.Tensor:
-        block, values = self.blocks(name)[i], self.tensors[name].detach()
+        block, values = self.blocks(name)[i], self._opened.tensors[name].detach()
         for dim, (a, n) in enumerate(zip(block.tile.offsets, block.tile.sizes)):
             values = values.narrow(dim, a, n)
         self.bytes_read += block.stop - block.start

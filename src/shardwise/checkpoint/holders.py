@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -58,31 +58,54 @@ class Kind(NamedTuple):
 
 def check(name: str, tensor: torch.Tensor, doing: str) -> None:
     """Raise where a tensor cannot be saved or loaded."""
-    if tensor.is_nested:
-        raise CheckpointError(f"{doing} {name!r}: a nested tensor has no tiles; save its values() and offsets()")
     if isinstance(tensor, DTensor):
         refuse_partial(tensor._layout, f"{doing} {name!r}")
-    elif not isinstance(tensor, ShardedTensor) and (tensor.layout != torch.strided or tensor.is_quantized):
-        raise CheckpointError(f"{doing} {name!r}: a tensor of layout {tensor.layout} has no tiles; make it dense first")
-    elif doing == "loading" and any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape)):
-        raise CheckpointError(
-            f"{doing} {name!r}: elements of the tensor share memory (it was expanded); clone it first"
-        )
-    if tensor.is_meta:
+        dtype, is_meta = tensor._layout.dtype, tensor._layout.device.type == "meta"
+    else:
+        if tensor.is_nested:
+            raise CheckpointError(f"{doing} {name!r}: a nested tensor has no tiles; save its values() and offsets()")
+        if not isinstance(tensor, ShardedTensor):
+            _check_plain(name, tensor, doing)
+        dtype, is_meta = tensor.dtype, tensor.is_meta
+    if is_meta:
         raise CheckpointError(f"{doing} {name!r}: the tensor is on the meta device and has no values; materialize it")
     try:
-        stored(tensor.dtype, ())
+        stored(dtype, ())
     except CheckpointError as error:
         raise CheckpointError(f"{doing} {name!r}: {error}") from None
 
 
-def kind_of(tensor: torch.Tensor, *, values: bool) -> Kind:
-    """What this process says of a tensor; with `values`, those of a plain one too."""
+def _check_plain(name: str, tensor: torch.Tensor, doing: str) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"{doing} {name!r}: a tensor of layout {tensor.layout} has no tiles; make it dense first")
+    if doing == "loading" and any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape)):
+        raise CheckpointError(
+            f"{doing} {name!r}: elements of the tensor share memory (it was expanded); clone it first"
+        )
+
+
+def kinds_of(tensors: Mapping[str, torch.Tensor], *, values: bool) -> dict[str, Kind]:
+    """What this process says of some tensors; with `values`, those of plain ones too."""
+    known: dict[Layout, Kind] = {}  # most tensors of a model share a layout with others
+    found = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and not tensor._layout.mesh.comm.simulated:
+            layout = tensor._layout
+            if layout not in known:
+                known[layout] = _kind_of_layout(layout)
+            found[name] = known[layout]
+        else:
+            found[name] = _kind_of(tensor, values)
+    return found
+
+
+def _kind_of_layout(layout: Layout) -> Kind:
+    ranks = zlib.crc32(repr(layout.mesh.ranks).encode())
+    return Kind(short(layout.dtype), tuple(layout.shape), "dtensor", f"{layout.digest:08x}{ranks:08x}")
+
+
+def _kind_of(tensor: torch.Tensor, values: bool) -> Kind:
     dtype, shape = short(tensor.dtype), tuple(tensor.shape)
-    if isinstance(tensor, DTensor) and not tensor._layout.mesh.comm.simulated:
-        layout = tensor._layout
-        ranks = zlib.crc32(repr(layout.mesh.ranks).encode())
-        return Kind(dtype, shape, "dtensor", f"{layout.digest:08x}{ranks:08x}")
     if isinstance(tensor, ShardedTensor):
         return Kind(dtype, shape, "tiles", f"{zlib.crc32(repr(tensor._tiles.key).encode()):08x}")
     simulated = isinstance(tensor, DTensor)
@@ -192,15 +215,25 @@ def replicas(layout: Layout) -> int:
 
 
 # -- what the manifest says ----------------------------------------------------------------------------------
-def layout_json(tensor: torch.Tensor) -> Json:
-    """How a tensor was laid out when it was saved, for people and tools; None for a plain one."""
-    if isinstance(tensor, DTensor):
-        layout = tensor._layout
-        mesh: Json = {"shape": list(layout.mesh.shape), "axes": list(layout.mesh.axis_names)}
-        return {"mesh": mesh, "placements": [_placement_json(p) for p in layout.placements]}
-    if isinstance(tensor, ShardedTensor):
-        return {"tiles": len(tensor.metadata().shards_metadata)}
-    return None
+def layouts_json(tensors: Mapping[str, torch.Tensor]) -> dict[str, Json]:
+    """How tensors were laid out when they were saved, for people and tools; None for plain ones."""
+    known: dict[Layout, Json] = {}
+    found: dict[str, Json] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            layout = tensor._layout
+            if layout not in known:
+                known[layout] = _layout_json(layout)
+            found[name] = known[layout]
+        else:
+            tiles = len(tensor.metadata().shards_metadata) if isinstance(tensor, ShardedTensor) else None
+            found[name] = None if tiles is None else {"tiles": tiles}
+    return found
+
+
+def _layout_json(layout: Layout) -> Json:
+    mesh: Json = {"shape": list(layout.mesh.shape), "axes": list(layout.mesh.axis_names)}
+    return {"mesh": mesh, "placements": [_placement_json(p) for p in layout.placements]}
 
 
 def _placement_json(place: Placement) -> str:

@@ -18,7 +18,7 @@ from shardwise.checkpoint import crc
 from shardwise.checkpoint.behind import Behind, Target, WriteFailed, write_all
 from shardwise.checkpoint.blocks import Block, Cuts, Runs, meet, runs_of
 from shardwise.checkpoint.files import DataFile, Entry
-from shardwise.checkpoint.holders import Held, as_bytes, lies_together
+from shardwise.checkpoint.holders import Held, as_bytes
 from shardwise.errors import CheckpointError
 from shardwise.layout.tiles import Tile, Tiles, meetings
 
@@ -90,29 +90,6 @@ class Task(NamedTuple):
                 if box is not None:
                     found.append(Held(box, _narrowed(values, tile, box)))
         return self._replace(pieces=found)
-
-
-def nbytes(tasks: Iterable[Task]) -> int:
-    """How much memory copies of the values take."""
-    return sum(values.numel() * values.element_size() for task in tasks for _, values in task.pieces)
-
-
-def staged(tasks: Sequence[Task], room: torch.Tensor) -> list[Task]:
-    """The same with copies of the values, in `room` (bytes)."""
-    out, at, memory = [], 0, room.numpy()
-    for task in sorted(tasks, key=lambda task: -task.entry.dtype.itemsize):  # so that all are aligned
-        pieces = []
-        for tile, values in task.pieces:
-            size = values.numel() * values.element_size()
-            copy = room[at : at + size].view(values.dtype).view(values.shape)
-            if lies_together(values):
-                memory[at : at + size] = as_bytes(values)  # quicker than copy_
-            else:
-                copy.copy_(values)
-            pieces.append(Held(tile, copy))
-            at += size
-        out.append(task._replace(pieces=pieces))
-    return out
 
 
 class Written(NamedTuple):

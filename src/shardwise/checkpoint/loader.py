@@ -50,6 +50,7 @@ class Loader:
                     self._read(read)
                     self.finished += 1
                 self._begin()  # while others take their parts, the disk has something to do
+                self._pack(reads)
         except Exception as error:
             return error
         return None
@@ -106,31 +107,34 @@ class Loader:
         return self.scratch
 
     # -- taking -------------------------------------------------------------------------------------------------
-    def take(self, reads: Sequence[Read]) -> None:
-        """Put the parts that this process needs where they belong."""
-        me, sent, coming = self.world.rank, Messages(), Messages()
+    def _pack(self, reads: Sequence[Read]) -> None:
+        """Put what others need of this process's spans into messages, and make room for theirs."""
+        me, sent, self.coming = self.world.rank, Messages(), Messages()
         for read in reads:
             for part in read.parts if read.slot is not None else ():
                 if part.rank != me:
                     sent.setdefault(part.rank, []).append((read, part))
                 elif read.reader not in self.near:
-                    coming.setdefault(read.reader, []).append((read, part))
-        out, into = _room_for(sent), _room_for(coming)
+                    self.coming.setdefault(read.reader, []).append((read, part))
+        self.out, self.into = _room_for(sent), _room_for(self.coming)
         for rank, parts in sent.items():
-            for room, read, part in self._laid(out[rank], parts):
+            for room, read, part in self._laid(self.out[rank], parts):
                 room.copy_(inside(self._span(read), read.span.tile, part.box))
+
+    def take(self, reads: Sequence[Read]) -> None:
+        """Put the parts that this process needs where they belong."""
         if len(self.near) < self.world.size and self.world.group is not None:
             along = self.world.along()
             number = {rank: i for i, rank in enumerate(along.ranks)}
-            with Guard(along, "all_to_all", f"checkpoint of {self.world.size} ranks", f" on rank {me}"):
-                going, expected = ([(number[r], found[r]) for r in sorted(found)] for found in (out, into))
+            with Guard(along, "all_to_all", f"checkpoint of {self.world.size} ranks", f" on rank {self.world.rank}"):
+                going, expected = ([(number[r], found[r]) for r in sorted(found)] for found in (self.out, self.into))
                 work = start_sends(going, expected, along)
                 self._take_near(reads)
                 work.wait()
         else:
             self._take_near(reads)
-        for rank, parts in coming.items():
-            for value, read, part in self._laid(into[rank], parts):
+        for rank, parts in self.coming.items():
+            for value, read, part in self._laid(self.into[rank], parts):
                 self._put(read.name, part.tile, part.box, value)
 
     def _take_near(self, reads: Sequence[Read]) -> None:

@@ -9,13 +9,14 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
 
 import torch.distributed as dist
 
-from shardwise.checkpoint.api import AnyPath, load, save
+from shardwise.checkpoint.api import AnyPath, load, save_then
 from shardwise.checkpoint.background import SaveHandle, check_earlier, wait_for_all
 from shardwise.checkpoint.commit import clean
 from shardwise.checkpoint.files import sync_folder, write_synced
@@ -97,7 +98,7 @@ class Manager:
         Args:
             step: The number of the step.
             state: As of `checkpoint.save`.
-            metric: What `best` looks at.
+            metric: What `best` looks at. Where processes give different ones, that of the first one counts.
             force: Save whatever `every` says.
 
         Returns:
@@ -110,27 +111,36 @@ class Manager:
         if step < 0:
             raise ValueError(f"Manager.save: step = {step}; give a number >= 0")
         world = World.of(self.group)
-        stop = not world.all_well(not self.stopping)  # one process that is told to stop stops all
+        stop, due = self._asked(world, step, force)
         self.stopping = self.stopping or stop
-        due = force or self.every is None or step % self.every == 0 or (stop and not self._stop_saved)
         if not due:
             check_earlier(world)
             return None
         self._stop_saved = stop
-        path = self.path(step)
-        if metric is not None and self.best is not None:
-            world.from_first(lambda: self._note(step, float(metric)))
-        handle = save(path, state, step=step, async_=self.async_ and not stop, process_group=self.group)
-        if handle is None:
-            world.from_first(lambda: self._retain(step))
-            return path
-        if world.is_first:
-            handle.then(lambda: self._retain(step))
-        return handle
+        path, then = self.path(step), partial(self._retain, step)
+        if self.best is not None:
+            self._note_first(world, step, metric)
+        handle = save_then(path, state, then, step, async_=self.async_ and not stop, process_group=self.group)
+        return path if handle is None else handle
+
+    def _asked(self, world: World, step: int, force: bool) -> tuple[bool, bool]:
+        """Whether some process is told to stop, which stops all, and whether this step is due. One small message."""
+        lowest, stays, highest, asked = world.lowest([step, int(not self.stopping), -step, int(not force)])
+        if lowest != -highest:
+            raise CheckpointError(f"Manager.save: the ranks differ: steps {lowest} to {-highest}; give all the same")
+        stop = not stays
+        due = not asked or self.every is None or step % self.every == 0 or (stop and not self._stop_saved)
+        return stop, due
+
+    def _note_first(self, world: World, step: int, metric: float | None) -> None:
+        """Write the metric down; that of the first process that has one."""
+        given = [m for m in world.gather(None if metric is None else float(metric)) if m is not None]
+        if given:
+            world.from_first(lambda: self._note(step, given[0]))
 
     def wait(self) -> None:
-        """Wait for asynchronous saves that are under way."""
-        wait_for_all()
+        """Wait for asynchronous saves that are under way. Every process calls it; all raise if one has failed."""
+        wait_for_all(World.of(self.group))
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step is, or would be.
@@ -183,8 +193,8 @@ class Manager:
         Returns:
             The step of the checkpoint, or `default`.
         """
-        wait_for_all()
         world = World.of(self.group)
+        wait_for_all(world)
         path = world.from_first(lambda: self.latest() if step is None else self.path(step))
         if path is None:
             return default

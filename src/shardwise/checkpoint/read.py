@@ -57,7 +57,8 @@ class Prepared(NamedTuple):
 
 def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: int, measure: bool = False) -> Prepared:
     """Compare names, shapes and dtypes on all processes, and make the plan. Raises on all of them alike."""
-    targets, error = Targets(source.entries, source.values), None
+    targets = Targets(source.entries, source.values)
+    error: Exception | None = None
     try:
         _check_places(into)
         targets.collect(into, source.tree)
@@ -66,6 +67,9 @@ def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: 
             _check_fits(source, name, tensor)
         _check_tied(source, targets.tensors)
         check_overlaps(targets.tensors)
+    except CheckpointError as raised:
+        said = str(raised)
+        error = raised if said.startswith(("load:", str(source.path))) else CheckpointError(f"{source.path}: {said}")
     except Exception as raised:
         error = raised
     mine = targets.missing, sorted(targets.taken) if world.size > 1 else []
@@ -179,46 +183,60 @@ def _told(sides: dict[str, Side], targets: Targets, agreed: Agreed, world: World
 
 # -- running it ------------------------------------------------------------------------------------------------
 def run(prepared: Prepared, into: Value, world: World) -> None:
-    """Read, exchange, write into the tensors, then put the values in."""
+    """Read, exchange, write into the tensors, then put the values in. What goes wrong on one process is told to the
+    others before the next step."""
     source, targets, made, _, sharing = prepared
-    pieces = {name: held(tensor) for name, tensor in targets.tensors.items()}
-    room = _room_like(pieces) if made.staged else pieces
-    loader = Loader(source, room, world, made, sharing)
+    pieces: dict[str, list[Held]] = {}
+    room, loader, error = pieces, None, None
+    try:
+        pieces = {name: held(tensor) for name, tensor in targets.tensors.items()}
+        room = _room_like(pieces) if made.staged else pieces
+        loader = Loader(source, room, world, made, sharing)
+    except Exception as raised:
+        error = raised
     for reads in made.rounds:
-        error = loader.read_round(reads)
-        _stop_all(world, error, loader, made)
+        if loader is not None:
+            error = loader.read_round(reads)
+        loader = _stop_all(world, error, loader, made)
         try:
             with torch.no_grad():
                 loader.take(reads)
         except Exception as raised:
             error = raised
         _stop_all(world, error, loader, made)  # from here on, what was read may be overwritten
-    if sharing is not None:
-        sharing.release()
-    if made.staged:
-        with torch.no_grad():
-            for name, found in pieces.items():
-                for (_, values), (_, fresh) in zip(found, room[name], strict=True):
-                    values.copy_(fresh)
-    error = None
     try:
-        targets.apply(into, source.tree)
+        if sharing is not None:
+            sharing.release()
+        if error is None:
+            if made.staged:
+                _moved(room, pieces)
+            targets.apply(into, source.tree)
     except Exception as raised:
-        error = raised
+        error = error or raised
     if not world.all_well(error is None):
         world.agree(error)
 
 
-def _stop_all(world: World, error: Exception | None, loader: Loader, made: LoadPlan) -> None:
-    """Raise on all processes if one of them has an error."""
+def _moved(room: dict[str, list[Held]], pieces: dict[str, list[Held]]) -> None:
+    """Copy what was loaded to where it belongs."""
+    with torch.no_grad():
+        for name, found in pieces.items():
+            for (_, values), (_, fresh) in zip(found, room[name], strict=True):
+                values.copy_(fresh)
+
+
+def _stop_all(world: World, error: Exception | None, loader: Loader | None, made: LoadPlan) -> Loader:
+    """Raise on all processes if one of them has an error; where none has, each has a loader."""
     if world.all_well(error is None):
-        return
-    told = world.gather((None if error is None else as_error(error), list(loader.begun)))
+        assert loader is not None
+        return loader
+    told = world.gather((None if error is None else as_error(error), [] if loader is None else list(loader.begun)))
     begun = dict.fromkeys(name for _, names in told for name in names)
     if begun and not made.staged:
         error = None if error is None else CheckpointError(f"{as_error(error)}. {_changed(begun)}")
         told = [(e if e is None else CheckpointError(f"{e}. {_changed(begun)}"), names) for e, names in told]
     world.raise_first([e for e, _ in told], error)
+    raise AssertionError("some process had an error")
 
 
 def _room_like(pieces: dict[str, list[Held]]) -> dict[str, list[Held]]:

@@ -234,7 +234,12 @@ class FileSource(Source):
 
     def _handle(self, path: Path) -> int:
         if path not in self._handles:
-            self._handles[path] = os.open(path, os.O_RDONLY)
+            try:
+                self._handles[path] = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path}: cannot be opened: {error.strerror}; do all ranks see this folder?"
+                ) from error
         return self._handles[path]
 
     def close(self) -> None:

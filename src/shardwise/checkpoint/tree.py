@@ -198,19 +198,20 @@ class Lookup:
         return dict(enumerate(inside)) if kind in ("list", "tuple") else {}
 
 
-def built(node: Node, tensor_of: Callable[[str], torch.Tensor]) -> Value:
-    """The state that a node says, with the tensors that `tensor_of` gives for names."""
+def built(node: Node, tensor_of: Callable[[str], torch.Tensor], *, arrays: bool = True) -> Value:
+    """The state that a node says, with the tensors that `tensor_of` gives for names; without `arrays`, numpy arrays are
+    tensors too."""
     ((kind, inside),) = node.items()
     if kind == "state":
-        return built(inside, tensor_of)
+        return built(inside, tensor_of, arrays=arrays)
     if kind == "dict":
-        return {value_of(key): built(child, tensor_of) for key, child in inside}
+        return {value_of(key): built(child, tensor_of, arrays=arrays) for key, child in inside}
     if kind in ("list", "tuple"):
-        made = [built(child, tensor_of) for child in inside]
+        made = [built(child, tensor_of, arrays=arrays) for child in inside]
         return made if kind == "list" else tuple(made)
     if kind in ("tensor", "array"):
         found = tensor_of(str(inside))
-        return found.numpy() if kind == "array" else found
+        return found.numpy() if kind == "array" and arrays else found
     return value_of(inside)
 
 

@@ -91,11 +91,15 @@ class World:
 
     def all_well(self, well: bool) -> bool:
         """Whether all processes are well: one small message."""
+        return bool(self.lowest([int(well)])[0])
+
+    def lowest(self, numbers: list[int]) -> list[int]:
+        """The lowest number of all processes at each place of a list: one small message."""
         if self.group is None:
-            return well
-        flag = torch.tensor([int(well)])
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.group)
-        return bool(flag.item())
+            return numbers
+        told = torch.tensor(numbers)
+        dist.all_reduce(told, dist.ReduceOp.MIN, group=self.group)
+        return told.tolist()
 
     def along(self) -> Along:
         assert self.group is not None

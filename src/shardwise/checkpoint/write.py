@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -26,11 +26,10 @@ from shardwise.checkpoint.files import (
     lay_out,
     seal,
     sealed,
-    sync_folder,
     write_synced,
 )
-from shardwise.checkpoint.holders import check, held, layout_json, share_of
-from shardwise.checkpoint.jobs import Job, Task, Written, create, jobs_of, staged, write
+from shardwise.checkpoint.holders import check, held, layouts_json, share_of
+from shardwise.checkpoint.jobs import Job, Task, Written, create, jobs_of, write
 from shardwise.checkpoint.manifest import MANIFEST, manifest_text, random_state
 from shardwise.checkpoint.tree import Flat, Json, Node, Value, flatten
 from shardwise.checkpoint.world import World
@@ -92,9 +91,27 @@ class Draft:
             jobs += jobs_of(*place[entry.name], entry, blocks, self.first[entry.name], pieces, mine)
         return jobs
 
-    def staged(self, room: torch.Tensor) -> Draft:
-        """The same with copies of the values."""
-        return replace(self, tasks=staged(self.tasks, room))
+
+@dataclass(frozen=True)
+class Attempt:
+    """A draft, or what went wrong on this process alone: `run` tells the others."""
+
+    path: Path
+    draft: Draft | None
+    error: Exception | None = None
+
+    @staticmethod
+    def of(path: Path, make: Callable[[], Draft]) -> Attempt:
+        try:
+            return Attempt(path, make())
+        except Exception as error:
+            return Attempt(path, None, error)
+
+    def checked(self) -> Draft:
+        """The draft; raises what went wrong."""
+        if self.draft is None:
+            raise self.error or CheckpointError(f"{self.path}: there is nothing to write")
+        return self.draft
 
 
 def prepare(
@@ -106,7 +123,7 @@ def prepare(
     most: int,
     manifest: bool,
     failed: bool = False,
-) -> Draft | None:
+) -> Attempt | None:
     """Work out what is written where. Every process calls it; nothing is written yet.
 
     Returns:
@@ -131,8 +148,8 @@ def prepare(
     agreed = agree(flat, world, values=True, also=also, error=error, told=(hash_of(random), failed))
     if any(before for _, before in agreed.told):
         return None
-    shared = len(set(agreed.told)) == 1
-    return _drafted(folder, flat, agreed, world, step, random if shared else None, most, manifest)
+    stream = random if len(set(agreed.told)) == 1 else None
+    return Attempt.of(folder, lambda: _drafted(folder, flat, agreed, world, step, stream, most, manifest))
 
 
 def hash_of(text: str) -> int:
@@ -153,7 +170,7 @@ def _drafted(
         Entry(name, from_short(kinds[0][0].dtype, name), tuple(kinds[0][0].shape))
         for name, kinds in agreed.tensors.items()
     ]
-    layouts = {name: layout_json(tensor) for name, tensor in flat.tensors.items()}
+    layouts = layouts_json(flat.tensors)
     cuts = Cuts(block_bytes_for(sum(entry.nbytes for entry in entries)))
     tasks = [task.own(cuts) for task in _tasks(flat, agreed, world, entries)]
     return Draft(folder, entries, most, tasks, agreed.tree, layouts, step, random, manifest)
@@ -180,13 +197,13 @@ def _turn(tensor: torch.Tensor, kinds: Sequence[tuple[object, list[int]]], world
     return len(kinds), own if mine == 0 else -1
 
 
-def run(draft: Draft, world: World) -> None:
-    """Write a draft and commit it. Every process calls it; all raise if one of them fails."""
-    folder = draft_of(draft.path)
-    world.from_first(lambda: begin(draft))
+def run(attempt: Attempt, world: World) -> None:
+    """Write a draft and commit it. Every process calls it; all raise if one of them fails, or has failed before."""
+    folder = draft_of(attempt.path)
+    world.from_first(lambda: begin(attempt.checked()))
     error: Exception | None = None
-    written = Written(np.zeros(draft.count, dtype=np.int64), 0)
     try:
+        draft = attempt.checked()
         written = write(folder, draft.files, draft.jobs(), draft.count)
     except Exception as raised:
         error = raised
@@ -245,8 +262,7 @@ def finish(draft: Draft, folder: Path, sums: np.ndarray, total: int, world: Worl
                 world_size=world.size,
                 random=draft.random,
             )
-            sync_folder(folder)
-            write_synced(folder / MANIFEST, text)
+            write_synced(folder / MANIFEST, text)  # the names in the folder reach the disk in `commit`
         else:
             for file in draft.files:
                 seal(folder / file.name, sealed(file, checksums))

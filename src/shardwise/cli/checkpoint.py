@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from shardwise.checkpoint import others
 from shardwise.checkpoint.commit import is_checkpoint
@@ -25,7 +26,7 @@ from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.presets import PRESETS, preset
 from shardwise.checkpoint.rewrite import rewrite
 from shardwise.checkpoint.source import Source
-from shardwise.checkpoint.tree import built, flat_tree
+from shardwise.checkpoint.tree import Json, built, flat_tree, value_of
 from shardwise.checkpoint.verify import check_blocks
 from shardwise.checkpoint.world import World
 from shardwise.errors import ShardwiseError
@@ -62,8 +63,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         one.add_argument("path", metavar="PATH")
         one.set_defaults(run=_guarded(action))
     diff = actions.add_parser("diff", help="what differs between two checkpoints")
-    for name in ("reshard", "merge", "convert"):
-        one = actions.add_parser(name, help="write a checkpoint anew")
+    for name, text in (
+        ("reshard", "the same tensors in files of another size"),
+        ("merge", "all tensors in one file"),
+        ("convert", "another format, or other names"),
+    ):
+        one = actions.add_parser(name, help=text)
         one.add_argument("path", metavar="FROM")
         one.add_argument("target", metavar="TO")
         one.set_defaults(
@@ -156,7 +161,7 @@ def _ls(options: argparse.Namespace, console: Console) -> int:
             table.add_row(str(folder), step, str(len(source.entries)), size_text(total_bytes(source)))
         except ShardwiseError as error:
             bad += 1
-            table.add_row(str(folder), "", "", f"[red]{error}[/red]")
+            table.add_row(str(folder), "", "", Text(str(error), "red"))
     console.print(table if folders else f"no checkpoints in {root}")
     return int(bad > 0)
 
@@ -168,15 +173,27 @@ def _show(options: argparse.Namespace, console: Console) -> int:
     table = Table("tensor", "dtype", "shape", "size", "layout when saved")
     for name, entry in source.entries.items():
         said = body["layouts"][body["tensors"][name][4]] if body else None
-        layout = "" if not said else f"{said.get('placements', '')} on {said.get('mesh', said)}"
-        dtype = str(entry.dtype).removeprefix("torch.")
-        table.add_row(name, dtype, str(list(entry.shape)), size_text(entry.nbytes), layout)
+        dtype, shape = str(entry.dtype).removeprefix("torch."), str(list(entry.shape))
+        table.add_row(name, dtype, shape, size_text(entry.nbytes), _layout_text(said))
     console.print(table)
     for name, value in source.values.items():
-        console.print(f"{name} = {str(value)[:100]}", markup=False, highlight=False)
+        console.print(f"{name} = {str(value_of(value))[:100]}", markup=False, highlight=False)
     step = "" if source.step is None else f", step {source.step}"
     console.print(f"{len(source.entries)} tensors, {size_text(total_bytes(source))}{step}")
     return 0
+
+
+def _layout_text(said: Json) -> str:
+    """
+    >>> _layout_text({"mesh": {"shape": [2, 4], "axes": ["dp", "tp"]}, "placements": ["R", "S(0)"]})
+    'dp 2: R, tp 4: S(0)'
+    """
+    if not said:
+        return ""
+    if "mesh" not in said:
+        return f"{said['tiles']} tiles"
+    mesh = said["mesh"]
+    return ", ".join(f"{axis} {n}: {how}" for axis, n, how in zip(mesh["axes"], mesh["shape"], said["placements"]))
 
 
 def _verify(options: argparse.Namespace, console: Console) -> int:
@@ -202,25 +219,21 @@ def _stats(options: argparse.Namespace, console: Console) -> int:
 
 
 def _figures(source: Source, name: str, advance: Callable[[int], None]) -> list[str]:
-    low, high, total, squares, count, nans, infs = float("inf"), float("-inf"), 0.0, 0.0, 0, 0, 0
+    low, high, nans, infs = float("inf"), float("-inf"), 0, 0
+    count, mean, spread = 0, 0.0, 0.0  # `spread`: the sum of squared distances to the mean
     for values, size in blocks_in(source, name):
-        x = values.abs() if values.is_complex() else values
-        x = x.double().reshape(-1)
+        x = (values.abs() if values.is_complex() else values).double().reshape(-1)
         finite = x[x.isfinite()]
         nans, infs = nans + int(x.isnan().sum()), infs + int(x.isinf().sum())
         if finite.numel():
             low, high = min(low, float(finite.min())), max(high, float(finite.max()))
-            total, squares, count = (
-                total + float(finite.sum()),
-                squares + float((finite**2).sum()),
-                count + finite.numel(),
-            )
+            n, own = finite.numel(), float(finite.mean())
+            spread += float(((finite - own) ** 2).sum()) + (own - mean) ** 2 * count * n / (count + n)
+            mean, count = mean + (own - mean) * n / (count + n), count + n
         advance(size)
     if not count:
         return ["", "", "", "", str(nans), str(infs)]
-    mean = total / count
-    deviation = max(squares / count - mean * mean, 0.0) ** 0.5
-    return [f"{low:.4g}", f"{high:.4g}", f"{mean:.4g}", f"{deviation:.4g}", str(nans), str(infs)]
+    return [*(f"{x:.4g}" for x in (low, high, mean, (spread / count) ** 0.5)), str(nans), str(infs)]
 
 
 def blocks_in(source: Source, name: str) -> Iterator[tuple[torch.Tensor, int]]:
@@ -260,13 +273,13 @@ def _difference(one: Source, other: Source, name: str, advance: Callable[[int], 
         a, b = (whole_tensors(_only(source, name, only))[name] for source in (one, other))
         pairs = zip([(a, one.entries[name].nbytes)], [(b, 0)])
     count, most = 0, 0.0
-    for (a, size), (b, _) in pairs:
+    for (x, size), (y, _) in pairs:
+        wide = torch.complex128 if x.is_complex() else x.dtype if x.dtype == torch.int64 else torch.float64
+        a, b = x.to(wide), y.to(wide)
         differ = (a != b) & ~((a != a) & (b != b))
         if differ.any():
             count += int(differ.sum())
-            most = max(
-                most, float((a[differ].double() - b[differ].double()).abs().max()) if not a.is_complex() else 0.0
-            )
+            most = max(most, float((a[differ] - b[differ]).abs().max()))
         advance(size)
     return f"{name}: {count} elements differ, by at most {most:.4g}" if count else ""
 
@@ -285,6 +298,8 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
     if os.path.abspath(options.path) == os.path.abspath(options.target):
         print("shardwise checkpoint: FROM and TO are the same path", file=sys.stderr)
         return 1
+    if options.drop_values:
+        source.tree = flat_tree(list(source.entries), {})
     with _bar(console, "write", total_bytes(source)) as advance:
         if options.format in ("pt", "dcp"):
             tensors = whole_tensors(source, advance)
@@ -292,8 +307,6 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
             others.save(options.target, state, World(0, (0,), None), options.format)
         else:
             manifest = options.format != "safetensors"
-            if options.drop_values:
-                source.tree = flat_tree(list(source.entries), {})
             rewrite(source, options.target, manifest=manifest, most=options.max_file_size, progress=advance)
     console.print(f"{options.target}: {len(source.entries)} tensors, {size_text(total_bytes(source))}")
     return 0

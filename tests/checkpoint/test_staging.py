@@ -1,0 +1,52 @@
+"""Copies for asynchronous saves: whatever the tensors look like in memory, and however they lie beside each other."""
+
+import mmap
+
+import torch
+
+from shardwise.checkpoint.files import Entry
+from shardwise.checkpoint.holders import Held
+from shardwise.checkpoint.jobs import Task
+from shardwise.checkpoint.staging import Staging, _together
+from shardwise.layout.tiles import Tile
+
+
+def as_task(values):
+    tile = Tile((0,) * values.dim(), tuple(values.shape))
+    return Task(Entry("x", values.dtype, tuple(values.shape)), 1, 0, [Held(tile, values)])
+
+
+def test_copies_of_all_kinds_of_tensors():
+    big = torch.arange(4000.0).view(40, 100)
+    odd = torch.frombuffer(bytearray(range(13)), dtype=torch.uint8)[1:]
+    values = [
+        *big.split(7),  # they lie together
+        big[3:9],  # in memory that others have too
+        big.t(),
+        big[:, ::3],
+        big[5:5],
+        torch.tensor(3.0),
+        odd,
+        odd[:8].view(torch.uint8),
+        torch.frombuffer(bytearray(17), dtype=torch.uint8)[1:],
+        torch.tensor([1 + 2j, 3j]).conj(),
+        torch.tensor([True, False]),
+        torch.ones(5, dtype=torch.bfloat16)[1:],
+    ]
+    expected = [x.clone() for x in values]
+    staging = Staging([as_task(x) for x in values])
+    staged = staging.fill(torch.empty(staging.size, dtype=torch.uint8))
+    big.zero_(), odd.zero_()
+    for task, x in zip(staged, expected, strict=True):
+        ((_, copy),) = task.pieces
+        assert copy.dtype == x.dtype and torch.equal(copy, x)
+    assert staging.size < sum(x.numel() * x.element_size() for x in values) + 5000
+
+
+def test_pages_that_may_be_nobodys_are_not_read():
+    page = mmap.PAGESIZE
+    first, same, next_, behind = (0, 100), (page - 10, page), (page + 5, 2 * page), (3 * page, 3 * page + 1)
+    assert _together([next_, first, same]) == [(0, 2 * page)]
+    assert _together([behind, next_]) == [next_, behind]  # page 2 is in neither
+    assert _together([(0, 4 * page), first, same]) == [(0, 4 * page)]
+    assert _together([]) == []
