@@ -32,18 +32,26 @@ def functions():
 FOUND = {func: name for name, func in functions() if func.__module__.startswith("shardwise")}
 
 
+def statements(tree):
+    """The statements of a function, without those of functions inside of it."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+            yield node
+            yield from statements(node)
+
+
 def lacks(func):
     """What the docstring of a function does not say."""
     doc, (tree,) = inspect.getdoc(func) or "", ast.parse(textwrap.dedent(inspect.getsource(func))).body
-    arguments = [name for name in inspect.signature(inspect.unwrap(func)).parameters if name not in ("self", "cls")]
-    raises = any(isinstance(node, ast.Raise) and node.exc is not None for node in ast.walk(tree))
-    returned = {ast.unparse(node.value) for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value}
-    says_what = "Returns:" in doc or "Yields:" in doc or "\n\n" not in doc or doc.startswith(("Return", "Inside"))
+    arguments = [name for name in inspect.signature(func).parameters if name not in ("self", "cls")]
+    raises = any(isinstance(node, ast.Raise) and node.exc is not None for node in statements(tree))
+    returns = any(isinstance(node, ast.Return) and node.value is not None for node in statements(tree))
+    says_what = "Returns:" in doc or "\n\n" not in doc or doc.startswith("Return")  # one line, which tells the result
     found = ["a docstring"] if not doc else []
     found += ["Args"] if arguments and "Args:" not in doc else []
     found += [name for name in arguments if name not in doc]
     found += ["Raises"] if raises and "Raises:" not in doc else []
-    return found + (["Returns"] if returned and not says_what else [])
+    return found + (["Returns"] if returns and not says_what else [])
 
 
 def test_google_form():

@@ -30,7 +30,12 @@ else:
 
 
 def write_items(fqn: str, tensor: Wrapper) -> list[planner.WriteItem]:
-    """Return one item for each distinct box held here."""
+    """Return one item for each distinct box of a tensor that is held here.
+
+    Args:
+        fqn: The name of the tensor in its state dict.
+        tensor: The tensor.
+    """
     check_type(tensor, Wrapper, "write_items: tensor", "torch.distributed.checkpoint saves plain tensors itself")
     check_type(fqn, str, "write_items: fqn", "give the name of the tensor in its state dict")
     layout: Layout = tensor._layout
@@ -55,14 +60,27 @@ def items_for(fqn: str, tensor: torch.Tensor, boxes: Iterable[TileLike]) -> list
 
 
 def chunk_list(tensor: Wrapper) -> list[metadata.ChunkStorageMetadata]:
-    """Return the boxes to read, one for each piece of memory that holds one."""
+    """Return the boxes to read, one for each piece of memory that holds one.
+
+    Args:
+        tensor: The tensor to read into.
+    """
     check_type(tensor, Wrapper, "chunk_list: tensor", "torch.distributed.checkpoint loads plain tensors itself")
     refuse_partial(tensor._layout, "loading into a tensor")
     return [chunk(tile) for tile, _, _ in held_boxes(tensor)]
 
 
 def tensor_shard(tensor: Wrapper, index: metadata.MetadataIndex) -> torch.Tensor:
-    """Return the memory of the box at `index.offset`: a view to write from or read into."""
+    """Return the memory of a box of a tensor: a view to write from or read into.
+
+    Args:
+        tensor: The tensor.
+        index: The box, by where it begins: `index.offset`.
+
+    Raises:
+        TypeError: `index` is none of torch.distributed.checkpoint.
+        LayoutError: The index has no offset, or no box that is held here begins there.
+    """
     check_type(tensor, Wrapper, "tensor_shard: tensor", "torch.distributed.checkpoint loads plain tensors itself")
     if not hasattr(index, "offset"):
         raise TypeError(f"tensor_shard: index: expected a MetadataIndex of torch.distributed.checkpoint, got {index!r}")

@@ -22,7 +22,7 @@ from shardwise.strategy.registry import rule
 from shardwise.wrapper import wrap
 
 
-def dims_of(dim: Any, ndim: int) -> tuple[int, ...]:
+def reduced_dims(dim: Any, ndim: int) -> tuple[int, ...]:
     """The reduced dims: all of them for None or (). Raises as torch does, since a program asks no meta kernel."""
     if dim is None or (isinstance(dim, (tuple, list)) and not dim):
         return tuple(range(ndim))
@@ -41,7 +41,7 @@ line("all", "*d -> *d-dim", takes=_REDUCED, reduce="band")
 def prod(x: Operand, dim: Named = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Answer:
     """The products of parts are factors. Where a gradient is needed they are multiplied at once: what comes back to the
     factors would not tell a hook the gradient of the product."""
-    dims = dims_of(dim, x.ndim)
+    dims = reduced_dims(dim, x.ndim)
     if not any(map(x.layout.is_cut, dims)):
         return factors("*d -> *d-dim", [x], dim=dims, keepdim=keepdim, reduce="product")
     kind = dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
@@ -69,7 +69,7 @@ def prod(x: Operand, dim: Named = None, keepdim: bool = False, *, dtype: torch.d
 @rule("mean")
 def mean(x: Operand, dim: Named = None, keepdim: bool = False, **kwargs: object) -> Factors:
     """The parts are sums over the global count, so uneven shards weigh what they should."""
-    dims = dims_of(dim, x.ndim)
+    dims = reduced_dims(dim, x.ndim)
     n = math.prod(x.shape[d] for d in dims)
 
     def local(inputs: list[Layout], outputs: list[Layout]) -> Callable[..., Any]:
@@ -216,12 +216,12 @@ def _extremes(name: str) -> None:
 
     @rule(f"a{name}")
     def over_dims(x: Operand, dim: Named = (), keepdim: bool = False) -> Answer:
-        dims = dims_of(dim, x.ndim)
+        dims = reduced_dims(dim, x.ndim)
         return staged(x, dims, keepdim, lambda x: shared_extreme(along, x, dims, keepdim), order=order)
 
     @rule(f"arg{name}")
     def places(x: Operand, dim: Named = None, keepdim: bool = False) -> Answer:
-        dims, pick = dims_of(dim, x.ndim), lambda v, d: place(v, d, True)
+        dims, pick = reduced_dims(dim, x.ndim), lambda v, d: place(v, d, True)
         return staged(x, dims, keepdim, lambda x: selected(pick, x.detach(), dims, keepdim)[1])
 
     @rule(name)
@@ -231,9 +231,10 @@ def _extremes(name: str) -> None:
             return broadcast(
                 [x, dim if other is None else other], order=Order(rising, in_each=True, together=Partial(name))
             )
-        dims, kind, pick = dims_of(dim, x.ndim), getattr(torch.return_types, name), lambda v, d: func(v, d, True)[1]
+        dims, kind = reduced_dims(dim, x.ndim), getattr(torch.return_types, name)
         if dim is None:
             return staged(x, dims, keepdim, lambda x: shared_extreme(of_all, x, dims, False), order=order)
+        pick = lambda v, d: func(v, d, True)[1]
         return staged(x, dims, keepdim, lambda x: kind(selected(pick, x, dims, keepdim)), outputs=2)
 
     def of_all(v: Any, dims: Dims, keepdim: bool) -> Any:
@@ -246,14 +247,14 @@ _extremes("min")
 
 @rule("aminmax")
 def aminmax(x: Operand, *, dim: Named = None, keepdim: bool = False) -> Answer:
-    dims, kind = dims_of(dim, x.ndim), torch.return_types.aminmax
+    dims, kind = reduced_dims(dim, x.ndim), torch.return_types.aminmax
     return staged(x, dims, keepdim, lambda x: kind((x.amin(dims, keepdim), x.amax(dims, keepdim))), outputs=2)
 
 
 @rule("topk")
 def topk(x: Operand, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Answer:
     """The k of each rank's k, where those are fewer than the dim has. Which of equal ones come, torch leaves open."""
-    dims = dims_of(dim, x.ndim)
+    dims = reduced_dims(dim, x.ndim)
     ranks = math.prod(x.mesh.shape[axis] for d in dims for axis in x.layout.axes_of(d))
     if not dims or k * ranks >= x.shape[dims[0]]:
         return whole_along(x, dims, True, outputs=2)

@@ -14,7 +14,7 @@ from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import count
 from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy import Algorithm, Answer, Operand, Tensor, factors, line, needs_grad, reduced, run_local
+from shardwise.strategy import Algorithm, Answer, Operand, Tensor, line, needs_grad, reduced, run_local
 from shardwise.strategy.program import sum_dtype
 from shardwise.strategy.registry import rule
 

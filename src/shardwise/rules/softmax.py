@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.layout import Partial, Shard
-from shardwise.rules.reduce import dims_of, staged, whole_along
+from shardwise.rules.reduce import reduced_dims, staged, whole_along
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Named, Operand, Tensor, reduced, run_local, sum_dtype
 from shardwise.strategy.registry import program, rule
@@ -59,7 +59,7 @@ softmax_rule("_safe_softmax", _or_zeros, lambda largest: largest == -torch.inf) 
 
 @rule("logsumexp")
 def logsumexp(x: Operand, dim: Named, keepdim: bool = False) -> Answer:
-    dims = dims_of(dim, x.ndim)
+    dims = reduced_dims(dim, x.ndim)
     kept = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
 
     def run(x: Tensor) -> Tensor:

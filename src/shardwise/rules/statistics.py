@@ -12,7 +12,7 @@ import torch
 from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.protocols import Ctx
-from shardwise.rules.reduce import Dims, dims_of, gather_parts, shared_extreme, staged, whole_along
+from shardwise.rules.reduce import Dims, gather_parts, reduced_dims, shared_extreme, staged, whole_along
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
 from shardwise.strategy.memory import contiguous, stored
 from shardwise.strategy.program import Tensor, constant, needs_grad, reduced, run_local, sum_dtype, whole
@@ -33,7 +33,8 @@ def _deviation(name: str) -> None:
     def over_dims(
         x: Operand, dim: Named = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
     ) -> Answer:
-        dims, unbiased = (dims_of(None, x.ndim), dim) if isinstance(dim, bool) else (dims_of(dim, x.ndim), unbiased)
+        dim, unbiased = (None, dim) if isinstance(dim, bool) else (dim, unbiased)
+        dims = reduced_dims(dim, x.ndim)
         less = correction if correction is not None else 1 if unbiased is None else int(unbiased)
         size = math.prod(x.shape[d] for d in dims)
         if size <= less or not (x.dtype.is_floating_point or x.dtype.is_complex):
@@ -61,7 +62,7 @@ for _name in ["var", "std", "var_mean", "std_mean"]:
 @rule("vector_norm linalg_vector_norm")
 def vector_norm(x: Operand, ord: Any = 2, dim: Named = None, keepdim: bool = False, *, dtype: Any = None) -> Answer:
     """Norms of norms; the largest or smallest magnitude as an extreme; and a count."""
-    dims = dims_of(dim, x.ndim)
+    dims = reduced_dims(dim, x.ndim)
     named = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     if min(named, default=0) < 0 and _dims_must_be_positive():
         return Algorithm(lambda x, *args, **named: torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype))
@@ -135,7 +136,7 @@ def norm(x: Operand, p: object = "fro", dim: Named = None, keepdim: bool = False
 @rule("renorm")
 def renorm(x: Operand, p: float, dim: int, maxnorm: float) -> Answer:
     """Slices along `dim` whose norm is too large are scaled down."""
-    rest = tuple(d for d in range(x.ndim) if d not in dims_of(dim, x.ndim))
+    rest = tuple(d for d in range(x.ndim) if d not in reduced_dims(dim, x.ndim))
     if p <= 0 or maxnorm < 0:
         return whole_along(x, rest, True)
 
@@ -197,7 +198,7 @@ def _median(name: str) -> None:
 
     @rule(name)
     def median(x: Operand, dim: int | None = None, keepdim: bool = False) -> Factors:
-        dims = dims_of(dim, x.ndim)
+        dims = reduced_dims(dim, x.ndim)
         if dim is None or 0 not in x.layout.stride:
             return whole_along(x, dims, keepdim, outputs=1 if dim is None else 2)
         # of expanded tensors torch's kernel reads memory that nobody has written

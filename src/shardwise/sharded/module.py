@@ -70,6 +70,9 @@ def _shard_tensor(
         src_rank: The rank of the group whose values are taken.
         process_group: The default is the default process group. Every rank of it calls this.
 
+    Returns:
+        The sharded tensor.
+
     Raises:
         ValueError: If ranks pass different arguments, or the tensor is not contiguous.
         TypeError: If `tensor` is not a tensor.
@@ -255,7 +258,15 @@ def _find(module: nn.Module, path: str) -> Any:
 
 
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
-    """Add a hook to a module that reshards its output where that is a ShardedTensor; return the module."""
+    """Add a hook to a module that reshards its output where that is a ShardedTensor.
+
+    Args:
+        module: The module.
+        resharding_spec: The new spec of the output.
+
+    Returns:
+        The module.
+    """
 
     check_type(module, nn.Module, "_reshard_output: module")
     check_type(resharding_spec, ShardingSpec, "_reshard_output: resharding_spec")
@@ -268,9 +279,15 @@ def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modu
 
 
 def _collect_local_shard(module: nn.Module) -> nn.Module:
-    """Add a hook to a module that returns the local tensor of a ShardedTensor output; return the module.
+    """Add a hook to a module that returns the local tensor of a ShardedTensor output.
 
     A dim that is cut into single rows is dropped: a [4, 16] tensor on 4 ranks is a [16] tensor on each.
+
+    Args:
+        module: The module.
+
+    Returns:
+        The module.
     """
 
     check_type(module, nn.Module, "_collect_local_shard: module")

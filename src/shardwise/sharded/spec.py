@@ -66,6 +66,9 @@ class ShardingSpec(ABC):
         Args:
             tensor_sizes: The global size of the tensor.
             tensor_properties: Its dtype and other properties.
+
+        Raises:
+            ValueError: A tensor of this size cannot be cut so.
         """
 
     def shard(
