@@ -182,8 +182,8 @@ def kept_by_torch(
     layouts: Sequence[Layout],
     flags: Sequence[bool],
 ) -> Kept:
-    """What plain torch keeps for the gradient of a call, found by recording it on meta tensors or, where sizes depend on
-    values and the tensors are small, on zeros. Nothing where torch cannot run the call on those."""
+    """What plain torch keeps for the gradient of a call, found by recording it on meta tensors or, where sizes depend
+    on values and the tensors are small, on zeros. Nothing where torch cannot run the call on those."""
     ways = [(meta_like, torch.ops.aten.alias), (meta_like, torch.clone)]  # a view of a leaf cannot be written
     if sum(math.prod(layout.shape) for layout in layouts) <= _SMALL:
         ways.append((_zeros_like, torch.clone))
