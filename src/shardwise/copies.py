@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from shardwise.autograd.attributes import set_requires_grad
+from shardwise.engine.aliasing import COPIES, note_view
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.layout.layout import checked_values
 from shardwise.layout.placement import check_reductions
 from shardwise.mesh import Mesh, UserMesh, as_mesh
 from shardwise.protocols import Structure
-from shardwise.wrapper import Wrapper, is_note, notes_of, wrap
+from shardwise.wrapper import Wrapper, is_note, notes_of, origin_of, wrap
 
 
 def deep_copy(tensor: Wrapper, memo: dict[int, Any]) -> Any:
@@ -27,6 +28,15 @@ def deep_copy(tensor: Wrapper, memo: dict[int, Any]) -> Any:
         result._is_param = True
     result.__dict__.update(copy.deepcopy(notes_of(tensor), memo))
     return result
+
+
+def shallow_copy(tensor: Wrapper) -> Any:
+    """Another tensor of the same memory, a leaf: in torch a pickle that shares it."""
+    same: Wrapper = unpickled(*pickled(tensor))
+    same._offset, same._origin = tensor._offset, origin_of(tensor)
+    if COPIES:
+        note_view(tensor, same)
+    return same
 
 
 def pickled(tensor: Wrapper) -> tuple[Any, ...]:

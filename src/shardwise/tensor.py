@@ -18,7 +18,7 @@ from shardwise.boundary import are_leaves, check_dense, checked_grad_layout, ent
 from shardwise.comm.bridge import collapse, own_each
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, of_thread, refuse_in_program, relaxed
-from shardwise.copies import deep_copy, pickled, unpickled
+from shardwise.copies import deep_copy, pickled, shallow_copy, unpickled
 from shardwise.drawing import figure, markup
 from shardwise.engine import reduce_to_parts
 from shardwise.engine.call import SPECIAL, call_function, call_overload
@@ -406,7 +406,6 @@ class DTensor(Wrapper):
     def __dlpack__(self, **_: object) -> Any:  # type: ignore[override]
         raise RuleError("__dlpack__: the memory of a distributed tensor is on many ranks; give x.to_local() away")
 
-    # -- copies ---------------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:  # type: ignore[override]
         return memo[id(self)] if id(self) in memo else deep_copy(self, memo)
 
@@ -426,6 +425,7 @@ class DTensor(Wrapper):
     def __create_write_items__(self, fqn: str, tensor: DTensor) -> list[Any]:
         return checkpoint_protocol.write_items(fqn, tensor)
 
+    __copy__ = shallow_copy
     __create_chunk_list__ = checkpoint_protocol.chunk_list
     __get_tensor_shard__ = checkpoint_protocol.tensor_shard
 

@@ -164,7 +164,7 @@ def before_write(target: Wrapper, op: str, recorded: bool) -> None:
                 f"{op}: the result of {copy.name} is a view that was created in no_grad mode and is being modified "
                 f"inplace with grad mode enabled; write under torch.no_grad(), or take the view outside of it"
             )
-        if torch.is_grad_enabled() and copies_leaf(target):
+        if torch.is_grad_enabled() and target.requires_grad and copies_leaf(target):
             raise RuntimeError(
                 f"{op}: a view of a leaf Variable that requires grad is being used in an in-place operation; "
                 f"write under torch.no_grad()"
@@ -200,7 +200,10 @@ def after_write(*targets: Wrapper) -> None:
     wholes = {id(_root(copy)): (_root(copy), copy) for copy in written if not _is_under_way(_root(copy))}
     with _under_way(*(whole for whole, _ in wholes.values())):
         for whole, copy in wholes.values():
-            copy.source.copy_(_with_view(copy.source, copy.again, whole))
+            source = copy.source
+            # what is written of a leaf was detached from it
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not (source.is_leaf and source.requires_grad)):
+                source.copy_(_with_view(source, copy.again, whole))
         for whole, copy in wholes.values():
             if torch.is_grad_enabled() and copy.source.requires_grad:
                 _take_again(whole, copy.again(copy.source))  # gradients of the copy reach the base, as in torch
