@@ -63,7 +63,7 @@ class Code:
                 if inside:
                     yield f"{_INDENT}with replaying():"
             indent = _INDENT * (2 if inside else 1)
-            if statement.with_grad is not with_grad and statement.is_op:  # which some kernels ask for
+            if inside and statement.is_op and statement.with_grad is not with_grad:  # which some kernels ask for
                 with_grad = statement.with_grad
                 yield f"{indent}grad_mode({with_grad})"
             line = indent + self._line(statement)
