@@ -8,8 +8,9 @@ the ranks do with their local tensors. All other calls are torch's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from shardwise.wrapper import Wrapper
 
 Function = Callable[..., Any]
 _torchs = torch.compile
+_MANY = 100  # entries of a container that is not looked through
 
 
 def take_compile() -> None:
@@ -96,20 +98,42 @@ def _holds_distributed(func: Function) -> bool:
     return any(isinstance(x, Wrapper) for x in _known(func))
 
 
-def _known(func: Item) -> Iterator[Any]:
+def _known(func: Item) -> Iterator[torch.Tensor]:
     for item in (func, getattr(func, "__self__", None)):
-        if isinstance(item, torch.nn.Module):
-            yield from item.parameters()
-            yield from item.buffers()
-    target = getattr(func, "__func__", func)
-    cells = [cell.cell_contents for cell in getattr(target, "__closure__", None) or () if _is_filled(cell)]
-    names = getattr(getattr(target, "__code__", None), "co_names", ())
-    table = getattr(target, "__globals__", {})
+        yield from _tensors_in(item, 2)
+    yield from _tensors_around(getattr(func, "__func__", func), 2)
+
+
+def _tensors_around(func: Item, depth: int) -> Iterator[torch.Tensor]:
+    """Tensors in the variables that a function names."""
+    cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or () if _is_filled(cell)]
+    names = getattr(getattr(func, "__code__", None), "co_names", ())
+    table = getattr(func, "__globals__", {})
     for value in (*cells, *(table[name] for name in names if name in table)):
-        if isinstance(value, torch.nn.Module):
-            yield from value.parameters()
-        elif isinstance(value, torch.Tensor):
-            yield value
+        yield from _tensors_in(value, depth)
+
+
+def _tensors_in(value: Item, depth: int) -> Iterator[torch.Tensor]:
+    """Tensors in a value: a module, an optimizer, a small container, a function, an object of the program's."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from (p for group in value.param_groups for p in group["params"])
+    elif depth and not isinstance(value, (type, ModuleType)):
+        inside: Iterable[Item] = ()
+        if isinstance(value, (list, tuple, dict)):
+            inside = (value.values() if isinstance(value, dict) else value) if len(value) <= _MANY else ()
+        elif (getattr(value, "__module__", None) or "torch").partition(".")[0] in ("torch", "shardwise", "builtins"):
+            return
+        elif isinstance(value, FunctionType):
+            yield from _tensors_around(value, depth - 1)
+        else:
+            inside = list(vars(value).values()) if hasattr(value, "__dict__") else ()
+        for item in inside:
+            yield from _tensors_in(item, depth - 1)
 
 
 def _is_filled(cell: Item) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwise
 from shardwise import CaptureError, Replicate, Shard
-from tests.captures.common import batches, laid_out, module
+from tests.captures.common import MESH, batches, laid_out, module
 from tests.captures.test_training import tensor_parallel
 
 
@@ -164,7 +164,9 @@ def test_new_sizes_are_no_new_compilation():
             grads = [p.grad.full_tensor() for p in model.parameters()]
             step(x)
             assert all(torch.equal(want.full_tensor(), y.full_tensor()) for y in found)
-            assert all(torch.equal(p.grad.full_tensor(), grad) for p, grad in zip(model.parameters(), grads, strict=True))
+            assert all(
+                torch.equal(p.grad.full_tensor(), grad) for p, grad in zip(model.parameters(), grads, strict=True)
+            )
         return len(graphs), sum("SymInt" in kinds for kinds in graphs)
 
     assert compilations(False) == (24, 0)  # three stretches, between which simulated ranks meet, for each shape
@@ -209,3 +211,34 @@ def test_the_example(capsys, monkeypatch):
     assert eager == captured
     out = capsys.readouterr().out
     assert "captured" in out and "all_reduce" in out and "0.0e+00" in out
+
+
+def test_what_a_function_holds_without_arguments():
+    """An optimizer, a list and an object with distributed tensors are noticed, so that the call is captured."""
+
+    class Trainer:
+        def __init__(self, net):
+            self.optimizer, self.kept = torch.optim.AdamW(net.parameters(), lr=0.1), list(net.parameters())
+
+    def made(kind):
+        torch.manual_seed(0)
+        net = shardwise.distribute_module(nn.Linear(8, 8), MESH)
+        trainer = Trainer(net)
+        optimizer, kept = trainer.optimizer, trainer.kept
+
+        def scaled():
+            with torch.no_grad():
+                kept[0].mul_(2)
+
+        calls = [lambda: optimizer.step(), optimizer.step, scaled, lambda: trainer.optimizer.step()]
+        return net, calls[kind]
+
+    for kind in range(4):
+        (net, step), (other, compiled) = made(kind), made(kind)
+        compiled = torch.compile(compiled, backend="eager", fullgraph=True)
+        for x in batches(3):
+            for model, call in ((net, step), (other, compiled)):
+                model.zero_grad()
+                model(laid_out(x)).square().sum().backward()
+                call()
+        assert torch.equal(net.weight.full_tensor(), other.weight.full_tensor()), kind

@@ -149,3 +149,18 @@ def test_a_gradient_that_was_not_there():
     calls = [lambda f, i=i, x=x: call(f, i, x) for i, x in enumerate(batches(4))]
     captured = both(lambda: (lambda x: x if weight.grad is None else x * weight.grad, calls, lambda: ()))
     assert (captured.captures, captured.replays) == (2, 2)
+
+
+def test_a_leaf_that_is_replaced_after_its_gradient_was_read():
+    def made():
+        owner = {"weight": distribute_tensor(torch.ones(8), MESH, [Replicate(), Replicate()]).requires_grad_()}
+
+        def func(x):
+            (x * owner["weight"]).sum().backward()
+            found = owner["weight"].grad * 2
+            owner["weight"] = (owner["weight"].detach() * 1.5).requires_grad_()
+            return found
+
+        return func
+
+    assert both(made).replays == 0

@@ -377,3 +377,19 @@ def test_a_result_that_cannot_be_differentiated():
     captured = shardwise.capture(func)
     assert torch.equal(captured(x).full_tensor(), expected.full_tensor())
     assert "cannot be differentiated" in next(iter(captured.eager))
+
+
+def test_names_that_only_look_like_those_of_the_library():
+    """`modules` of a model and `seed` of an object have nothing to do with `sys.modules` and files."""
+    net = module(nn.Linear(8, 8))
+    own = Alike(2.0)
+    own.seed = own.now = own.open = 1.0
+
+    def number_of_layers():
+        return len(list(net.modules()))
+
+    def func(x):
+        return net(x).detach() * own.seed * own.now * own.open * number_of_layers() * sys.maxsize.bit_length()
+
+    captured = both(lambda: func)
+    assert (captured.captures, captured.eager) == (1, {})

@@ -16,18 +16,11 @@ _INDENT = "    "
 
 
 class replaying:
-    """Inside, ops run below autograd, and no tensor class is asked.
-
-    Args:
-        with_grad: The grad mode, which some kernels ask for though nothing is recorded.
-    """
-
-    def __init__(self, with_grad: bool = False) -> None:
-        self._with_grad = with_grad
+    """Inside, ops run below autograd, and no tensor class is asked."""
 
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
-        set_grad_mode(self._with_grad)
+        set_grad_mode(False)
         self._below, self._plain = below_autograd(), without_torch_function()
         self._below.__enter__()
         self._plain.__enter__()
@@ -48,7 +41,7 @@ class Code:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._globals: dict[str, Any] = {"replaying": replaying}
+        self._globals: dict[str, Any] = {"replaying": replaying, "grad_mode": set_grad_mode}
         self._names: dict[Ref, str] = {ref: f"x{i}" for i, ref in enumerate(program.inputs)}
         for i, (ref, tensor) in enumerate(program.state.items()):
             self._names[ref] = f"p{i}"
@@ -63,14 +56,16 @@ class Code:
         program = self.program
         yield f"def run({', '.join(self._names[ref] for ref in program.inputs)}):"
         last = _last_uses(program)
-        block: bool | None = None  # the grad mode of the statements before, if they ran below autograd
+        inside, with_grad = False, False
         for i, statement in enumerate(program.statements):
-            wanted = None if statement.outside else statement.with_grad if statement.is_op else bool(block)
-            if wanted is not block:
-                block = wanted
-                if block is not None:
-                    yield f"{_INDENT}with replaying({'with_grad=True' if block else ''}):"
-            indent = _INDENT * (1 if block is None else 2)
+            if statement.outside == inside:
+                inside, with_grad = not inside, False
+                if inside:
+                    yield f"{_INDENT}with replaying():"
+            indent = _INDENT * (2 if inside else 1)
+            if inside and statement.is_op and statement.with_grad is not with_grad:  # which some kernels ask for
+                with_grad = statement.with_grad
+                yield f"{indent}grad_mode({with_grad})"
             line = indent + self._line(statement)
             yield f"{line:<100}  # {statement.source}" if statement.source else line
             dead = [self._names[ref] for ref in last.get(i, ())]

@@ -39,7 +39,7 @@ _ASKING: dict[str, frozenset[str]] = {  # by the module that has them, or in whi
     "socket": frozenset({"socket", "gethostname"}),
     "subprocess": frozenset({"run", "check_output", "Popen", "call"}),
     "tempfile": frozenset({"mkdtemp", "mkstemp", "NamedTemporaryFile", "TemporaryDirectory"}),
-    "torch": frozenset({"get_rng_state", "seed"}),
+    "torch": frozenset({"get_rng_state"}),
 }
 COUNTS = frozenset({"_version"})  # attributes of tensors that say how often they were written
 

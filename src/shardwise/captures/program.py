@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ class Statement:
         self.writes = tuple(map(swap, self.writes))
 
 
+@lru_cache(maxsize=4096)
 def _is_random(func: Callable[..., Any]) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags  # type: ignore[attr-defined]
 

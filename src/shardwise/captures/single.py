@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -19,6 +19,8 @@ from shardwise.captures.together import together
 
 Compile = Callable[[Program], None]  # what a compiler does with a program: statements become calls of what it made
 
+Done = list[tuple[str, int, int, int, float]]  # of each pass: its name, and what the program was behind it
+
 
 class Guard(Protocol):
     """Something that a program was written with."""
@@ -28,33 +30,45 @@ class Guard(Protocol):
 
 
 class Capture:
-    """One program, for arguments of one kind; or two, where its results are differentiated outside."""
+    """One program, for arguments of one kind; or two, where its results are differentiated outside.
+
+    Passes, compilers and Python's own run when it is first replayed, or looked at: a program for calls of a kind that
+    never comes again needs none of them.
+    """
 
     def __init__(
         self, program: Program, pair: Pair | None, results: Results, guards: Sequence[Guard], arguments: Arguments
     ) -> None:
         self.results, self._guards, self._arguments = results, guards, arguments
-        self.programs = [program] if pair is None else [pair.forward, pair.backward]
+        self._written = [program] if pair is None else [pair.forward, pair.backward]
         self._pair = pair
-        self.passes: list[Any] = []  # what each pass left, per program
         self.unsettled: Callable[[], str] | None = None  # at the next call: why it cannot be repeated after all
 
     def finish(self, passes: Sequence[str], compile: Compile | None) -> None:
-        """Run the passes, and make the code."""
+        """What is to be done to the programs."""
 
-        def prepare(program: Program) -> list[Any]:
+        def prepare(program: Program) -> Done:
             done = run_passes(program, passes)
             if compile is not None:
                 compile(program)
             return done
 
-        self.passes = list(map(prepare, self.programs))
         self._prepare = prepare
 
     @functools.cached_property
+    def passes(self) -> list[Done]:
+        """What each pass left, per program."""
+        return list(map(self._prepare, self._written))
+
+    @property
+    def programs(self) -> list[Program]:
+        """The programs, as the passes and the compiler left them."""
+        assert self.passes
+        return self._written
+
+    @functools.cached_property
     def run(self) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """The function of the plain tensors of the arguments. It is made when the program is first run: one for calls
-        of a kind that never comes again needs none."""
+        """The function of the plain tensors of the arguments."""
         program = self.programs[0]
         if self._pair is not None:
             return DifferentiableRun(self._pair, self._prepare)

@@ -135,8 +135,8 @@ class _Walk:
         if isinstance(item, SIMPLE) or id(item) in self.alive:
             return
         self.alive[id(item)] = item
-        if asked := asked_by(item, self._known):
-            self.refuse(f"{asked} may give something else at each call: ask outside and pass what it gives")
+        if not isinstance(item, types.ModuleType):  # of these, the same function must name both
+            self._ask(item, self._known)
         for kind, look in _KINDS:
             if isinstance(item, kind):
                 look(self, item, name)
@@ -151,6 +151,10 @@ class _Walk:
             self._memory(item, name)
         self._object(item, name)
 
+    def _ask(self, item: object, names: frozenset[str]) -> None:
+        if asked := asked_by(item, names):
+            self.refuse(f"{asked} may give something else at each call: ask outside and pass what it gives")
+
     # -- code -------------------------------------------------------------------------------------------------------
     def _function(self, func: types.FunctionType, name: str) -> None:
         if func is os.getenv:
@@ -162,6 +166,13 @@ class _Walk:
             self.names |= found.attributes
             self.perhaps |= found.perhaps
             self.is_wide = self.is_wide or found.is_wide
+            named = [
+                *map(func.__globals__.get, found.variables),
+                *map(_content, cells),
+                *map(sys.modules.get, found.imports),
+            ]
+            for module in (item for item in named if isinstance(item, types.ModuleType)):
+                self._ask(module, found.attributes)
             if counts := found.attributes & COUNTS:
                 self.refuse(f"{func.__qualname__} reads {min(counts)}, which says how often a tensor was written")
             self._variables(func, sorted(found.variables))

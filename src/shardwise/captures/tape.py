@@ -462,7 +462,7 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
         would read the old one. It is known by this, that nobody has the old one any more."""
         watched = {ref: WeakTensorRef(t) for ref, t in self.state.items() if ref not in self._constants}
         kinds = {ref: tuple(t.shape) for ref, t in self.state.items()}
-        held, self.state, self._leaves = dict(self.state), {}, {}
+        held, self.state, self._leaves, self._read = dict(self.state), {}, {}, {}
         program.state = {}
         order = list(held)
         for ref in watched:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.captures.operands import traits_of
 from shardwise.captures.program import Program, Ref, Statement
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -28,7 +29,7 @@ def drop_aliases(program: Program) -> None:
     for statement in program.statements:
         if not statement.is_op:
             leaving.update(statement.refs())
-        elif torch.Tag.inplace_view in statement.func.tags:  # type: ignore[attr-defined]
+        elif traits_of(statement.func).reshapes:
             leaving.update(statement.refs())  # it gets another shape: the two names differ from then on
     new: dict[Ref, Ref] = {}
     kept: list[Statement] = []
