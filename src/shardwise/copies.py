@@ -33,7 +33,7 @@ def deep_copy(tensor: Wrapper, memo: dict[int, Any]) -> Any:
     return result
 
 
-def _copy_in_memory(tensor: Wrapper, memo: dict[Any, Any], offset: int) -> Any:
+def _copy_in_memory(tensor: Wrapper, memo: dict[Any, Any], offset: int) -> Wrapper:
     """A copy of what the ranks hold. In `memo` torch finds the memory that it has copied before."""
     comm, local = tensor._layout.mesh.comm, tensor._local
     values = [value.__deepcopy__(memo) for value in comm.values(local)]
@@ -42,19 +42,19 @@ def _copy_in_memory(tensor: Wrapper, memo: dict[Any, Any], offset: int) -> Any:
     return result
 
 
-def _copy_of_view(tensor: Wrapper, memo: dict[int, Any]) -> Any:
+def _copy_of_view(tensor: Wrapper, memo: dict[int, Any]) -> Wrapper | None:
     """The copy of a view that had to be copied: that view of a copy of its base. None for other tensors."""
     made = copied_from(tensor)
     if made is None or _is_param(tensor) or is_strict() or (tensor.requires_grad and not tensor.is_leaf):
         return None
     source, again = made
     with torch.no_grad():
-        result = again(copy.deepcopy(source.detach() if source.requires_grad else source, memo))
+        result: Wrapper = again(copy.deepcopy(source.detach() if source.requires_grad else source, memo))
     set_requires_grad(result, tensor.requires_grad)
     return result
 
 
-def shallow_copy(tensor: Wrapper) -> Any:
+def shallow_copy(tensor: Wrapper) -> Wrapper:
     """Another tensor of the same memory, a leaf: in torch a pickle that shares it."""
     same: Wrapper = unpickled(*pickled(tensor))
     same._offset, same._origin = tensor._offset, origin_of(tensor)

@@ -212,7 +212,7 @@ stored("isin")(contiguous)
 
 
 @rule("isin")
-def isin(elements: Any, test_elements: Any, **kwargs: object) -> Factors:
+def isin(elements: Operand | float, test_elements: Operand | float, **kwargs: object) -> Factors:
     """A few others are looked at as a line in memory, and torch raises where that is no view of them."""
     if isinstance(test_elements, Operand):
         x, others = _meta_of(elements), _meta_of(test_elements)
@@ -221,7 +221,7 @@ def isin(elements: Any, test_elements: Any, **kwargs: object) -> Factors:
     return lookup(elements, test_elements, **kwargs)
 
 
-def _meta_of(x: Any) -> torch.Tensor:
+def _meta_of(x: Operand | float) -> torch.Tensor:
     if not isinstance(x, Operand):
         return torch.as_tensor(x, device="meta")
     return torch.empty_strided(x.shape, x.layout.stride, dtype=x.dtype, device="meta")
