@@ -237,8 +237,10 @@ def lookup(x: Operand | float, *args: object, **kwargs: object) -> Factors:
 @rule("searchsorted")
 def searchsorted(
     sorted_sequence: Operand, input: object, *, sorter: Operand | None = None, **kwargs: object
-) -> Factors:
+) -> Factors | None:
     """A row of the input is looked up in the same row of the sorted ones, or all of it in the only one."""
+    if not sorted_sequence.ndim:
+        return None  # torch says why
     rows = "*r s!, *r i, *r s!? -> *r i" if sorted_sequence.ndim > 1 else "s!, *d, s!? -> *d"
     text = rows if isinstance(input, Operand) else "*s!, .. -> "
     return factors(text, list(operands_in((sorted_sequence, input, sorter))))
