@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from shardwise.autograd.attributes import set_requires_grad
-from shardwise.engine.aliasing import COPIES, note_view
+from shardwise.context import is_strict
+from shardwise.engine.aliasing import COPIES, copied_from, note_view
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.layout.layout import checked_values
@@ -20,9 +21,11 @@ from shardwise.wrapper import Wrapper, is_note, notes_of, origin_of, wrap
 
 
 def deep_copy(tensor: Wrapper, memo: dict[int, Any]) -> Any:
-    """A copy in memory of its own, with copies of what the program has noted on the tensor."""
-    comm, local = tensor._layout.mesh.comm, tensor._local
-    result = wrap(comm.rebuild(local, [value.__deepcopy__({}) for value in comm.values(local)]), tensor._layout)
+    """A copy in memory of its own, with copies of what the program has noted on the tensor. Copies of tensors that
+    share memory share theirs, as in torch, except those of parameters."""
+    result = _copy_of_view(tensor, memo)
+    if result is None:
+        result = _copy_in_memory(tensor, *(({}, 0) if _is_param(tensor) else (memo, tensor._offset)))
     memo[id(tensor)] = result
     if _is_param(tensor):
         result._is_param = True
@@ -30,7 +33,28 @@ def deep_copy(tensor: Wrapper, memo: dict[int, Any]) -> Any:
     return result
 
 
-def shallow_copy(tensor: Wrapper) -> Any:
+def _copy_in_memory(tensor: Wrapper, memo: dict[Any, Any], offset: int) -> Wrapper:
+    """A copy of what the ranks hold. In `memo` torch finds the memory that it has copied before."""
+    comm, local = tensor._layout.mesh.comm, tensor._local
+    values = [value.__deepcopy__(memo) for value in comm.values(local)]
+    result: Wrapper = wrap(comm.rebuild(local, values), tensor._layout, offset)
+    result._origin = memo.setdefault(("origin", id(origin_of(tensor))), origin_of(result))
+    return result
+
+
+def _copy_of_view(tensor: Wrapper, memo: dict[int, Any]) -> Wrapper | None:
+    """The copy of a view that had to be copied: that view of a copy of its base. None for other tensors."""
+    made = copied_from(tensor)
+    if made is None or _is_param(tensor) or is_strict() or (tensor.requires_grad and not tensor.is_leaf):
+        return None
+    source, again = made
+    with torch.no_grad():
+        result: Wrapper = again(copy.deepcopy(source.detach() if source.requires_grad else source, memo))
+    set_requires_grad(result, tensor.requires_grad)
+    return result
+
+
+def shallow_copy(tensor: Wrapper) -> Wrapper:
     """Another tensor of the same memory, a leaf: in torch a pickle that shares it."""
     same: Wrapper = unpickled(*pickled(tensor))
     same._offset, same._origin = tensor._offset, origin_of(tensor)

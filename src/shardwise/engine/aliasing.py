@@ -84,6 +84,12 @@ def _note(copy: Wrapper, name: str, base: int, *rest: Any) -> None:
         table.setdefault(key, []).append(_Copy(ref, name, base, *rest))
 
 
+def copied_from(tensor: Wrapper) -> tuple[Wrapper, Callable[[Any], Any]] | None:
+    """The tensor whose view `tensor` would be, and what takes that view of another; None if it is no such copy."""
+    entries = COPIES.get(storage_id_of(tensor), ()) if COPIES else ()
+    return next(((c.source, c.again) for c in entries if c.tensor() is tensor and c.whole is None), None)
+
+
 def memory_of(tensor: Wrapper) -> tuple[int, int]:
     """Numbers that two tensors have in common if they share memory in torch: copies of views count as views, and parts
     of one buffer of this process as different tensors."""

@@ -107,7 +107,8 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         if direct is not None:
             return direct
     finish = results.finisher(outputs, base, copied, func, call.name)
-    run = _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons)
+    differentiable = any(out.dtype.is_floating_point or out.dtype.is_complex for out in outputs)
+    run = _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons, differentiable)
     return watched(run, call) if copies or spec.keeps_more else run
 
 
@@ -191,18 +192,26 @@ def _run(
     takes_all: bool,
     finish: Finish,
     reasons: Sequence[str],
+    differentiable: bool = True,
 ) -> Plan:
     """The plan in general: move the operands that must move, call locally, wrap the results."""
     # a plan must not keep the call itself, which holds its tensors
     name, paths, layouts, comm, note = call.name, call.paths, call.layouts, call.mesh.comm, Note(call.name)
 
-    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        if moves and is_strict():
-            refuse(name, moves, layouts, inputs, reasons)
+    def move(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
         for i, steps, spread_only in moves:
             tensor = fetch(args, kwargs, paths[i])
             value = spread(tensor, steps, note) if spread_only else run_move(tensor._local, comm, steps, note)
             put(local_args, local_kwargs, paths[i], value)
+
+    if not differentiable:  # a comparison: torch does not look at graphs, some of which it would refuse
+        move = torch.no_grad()(move)
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        if moves:
+            if is_strict():
+                refuse(name, moves, layouts, inputs, reasons)
+            move(args, kwargs, local_args, local_kwargs)
         if takes_all:
             return finish(args, kwargs, invoke(*local_args, **local_kwargs))
         return finish(args, kwargs, invoke(*(fetch(local_args, local_kwargs, path) for path in paths)))

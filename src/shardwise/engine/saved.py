@@ -184,7 +184,8 @@ def kept_by_torch(
 ) -> Kept:
     """What plain torch keeps for the gradient of a call, found by recording it on meta tensors or, where sizes depend
     on values and the tensors are small, on zeros. Nothing where torch cannot run the call on those."""
-    ways = [(meta_like, torch.ops.aten.alias), (meta_like, torch.clone)]  # a view of a leaf cannot be written
+    alias: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.alias
+    ways = [(meta_like, alias), (meta_like, torch.clone)]  # a view of a leaf cannot be written; copies lose strides
     if sum(math.prod(layout.shape) for layout in layouts) <= _SMALL:
         ways.append((_zeros_like, torch.clone))
     for made, copied in ways:

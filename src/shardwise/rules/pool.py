@@ -16,10 +16,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.base import Coords
+from shardwise.comm.bridge import zeros_of
 from shardwise.layout import contiguous_stride
 from shardwise.layout.split import Interval
 from shardwise.rules.pad import copied
-from shardwise.strategy import Algorithm, Answer, Factors, Operand, factors, line, operands_in, rearrangement
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, factors, operands_in, rearrangement
 from shardwise.strategy.empty_ranks import never_empty
 from shardwise.strategy.memory import as_first_suggests, stored
 from shardwise.strategy.notation import parse
@@ -224,8 +225,23 @@ for _name, _radius in [("bilinear2d", 1), ("bicubic2d", 2), ("lanczos2d", 3)]:
 
 
 # -- from anywhere -----------------------------------------------------------------------------------------
-line("grid_sampler_2d _grid_sampler_2d_cpu_fallback", "n c h! w!, n y x two! -> n c y x", "each", joint={0})
-line("grid_sampler_3d", "n c d! h! w!, n z y x three! -> n c z y x", "each", joint={0})
+def sampler(name: str, text: str) -> None:
+    """Batch, channels and grid pass. Of an empty grid torch has no second derivatives, but all ranks must have them."""
+    func = getattr(ATEN, name)
+
+    @rule(name)
+    def sampled(x: Operand, grid: Operand, *args: object, **kwargs: object) -> Factors:
+        def call(v: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            if v.numel() and at.numel():
+                return func(v, at, *args, **kwargs)
+            return zeros_of([((*v.shape[:2], *at.shape[1:-1]), v.dtype)], [v, at])[0]
+
+        return factors(text, [x, grid], "each", joint={0}, call=call)
+
+
+sampler("grid_sampler_2d", "n c h! w!, n y x two! -> n c y x")
+sampler("_grid_sampler_2d_cpu_fallback", "n c h! w!, n y x two! -> n c y x")
+sampler("grid_sampler_3d", "n c d! h! w!, n z y x three! -> n c z y x")
 
 
 @rule("affine_grid_generator")

@@ -213,7 +213,7 @@ stored("isin")(contiguous)
 
 
 @rule("isin")
-def isin(elements: Any, test_elements: Any, **kwargs: object) -> Factors:
+def isin(elements: Operand | float, test_elements: Operand | float, **kwargs: object) -> Factors:
     """A few others are looked at as a line in memory, and torch raises where that is no view of them."""
     if isinstance(test_elements, Operand):
         x, others = _meta_of(elements), _meta_of(test_elements)
@@ -222,7 +222,7 @@ def isin(elements: Any, test_elements: Any, **kwargs: object) -> Factors:
     return lookup(elements, test_elements, **kwargs)
 
 
-def _meta_of(x: Any) -> torch.Tensor:
+def _meta_of(x: Operand | float) -> torch.Tensor:
     if not isinstance(x, Operand):
         return torch.as_tensor(x, device="meta")
     return torch.empty_strided(x.shape, x.layout.stride, dtype=x.dtype, device="meta")
@@ -238,8 +238,10 @@ def lookup(x: Operand | float, *args: object, **kwargs: object) -> Factors:
 @rule("searchsorted")
 def searchsorted(
     sorted_sequence: Operand, input: object, *, sorter: Operand | None = None, **kwargs: object
-) -> Factors:
+) -> Factors | None:
     """A row of the input is looked up in the same row of the sorted ones, or all of it in the only one."""
+    if not sorted_sequence.ndim:
+        return None  # torch says why
     rows = "*r s!, *r i, *r s!? -> *r i" if sorted_sequence.ndim > 1 else "s!, *d, s!? -> *d"
     text = rows if isinstance(input, Operand) else "*s!, .. -> "
     return factors(text, list(operands_in((sorted_sequence, input, sorter))))

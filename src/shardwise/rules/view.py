@@ -280,7 +280,9 @@ rule("flipud")(functools.partial(flip, dims=0))
 
 
 @stored("roll", device="cpu")
-def _roll_memory(out: torch.Tensor, x: torch.Tensor, shifts: Any, dims: Any = ()) -> None:
+def _roll_memory(
+    out: torch.Tensor, x: torch.Tensor, shifts: int | Sequence[int], dims: int | Sequence[int] = ()
+) -> None:
     """As that of what torch puts together for each dim; without dims, of a line."""
     along = dims_of(dims, x.dim())
     if not x.numel() or not x.dim():

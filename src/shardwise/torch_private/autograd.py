@@ -118,7 +118,9 @@ take("torch._C._functions.UndefinedGrad", "torch.autograd.gradcheck")
 number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr")  # the sequence number of an autograd node
 take("torch._C._functions.AccumulateGrad._set_sequence_nr", "hooks on tensors of simulated ranks")
 take("torch.autograd._engine_run_backward", "hooks on tensors of simulated ranks")
-_saved_hooks: Any = take("torch._C._autograd._top_saved_tensors_default_hooks", "writes around checkpoints")
+_saved_hooks: Callable[[bool], object] = take(
+    "torch._C._autograd._top_saved_tensors_default_hooks", "writes around checkpoints"
+)
 function_of: Callable[[Any], Any] = attrgetter("_forward_cls")  # the autograd Function that a `ctx` belongs to
 
 

@@ -167,7 +167,7 @@ F.relu({w},inplace=True) torch._foreach_mul_([{w}],2.0) {w}.masked_scatter_({mas
 torch.add({w},{w},out={w})
 torch._foreach_mul_([{w}[0],{w}[-1]],2.0) torch._foreach_add_([{w}.select({dim},0),{w}.select({dim},-1)],[1.0,2.0])
 torch._foreach_add_([{w}[:1],{w}[1:]],[{w}[-1:].clone(),{w}[1:]*2]) torch._foreach_add_(list({w}.unbind({dim})),1.0)
-{w}[0].data.mul_(2) {w}.select({dim},0).detach().add_(1) {w}.data[...,0]=3 {w}.narrow({dim},{start},1).data.add_(1)
+{w}.select({dim},0).detach().add_(1) {w}.detach()[...,0]=3 {w}.narrow({dim},{start},1).detach().add_(1)
 torch._foreach_copy_([{w}[0],{w}[1]],[{w}[1],{w}[0]]) torch._foreach_exp_([-{w}.abs(),{w}[...,0]])
 {w}[:].add_({y}) {w}[{slice},{slice}].add_(1) ({w}.detach()+0).requires_grad_()
 torch.neg({w},out={target}) {w}.resize_as_({same}) {w}.swapaxes_({dim},{dim2})
@@ -235,5 +235,5 @@ MODULE_CALLS |= {"GRU(": "{m}({x})[0]", "RNN(": "{m}({x})[0]"}
 
 OPTIMIZERS = """
 torch.optim.SGD torch.optim.Adam torch.optim.AdamW torch.optim.Adagrad torch.optim.RMSprop torch.optim.NAdam
-torch.optim.Adamax torch.optim.RAdam torch.optim.Adadelta torch.optim.Rprop torch.optim.ASGD
-"""
+torch.optim.Adamax torch.optim.RAdam torch.optim.Adadelta torch.optim.ASGD
+"""  # not Rprop: it goes by the sign of a gradient, which rounding decides where that is zero
