@@ -220,7 +220,7 @@ def two(x):
 
 def test_errors():
     x = distribute_tensor(value(4, 4), simulate(2), [Shard(0)])
-    laid_out = r"two: argument 0 is laid out \[Shard\(dim=0\)\].*\[Replicate\(\)\].*redistribute_inputs=True"
+    laid_out = r"two: argument 0 in local_map has a mismatched placements: .*Shard\(dim=0\).*Replicate\(\).*redistribute_inputs=True"
     cases = [
         (lambda: local_map(two, [Shard(0)])(x), r"two: local_map requires one .* received 1 out_placements but 2 is expected"),
         (lambda: local_map(two, ([R], None), ([R],))(x), laid_out),
