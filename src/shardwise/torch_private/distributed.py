@@ -38,10 +38,12 @@ def named_gloo_group(ranks: list[int], name: str) -> torch.distributed.ProcessGr
     with _naming:
         usual = module["_hash_ranks_to_str"]
         module["_hash_ranks_to_str"] = lambda _: name
+        made: torch.distributed.ProcessGroup
         try:
-            return torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            made = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
         finally:
             module["_hash_ranks_to_str"] = usual
+    return made
 
 
 def active_device_mesh() -> Any:
