@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import Replicate, Shard, checkpoint, distribute_tensor
-from shardwise.checkpoint import Manager, background, foreign, loader, read, shared, write
+from shardwise.checkpoint import Manager, background, foreign, loader, read, shared, world, write
 from shardwise.checkpoint.background import SaveHandle
 from tests.workers import device_mesh, run_ranks
 
@@ -170,3 +170,16 @@ def file_unseen(rank, world_size, root):
 def test_a_file_that_one_rank_does_not_see(tmp_path):
     first, second = run_alone(file_unseen, tmp_path)
     assert first.startswith("CheckpointError: rank 1:") and "c.pt: no file of torch.save" in second
+
+
+def groups_differ(rank, world_size, root):
+    dist.new_group([0])  # which the first rank alone is in
+    world._side_groups.clear()
+    handle = checkpoint.save(f"{root}/c", state_of(world_size), step=5, async_=True)
+    handle.wait()
+    dist.barrier()
+    return checkpoint.load(f"{root}/c", state_of(world_size)).step
+
+
+def test_an_asynchronous_save_of_ranks_that_are_in_different_numbers_of_groups(tmp_path):
+    assert run_alone(groups_differ, tmp_path) == [5, 5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from shardwise.comm.messages import Along, along_group
 from shardwise.errors import CheckpointError
 from shardwise.sharded.groups import Group, all_gather_objects, as_group, ranks_of
+from shardwise.torch_private.distributed import named_gloo_group
 
 T = TypeVar("T")
 _side_groups: dict[int, tuple[Group, Group]] = {}  # of a group (kept alive with it): one of gloo for CPU memory
@@ -118,6 +120,7 @@ def _said(error: Exception) -> str:
 def _beside(group: Group, ranks: tuple[int, ...]) -> Group:
     found = _side_groups.get(id(group))
     if found is None or found[0] is not group:
-        made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        name = all_gather_objects(f"shardwise-checkpoint-{uuid.uuid4().hex}", group)[0]
+        made = named_gloo_group(list(ranks), name)
         found = _side_groups[id(group)] = (group, made)
     return found[1]

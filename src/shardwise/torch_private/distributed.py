@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,28 @@ _mesh_resources: Any = take("torch.distributed.device_mesh._mesh_resources", "`w
 root_mesh: Callable[[Any], Any] = take(
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh", "tensors on two parts of one mesh meet"
 )
+
+
+take("torch.distributed.distributed_c10d._hash_ranks_to_str", "asynchronous saves of ranks with different groups")
+_naming = threading.Lock()
+
+
+def named_gloo_group(ranks: list[int], name: str) -> torch.distributed.ProcessGroup:
+    """A gloo group that its ranks alone make, all of them with the same `name`.
+
+    torch names such a group after the number of groups that a process is in. Where one rank is in more groups than
+    another (it is on a mesh that the other is not on), the two would wait for each other under different names.
+    """
+    module = vars(torch.distributed.distributed_c10d)
+    with _naming:
+        usual = module["_hash_ranks_to_str"]
+        module["_hash_ranks_to_str"] = lambda _: name
+        made: torch.distributed.ProcessGroup
+        try:
+            made = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        finally:
+            module["_hash_ranks_to_str"] = usual
+    return made
 
 
 def active_device_mesh() -> Any:
