@@ -124,3 +124,12 @@ class Double(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * 2
+
+
+VALUE, WEIGHT = x(5, 4), x(5, 4, seed=3)
+
+
+def leaves(mesh, value=VALUE, partial=True):
+    """A plain leaf and a distributed one, for every layout."""
+    for places in layouts(mesh, value, partial):
+        yield value.clone().requires_grad_(), laid_out(value, mesh, places, requires_grad=True), str(places)

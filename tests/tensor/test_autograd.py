@@ -11,15 +11,20 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import AutogradError, DTensor, LayoutError, Partial, Shard, StrictError, debug, distribute_tensor, strict
 from shardwise.layout.gradient import grad_placements
 from shardwise.testing import check_rule
-from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, on_one_axis, same, whole, x
-
-VALUE, WEIGHT = x(5, 4), x(5, 4, seed=3)
-
-
-def leaves(mesh, value=VALUE, partial=True):
-    """A plain leaf and a distributed one, for every layout."""
-    for places in layouts(mesh, value, partial):
-        yield value.clone().requires_grad_(), laid_out(value, mesh, places, requires_grad=True), str(places)
+from tests.tensor.common import (
+    VALUE,
+    WEIGHT,
+    R,
+    checked_on,
+    is_simulated,
+    laid_out,
+    layouts,
+    leaves,
+    on_one_axis,
+    same,
+    whole,
+    x,
+)
 
 
 def flags(mesh):

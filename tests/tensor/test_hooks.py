@@ -8,15 +8,7 @@ import torch
 
 import shardwise
 from shardwise import DTensor, Shard, distribute_tensor
-from tests.tensor.common import R, checked_on, laid_out, layouts, on_one_axis, same, x
-
-VALUE, WEIGHT = x(5, 4), x(5, 4, seed=3)
-
-
-def leaves(mesh, value=VALUE, partial=True):
-    """A plain leaf and a distributed one, for every layout."""
-    for places in layouts(mesh, value, partial):
-        yield value.clone().requires_grad_(), laid_out(value, mesh, places, requires_grad=True), str(places)
+from tests.tensor.common import VALUE, WEIGHT, R, checked_on, layouts, leaves, on_one_axis, same
 
 
 def hooks_observe(mesh):
