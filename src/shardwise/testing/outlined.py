@@ -91,9 +91,10 @@ def _run(sample: Sample, mesh: MeshArgument, layouts: Combination, seed: int, di
     except Exception as error:
         return Ran(error=error)
     tensors = [x for x in got if isinstance(x, DTensor)]
-    held = zip(*(_held(x) for x in tensors), strict=True) if tensors else [()] * math.prod(mesh.shape)
+    ranks = max((len(_held(x)) for x in tensors), default=math.prod(mesh.shape))
+    held = [[_held(x)[rank] for x in tensors] for rank in range(ranks)]
     entries = [(e.op, e.kind, e.axis, e.backward, e.reason, e.bytes) for e in log if e.op != "random"]
-    return Ran([_described(x) for x in got], [list(each) for each in held], entries)
+    return Ran([_described(x) for x in got], held, entries)
 
 
 def _held(x: DTensor) -> list[Described]:
