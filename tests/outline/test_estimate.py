@@ -17,7 +17,7 @@ from shardwise.forecast.kernels import Kernel
 from shardwise.forecast.memory import rounded
 from shardwise.forecast.progress import Bar
 from shardwise.forecast.timing import Looked, play
-from shardwise.parallel import data_parallel
+from shardwise.parallel import data_parallel, dispatch
 
 GB = 10**9
 
@@ -142,6 +142,20 @@ def test_kinds_of_ranks_and_the_worst():
     report = every_kind(uneven, outline(4, play=3))  # 3, 3, 3 and 1 rows
     assert report.rank == 0 and [rank for rank, _ in report.kinds] == [3, 0]
     assert report.kinds[0][1] < report.kinds[1][1] == report.memory.peak
+
+
+def test_every_dispatch_looks_at_its_counts():
+    """The table of who sends what is made once, but a rank waits for its device each time."""
+    looks = []
+    for layers in (1, 3):
+        with outline(4, axis_names=("ep",), assume={"experts": "even"}) as mesh:
+            x = shardwise.zeros(16, 8, device_mesh=mesh, placements=[Shard(0)])
+            chosen = shardwise.zeros(16, 2, dtype=torch.int64, device_mesh=mesh, placements=[Shard(0)])
+            before, mesh.mode.looked = mesh.mode.looked, lambda: looks.append(layers)  # noqa: B023
+            for _ in range(layers):
+                dispatch(x, chosen, 8)
+            mesh.mode.looked = before
+    assert looks.count(3) >= looks.count(1) + 2
 
 
 def test_moments_come_one_after_the_other():

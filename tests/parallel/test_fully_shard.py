@@ -540,3 +540,22 @@ def test_a_batch_over_some_of_the_axes():
     model = fully_shard(nn.Linear(2, 2), mesh=mesh)
     with pytest.raises(MeshError, match="has some axes of the data mesh .* but not all"):
         model(distribute_tensor(torch.ones(4, 2), mesh["parts"], [Shard(0)]))
+
+
+def test_layers_of_the_same_shapes_are_cut_once():
+    """Where tensor parallelism cuts a dim too, who holds what is worked out rank by rank."""
+
+    def placements(mesh, rows, columns=3):
+        layer = nn.Linear(columns, rows, bias=False)
+        parallelize_module(layer, mesh["tp"], ColwiseParallel())
+        return fully_shard(layer, mesh=mesh["dp"]).weight.placements
+
+    shardwise.clear_caches()
+    sizes = lambda: shardwise.cache_info()["cuts of parameters"].currsize
+    one, other = (simulate((2, 4), axis_names=("dp", "tp")) for _ in range(2))
+    assert placements(one, 21) == placements(other, 21) and sizes() == 1
+    assert placements(one, 22) != placements(one, 21) and sizes() == 2
+    turned = simulate((4, 2), axis_names=("tp", "dp"))
+    assert placements(turned, 21) != placements(one, 21) and sizes() == 3
+    x = distribute_tensor(torch.arange(63.0).view(21, 3), turned, placements(turned, 21))
+    assert sorted(row for part in x.to_local().ranks for row in part[:, 0].tolist()) == list(range(0, 63, 3))

@@ -110,6 +110,11 @@ class Flight:
             )
             return self._ring
 
+    def _open_ops(self) -> Ring:
+        self._open()
+        assert self._ops is not None
+        return self._ops
+
     def say(self, **facts: object) -> None:
         """Add a line to the file of words; it is there even if the process ends now."""
         if self._lines < 0:
@@ -159,24 +164,26 @@ class Flight:
     def run_op(self, func: object, name_of: Callable[..., str], plan: Callable[..., T], *call: object) -> T:
         """Run the plan of an op on its arguments, and write down that it ran unless it is part of another op."""
         thread, inside = get_ident(), self._inside
-        if not self.keeps_ops or thread in inside or self._forks != forks.count:
+        if thread in inside or not self.keeps_ops or self._forks != forks.count:
             return plan(*call)
-        self._ring or self._open()
+        ring = self._ops or self._open_ops()
         what = self._known.get(plan) or self._name_op(plan, name_of(func), call)
         inside.add(thread)
-        ring = self._ops
-        assert ring is not None
-        slot = ring.enter(_now(), what, self._place(None), 0, 0, self.module, self._thread(thread), OP, self._memory)
-        error: BaseException | None = None
+        number = self._threads.get(thread)
+        if number is None:
+            number = self._thread(thread)
+        slot = ring.enter(_now(), what, self._place_of(sys._getframe(1)), 0, 0, self.module, number, OP, self._memory)
         try:
-            return plan(*call)
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
+            result = plan(*call)
+        except BaseException as error:
             inside.discard(thread)
             if self._ops is not None:
                 ring.leave(slot, error)
+            raise
+        inside.discard(thread)
+        if self._ops is not None:
+            ring.leave(slot)
+        return result
 
     def _enter(self, what: int, where: int, clock: int, count: int, thread: int, flags: int) -> int:
         ring = self._ring or self._open()
@@ -235,10 +242,13 @@ class Flight:
 
     def _place(self, source: str | None) -> int:
         """The number of the line of the user's program."""
-        names = self._names
         if source is not None:
-            return names.get(source) or self._name(source, line=source)
-        frame: FrameType | None = user_frame(sys._getframe(2))
+            return self._names.get(source) or self._name(source, line=source)
+        return self._place_of(sys._getframe(2))
+
+    def _place_of(self, frame: FrameType | None) -> int:
+        """The number of the innermost line of the user's program, from a frame on."""
+        frame = user_frame(frame)
         if frame is None:
             return 0
         code = frame.f_code
@@ -247,7 +257,7 @@ class Flight:
         if found is not None:
             return found[0]
         key = (code.co_filename, frame.f_lineno)
-        number = names.get(key) or self._name(key, line=f"{key[0]}:{key[1]}", function=code.co_qualname)
+        number = self._names.get(key) or self._name(key, line=f"{key[0]}:{key[1]}", function=code.co_qualname)
         if len(self._places) >= _MOST_KNOWN:
             self._places.clear()
         self._places[where] = (number, code)

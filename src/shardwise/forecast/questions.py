@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ def every_kind(
         bar.playing(f"rank {on.get_rank()} of {on.size():,}")
         return estimate(build(on, **settings), hardware=hardware, mesh=on, tokens=tokens, told=bar.told)
 
-    with Bar(2) if bar is None else nullcontext(bar) as shown:
+    with ExitStack() as stack:
+        shown = bar or stack.enter_context(Bar(2))
         with mesh:
             reports = [played(mesh, shown)]
         for coords in itertools.islice(coordinates_of_kinds(mesh), most):

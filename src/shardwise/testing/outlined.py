@@ -14,6 +14,7 @@ from shardwise.argument_types import MeshArgument
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.debug.ledger import Ledger
 from shardwise.errors import OutlineError
+from shardwise.layout import Partial
 from shardwise.mesh import outline, simulate
 from shardwise.tensor import DTensor
 from shardwise.testing.spread import Combination
@@ -83,15 +84,17 @@ def _run(sample: Sample, mesh: MeshArgument, layouts: Combination, seed: int, di
         with laid_out(sample, mesh, layouts, seed) as mine, log:
             got = tree_flatten(sample.call(mine))[0]
             roots = [x for x in got if isinstance(x, DTensor) and x.requires_grad]
-            wanted = [x for x in mine if x.requires_grad]
+            # a pending product has no gradient of its own, only its factors have
+            wanted = [x for x in mine if x.requires_grad and Partial("product") not in x.placements]
             if roots and wanted and differentiates:
                 got += torch.autograd.grad(roots, wanted, [torch.ones_like(x) for x in roots], allow_unused=True)
     except Exception as error:
         return Ran(error=error)
     tensors = [x for x in got if isinstance(x, DTensor)]
-    held = zip(*(_held(x) for x in tensors), strict=True) if tensors else [()] * math.prod(mesh.shape)
+    ranks = max((len(_held(x)) for x in tensors), default=math.prod(mesh.shape))
+    held = [[_held(x)[rank] for x in tensors] for rank in range(ranks)]
     entries = [(e.op, e.kind, e.axis, e.backward, e.reason, e.bytes) for e in log if e.op != "random"]
-    return Ran([_described(x) for x in got], [list(each) for each in held], entries)
+    return Ran([_described(x) for x in got], held, entries)
 
 
 def _held(x: DTensor) -> list[Described]:

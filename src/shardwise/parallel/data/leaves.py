@@ -91,9 +91,7 @@ class LeafGroup:
     always; of a rank that `is_alone`, they are the parameters' own tensors. Else they live in one buffer for each rank
     that this process runs, with memory only while it is WHOLE."""
 
-    def __init__(
-        self, parameters: Sequence[ManagedParameter], data: DataMesh, policy: Policy, is_alone: bool
-    ) -> None:
+    def __init__(self, parameters: Sequence[ManagedParameter], data: DataMesh, policy: Policy, is_alone: bool) -> None:
         self.parameters, self.data, self.policy, self._is_alone = list(parameters), data, policy, is_alone
         kept = parameters[0].layouts.kept
         self.dtype, self.kept_dtype = parameters[0].dtype, kept.dtype

@@ -26,6 +26,7 @@ from shardwise.torch_private.tensors import is_abstract
 from shardwise.wrapper import wrap
 
 _BAD = -(1 << 62)  # what a rank adds to the number of an expert that does not exist, in place of its counts
+_ASKS = "how often each expert is chosen"
 
 
 class Run(NamedTuple):
@@ -138,7 +139,10 @@ def _exchanged_counts(chosen: DTensor, experts: int) -> torch.Tensor:
     count = lambda local, held: _counted(local, experts, held, most)
     counts = run_local(count, [chosen], table, lambda coords: layout.held(0, coords))
     whole = table.replace(placements=[REPLICATE] * len(table.placements))
-    return mesh.comm.agreed(move(counts._local, table, whole, Note("dispatch", "sizes")), "tokens per expert")
+    known = mesh.comm.agreed(move(counts._local, table, whole, Note("dispatch", "sizes")), "tokens per expert")
+    if is_abstract(known):  # a rank looks at the counts here every time, and waits for its device
+        assumption_of(known, "experts", _ASKS)
+    return known
 
 
 def _runs_in_order(layout: Layout, known: torch.Tensor, experts: int) -> tuple[list[Run], numpy.ndarray]:
@@ -174,7 +178,7 @@ def _counted(chosen: torch.Tensor, experts: int, held: Intervals, most: int) -> 
 
 def _assumed_counts(chosen: torch.Tensor, choices: int, experts: int) -> numpy.ndarray:
     """How often each expert is chosen where there are no values: what the program assumes."""
-    said = assumption_of(chosen, "experts", "how often each expert is chosen")
+    said = assumption_of(chosen, "experts", _ASKS)
     if said != "even":
         raise OutlineError(f"assume={{'experts': {said!r}}}: must be 'even'")
     each, rest = divmod(choices, experts)
