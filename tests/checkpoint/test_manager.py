@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,6 +58,34 @@ def test_a_replaced_checkpoint_comes_back(tmp_path):
     into = {"w": torch.zeros(1)}
     checkpoint.load(tmp_path / "c", into)
     assert into["w"].item() == 1
+
+
+def test_a_replaced_checkpoint_is_removed_while_the_program_goes_on(tmp_path, monkeypatch):
+    go, remove = threading.Event(), shutil.rmtree
+    checkpoint.save(tmp_path / "c", {"w": torch.ones(1)})
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda *args, **kwargs: (go.wait(60), remove(*args, **kwargs)))
+        checkpoint.save(tmp_path / "c", {"w": torch.full((1,), 2.0)})
+        into = {"w": torch.zeros(1)}
+        checkpoint.load(tmp_path / "c", into)
+        assert into["w"].item() == 2 and len(list(tmp_path.glob(".c.*.removed"))) == 1
+        go.set()
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join(60)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+SAVES = [lambda root: checkpoint.save(root / "c", {"w": torch.ones(1)}), lambda root: Manager(root, sigterm=False)]
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_what_was_left_of_a_replaced_checkpoint_is_removed(tmp_path, save):
+    left = tmp_path / ".c.0123.removed"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    save(tmp_path)
+    assert not left.exists()
 
 
 def test_an_asynchronous_save_has_the_values_of_its_call(tmp_path, monkeypatch):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import glob
 import os
 import shutil
+import threading
+import uuid
 from pathlib import Path
 
 from shardwise.checkpoint.files import INDEX, sync_folder
@@ -15,6 +18,7 @@ from shardwise.errors import CheckpointError
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux
 _AT_FDCWD = -100
+_REMOVED = ".removed"  # how the names of replaced checkpoints end while they are removed
 
 
 def draft_of(path: Path) -> Path:
@@ -30,6 +34,7 @@ def _aside_of(path: Path) -> Path:
 def new_draft(path: Path) -> Path:
     """An empty folder to write a checkpoint in; leftovers of a save that did not end are removed."""
     recover(path)
+    _remove_replaced(path.parent, glob.escape(path.name))
     if path.exists() and not is_checkpoint(path) and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path}: exists and is no checkpoint; give another path, or remove it")
     draft = draft_of(path)
@@ -62,7 +67,25 @@ def commit(draft: Path, path: Path) -> None:
         os.rename(draft, path)
         draft = aside
     sync_folder(path.parent)
-    shutil.rmtree(draft, ignore_errors=True)
+    _remove_later(draft, path)
+
+
+def _remove_later(folder: Path, path: Path) -> None:
+    """Remove what was replaced while the program goes on: it takes long to free gigabytes. The program ends only after
+    that; if it is killed, the next save removes the rest."""
+    gone = path.parent / f".{path.name}.{uuid.uuid4().hex}{_REMOVED}"
+    os.rename(folder, gone)
+    remover = threading.Thread(target=shutil.rmtree, args=(gone,), kwargs={"ignore_errors": True})
+    try:
+        remover.start()
+    except RuntimeError:  # the program is ending, and may start no thread
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _remove_replaced(folder: Path, name: str) -> None:
+    """Remove what was left of replaced checkpoints; `name` may be a pattern."""
+    for left in folder.glob(f".{name}.*{_REMOVED}"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def recover(path: Path) -> None:
@@ -86,6 +109,7 @@ def clean(root: Path) -> None:
         recover(root / left.name[1:].removesuffix(".replaced"))
     for left in root.glob(".*.saving"):
         shutil.rmtree(left, ignore_errors=True)
+    _remove_replaced(root, "*")
 
 
 def _exchange(one: Path, other: Path) -> bool:

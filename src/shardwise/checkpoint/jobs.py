@@ -38,6 +38,9 @@ class Job:
     values: torch.Tensor
 
 
+Known = dict[tuple[int, tuple[int, ...], tuple[Tile, ...]], list[tuple[int, int, Tile]]]
+
+
 def jobs_of(
     file: int,
     start: int,
@@ -46,20 +49,38 @@ def jobs_of(
     first: int,
     pieces: Iterable[Held],
     mine: Sequence[int],
+    known: Known | None = None,
 ) -> list[Job]:
-    """The jobs of one tensor: the blocks in `mine`, as far as they are in the pieces held here."""
+    """The jobs of one tensor: the blocks in `mine`, as far as they are in the pieces held here.
+
+    Args:
+        known: What was found for other tensors, whose blocks live as long as it: many are cut alike.
+    """
     distinct = list({piece.tile: piece for piece in pieces}.values())
+    return [
+        Job(file, start, entry, first + i, blocks[i], box, _narrowed(distinct[which].values, distinct[which].tile, box))
+        for i, which, box in _shared(entry.shape, blocks, distinct, mine, known)
+    ]
+
+
+def _shared(
+    shape: tuple[int, ...], blocks: Sequence[Block], pieces: Sequence[Held], mine: Sequence[int], known: Known | None
+) -> list[tuple[int, int, Tile]]:
+    """Blocks and pieces that share something, by number, and what they share."""
+    key = id(blocks), tuple(mine), tuple(piece.tile for piece in pieces)
+    if known is not None and key in known:
+        return known[key]
     numbers = np.array(mine, dtype=np.int64)
-    one = Tiles.of([blocks[i].tile for i in mine], len(entry.shape))
-    out = []
-    for at, which in zip(
-        *(found.tolist() for found in meetings(one, Tiles.of([p.tile for p in distinct], len(entry.shape))))
-    ):
-        i, (tile, values) = int(numbers[at]), distinct[which]
-        box = meet(tile, blocks[i].tile)
+    one = Tiles.of([blocks[i].tile for i in mine], len(shape))
+    found = []
+    for at, which in zip(*(pair.tolist() for pair in meetings(one, Tiles.of([p.tile for p in pieces], len(shape))))):
+        i = int(numbers[at])
+        box = meet(pieces[which].tile, blocks[i].tile)
         assert box is not None
-        out.append(Job(file, start, entry, first + i, blocks[i], box, _narrowed(values, tile, box)))
-    return out
+        found.append((i, which, box))
+    if known is not None:
+        known[key] = found
+    return found
 
 
 def _narrowed(values: torch.Tensor, tile: Tile, box: Tile) -> torch.Tensor:

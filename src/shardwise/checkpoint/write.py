@@ -29,7 +29,7 @@ from shardwise.checkpoint.files import (
     write_synced,
 )
 from shardwise.checkpoint.holders import check, held, layouts_json, share_of
-from shardwise.checkpoint.jobs import Job, Task, Written, create, jobs_of, write
+from shardwise.checkpoint.jobs import Job, Known, Task, Written, create, jobs_of, write
 from shardwise.checkpoint.manifest import MANIFEST, manifest_text, random_state
 from shardwise.checkpoint.tree import Flat, Json, Node, Value, flatten
 from shardwise.checkpoint.world import World
@@ -85,10 +85,11 @@ class Draft:
         """What this process writes."""
         place = {name: (i, start) for i, file in enumerate(self.files) for name, start in file.starts.items()}
         jobs: list[Job] = []
+        known: Known = {}
         for entry, copies, turn, pieces in self.tasks:
             blocks = self.blocks[entry.name]
             mine = range(turn, len(blocks), copies)
-            jobs += jobs_of(*place[entry.name], entry, blocks, self.first[entry.name], pieces, mine)
+            jobs += jobs_of(*place[entry.name], entry, blocks, self.first[entry.name], pieces, mine, known)
         return jobs
 
 
