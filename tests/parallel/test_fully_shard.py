@@ -491,7 +491,7 @@ def test_messages():
         ({"mp_policy": 3}, "mp_policy must be a MixedPrecisionPolicy, got 3"),
         ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.int8)}, "mp_policy.reduce_dtype must be a floating"),
         ({"offload_policy": 3}, "offload_policy must be an OffloadPolicy.*, got 3"),
-        ({"reshard_after_forward": "no"}, "reshard_after_forward must be a bool"),
+        ({"reshard_after_forward": "no"}, "reshard_after_forward should be a bool or an int"),
         ({"reshard_after_forward": 3}, "reshard_after_forward as an int, it should be a factor of 2, not 3"),
         ({"shard_placement_fn": lambda p: Shard(2)}, r"shard_placement_fn gave Shard\(dim=2\)"),
         ({"shard_placement_fn": lambda p: 1}, "shard_placement_fn gave 1"),

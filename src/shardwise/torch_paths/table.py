@@ -94,11 +94,10 @@ _PATHS = {
     "experimental._register_sharding": "register_sharding",
     "placement_types": "_Partial _StridedShard DTensorSpec fill_empty_tensor_to_shards layout.Shard mesh_broadcast "
     "mesh_scatter pad_tensor Partial Placement Replicate shard_dim_alltoall TensorMeta unpad_tensor",
-    "parallel.api": "parallelize_module ParallelStyle",
+    "parallel.api": "parallelize_module",
     "parallel.input_reshard": "input_reshard",
-    "parallel.style": "ColwiseParallel distribute_module distribute_tensor DTensor layout.Shard ParallelStyle "
-    "Placement PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput Replicate RowwiseParallel "
-    "SequenceParallel",
+    "parallel.style": "ColwiseParallel ParallelStyle PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput "
+    "RowwiseParallel SequenceParallel",
     # torch.distributed._shard
     "sharded._utils": "narrow_tensor narrow_tensor_by_index ShardMetadata",
     "sharded.api": "_collect_local_shard _get_current_process_group _reshard_output _shard_tensor ChunkShardingSpec "
