@@ -49,6 +49,13 @@ def test_what_differs_is_found(line, kind):
     assert judge(Program.parse(BROKEN + line)).kind in (kind, RIGHT if kind == INEXACT else kind)
 
 
+def test_what_rounding_decides_is_inexact():
+    noise = "y1 = x1 * 0 + (0 if type(x1) is torch.Tensor else 1e-17)\ny2 = y1.bool()"
+    assert judge(Program.parse(BROKEN + noise)).kind == INEXACT
+    assert judge(Program.parse(BROKEN + noise.replace("1e-17", "1e-3"))).kind == WRONG
+    assert judge(Program.parse(BROKEN + "y1 = x1 * 1\ny2 = y1.bool() ^ (type(y1) is torch.Tensor)")).kind == WRONG
+
+
 def test_a_defect_of_torch_is_told_by_what_its_definition_gives(monkeypatch):
     here = torch.__version__.partition("+")[0]
     doubled = Defect("twice as much", here, here, op=r"double\((\w+)\)", instead=r"(\1 * 2)")
