@@ -34,6 +34,9 @@ def to_sharded(tensor: DTensor) -> ShardedTensor:
     A sharded tensor has one owner for each element. So axes that replicate the tensor cut it instead, which moves
     nothing, and pending sums are finished on the way there.
 
+    Args:
+        tensor: The tensor.
+
     Raises:
         MeshError: If the tensor is on a simulated mesh.
     """
