@@ -179,7 +179,13 @@ def before_write(target: Wrapper, op: str, recorded: bool) -> None:
 
 def copies_leaf(target: Wrapper) -> bool:
     """Whether `target` is a copy of a view of a leaf that requires grad."""
-    return any(copy.source.requires_grad and copy.source.is_leaf for copy in COPIES.get(storage_id_of(target), ())[:1])
+    return any(_is_of_leaf(copy.source) for copy in COPIES.get(storage_id_of(target), ())[:1])
+
+
+def _is_of_leaf(tensor: Wrapper) -> bool:
+    """Whether a tensor is a leaf that requires grad, or a view of one."""
+    base = tensor._layout.mesh.comm.first(tensor._local)._base
+    return tensor.requires_grad and (tensor.is_leaf or (base is not None and base.is_leaf) or copies_leaf(tensor))
 
 
 def without_hooks(target: Wrapper) -> None:
@@ -208,7 +214,7 @@ def after_write(*targets: Wrapper) -> None:
         for whole, copy in wholes.values():
             source = copy.source
             # what is written of a leaf was detached from it
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not (source.is_leaf and source.requires_grad)):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not _is_of_leaf(source)):
                 source.copy_(_with_view(source, copy.again, whole))
         for whole, copy in wholes.values():
             if torch.is_grad_enabled() and copy.source.requires_grad:
