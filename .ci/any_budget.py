@@ -7,7 +7,7 @@ import ast
 import sys
 from pathlib import Path
 
-BUDGET = 772
+BUDGET = 756
 
 found: dict[str, int] = {}
 for path in Path("src").rglob("*.py"):
