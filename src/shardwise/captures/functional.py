@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shardwise.captures.program import Move, Program, Ref, Statement, items_in, with_items, written_by
+from shardwise.captures.program import Move, Program, Ref, Statement, items_in, with_items, written_by, written_places
 from shardwise.comm.messages import WIRE, Along, as_wire, from_wire, width
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.reduction import reduce_parts
@@ -126,7 +126,7 @@ class _Writer(DispatchMode):  # type: ignore[misc]
         statement = Statement(func, refs, named, label=func.overloadpacket.__name__)
         statement.source, statement.note = self._move.source, self._move.note
         statement.single = isinstance(out, torch.Tensor)
-        statement.writes = written_by(func, refs, named)
+        statement.writes = written_by(written_places(func), refs, named)
         for tensor in items_in(out):
             if id(tensor) in self.refs:  # an op that writes into its argument
                 statement.outs.append(None)
