@@ -151,3 +151,11 @@ def test_a_full_disk_says_so_in_a_file_of_torch_save(tmp_path):
     with pytest.raises(CheckpointError, match="x.pt: could not be written: .*(No space left|is the disk full)"):
         checkpoint.save(tmp_path / "x.pt", {"a": torch.ones(100_000)}, format="pt")
     assert os.path.exists("/dev/full") and not (tmp_path / "x.pt").exists()
+
+
+def test_formats_that_are_written_at_once_have_a_handle_too(tmp_path):
+    handle = checkpoint.save(tmp_path / "x.pt", {"w": torch.ones(2)}, format="pt", async_=True)
+    assert handle.done() and (tmp_path / "x.pt").exists()
+    handle.wait()
+    with pytest.raises(TypeError, match="save: async_: expected bool, got 1"):
+        checkpoint.save(tmp_path / "y", {"w": torch.ones(2)}, async_=1)

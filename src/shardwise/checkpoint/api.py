@@ -14,6 +14,7 @@ from shardwise.checkpoint import others, read, write
 from shardwise.checkpoint.background import (
     STAGED_BYTES,
     SaveHandle,
+    ended,
     has_failed,
     raise_earlier,
     settle,
@@ -59,7 +60,7 @@ def save(
         step: A number that `load` gives back.
         format: "shardwise": safetensors files and a manifest. "safetensors": the files alone, for tensors only.
             "dcp": a folder of torch.distributed.checkpoint. "pt": one file of torch.save; the first process gathers
-            all tensors for it. These two are never asynchronous.
+            all tensors for it. Files of these two are there when `save` returns, also with `async_`.
         async_: Whether to return once memory was copied: a thread writes the copy. What goes wrong in either, on any
             process, is raised on all of them by the next call of `save`, or by `wait()`.
         staged_bytes: With `async_`, how many bytes this process may have for copies, those of the last save included,
@@ -78,11 +79,12 @@ def save(
         TypeError: Something in the state cannot be saved.
     """
     _check(format=format, step=step, max_file_bytes=max_file_bytes, staged_bytes=staged_bytes)
+    check_type(async_, bool, "save: async_", "give whether to return before the files are written")
     world = World.of(process_group)
     if format in ("dcp", "pt"):
         wait_for_all(world)
         others.save(path, state, world, format)
-        return None
+        return ended(os.fspath(path)) if async_ else None
     manifest = format == "shardwise"
     return save_then(path, state, None, step, manifest, async_, max_file_bytes, staged_bytes, process_group)
 

@@ -74,6 +74,13 @@ class SaveHandle:
         self._ended.set()
 
 
+def ended(path: str) -> SaveHandle:
+    """The handle of a save that is there already."""
+    handle = SaveHandle(path)
+    handle._end(None)
+    return handle
+
+
 class _Writer:
     """One thread that does the saves of this process in their order, and the memory they are copied to."""
 
