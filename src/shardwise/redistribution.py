@@ -12,7 +12,7 @@ from shardwise.argument_types import Placements
 from shardwise.comm.bridge import convert_gradients
 from shardwise.comm.record import Note
 from shardwise.context import running_op
-from shardwise.errors import LayoutError, MoveError
+from shardwise.errors import MoveError
 from shardwise.layout import Layout, Placement, as_placements
 from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.mesh import Mesh
@@ -58,13 +58,6 @@ def redistribute_across(
         return wrap(move_across(tensor._local, src, target, Note(running_op() or "redistribute")), target)
 
     return _travelling(across, tensor, forward, backward)
-
-
-def needed_placements(placements: Placements | None) -> tuple[Placement, ...]:
-    """The placements that a redistribute on the tensor's own mesh was given."""
-    if placements is None:
-        raise LayoutError("redistribute: placements is needed for redistribute! Give one per axis of the mesh")
-    return as_placements(placements)
 
 
 def redistribute_as(tensor: Any, placements: Placements | None, forward: Dtype, backward: Dtype, async_op: bool) -> Any:

@@ -30,7 +30,7 @@ from shardwise.mesh import DeviceMesh, SimulatedMesh, _submesh, as_mesh
 from shardwise.move import limit, move, run_move, start_move
 from shardwise.move.arrival import Arrival, versions_of
 from shardwise.move.run import is_done
-from shardwise.redistribution import needed_placements, redistribute_across, redistribute_as, target_of
+from shardwise.redistribution import redistribute_across, redistribute_as, target_of
 from shardwise.showing import text_of
 from shardwise.sizes import layout_of_locals
 from shardwise.spec import Spec
@@ -249,7 +249,7 @@ class DTensor(Wrapper):
                 return redistribute_across(self, mesh, placements, forward_dtype, backward_dtype)
         if forward_dtype is not None or backward_dtype is not None:
             return redistribute_as(self, placements, forward_dtype, backward_dtype, async_op)
-        target, steps = target_of(self._layout, needed_placements(placements), limit.of_thread.cap)
+        target, steps = target_of(self._layout, as_placements(placements), limit.of_thread.cap)
         if not steps:
             same = target is self._layout and not self._guessed
             return self if same else wrap(other_side(target.mesh.comm, self._local), target)

@@ -339,9 +339,10 @@ def as_placements(values: Iterable[Any] | Any) -> tuple[Placement, ...]:
     if isinstance(values, Placement) or hasattr(values, "is_replicate"):
         values = (values,)
     if isinstance(values, str) or not isinstance(values, Iterable):
+        needed = "placements is needed for redistribute! " if values is None else ""  # all others have a default
         raise LayoutError(
-            f"placements = {values!r} ({type(values).__name__}): expected a sequence of placements, one per mesh axis, "
-            f"as [Shard(0), Replicate()]"
+            f"{needed}placements = {values!r} ({type(values).__name__}): expected a sequence of placements, "
+            f"one per mesh axis, as [Shard(0), Replicate()]"
         )
     return tuple(as_placement(value, f"placements[{axis}]") for axis, value in enumerate(values))
 
