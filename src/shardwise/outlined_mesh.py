@@ -112,10 +112,10 @@ class OutlinedMesh(SimulatedMesh):
         inside.enter_context(self.mode)
         inside.enter_context(self.mode.swappable())
         inside.enter_context(self.mode.read_by_numpy())
-        if torch.device(self.device_type).type != "cpu":
+        kind = torch.device(self.device_type).type
+        if kind != "cpu":  # one device stands for all of its kind: there may be fewer here than the program counts on
             inside.enter_context(optimizers_use_list_ops_on(self.device.type))
-        if torch.device(self.device_type).type != self.device.type:
-            inside.enter_context(Elsewhere(torch.device(self.device_type).type, self.device))
+            inside.enter_context(Elsewhere(kind, self.device))
         self._inside.append(inside)
         return self
 

@@ -210,7 +210,7 @@ def test_optimizers_choose_as_on_the_device_that_is_played():
     peaks = {}
     for device in ("cpu", "cuda"):
         with outline(2, device=device):
-            w = [nn.Parameter(torch.zeros(1024)) for _ in range(8)]
+            w = [nn.Parameter(torch.zeros(1024, device=device)) for _ in range(8)]
             optimizer = torch.optim.AdamW(w)
 
             def step(w=w, optimizer=optimizer):

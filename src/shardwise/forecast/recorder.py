@@ -116,7 +116,8 @@ class Recorder(DispatchMode, Watcher):  # type: ignore[misc]
             self._claim_state(optimizer)
         self.tracker.claim(params, PARAMETERS)
         for x in found:
-            if type(x) is FakeTensor and x.fake_mode is self.mode and takes_memory(x):
+            # a tensor whose making failed has no mode yet
+            if type(x) is FakeTensor and getattr(x, "fake_mode", None) is self.mode and takes_memory(x):
                 known = self.tracker.knows(x.untyped_storage())
                 self.tracker.see(x, INPUTS if self.moment < 0 or known else TEMPORARY)
         del found
