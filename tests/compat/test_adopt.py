@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from tests.only_torch import run_with_torch
 from tests.versions import since_213
 
 HERE = Path(__file__).parent
@@ -18,12 +19,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def python(text, *arguments):
-    """The output of a program in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text), *arguments], capture_output=True, text=True, timeout=240
-    )
+    """Run a program that finds torch loaded, and nothing else."""
+    done = run_with_torch(text, ["program", *arguments])
     assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def ran(*command, **more):
@@ -224,11 +222,19 @@ def test_torchs_tensors_still_convert():
 
 # -- shardwise run -----------------------------------------------------------------------------------------
 def run(folder, *arguments, code=0):
-    command = [sys.executable, "-m", "shardwise", "run", *arguments]
-    source = str(Path(shardwise.__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": source}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder, env=environment)
+    """As `python -m shardwise run`, but for the time to load torch."""
+    text = "import runpy; runpy.run_module('shardwise', run_name='__main__', alter_sys=True)"
+    done = run_with_torch(text, ["shardwise", "run", *arguments], folder)
     assert done.returncode == code, done.stderr
+    return done
+
+
+def run_alone(folder, *arguments):
+    """The same by an interpreter of its own."""
+    command = [sys.executable, "-m", "shardwise", "run", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr
     return done
 
 
@@ -279,7 +285,7 @@ def test_a_file_or_a_module(folder, how):
 
 @pytest.mark.parametrize("how", [["inner/train.py"], ["-m", "inner.train"]])
 def test_processes_that_it_spawns_have_adopted_too(folder, how):
-    said = run(folder, *how, "spawn").stdout.splitlines()
+    said = run_alone(folder, *how, "spawn").stdout.splitlines()
     assert said[-1] == "['shardwise.tensor', 'shardwise.tensor', '__mp_main__']"
 
 
