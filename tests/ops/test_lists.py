@@ -347,7 +347,7 @@ def test_first_call_is_linear_in_the_count(function):
 # -- processes ---------------------------------------------------------------------------------------------
 def on_gloo(rank, world_size, shape):
     mesh = device_mesh(shape)
-    for name in ("mul", "lerp", "mm", "norm", "norm, 3.5", "max"):
+    for name in (name for name in ("mul", "lerp", "mm", "norm", "norm, 3.5", "max") if name in FORMS):
         function, tensors = FORMS[name]
         check_rule(function, [tensors], [mesh], limit=2, seed=3, tolerance=1e-9)
     check_rule(lambda *t: f("norm")(t, float("inf")), [a], [mesh], limit=2, grad=False, tolerance=1e-10)

@@ -115,6 +115,8 @@ LOSSES = {
     ),
 }  # fmt: skip
 CASES = SOFTMAX | LOSSES
+if not hasattr(F, "linear_cross_entropy"):  # new in torch 2.13
+    del CASES["linear_cross_entropy"]
 
 
 def partial(name):
