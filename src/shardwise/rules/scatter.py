@@ -5,49 +5,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardwise.layout.layout import contiguous_stride
 from shardwise.rules.data_dependent import broadcast_shape
-from shardwise.rules.index import (
-    Indexed,
-    by_holders,
-    clamped,
-    is_mask,
-    located,
-    located_all,
-    places_of_mine,
-    unravelled,
-    without_masks,
-)
+from shardwise.rules.index import Indexed, clamped, is_mask, unravelled, without_masks
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, needs_grad
+from shardwise.strategy.lookup import Written, located, located_all, places_of_mine
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Assignment
-
-
-@dataclass
-class Written(Factors):
-    """Factors of an op that writes at indices of `dims` of its first operand. Where those are cut, write(suffix,
-    *operands, held) does it on a rank that holds `held` of them (None: all), with torch's suffix if in place."""
-
-    dims: Sequence[int] = ()
-    write: Callable[..., Any] = lambda *args: None
-
-    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
-        assignment = super().assign(operands, outputs, pinned)
-        suffix = "_" if pinned else ""
-        write = lambda *values: self.write(suffix, *values)
-        write.__name__ = "write" + suffix  # as torch marks what writes into its first argument
-        if assignment is not None:
-            layout = operands[0].layout.replace(placements=assignment.inputs[0])
-            if any(map(layout.is_cut, self.dims)):
-                assignment.local = by_holders(self.dims, write, write)
-        return assignment
 
 
 def linear_in(source: int, adds: bool) -> dict[str, Any]:
