@@ -18,7 +18,7 @@ from shardwise.layout.split import Interval, Intervals, count
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, run_local, whole
 from shardwise.strategy.memory import correct_thin, restrided, suggested
-from shardwise.strategy.program import Halo, Halos, Reach, cut_like, each, leaves_empty, windowed
+from shardwise.strategy.program import Halo, Halos, Reach, cut_like, each, indices, leaves_empty, windowed
 from shardwise.strategy.registry import rule
 
 
@@ -234,8 +234,7 @@ def fold(x: Operand, output_size: Any, kernel_size: Any, dilation: Any, padding:
         return factors("*n k! s! -> *n c h w", [x], "joint")
 
     def add_up(x: torch.Tensor, held: Intervals) -> torch.Tensor:
-        at = torch.cat([torch.arange(a, b, device=x.device) for a, b in ((0, 0), *held)])
-        every = x.new_zeros(*x.shape[:-1], columns).index_add(c + 2, at, x)
+        every = x.new_zeros(*x.shape[:-1], columns).index_add(c + 2, indices(held, x.device), x)
         every = _padded(every, {} if x.shape[c] else {c: (0, 1)})  # torch takes no empty channels
         summed = F.fold(every.flatten(c, c + 1), output_size, kernel_size, dilation, padding, stride)
         return summed.narrow(c, 0, x.shape[c])

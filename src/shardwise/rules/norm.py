@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from shardwise.functions import also_writes
 from shardwise.layout.placement import REPLICATE
 from shardwise.protocols import Ctx
-from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, operands_in
 from shardwise.strategy.memory import as_first_suggests, stored
 from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
+from shardwise.strategy.two_stages import whole_along
 
 Average = Callable[[torch.Tensor], torch.Tensor]
 

@@ -16,6 +16,7 @@ from shardwise.layout.split import Intervals, count, intersect, normalize
 from shardwise.protocols import Ctx
 from shardwise.strategy import Algorithm, Answer, Operand, factors, reduced
 from shardwise.strategy.memory import as_first_suggests, stored
+from shardwise.strategy.program import indices
 from shardwise.strategy.registry import rule
 from shardwise.strategy.relayout import Carried, Relayout, call_with, unchanged
 from shardwise.torch_private.autograd import is_recorded, is_transforming
@@ -71,10 +72,6 @@ def kept_with(x: Operand, sources: Sources, local: Any) -> Relayout:
         return [[Carried(dim, change)]] if x.shape[dim] else []
 
     return Relayout(1, carry, local, may_alias=False)
-
-
-def indices(held: Intervals) -> torch.Tensor:
-    return torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in held)])
 
 
 def runs(chosen: torch.Tensor) -> Intervals:

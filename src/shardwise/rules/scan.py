@@ -12,11 +12,11 @@ import torch
 from shardwise.layout import Partial
 from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import count
-from shardwise.rules.reduce import whole_along
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Operand, Tensor, line, needs_grad, reduced, run_local
 from shardwise.strategy.program import sum_dtype
 from shardwise.strategy.registry import rule
+from shardwise.strategy.two_stages import whole_along
 
 # torch's gradient of an empty tensor is that tensor itself
 line("cummax cummin", "*d!dim -> *d, *d", takes="x dim", never_empty=True)

@@ -8,23 +8,21 @@ from typing import Any
 
 import torch
 
-from shardwise.layout import Partial, Shard
-from shardwise.rules.reduce import reduced_dims, staged, whole_along
 from shardwise.rules.view import dim_of
-from shardwise.strategy import Algorithm, Answer, Named, Operand, Tensor, reduced, run_local, sum_dtype
+from shardwise.strategy import Algorithm, Answer, Named, Operand
+from shardwise.strategy.program import Tensor, reduced, run_local, sum_dtype, without_dims
 from shardwise.strategy.registry import program, rule
+from shardwise.strategy.two_stages import reduced_dims, staged, whole_along
 
 
 def exponentials(x: Tensor, dims: tuple[int, ...], instead: Callable[[Any], Any] | None = None) -> tuple[Any, Any, Any]:
     """exp(x - largest), its sum over `dims` and the largest; where `instead` says so, 0 stands for the largest."""
 
     def largest_held(v: torch.Tensor) -> torch.Tensor:
-        return v.amax(dims, True) if all(v.shape[d] for d in dims) else v.new_full(one(v.shape), -torch.inf)
+        one = [1 if d in dims else n for d, n in enumerate(v.shape)]
+        return v.amax(dims, True) if all(v.shape[d] for d in dims) else v.new_full(one, -torch.inf)
 
-    one = lambda shape: [1 if d in dims else n for d, n in enumerate(shape)]
-    places = [Partial("max") if isinstance(p, Shard) and p.dim in dims else p for p in x.placements]
-    pending = x._layout.replace(shape=one(x.shape), placements=places)
-    largest = reduced(run_local(largest_held, [x.detach()], pending))
+    largest = reduced(run_local(largest_held, [x.detach()], without_dims(x._layout, dims, True, "max")))
     if instead is not None:
         largest = largest.masked_fill(instead(largest), 0)
     powers = (x - largest).exp()

@@ -12,11 +12,11 @@ import torch
 from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.protocols import Ctx
-from shardwise.rules.reduce import Dims, gather_parts, reduced_dims, shared_extreme, staged, whole_along
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
 from shardwise.strategy.memory import contiguous, stored
 from shardwise.strategy.program import Tensor, constant, needs_grad, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
+from shardwise.strategy.two_stages import Dims, gather_parts, reduced_dims, shared_extreme, staged, whole_along
 from shardwise.torch_private.tensors import are_transforms_active
 
 

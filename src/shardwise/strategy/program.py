@@ -14,7 +14,7 @@ from shardwise.comm.bridge import constant_of, share, zeros_of
 from shardwise.comm.outside import held_of
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, running_op
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Partial, Shard
 from shardwise.layout.layout import parent_sets, shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Interval, Intervals, chunk_pieces, count, intersect, normalize
@@ -165,6 +165,20 @@ def zero_of(*tensors: torch.Tensor) -> torch.Tensor:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums of values of `dtype` are taken in: float32 for halves."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def without_dims(layout: Layout, dims: Sequence[int], keepdim: bool, reduce_op: str = "sum") -> Layout:
+    """The layout of what ranks make of their parts by reducing these dims: pending along the axes that cut them."""
+    left = [d for d in range(layout.ndim) if keepdim or d not in dims]
+    shape = tuple(1 if d in dims else layout.shape[d] for d in left)
+    kept = lambda p: p.at(left.index(p.dim)) if isinstance(p, Shard) else p
+    places = [Partial(reduce_op) if any(map(p.is_shard, dims)) else kept(p) for p in layout.placements]
+    return layout.replace(shape=shape, stride=None, placements=places)
+
+
+def indices(held: Intervals, device: torch.device | None = None) -> torch.Tensor:
+    """The indices of a set, in order."""
+    return torch.cat([torch.arange(a, b, device=device) for a, b in ((0, 0), *held)])
 
 
 # -- sliding windows ---------------------------------------------------------------------------------------
