@@ -45,6 +45,16 @@ def test_marks(text, shapes, settings, inputs, outputs):
 
 
 @pytest.mark.parametrize(
+    ("shapes", "outputs"),
+    [(((3,), (3,)), [()]), (((2, 3), (3,)), [("m",)]), (((5, 2, 3), (3, 4)), [("b0", "m", "n")]), (((), ()), None)],
+)
+def test_of_several_lines_the_first_that_fits(shapes, outputs):
+    rule = line_rule("k, k -> | m k, k -> m | *b m k, *b k n -> *b m n", "each")
+    spec = rule(*operands(*shapes))
+    assert (spec and [tuple(names) for names in spec.outputs]) == outputs
+
+
+@pytest.mark.parametrize(
     ("cut", "sizes", "passes"),
     [
         (Shard(0), {}, True),  # two ranks, two blocks of three

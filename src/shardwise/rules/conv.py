@@ -11,26 +11,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.comm.base import Coords
 from shardwise.comm.bridge import zeros_of
 from shardwise.layout import Layout, Partial
-from shardwise.layout.split import Interval, Intervals, count
+from shardwise.layout.split import Intervals, count
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, run_local, whole
 from shardwise.strategy.memory import correct_thin, restrided, suggested
-from shardwise.strategy.program import Halo, Halos, Reach, cut_like, each, indices, leaves_empty, windowed
+from shardwise.strategy.program import indices, leaves_empty, padded
 from shardwise.strategy.registry import rule
-
-
-class Scatter(Reach):
-    """The transpose: input j adds to the outputs j * stride - before + dilation * t, 0 <= t < kernel."""
-
-    def window(self, start: int, stop: int) -> Interval:
-        first = -((self.span - 1 - start - self.before) // self.stride)
-        return first, max((stop - 1 + self.before) // self.stride, first) + 1  # not none, even if none adds to them
-
-    def first_at(self, row: int) -> int:
-        return row * self.stride - self.before + self.span // 2
+from shardwise.strategy.windows import Halo, Halos, Reach, Scatter, cut_like, each, windowed
 
 
 @dataclass(frozen=True)
@@ -90,11 +79,11 @@ class Conv:
     def local(self, channels: int, halos: Halos, output: Layout) -> PerCoords:
         """What a rank computes: of its windows, and of its share of the channels."""
         spatial = len(self.stride)
-        edges_of = lambda coords: tuple((d, *_edges(halo, coords)) for d, halo in halos.items())
+        edges_of = lambda coords: tuple((d, *halo.edges(coords)) for d, halo in halos.items())
 
         def convolve(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
             *bias, (shape, edges) = rest
-            x = _padded(x, {d: (low, high) for d, low, high, _ in edges})
+            x = padded(x, {d: (low, high) for d, low, high, _ in edges})
             added = bias[0].view(-1, *[1] * spatial) if bias else 0
             if 0 in shape or not x.numel():  # torch takes no empty channels: a sum of no products
                 nothing = zeros_of([(shape, x.dtype)], [x, weight, *bias], seen=2, bilinear=True)[0]
@@ -104,24 +93,9 @@ class Conv:
             if not self.transposed or not cut:
                 return self.call([x, weight, *bias], groups, cut)
             out = self.call([x, weight], groups, cut)
-            return _padded(out, {d: (-at, at + shape[d] - out.shape[d]) for d, _, _, at in edges}) + added
+            return padded(out, {d: (-at, at + shape[d] - out.shape[d]) for d, _, _, at in edges}) + added
 
         return PerCoords(convolve, lambda coords: (output.local_shape_at(coords), edges_of(coords)))
-
-
-def _edges(halo: Halo, coords: Coords) -> tuple[int, ...]:
-    """Rows of padding before and after what a rank gets, and where its outputs begin in those of its window."""
-    made, got, reach = halo.made(coords), halo.needs(coords), halo.reach
-    if not made:
-        return 0, 0, 0
-    first, last = reach.window(*made[0])
-    start, stop = got[0] if got else (first, first)
-    return start - first, last - stop, made[0][0] + reach.before - first * reach.stride
-
-
-def _padded(x: torch.Tensor, sides: dict[int, Interval]) -> torch.Tensor:
-    """With rows of zeros before and after; less rows where negative."""
-    return F.pad(x, [n for d in reversed(range(x.dim())) for n in sides.get(d, (0, 0))]) if sides else x
 
 
 @rule("convolution _convolution convolution_overrideable")
@@ -198,7 +172,7 @@ def windows(x: Operand, dimension: int, size: int, step: int) -> Answer:
     output = cut_like(x.layout, halos, Result(shape, x.dtype, strides))
 
     def local(x: torch.Tensor, made: Intervals) -> torch.Tensor:
-        return (x if made else _padded(x, {d: (0, size)})).unfold(d, size, step).narrow(d, 0, count(made))
+        return (x if made else padded(x, {d: (0, size)})).unfold(d, size, step).narrow(d, 0, count(made))
 
     return Algorithm(lambda x, *args, **kwargs: run_local(local, [windowed(x, halos)], output, halos[d].made))
 
@@ -235,7 +209,7 @@ def fold(x: Operand, output_size: Any, kernel_size: Any, dilation: Any, padding:
 
     def add_up(x: torch.Tensor, held: Intervals) -> torch.Tensor:
         every = x.new_zeros(*x.shape[:-1], columns).index_add(c + 2, indices(held, x.device), x)
-        every = _padded(every, {} if x.shape[c] else {c: (0, 1)})  # torch takes no empty channels
+        every = padded(every, {} if x.shape[c] else {c: (0, 1)})  # torch takes no empty channels
         summed = F.fold(every.flatten(c, c + 1), output_size, kernel_size, dilation, padding, stride)
         return summed.narrow(c, 0, x.shape[c])
 

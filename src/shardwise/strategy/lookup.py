@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from shardwise.comm.capturing import tape_here, tapes, unwritten
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, count
+from shardwise.strategy.program import padded
 from shardwise.strategy.spec import Assignment, Factors, LocalCall, MakeLocal, Operand, PerCoords
 from shardwise.torch_private.tensors import assert_async, is_abstract
 
@@ -90,7 +90,7 @@ def places_of_mine(mine: torch.Tensor, held: Held, sizes: Sequence[int]) -> torc
 def pointable(x: torch.Tensor, *dims: int) -> torch.Tensor:
     """`x`, with something to point at where a rank holds nothing of one of these dims."""
     for dim in dims:
-        x = x if x.shape[dim] else F.pad(x, (*(0, 0) * (x.dim() - 1 - dim), 0, 1))
+        x = x if x.shape[dim] else padded(x, {dim: (0, 1)})
     return x
 
 
