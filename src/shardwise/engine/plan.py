@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm.base import Comm
+from shardwise.comm.bridge import kept_for_gradient
 from shardwise.comm.capturing import tape_here, tapes
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, running
@@ -84,6 +85,8 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     elif results.base is None and not in_place and assignment.splits is None and any(map(leaves_empty, inputs)):
         change = functools.partial(in_new_memory_if_empty, [output.dtype for output in outputs])
     local, takes_all = (assignment.local(inputs, outputs), False) if assignment.local is not None else (func, True)
+    if spec.keeps == "operand":
+        local = changed(local, keeping_operand)
     if assignment.around is not None and any(map(leaves_empty, inputs)):
         local = changed(local, assignment.around)
     if results.base is None or in_place:
@@ -101,7 +104,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         return noted
     copied = base is not None and (moved or not assignment.aliases(inputs))
     plain = results.dtype in (None, outputs[0].dtype if outputs else None)  # a view of another dtype counts otherwise
-    simple = not moves and not spec.keeps_more and results.single and not copied and not results.same
+    simple = not moves and not spec.keeps and results.single and not copied and not results.same
     if simple and base in (None, (0,)) and plain:
         direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all, results.begins[0])
         if direct is not None:
@@ -109,7 +112,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     finish = results.finisher(outputs, base, copied, func, call.name)
     differentiable = any(out.dtype.is_floating_point or out.dtype.is_complex for out in outputs)
     run = _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons, differentiable)
-    return watched(run, call) if copies or spec.keeps_more else run
+    return watched(run, call) if copies or spec.keeps else run
 
 
 def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memory: Memory) -> Plan:
@@ -247,6 +250,11 @@ def in_new_memory(func: Callable[..., object]) -> Callable[..., object]:
         return tree_map_only(torch.Tensor, own, func(x, *args, **kwargs))
 
     return call
+
+
+def keeping_operand(func: Callable[..., object]) -> Callable[..., object]:
+    """`func`, of whose first argument autograd takes its gradient for a function."""
+    return lambda x, *args: func(kept_for_gradient(x), *args)
 
 
 def changed(local: LocalCall, *changes: Change) -> LocalCall:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy
 import torch
 
-from shardwise.layout.layout import contiguous_stride
+from shardwise.layout.region import broadcast_shape, contiguous_stride
 from shardwise.layout.split import Intervals
-from shardwise.rules.data_dependent import broadcast_shape, select_masked
+from shardwise.rules.data_dependent import select_masked
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.view import adds_up, clipped, dim_of, select, slice_, sum_of, unsqueeze
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors

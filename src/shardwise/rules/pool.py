@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.base import Coords
 from shardwise.layout import contiguous_stride
-from shardwise.rules.pad import copied
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, factors, line, rearrangement
+from shardwise.strategy.copying import copied
 from shardwise.strategy.empty_ranks import never_empty
 from shardwise.strategy.memory import as_first_suggests, stored
 from shardwise.strategy.notation import parse

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.layout.layout import contiguous_stride
-from shardwise.rules.data_dependent import broadcast_shape
+from shardwise.layout.region import broadcast_shape, contiguous_stride
 from shardwise.rules.index import Indexed, clamped, is_mask, unravelled, without_masks
 from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, needs_grad

@@ -44,7 +44,7 @@ class Relayout(Spec):
     local: MakeLocal | None  # None: the call itself
     may_alias: bool = True
     view: Callable[..., Any] | None = None
-    keeps_more: bool = False
+    keeps: str = ""
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Described], pinned: bool) -> Assignment | None:
         layout = operands[0].layout

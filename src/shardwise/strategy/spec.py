@@ -93,7 +93,9 @@ class Spec(Protocol):
     result: Result | None = None  # of a single output; without it torch's meta kernel is asked
     may_alias: bool = False  # the local call may return a view where torch makes a copy: then it is copied
     view: Callable[..., Any] | None = None  # called in place of the local call where torch makes a view, if it can be
-    keeps_more: bool = False  # the local call keeps tensors for its gradient where torch keeps none
+    # what is kept for the gradient, where the local call and torch do not keep the same: "more" (the local call keeps
+    # tensors where torch keeps none) or "operand" (torch keeps the first operand, so it is kept here too)
+    keeps: str = ""
     in_place_without_meta: bool = False  # an in-place call has no meta kernel, and needs none
     run_meta: Callable[[Callable[..., Any]], Any] | None = None  # the function on meta tensors, in the rule's own way
 
