@@ -61,7 +61,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         told = call.check() if spec.is_checked else None
         memory = Memory(call, None if spec.knows_memory else told)
         run = _run_program(spec, func, call.name, memory)
-        return None if in_place and not spec.writes else watched(run, call)
+        return None if in_place and not spec.writes else watched(run, call, spec.writes)
     results = Results(spec, call, in_place)
     if results.refused:
         return lambda args, kwargs, local_args, local_kwargs: NotImplemented
@@ -99,7 +99,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         run = _run(call, inputs, moves, invoke, takes_all, lambda args, kwargs, out: args[0], assignment.reasons)
         noted = _with_writes_noted(run, call.name)
         if copies:
-            return watched(noted, call)
+            return watched(noted, call, writes=True)
         noted.copies_nothing = True  # type: ignore[attr-defined]  # the ranks' own tensors meet in memory as torch's do
         return noted
     copied = base is not None and (moved or not assignment.aliases(inputs))

@@ -14,9 +14,9 @@ from shardwise.layout.split import Intervals
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.softmax import exponentials
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Result, factors, operands_in
-from shardwise.strategy.lookup import by_holders, located
+from shardwise.strategy.lookup import by_holders, located, pointable
 from shardwise.strategy.memory import contiguous, stored
-from shardwise.strategy.program import Tensor, reduced, sum_dtype, zero_of
+from shardwise.strategy.program import Tensor, reduced, sum_dtype
 from shardwise.strategy.registry import program, rule
 from shardwise.torch_private.tensors import schema_of
 
@@ -78,18 +78,12 @@ def per_sample(operands: list[Operand], *settings: object) -> Factors:
     return factors(text, operands, contiguous=True)
 
 
-def per_alignment(operands: list[Operand], statics: dict[str, Any], reduction: str) -> Factors:
+def per_alignment(operands: list[Operand], *settings: object) -> Factors:
     """Samples pass; targets all in one row, or lengths that are no tensors, want the batch whole."""
-
-    def aligned(logs: Any, targets: Any, lengths: Any, target_lengths: Any) -> torch.Tensor:
-        if not logs.shape[1]:
-            return logs.sum((0, 2)) * zero_of(logs)  # torch takes no empty batch
-        return F.ctc_loss(logs, targets, lengths, target_lengths, reduction="none", **statics)
-
     logs, shape = operands[0], operands[0].shape[1:-1]
     result = Result(shape, logs.dtype, (1,) * len(shape))
     if [op.ndim for op in operands] == [3, 2, 1, 1]:
-        return factors("t! b c!, b s!, b, b -> b", operands, call=aligned, result=result)
+        return factors("t! b c!, b s!, b, b -> b", operands, result=result, never_empty=True)
     return factors(f"*x!, .. ->{' b' * len(shape)}", operands, result=result)
 
 
@@ -114,10 +108,9 @@ def per_target(operands: list[Operand], statics: Any, reduction: str) -> Factors
     size, batch = operands[0].shape[dim], "b " * dim
 
     def pick(x: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
-        *weight, (held,) = rest
-        if not held:
-            return x.sum(dim) + zero_of(x) if reduction == "none" else zero_of(x)
-        return F.nll_loss(x, among(held, target, size, ignored), (*weight, None)[0], reduction=reduction)
+        *weights, (held,) = rest
+        x, *weights = pointable(x, dim), *(pointable(weight, 0) for weight in weights), None
+        return F.nll_loss(x, among(held, target, size, ignored), weights[0], reduction=reduction)
 
     whole = functools.partial(F.nll_loss, ignore_index=ignored, reduction=reduction)
     local = by_holders([dim], pick, whole)

@@ -13,7 +13,7 @@ from shardwise.functions import also_writes
 from shardwise.layout.placement import REPLICATE
 from shardwise.protocols import Ctx
 from shardwise.rules.view import dim_of
-from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, operands_in
+from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
 from shardwise.strategy.memory import as_first_suggests, stored
 from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
@@ -35,17 +35,13 @@ def scaled(
     bias: torch.Tensor | None,
     known: Sequence[torch.Tensor | None] | None = None,
     centre: bool = True,
-    told: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x normalised, and its mean, variance and inverse deviation, where not `known`: in float32 for halves, as torch
-    does, and the mean first, since a difference of large sums loses digits. Mean and variance are `told` before x is
-    normalised: a recomputation for a checkpoint ends as soon as it has all that the backward pass needs."""
+    does, and the mean first, since a difference of large sums loses digits."""
     v = x.to(sum_dtype(x.dtype))
     mean, var = known or (average(v) if centre else None, None)
     centred = v if mean is None else v - mean
     var = average(centred * centred) if var is None else var
-    if told is not None:
-        told(mean, var)  # type: ignore[arg-type]  # who asks has a centre
     inverse = (var + (torch.finfo(v.dtype).eps if eps is None else eps)).rsqrt()
     out = centred * inverse if weight is None else centred * inverse * weight
     # without a centre the mean is None, and nobody looks at it
@@ -187,50 +183,31 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training
     layout, dims = x._layout, [d for d in range(x.ndim) if d != 1]
     follow = [p.at(0) if p.is_shard(1) else REPLICATE for p in layout.placements]
     moved = [t if t is None else t.redistribute(placements=follow) for t in (weight, bias, mean, var)]
+    renewed = moved[2:]  # which torch's kernel writes
     dtype = next((t.dtype for t in moved if t is not None), x.dtype)
     if fits_kernel(x, dims if training else ()):
         shape, places = (x.shape[1:2], follow) if training else ((0,), [REPLICATE] * len(follow))
         saved = layout.replace(shape=shape, dtype=dtype, placements=places)
-        try:
-            out = run_local(torch.native_batch_norm, [x, *moved, training, momentum, eps], [layout, saved, saved])
-        finally:  # where a recomputation ends inside (see `scaled`), torch's kernel has written them
-            for kept, used in zip((mean, var), moved[2:], strict=True):
-                if training and used is not kept:
-                    _renew(kept, used)
+        out = run_local(torch.native_batch_norm, [x, *moved, training, momentum, eps], [layout, saved, saved])
     else:
         shape = [-1 if d == 1 else 1 for d in range(x.ndim)]
         scale, shift, *known = (t if t is None else t.reshape(shape) for t in moved)
-        n = x.numel() // max(x.shape[1], 1)
-
-        @torch.no_grad()
-        def renew(now: torch.Tensor, variance: torch.Tensor) -> None:
-            unbiased = variance * (n / (n - 1) if n > 1 else float("nan"))
-            for kept, used, new in zip((mean, var), moved[2:], (now, unbiased), strict=True):
-                if kept is not None:
-                    _renew(kept, (1 - momentum) * used + momentum * new.flatten())
-
-        told = renew if training else None
-        y, now, _, inverse = scaled(x, over(dims), eps, scale, shift, None if training else known, told=told)
+        y, now, variance, inverse = scaled(x, over(dims), eps, scale, shift, None if training else known)
         out = y, *(t.detach().flatten().to(dtype) if training else x.new_empty(0, dtype=dtype) for t in (now, inverse))
+        if training:
+            n = x.numel() // max(x.shape[1], 1)
+            fresh = now.detach(), variance.detach() * (n / (n - 1) if n > 1 else float("nan"))
+            pairs = zip(renewed, fresh, strict=True)
+            renewed = [t if t is None else (1 - momentum) * t + momentum * new.flatten() for t, new in pairs]
+    for kept, value in zip((mean, var), renewed, strict=True):
+        if training and value is not kept:
+            kept.data.copy_(value)  # unseen by autograd, as in torch: a pass in evaluation has saved the old ones
     return out
 
 
-def _renew(kept: Tensor, value: Tensor) -> None:
-    """Write new running statistics. As torch's kernels do, unseen by autograd: a pass in which the module was used
-    before, in evaluation, has saved the old ones."""
-    kept.data.copy_(value)
-
-
 # -- by neighbours, or by a vector's length ----------------------------------------------------------------
-
-
-@rule("local_response_norm")
-def local_response_norm(x: Operand, *args: Any, **kwargs: Any) -> Answer:
-    """Of nothing, torch returns its argument; of something, all ranks must have a quotient."""
-    if 0 in x.shape:
-        return Algorithm(lambda x, *args, **kwargs: x)
-    call = lambda v: F.local_response_norm(v, *args, **kwargs) if v.numel() else v / v
-    return factors("n c! *d -> n c *d", [x], call=call)
+# of nothing, torch returns its argument; of something, all ranks must have a quotient
+line("local_response_norm", "n c! *d -> n c *d", never_empty=True)
 
 
 @rule("normalize")

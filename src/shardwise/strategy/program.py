@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.comm.base import Coords
-from shardwise.comm.bridge import constant_of, share, zeros_of
+from shardwise.comm.bridge import constant_of, share
 from shardwise.comm.outside import held_of
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, running_op
@@ -152,13 +152,6 @@ def constant(value: Tensor, sources: Sequence[Tensor], missing: str = "") -> Ten
     if not needs_grad(*sources):
         return value
     return run_local(lambda v, *held: constant_of(v, held, missing), [value, *sources], value._layout)
-
-
-def zero_of(*tensors: torch.Tensor) -> torch.Tensor:
-    """Zero, for a rank that has nothing to compute with. In autograd's graphs, also in those of derivatives, it is
-    connected to all the tensors by one node, as what the kernels of the other ranks compute: the moves behind it must
-    come in the same order on all ranks."""
-    return zeros_of([((), tensors[0].dtype)], tensors)[0]
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
