@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.comm.bridge import zeros_of
+from shardwise.errors import dim_from_front
 from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Intervals, count
-from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, run_local, whole
-from shardwise.strategy.memory import correct_thin, restrided, suggested
+from shardwise.strategy.memory import correct_thin, meta_like, restrided, suggested
 from shardwise.strategy.program import indices, leaves_empty, padded
 from shardwise.strategy.registry import rule
 from shardwise.strategy.windows import Halo, Halos, Reach, Scatter, cut_like, each, windowed
@@ -121,7 +121,7 @@ def convolution(
         return None  # torch goes on, or says why
     conv = Conv(transposed, stride, padding, dilation, extra, groups)
     operands = [x, weight] if bias is None else [x, weight, bias]
-    metas = [torch.empty_strided(op.shape, op.layout.stride, dtype=op.dtype, device="meta") for op in operands]
+    metas = [meta_like(op.layout) for op in operands]
     out = conv.call(metas, groups)
     conv.set_strides(out, metas[0], metas[1], x.layout.device.type)
     if not out.numel():
@@ -163,7 +163,7 @@ for _n in (1, 2, 3):
 @rule("aten::unfold unfold_copy")
 def windows(x: Operand, dimension: int, size: int, step: int) -> Answer:
     """Along a dim that is cut, ranks get halos."""
-    d = dim_of(dimension, x.ndim)
+    d = dim_from_front(dimension, x.ndim)
     if not x.layout.is_cut(d) or not 0 <= size <= x.shape[d] or step <= 0:
         return factors("*d!dim -> *d size", [x], "joint", dim=d, any_partial=True, may_alias=True)
     shape = (*x.shape[:d], (x.shape[d] - size) // step + 1, *x.shape[d + 1 :], size)

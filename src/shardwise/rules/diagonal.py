@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from shardwise.layout import Layout
 from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import Intervals, count
-from shardwise.rules.view import carried, dims_of
+from shardwise.rules.view import dims_of
 from shardwise.strategy import Algorithm, Factors, Operand, Tensor, factors, needs_grad, run_local, whole
 from shardwise.strategy.program import indices
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.relayout import Relayout, call_with, sliced
+from shardwise.strategy.relayout import Relayout, call_with, carried
+from shardwise.strategy.set_maps import sliced
 
 
 @rule("diagonal diagonal_copy")

@@ -11,13 +11,14 @@ from typing import Any
 import numpy
 import torch
 
+from shardwise.errors import dim_from_front
 from shardwise.layout.region import broadcast_shape, contiguous_stride
 from shardwise.layout.split import Intervals
 from shardwise.rules.data_dependent import select_masked
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.view import adds_up, clipped, dim_of, select, slice_, sum_of, unsqueeze
+from shardwise.rules.view import clipped, select, slice_, unsqueeze
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors
-from shardwise.strategy.lookup import by_holders, located, located_all, pointable
+from shardwise.strategy.lookup import adds_up, by_holders, located, located_all, pointable, sum_of
 from shardwise.strategy.registry import program, rule
 from shardwise.wrapper import Wrapper, shares_memory
 
@@ -199,7 +200,7 @@ def look_up_along(x: Operand, d: int, pick: Any, names: Sequence[Any], mask: Any
 
 @rule("index_select")
 def index_select(x: Operand, dim: int, index: Operand) -> Factors:
-    d = dim_of(dim, x.ndim)
+    d = dim_from_front(dim, x.ndim)
     names = ("i",) if index.ndim and x.ndim else (None,) * index.ndim  # of a 0-d tensor: one index, for every rank
     mask = [-1 if i == d else 1 for i in range(x.ndim)]
     return look_up_along(x, d, lambda v, at: v.index_select(d, at), names, mask, IndexError)
@@ -208,7 +209,7 @@ def index_select(x: Operand, dim: int, index: Operand) -> Factors:
 @rule("gather")
 def gather(x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -> Factors | Algorithm:
     """Dims beside `dim` are looked up position by position, as many as the index has: the rest of x is not needed."""
-    d = dim_of(dim, x.ndim)
+    d = dim_from_front(dim, x.ndim)
     if x.ndim != index.ndim or not x.ndim:
         return factors("*x!, *i! -> *i", [x, index], "each", joint={0})
     if any(i != d and index.shape[i] < n for i, n in enumerate(x.shape)):

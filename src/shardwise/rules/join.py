@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import dim_from_front
 from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.split import Intervals, normalize, shift
-from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, operands_in
 from shardwise.strategy.program import constant, leaves_empty, padded
 from shardwise.strategy.registry import program, rule
@@ -69,7 +69,7 @@ def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Answer:
             return joined if joined.requires_grad else constant(joined, tensors)
 
         return Algorithm(join)
-    d = dim_of(dim, operands[0].ndim)
+    d = dim_from_front(dim, operands[0].ndim)
     some_empty = operands[0].ndim == 1 and any(leaves_empty(op.layout) for op in operands)
     call, alike = _end_to_end if some_empty else None, _are_alike(operands)
     return Cat(d, factors("*d!dim, .. -> *d", operands, "joint", dim=d, call=call, any_partial=alike))
@@ -104,7 +104,7 @@ def in_rows(sequences: Tensor, batch_first: bool = False, padding_value: Any = 0
 @rule("_chunk_cat")
 def chunk_cat(tensors: Any, dim: int, num_chunks: int) -> Algorithm:
     """Every tensor padded along `dim` to `num_chunks` equal chunks; the n-th chunks of all, flat, are row n."""
-    dim = dim_of(dim, next(operands_in(tensors)).ndim)
+    dim = dim_from_front(dim, next(operands_in(tensors)).ndim)
 
     def chunks(x: Any) -> Any:
         x = padded(x, {dim: (0, -x.shape[dim] % num_chunks)})

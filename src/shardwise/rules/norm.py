@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.errors import dim_from_front
 from shardwise.functions import also_writes
 from shardwise.layout.placement import REPLICATE
 from shardwise.protocols import Ctx
-from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
 from shardwise.strategy.memory import as_first_suggests, stored
 from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced, run_local, sum_dtype, whole
@@ -213,9 +213,9 @@ line("local_response_norm", "n c! *d -> n c *d", never_empty=True)
 @rule("normalize")
 def normalize(x: Operand, p: float = 2.0, dim: Named = 1, eps: float = 1e-12, **kwargs: Any) -> Factors | None:
     """By its parts, a norm and a quotient, where the dim is cut."""
-    if not isinstance(dim, int) or kwargs or x.layout.is_cut(dim_of(dim, x.ndim)):
+    if not isinstance(dim, int) or kwargs or x.layout.is_cut(dim_from_front(dim, x.ndim)):
         return None
-    return whole_along(x, (dim_of(dim, x.ndim),), True)
+    return whole_along(x, (dim_from_front(dim, x.ndim),), True)
 
 
 @program("_weight_norm")

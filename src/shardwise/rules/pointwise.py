@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import dim_from_front
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import Partial
 from shardwise.rules.order import added, falling, rising, rising_alone, rising_by, rising_threshold, scaled
-from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Factors, Operand, Order, Result, factors, operands_in, unfinished
 from shardwise.strategy.memory import contiguous, like_a_sum, restrided, stored
 from shardwise.strategy.registry import program, rule
@@ -182,9 +182,9 @@ def div(
 @rule("glu")
 def glu(x: Operand, dim: int = -1) -> Factors | Algorithm:
     """Of a dim that is cut, the second half goes to where the first is."""
-    if x.ndim and x.shape[dim] % 2 == 0 and x.layout.is_cut(dim_of(dim, x.ndim)):
+    if x.ndim and x.shape[dim] % 2 == 0 and x.layout.is_cut(dim_from_front(dim, x.ndim)):
         return Algorithm(lambda x, dim=-1: x.chunk(2, dim)[0] * x.chunk(2, dim)[1].sigmoid())
-    return factors("*d!dim -> *d", [x], dim=dim_of(dim, x.ndim))
+    return factors("*d!dim -> *d", [x], dim=dim_from_front(dim, x.ndim))
 
 
 @rule("where", any_float=True)

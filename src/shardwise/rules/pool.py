@@ -19,7 +19,7 @@ from shardwise.layout import contiguous_stride
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, factors, line, rearrangement
 from shardwise.strategy.copying import copied
 from shardwise.strategy.empty_ranks import never_empty
-from shardwise.strategy.memory import as_first_suggests, stored
+from shardwise.strategy.memory import as_first_suggests, meta_like, stored
 from shardwise.strategy.notation import parse
 from shardwise.strategy.program import reduced, run_local
 from shardwise.strategy.reading import rearranged
@@ -35,7 +35,7 @@ def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], U
     """An op on the last `dims` dims: call(x, sizes), with () for the sizes the call asks for, and reach(i, n, outputs)
     for the i-th of these dims. Of two results the second has flat positions in a plane of x."""
     planes = range(x.ndim - dims, x.ndim)
-    metas = tree_leaves(call(torch.empty_strided(x.shape, x.layout.stride, dtype=x.dtype, device="meta"), ()))
+    metas = tree_leaves(call(meta_like(x.layout), ()))
     sizes = metas[0].shape
     cut = [d for d in planes if x.layout.is_cut(d)]
     if not cut or any(0 in (x.shape[d], sizes[d]) for d in planes):

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import dim_from_front
 from shardwise.layout.region import broadcast_shape, contiguous_stride
 from shardwise.rules.index import Indexed, clamped, is_mask, unravelled, without_masks
-from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, needs_grad
 from shardwise.strategy.lookup import Written, located, located_all, places_of_mine
 from shardwise.strategy.registry import program, rule
@@ -26,7 +26,7 @@ def linear_in(source: int, adds: bool) -> dict[str, Any]:
 # -- one index for each row --------------------------------------------------------------------------------
 def write_rows(op: str, x: Operand, dim: int, index: Operand, source: Any, *rest: Any, **named: Any) -> Factors:
     """x.op(dim, index, source, *rest): row index[j] of x meets row j of the source (index_fill: a value for all)."""
-    d, adds, fills = dim_of(dim, x.ndim), op == "index_add", op == "index_fill"
+    d, adds, fills = dim_from_front(dim, x.ndim), op == "index_add", op == "index_fill"
     rows = "i" if adds and index.ndim and x.ndim else None
     # of rows of one element, torch's kernel for products of 16 bits on CPU raises: there rows stay whole
     fragile = op == "index_reduce" and x.dtype.itemsize == 2 and x.layout.device.type == "cpu"
@@ -57,7 +57,7 @@ for _op in ("index_add", "index_copy", "index_fill", "index_reduce"):
 def write_elements(op: str, x: Operand, dim: int, index: Operand, src: Any, *rest: Any, **named: Any) -> Factors:
     """x.op(dim, index, src, *rest). Dims of equal size pass, position by position; of the others a rank that holds part
     of x looks at the whole index."""
-    d, sources, shape = dim_of(dim, x.ndim), [src] if isinstance(src, Operand) else [], x.shape
+    d, sources, shape = dim_from_front(dim, x.ndim), [src] if isinstance(src, Operand) else [], x.shape
     reduce = named.get("reduce", rest[0] if rest else None)
     adds = op == "scatter_add" or reduce == "add" or (reduce == "sum" and named.get("include_self", True))
     if x.ndim != index.ndim or not x.ndim:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.view import dim_of
+from shardwise.errors import dim_from_front
 from shardwise.strategy import Algorithm, Answer, Named, Operand
 from shardwise.strategy.program import Tensor, reduced, run_local, sum_dtype, without_dims
 from shardwise.strategy.registry import program, rule
@@ -36,7 +36,7 @@ def softmax_rule(names: str, finish: Callable[..., Any], instead: Callable[[Any]
     def along(x: Operand, dim: Named = None, *args: Any, **kwargs: Any) -> Answer:
         if not isinstance(dim, int):
             return None  # torch chooses one, with a warning
-        dim, more = dim_of(dim, x.ndim), (*args, *kwargs.values())
+        dim, more = dim_from_front(dim, x.ndim), (*args, *kwargs.values())
         to_float = [torch.float32] if any(a is True for a in more) else []  # aten's half_to_float
         kept = [*(a for a in more if isinstance(a, torch.dtype)), *to_float, x.dtype][0]
         if not x.layout.is_cut(dim) or not kept.is_floating_point:

@@ -13,7 +13,7 @@ from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.protocols import Ctx
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
-from shardwise.strategy.memory import contiguous, stored
+from shardwise.strategy.memory import contiguous, meta_like, stored
 from shardwise.strategy.program import Tensor, constant, needs_grad, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.two_stages import Dims, gather_parts, reduced_dims, shared_extreme, staged, whole_along
@@ -216,16 +216,11 @@ stored("isin")(contiguous)
 def isin(elements: Operand | float, test_elements: Operand | float, **kwargs: object) -> Factors:
     """A few others are looked at as a line in memory, and torch raises where that is no view of them."""
     if isinstance(test_elements, Operand):
-        x, others = _meta_of(elements), _meta_of(test_elements)
+        x = meta_like(elements.layout) if isinstance(elements, Operand) else torch.as_tensor(elements, device="meta")
+        others = meta_like(test_elements.layout)
         if x.numel() and others.numel() < 10 * x.numel() ** 0.145:  # torch's own condition
             others.to(torch.result_type(x, others)).view(-1)
     return lookup(elements, test_elements, **kwargs)
-
-
-def _meta_of(x: Operand | float) -> torch.Tensor:
-    if not isinstance(x, Operand):
-        return torch.as_tensor(x, device="meta")
-    return torch.empty_strided(x.shape, x.layout.stride, dtype=x.dtype, device="meta")
 
 
 @rule("bucketize")

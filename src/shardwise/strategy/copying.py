@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from shardwise.layout.split import Intervals
 from shardwise.strategy.program import indices
 from shardwise.strategy.reading import factors
-from shardwise.strategy.relayout import Carried, Relayout, call_with, unchanged
+from shardwise.strategy.relayout import Relayout, call_with
+from shardwise.strategy.set_maps import Carried, unchanged
 from shardwise.strategy.spec import MakeLocal, Operand, Spec
 from shardwise.torch_private.tensors import without_fake_mode
 

@@ -13,11 +13,22 @@ import torch
 from shardwise.comm.capturing import tape_here, tapes, unwritten
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, count
+from shardwise.move.pack import BITS
 from shardwise.strategy.program import padded
 from shardwise.strategy.spec import Assignment, Factors, LocalCall, MakeLocal, Operand, PerCoords
 from shardwise.torch_private.tensors import assert_async, is_abstract
 
 Held = Sequence[Intervals | None]  # of each of several dims, the indices that a rank holds; None for all
+
+
+def adds_up(x: Operand) -> bool:
+    """Whether torch can add tensors of this dtype: then what the ranks find may be left as a pending sum."""
+    return x.dtype not in BITS
+
+
+def sum_of(x: Operand) -> str:
+    """The reduction that gives a value which one rank holds and for which all others have zero."""
+    return "bor" if x.dtype == torch.bool else "sum"
 
 
 def is_any(outside: torch.Tensor) -> bool:
