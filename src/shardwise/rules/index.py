@@ -194,8 +194,8 @@ def look_up_along(x: Operand, d: int, pick: Any, names: Sequence[Any], mask: Any
         at, mine = located(index, held[0], x.shape[d], error)
         return pick(pointable(v, d), at).masked_fill(~mine.reshape(mask or mine.shape), 0)
 
-    more = {"reduce": {f"x{d}": sum_of(x)}, "local": by_holders([d], look_up, pick)}
-    return Factors([mine, names], [outs], "each", frozenset({0}), **more)
+    reduce, local = {f"x{d}": sum_of(x)}, by_holders([d], look_up, pick)
+    return Factors([mine, names], [outs], "each", frozenset({0}), reduce=reduce, local=local)
 
 
 @rule("index_select")
