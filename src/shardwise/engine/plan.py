@@ -18,15 +18,7 @@ from shardwise.comm.bridge import kept_for_gradient
 from shardwise.comm.capturing import tape_here, tapes
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, running
-from shardwise.engine.aliasing import (
-    COPIES,
-    after_write,
-    before_write,
-    note_copies,
-    note_view,
-    overlaps,
-    without_hooks,
-)
+from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copies, note_view, without_hooks
 from shardwise.engine.call_shape import CallShape, Path, fetch, put, tensors_in
 from shardwise.engine.local_copies import view_or_copy
 from shardwise.engine.reduce_to_parts import spread_from_parts
@@ -145,9 +137,6 @@ def no_views(result: object, args: Sequence[Any] = ()) -> None:
         if isinstance(out, Wrapper) and not out._layout.mesh.comm.outside:
             comm = out._layout.mesh.comm
             values = comm.values(out._local)
-            if any(map(overlaps, values)) and not overlaps(out):  # windows that overlap, where torch has copied them
-                values = tuple(value.contiguous() if overlaps(value) else value for value in values)
-                out._local = comm.rebuild(out._local, values)
             if any(value._base is not None and not value.requires_grad for value in values):
                 given = {storage_id_of(t) for _, t in tensors_in(args, {})} if given is None else given
                 if storage_id_of(out) in COPIES or storage_id_of(out) in given:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from shardwise.errors import dim_from_front
 from shardwise.layout import Layout, Partial
 from shardwise.layout.split import Intervals, count
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, run_local, whole
+from shardwise.strategy.lookup import pointable
 from shardwise.strategy.memory import correct_thin, meta_like, restrided, suggested
 from shardwise.strategy.program import indices, leaves_empty, padded
 from shardwise.strategy.registry import rule
@@ -160,9 +162,9 @@ for _n in (1, 2, 3):
 
 
 # -- windows as they are -----------------------------------------------------------------------------------
-@rule("aten::unfold unfold_copy")
-def windows(x: Operand, dimension: int, size: int, step: int) -> Answer:
-    """Along a dim that is cut, ranks get halos."""
+@rule("aten::unfold")
+def windows(x: Operand, dimension: int, size: int, step: int, copies: bool = False) -> Answer:
+    """Along a dim that is cut, ranks get halos. Windows overlap in memory where torch does not copy them."""
     d = dim_from_front(dimension, x.ndim)
     if not x.layout.is_cut(d) or not 0 <= size <= x.shape[d] or step <= 0:
         return factors("*d!dim -> *d size", [x], "joint", dim=d, any_partial=True, may_alias=True)
@@ -172,9 +174,13 @@ def windows(x: Operand, dimension: int, size: int, step: int) -> Answer:
     output = cut_like(x.layout, halos, Result(shape, x.dtype, strides))
 
     def local(x: torch.Tensor, made: Intervals) -> torch.Tensor:
-        return (x if made else padded(x, {d: (0, size)})).unfold(d, size, step).narrow(d, 0, count(made))
+        found = (x if made else padded(x, {d: (0, size)})).unfold(d, size, step).narrow(d, 0, count(made))
+        return found.contiguous() if copies else found
 
     return Algorithm(lambda x, *args, **kwargs: run_local(local, [windowed(x, halos)], output, halos[d].made))
+
+
+rule("unfold_copy")(functools.partial(windows, copies=True))
 
 
 @rule("unfold_backward")
@@ -209,7 +215,7 @@ def fold(x: Operand, output_size: Any, kernel_size: Any, dilation: Any, padding:
 
     def add_up(x: torch.Tensor, held: Intervals) -> torch.Tensor:
         every = x.new_zeros(*x.shape[:-1], columns).index_add(c + 2, indices(held, x.device), x)
-        every = padded(every, {} if x.shape[c] else {c: (0, 1)})  # torch takes no empty channels
+        every = pointable(every, c)  # torch takes no empty channels
         summed = F.fold(every.flatten(c, c + 1), output_size, kernel_size, dilation, padding, stride)
         return summed.narrow(c, 0, x.shape[c])
 

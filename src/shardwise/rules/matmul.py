@@ -39,9 +39,8 @@ def plus_product(name: str, text: str) -> None:
         if is_endless(beta, alpha):
             return _ENDLESS
         spec = factors(f"+{' '.join(out[-addend.ndim :] if addend.ndim else ())}, {text}", [addend, x, y], "each")
-        if not any(
-            op.dtype.to_real().is_floating_point for op in (addend, x, y)
-        ):  # torch's kernels for empty parts do not cast
+        if not any(op.dtype.to_real().is_floating_point for op in (addend, x, y)):
+            # torch's kernels for empty parts do not cast
             spec.local = lambda *_: lambda *xs: getattr(torch, name)(*xs, beta=int(beta), alpha=int(alpha))
         return spec
 

@@ -164,15 +164,14 @@ batch_norm("_batch_norm_with_update_functional", True, 1, copies=True)
 batch_norm("_batch_norm_no_update", False, 1)
 
 
-def _keeps_statistics(func: object, first: int, when: str, default: bool) -> None:
-    also_writes(func, (first, "running_mean"), (first + 1, "running_var"), when=(5, when), default=default)
-
-
-_keeps_statistics(F.batch_norm, 1, "training", False)
-_keeps_statistics(torch.batch_norm, 3, "training", False)
-_keeps_statistics(torch.native_batch_norm, 3, "training", False)
-_keeps_statistics(F.instance_norm, 1, "use_input_stats", True)
-_keeps_statistics(torch.instance_norm, 3, "use_input_stats", True)
+for _func, _first, _when, _default in (
+    (F.batch_norm, 1, "training", False),
+    (torch.batch_norm, 3, "training", False),
+    (torch.native_batch_norm, 3, "training", False),
+    (F.instance_norm, 1, "use_input_stats", True),
+    (torch.instance_norm, 3, "use_input_stats", True),
+):
+    also_writes(_func, (_first, "running_mean"), (_first + 1, "running_var"), when=(5, _when), default=_default)
 
 
 def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: Any, eps: Any) -> Any:

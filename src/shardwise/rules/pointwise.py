@@ -73,10 +73,8 @@ pointwise(
     "shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u masked_fill fill shifted_chebyshev_polynomial_v "
     "shifted_chebyshev_polynomial_w native_dropout_backward"
 )
-stored("xlogy xlog1py copysign floor_divide logaddexp logaddexp2 logical_and logical_or logical_xor heaviside")(
-    like_a_sum
-)
-stored("div true_divide divide native_dropout_backward")(like_a_sum)
+_LIKE_A_SUM = "copysign div divide floor_divide heaviside logaddexp logaddexp2 logical_and logical_or logical_xor "
+stored(_LIKE_A_SUM + "native_dropout_backward true_divide xlog1py xlogy")(like_a_sum)
 
 
 @stored("angle", device="cpu")

@@ -79,9 +79,7 @@ def _extremes(name: str) -> None:
     def either(x: Operand, dim: Named = None, keepdim: bool = False, *, other: object = None) -> Answer:
         """Of all elements one value; along a dim values and indices; of two tensors elementwise."""
         if isinstance(dim, Operand) or other is not None:
-            return broadcast(
-                [x, dim if other is None else other], order=Order(rising, in_each=True, together=Partial(name))
-            )
+            return broadcast([x, dim, other], order=Order(rising, in_each=True, together=Partial(name)))
         dims, kind = reduced_dims(dim, x.ndim), getattr(torch.return_types, name)
         if dim is None:
             return staged(x, dims, keepdim, lambda x: shared_extreme(of_all, x, dims, False), order=order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -192,21 +193,17 @@ line("kthvalue", "*d!dim -> *d-dim, *d-dim", takes="x k dim=-1 keepdim=False")
 line("mode", "*d!dim -> *d-dim, *d-dim", takes="x dim=-1 keepdim=False")
 
 
-def _median(name: str) -> None:
+def median(func: Callable[..., Any], x: Operand, dim: int | None = None, keepdim: bool = False) -> Factors:
     """Of all elements one value; along a dim values and indices."""
-    func = getattr(torch, name)
-
-    @rule(name)
-    def median(x: Operand, dim: int | None = None, keepdim: bool = False) -> Factors:
-        dims = reduced_dims(dim, x.ndim)
-        if dim is None or 0 not in x.layout.stride:
-            return whole_along(x, dims, keepdim, outputs=1 if dim is None else 2)
-        # of expanded tensors torch's kernel reads memory that nobody has written
-        return whole_along(x, dims, keepdim, 2, call=lambda v: func(v.contiguous(), dim, keepdim))
+    dims = reduced_dims(dim, x.ndim)
+    if dim is None or 0 not in x.layout.stride:
+        return whole_along(x, dims, keepdim, outputs=1 if dim is None else 2)
+    # of expanded tensors torch's kernel reads memory that nobody has written
+    return whole_along(x, dims, keepdim, 2, call=lambda v: func(v.contiguous(), dim, keepdim))
 
 
-_median("median")
-_median("nanmedian")
+rule("median")(functools.partial(median, torch.median))
+rule("nanmedian")(functools.partial(median, torch.nanmedian))
 
 
 stored("isin")(contiguous)
