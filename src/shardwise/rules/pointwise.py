@@ -13,7 +13,7 @@ from shardwise.errors import dim_from_front
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import Partial
 from shardwise.rules.order import added, falling, rising, rising_alone, rising_by, rising_threshold, scaled
-from shardwise.strategy import Algorithm, Factors, Operand, Order, Result, factors, operands_in, unfinished
+from shardwise.strategy import Algorithm, Factors, Operand, Order, Result, factors, line, operands_in, unfinished
 from shardwise.strategy.memory import contiguous, like_a_sum, restrided, stored
 from shardwise.strategy.registry import program, rule
 
@@ -89,17 +89,14 @@ pointwise("addcmul addcdiv", numbers=("value",))
 pointwise("frexp log_sigmoid_forward", outputs=2)
 
 
-def linear(names: str, **more: Any) -> None:
-    """Ops of one operand: a Partial sum stays one."""
-
-    @rule(names, any_float=True)
-    def linear_in_one(x: Operand, *args: object, **kwargs: object) -> Factors:
-        return broadcast([x], linear="joint", **more)
-
-
-linear("imag")
-linear("deg2rad rad2deg", order=Order(rising))
-linear("neg", order=Order(falling, one_to_one=True))
+# of one operand: a Partial sum stays one
+line("imag _conj _conj_copy _conj_physical _neg_view _neg_view_copy", "*d -> *d", "joint")
+line("deg2rad rad2deg", "*d -> *d", "joint", order=Order(rising))
+line("neg", "*d -> *d", "joint", order=Order(falling, one_to_one=True))
+line("contiguous", "*d -> *d", "joint", any_partial=True, may_alias=True)
+# parts of any reduction are copied as they are; and any reduction of zeros is zero
+_COPIES = "positive clone detach alias zero alias_copy detach_copy lift lift_fresh lift_fresh_copy"
+line(_COPIES, "*d -> *d", "joint", any_partial=True)
 
 
 @rule("real conj conj_physical")
@@ -112,12 +109,6 @@ def conjugate(x: Operand) -> Factors | Algorithm:
 _one = lambda x: x._layout.mesh.comm.first(x._local)
 program("resolve_conj", knows_memory=True)(lambda x: x.clone() if _one(x).is_conj() else x)
 program("resolve_neg", knows_memory=True)(lambda x: x * 1 if _one(x).is_neg() else x)
-
-
-linear("_conj _conj_copy _conj_physical _neg_view _neg_view_copy")
-linear("contiguous", any_partial=True, may_alias=True)
-# parts of any reduction are copied as they are; and any reduction of zeros is zero
-linear("positive clone detach alias zero alias_copy detach_copy lift lift_fresh lift_fresh_copy", any_partial=True)
 
 
 def filled_like(func: Any, x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm:

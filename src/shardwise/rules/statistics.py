@@ -217,14 +217,12 @@ def isin(elements: Operand | float, test_elements: Operand | float, **kwargs: ob
         others = meta_like(test_elements.layout)
         if x.numel() and others.numel() < 10 * x.numel() ** 0.145:  # torch's own condition
             others.to(torch.result_type(x, others)).view(-1)
-    return lookup(elements, test_elements, **kwargs)
+    text = "*d, *s!, .. -> *d" if isinstance(elements, Operand) else "*s! -> "
+    return factors(text, list(operands_in((elements, test_elements))))
 
 
-@rule("bucketize")
-def lookup(x: Operand | float, *args: object, **kwargs: object) -> Factors:
-    """Elements (or one number) are looked up in the other tensors, which are whole."""
-    operands = list(operands_in((x, *args, *kwargs.values())))
-    return factors("*d, *s!, .. -> *d" if isinstance(x, Operand) else "*s!, .. -> ", operands)
+# elements, or one number, are looked up in other tensors, which are whole
+line("bucketize", "*d, *s! -> *d | *s! -> ", takes="x boundaries")
 
 
 @rule("searchsorted")
