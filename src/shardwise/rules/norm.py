@@ -15,7 +15,7 @@ from shardwise.layout.placement import REPLICATE
 from shardwise.protocols import Ctx
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
 from shardwise.strategy.memory import as_first_suggests, stored
-from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced, run_local, sum_dtype, whole
+from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced, run_local, sum_dtype
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.two_stages import whole_along
 
@@ -46,11 +46,6 @@ def scaled(
     out = centred * inverse if weight is None else centred * inverse * weight
     # without a centre the mean is None, and nobody looks at it
     return (out if bias is None else out + bias).to(x.dtype), mean, var, inverse  # type: ignore[return-value]
-
-
-def fits_kernel(x: Tensor, dims: Iterable[int]) -> bool:
-    """Whether these dims are whole and no rank's part is empty: some kernels divide by its size."""
-    return not any(map(x._layout.is_cut, dims)) and not leaves_empty(x._layout)
 
 
 # -- over trailing dims ------------------------------------------------------------------------------------
@@ -87,19 +82,25 @@ trailing("rms_norm", lambda x, average, weight=None, eps=None: scaled(x, average
 
 
 # -- over groups of channels -------------------------------------------------------------------------------
-@program("native_group_norm")
-def group_norm(x: Tensor, weight: Tensor, bias: Tensor, N: int, C: int, HxW: int, group: int, eps: float) -> Tensor:
+@rule("native_group_norm")
+def group_norm(x: Operand, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> Answer:
+    """Samples pass. What the kernel keeps may be a copy: on a rank, memory may lie in another order."""
+    if 0 not in x.shape and any(map(x.layout.is_cut, range(1, x.ndim))):
+        return Algorithm(by_groups)
+
+    def kernel(v: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rest = iter(given)
+        scale, shift = (None if t is None else next(rest).contiguous() for t in (weight, bias))
+        return torch.native_group_norm(v.contiguous(), scale, shift, len(v), C, HxW, group, eps)
+
+    operands, text = [x, *operands_in((weight, bias))], "n *d!, *w!, .. -> n *d, n g"
+    return factors(text, operands, outputs=2, call=kernel, never_empty=True, keeps="more")
+
+
+def by_groups(x: Tensor, weight: Tensor, bias: Tensor, N: int, C: int, HxW: int, group: int, eps: float) -> Tensor:
     """The averages of channels are small: they are regrouped, however the channels are cut, and not `x`."""
-    x = reduced(x)
+    x, ones = reduced(x), [1] * (x.ndim - 2)
     dtype = x.dtype if weight is None else weight.dtype
-    x = x if x.numel() else whole(x)  # there is nothing to be moved
-    if fits_kernel(x, range(1, x.ndim)) or not x.numel():
-        places = [p if p.is_shard(0) else REPLICATE for p in x.placements]
-        saved = x._layout.replace(shape=(N, group), dtype=dtype, placements=places)
-        kernel = lambda v, w, b: torch.native_group_norm(v, w, b, len(v), C, HxW, group, eps)
-        operands = [x.contiguous(), *(t if t is None else whole(t).contiguous() for t in (weight, bias))]
-        return run_local(kernel, operands, [x._layout.replace(stride=None), saved, saved])
-    ones = [1] * (x.ndim - 2)
 
     def average(t: torch.Tensor) -> torch.Tensor:
         channels = t.mean(tuple(range(2, t.ndim))) if ones else t
@@ -184,7 +185,7 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training
     moved = [t if t is None else t.redistribute(placements=follow) for t in (weight, bias, mean, var)]
     renewed = moved[2:]  # which torch's kernel writes
     dtype = next((t.dtype for t in moved if t is not None), x.dtype)
-    if fits_kernel(x, dims if training else ()):
+    if not leaves_empty(layout) and not (training and any(map(layout.is_cut, dims))):  # the kernel divides by sizes
         shape, places = (x.shape[1:2], follow) if training else ((0,), [REPLICATE] * len(follow))
         saved = layout.replace(shape=shape, dtype=dtype, placements=places)
         out = run_local(torch.native_batch_norm, [x, *moved, training, momentum, eps], [layout, saved, saved])

@@ -171,6 +171,7 @@ class Factors(Spec):
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # as in Assignment
     may_alias: bool = False
     view: Callable[..., Any] | None = None
+    keeps: str = ""
     result: Result | None = None
     addends: frozenset[int] = frozenset()  # operands added to the result: where it is a sum of parts, one part has them
 
