@@ -125,3 +125,18 @@ def test_dims_by_argument_in_a_rule_of_the_user(user_rules):
 
     with pytest.raises(RuleError, match="has no argument of that name"):
         register_sharding(total, "*d -> *d-dim")
+
+
+def test_several_lines_in_a_rule_of_the_user(user_rules):
+    @torch.overrides.wrap_torch_function(lambda x, y: (x, y))
+    def times(x, y):
+        return x @ y
+
+    register_sharding(times, "m k, k -> m | m k, k n -> m n", linear="each")
+    x = distribute_tensor(torch.ones(4, 6), MESH, [Shard(1)])
+    assert times(x, x[0]).placements == times(x, x.T).placements == (Partial(),)
+    assert check_rule(times, [(torch.randn(5, 3), torch.randn(3)), (torch.randn(5, 3), torch.randn(3, 2))]) > 4
+    with pytest.raises(RuleError, match="do not fit its line"):
+        times(x[0], x.T)
+    with pytest.raises(RuleError, match="has no argument of that name"):
+        register_sharding(times, "m k, k -> m | *d, *d -> *d-dim", replace=True)

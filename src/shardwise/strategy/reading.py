@@ -15,7 +15,7 @@ import torch
 
 from shardwise.errors import dim_from_front
 from shardwise.layout import Shard, contiguous_stride
-from shardwise.strategy.notation import Line, Term, Word, parse
+from shardwise.strategy.notation import Line, Term, Word, forms, parse
 from shardwise.strategy.registry import R, rule
 from shardwise.strategy.spec import Algorithm, Factors, Names, Operand, Result, operands_in
 
@@ -226,18 +226,17 @@ def line_rule(
 
     `takes` are the arguments of the op, as ``"x dim=-1 keepdim=False"``: those named `dim` and `keepdim` are what the
     line means by them. Without it, tensors are taken in the order of the call, by position."""
-    forms = [parse(form.strip()) for form in text.split("|")]
-    signature = _signature(takes) if isinstance(takes, str) else takes
-    names_dims = any(form.names_dims for form in forms)
+    lines, signature = forms(text), _signature(takes) if isinstance(takes, str) else takes
+    names_dims = any(form.names_dims for form in lines)
 
     def from_line(*args: Any, **kwargs: Any) -> Factors | None:
         if not kwargs and not names_dims:  # the common case: no need to know which argument is which
             operands = list(operands_in(args))
-            form = next((form for form in forms if form.fits(operands)), None)
+            form = next((form for form in lines if form.fits(operands)), None)
             return None if form is None else factors(form.text, operands, linear, **more)
         arguments = _bound(signature, args, kwargs)
         operands = list(operands_in(arguments.values()))
-        form = next((form for form in forms if form.fits(operands)), None)
+        form = next((form for form in lines if form.fits(operands)), None)
         by_name = any(isinstance(value, Operand) for value in arguments.get("named", {}).values())
         if by_name or form is None:
             return None  # tensors by name may come in any order: below, torch gives them by position
