@@ -38,7 +38,7 @@ from shardwise.strategy.empty_ranks import (
 )
 from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.spec import Algorithm, LocalCall, PerCoords, Spec
-from shardwise.torch_private.autograd import is_recorded, is_transforming
+from shardwise.torch_private.autograd import is_recorded, is_transforming, with_hook_errors_last
 from shardwise.torch_private.tensors import schema_of, storage_id
 from shardwise.wrapper import Wrapper, origin_of, shares_memory, storage_id_of
 
@@ -53,7 +53,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         told = call.check() if spec.is_checked else None
         memory = Memory(call, None if spec.knows_memory else told)
         run = _run_program(spec, func, call.name, memory)
-        return None if in_place and not spec.writes else watched(run, call, spec.writes)
+        return None if in_place and not spec.writes else watched(run, call)
     results = Results(spec, call, in_place)
     if results.refused:
         return lambda args, kwargs, local_args, local_kwargs: NotImplemented
@@ -91,7 +91,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         run = _run(call, inputs, moves, invoke, takes_all, lambda args, kwargs, out: args[0], assignment.reasons)
         noted = _with_writes_noted(run, call.name)
         if copies:
-            return watched(noted, call, writes=True)
+            return watched(noted, call)
         noted.copies_nothing = True  # type: ignore[attr-defined]  # the ranks' own tensors meet in memory as torch's do
         return noted
     copied = base is not None and (moved or not assignment.aliases(inputs))
@@ -110,7 +110,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
 def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memory: Memory) -> Plan:
     """The plan that runs the program of an op, under whose name the ledger notes its moves. Where a view op's result
     is a copy then, that is noted too."""
-    schema, program = schema_of(func), algorithm.run
+    schema, program = schema_of(func), to_its_end(algorithm.run) if algorithm.writes else algorithm.run
     views = schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
     views = views or algorithm.is_view
 
@@ -124,6 +124,17 @@ def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memo
         if views and not all(shares_memory(args[0], view) for view in tree_flatten(result)[0]):
             note_copies(func, args, kwargs, (0,), result, name)
         return result
+
+    return run
+
+
+def to_its_end(program: Callable[..., Any]) -> Callable[..., Any]:
+    """A program that writes: what it writes comes last, and a checkpoint that computes again may have enough before;
+    where torch has one kernel, that has written then."""
+
+    def run(*args: object, **kwargs: object) -> Any:
+        with with_hook_errors_last():
+            return program(*args, **kwargs)
 
     return run
 

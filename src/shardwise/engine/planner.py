@@ -127,7 +127,7 @@ def _ruled(func: Callable[..., Any], call: CallShape, found: registry.Found) -> 
         return watched(replicated(func, call, spec.reason, spec.check), call)
     in_place = found.in_place or registry.in_place_flag(func, call.args, call.kwargs)
     try:
-        plan = build_plan(func, spec, call, in_place) or watched(written_back(func, call), call, writes=True)
+        plan = build_plan(func, spec, call, in_place) or watched(written_back(func, call), call)
         if isinstance(spec, Factors):
             plan = pending_or_finished(func, spec, call, in_place, plan)
     except ShardwiseError:

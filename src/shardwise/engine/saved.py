@@ -20,7 +20,7 @@ from shardwise.engine.aliasing import COPIES
 from shardwise.engine.call_shape import CallShape, Path, fetch
 from shardwise.layout import Layout
 from shardwise.strategy.memory import meta_like
-from shardwise.torch_private.autograd import is_saving_for_hooks, with_hook_errors_last
+from shardwise.torch_private.autograd import is_saving_for_hooks
 from shardwise.torch_private.tensors import are_transforms_active, storage_id
 from shardwise.wrapper import Wrapper, storage_id_of
 
@@ -43,8 +43,8 @@ class watched:
     """A plan whose backward pass raises if what plain torch would have kept was written. It keeps the call's layouts
     and other arguments, but not its tensors."""
 
-    def __init__(self, plan: Plan, call: CallShape, writes: bool = False) -> None:
-        self.plan, self.func, self.name, self.paths, self.writes = plan, call.func, call.name, call.paths, writes
+    def __init__(self, plan: Plan, call: CallShape) -> None:
+        self.plan, self.func, self.name, self.paths = plan, call.func, call.name, call.paths
         self.layouts = call.layouts
         self.call_arguments = call.with_tensors([_Operand(i) for i in range(len(call.layouts))])
         self.kept: dict[tuple[bool, ...], Kept] = {}  # by which operands require grad
@@ -56,18 +56,13 @@ class watched:
             return self.plan(args, kwargs, local_args, local_kwargs)
         operands = [fetch(args, kwargs, path) for path in self.paths]
         if is_saving_for_hooks():
-            # A checkpoint computes again up to the last tensor that is kept, and runs what the program does before it.
-            # An op that writes is one of these as a whole: what it writes comes last, where torch has one kernel.
-            with self._hooks_for(operands):
+            kept = self._kept_for(operands)
+            # a checkpoint computes again up to the last tensor that is kept, and runs what the program does before it
+            with saved_tensors_hooks(_as_it_is, _as_it_is) if kept.nothing else contextlib.nullcontext():
                 return self.plan(args, kwargs, local_args, local_kwargs)
         result = self.plan(args, kwargs, local_args, local_kwargs)
         self._watch(operands, result)
         return result
-
-    def _hooks_for(self, operands: Sequence[Wrapper]) -> contextlib.AbstractContextManager[object]:
-        if self._kept_for(operands).nothing:
-            return saved_tensors_hooks(_as_it_is, _as_it_is)
-        return with_hook_errors_last() if self.writes else contextlib.nullcontext()
 
     def _kept_for(self, operands: Sequence[Wrapper]) -> Kept:
         flags = tuple(_local(tensor).requires_grad for tensor in operands)
