@@ -58,6 +58,12 @@ def test_a_line(run):
     ]
 
 
+def test_several_lines(run):
+    code, lines, _ = run("rules", "matmul")
+    assert code == 0 and "matmul(tensor([4, 6, 8]), tensor([4, 8, 10]))" in lines and "cut k S(2) S(1) P(sum)" in lines
+    assert "cut n R S(1) S(1)" in run("rules", "matmul", "--shapes", "4,6", "6,8")[1]
+
+
 def test_a_line_with_dims_by_argument(run):
     code, lines, _ = run("rules", "sum", "--shapes", "4,6", "--args", "dim=1")
     assert code == 0 and lines[0] == "sum rules/reduce.py *d -> *d-dim"

@@ -154,6 +154,13 @@ def test_second_derivative():
     check_rule(gradient, samples, [simulate((3,))], limit=8, tolerance=1e-10, partial=("sum",))
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_copied_windows_share_no_memory(step):
+    x = torch.arange(8.0)
+    copied = torch.unfold_copy(distribute_tensor(x, simulate(3), [Shard(0)]), 0, 3, step)
+    assert torch.equal(copied.add_(1).full_tensor(), torch.unfold_copy(x, 0, 3, step).add_(1))
+
+
 def test_written_windows():
     """Halos make a copy; its base sees what is written to it all the same, unless windows overlap."""
     (plain,) = seeded((2, 6))

@@ -151,10 +151,7 @@ def test_processes():
     run_ranks(on_gloo, 4)
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(3), Replicate()], ids=str)
-def test_a_checkpointed_batch_norm_keeps_the_statistics_of_plain_torch(placement):
-    """The recomputation writes them once more, though it ends as soon as it has what the backward pass needs."""
-    mesh = simulate((3,))
+def recomputed_batch_norm(placement, mesh):
     x = torch.randn(5, 6, 4, 7, generator=torch.Generator().manual_seed(0))
     plain, mine = torch.nn.BatchNorm2d(6), shardwise.distribute_module(torch.nn.BatchNorm2d(6), mesh)
     for model, given in ((plain, x), (mine, shardwise.distribute_tensor(x, mesh, [placement]))):
@@ -162,3 +159,18 @@ def test_a_checkpointed_batch_norm_keeps_the_statistics_of_plain_torch(placement
     for name, want in plain.state_dict().items():
         torch.testing.assert_close(mine.state_dict()[name].full_tensor(), want, msg=name)
     torch.testing.assert_close(mine.weight.grad.full_tensor(), plain.weight.grad)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(3), Replicate()], ids=str)
+def test_a_checkpointed_batch_norm_keeps_the_statistics_of_plain_torch(placement):
+    """The recomputation writes them once more, though it ends as soon as it has what the backward pass needs."""
+    recomputed_batch_norm(placement, simulate((3,)))
+
+
+def recomputed_on_gloo(rank, world_size):
+    for placement in (Shard(0), Shard(1), Shard(3)):
+        recomputed_batch_norm(placement, device_mesh((world_size,)))
+
+
+def test_a_checkpointed_batch_norm_on_processes():
+    run_ranks(recomputed_on_gloo, 3)

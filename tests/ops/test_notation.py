@@ -45,6 +45,16 @@ def test_marks(text, shapes, settings, inputs, outputs):
 
 
 @pytest.mark.parametrize(
+    ("shapes", "outputs"),
+    [(((3,), (3,)), [()]), (((2, 3), (3,)), [("m",)]), (((5, 2, 3), (3, 4)), [("b0", "m", "n")]), (((), ()), None)],
+)
+def test_of_several_lines_the_first_that_fits(shapes, outputs):
+    rule = line_rule("k, k -> | m k, k -> m | *b m k, *b k n -> *b m n", "each")
+    spec = rule(*operands(*shapes))
+    assert (spec and [tuple(names) for names in spec.outputs]) == outputs
+
+
+@pytest.mark.parametrize(
     ("cut", "sizes", "passes"),
     [
         (Shard(0), {}, True),  # two ranks, two blocks of three
@@ -115,3 +125,18 @@ def test_dims_by_argument_in_a_rule_of_the_user(user_rules):
 
     with pytest.raises(RuleError, match="has no argument of that name"):
         register_sharding(total, "*d -> *d-dim")
+
+
+def test_several_lines_in_a_rule_of_the_user(user_rules):
+    @torch.overrides.wrap_torch_function(lambda x, y: (x, y))
+    def times(x, y):
+        return x @ y
+
+    register_sharding(times, "m k, k -> m | m k, k n -> m n", linear="each")
+    x = distribute_tensor(torch.ones(4, 6), MESH, [Shard(1)])
+    assert times(x, x[0]).placements == times(x, x.T).placements == (Partial(),)
+    assert check_rule(times, [(torch.randn(5, 3), torch.randn(3)), (torch.randn(5, 3), torch.randn(3, 2))]) > 4
+    with pytest.raises(RuleError, match="do not fit its line"):
+        times(x[0], x.T)
+    with pytest.raises(RuleError, match="has no argument of that name"):
+        register_sharding(times, "m k, k -> m | *d, *d -> *d-dim", replace=True)

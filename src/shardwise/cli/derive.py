@@ -19,7 +19,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.layout import Layout, Partial, Placement, Shard
 from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import SimulatedMesh, as_mesh
-from shardwise.strategy.notation import parse
+from shardwise.strategy.notation import forms
 from shardwise.strategy.registry import Rule
 from shardwise.strategy.spec import Answer, Choice, Factors, Operand
 
@@ -96,7 +96,7 @@ def _derived(name: str, rule: Rule, call: Call, mesh: SimulatedMesh) -> Derivati
     return Derivation(f"{name}({written})", len(tensors), rows, notes)
 
 
-_LINE = re.compile(r"[\w\s*!?,().+-]+->[\w\s*!?,().+-]*")
+_LINE = re.compile(r"[\w\s*!?,().+-]+->[\w\s*!?,().+>|-]*")
 
 
 def _guesses(rule: Rule) -> Iterator[list[Any]]:
@@ -104,11 +104,11 @@ def _guesses(rule: Rule) -> Iterator[list[Any]]:
     text = (rule.__doc__ or "").strip()
     text = text.split("``")[1] if text.startswith("``") else text
     if _LINE.fullmatch(text):
-        terms = parse(text).inputs
-        names = dict.fromkeys(name for term in terms for name in term.names)
-        sizes = {name: 4 + 2 * i for i, name in enumerate(names)}
-        if not parse(text).names_dims:
-            yield [Blank(tuple(sizes[name] for name in term.names)) for term in terms]
+        for line in sorted(forms(text), key=lambda line: -sum(len(term.words) for term in line.inputs)):
+            names = dict.fromkeys(name for term in line.inputs for name in term.names)
+            sizes = {name: 4 + 2 * i for i, name in enumerate(names)}
+            if not line.names_dims:
+                yield [Blank(tuple(sizes[name] for name in term.names)) for term in line.inputs]
     x, index, rows, image = Blank((4, 6)), Blank((8,), torch.int64), Blank((2, 4, 8)), Blank((2, 4, 8, 8))
     yield from ([x], [x, x], [x, 0], [[x, x]], [x, x, x], [x, 0, x], [[x, x], [x, x]], [x, 0, index], [index, x])
     yield from ([rows, Blank((6, 4, 3))], [rows, 2], [image, Blank((6, 4, 3, 3))], [image, 2])

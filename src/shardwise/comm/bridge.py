@@ -10,7 +10,7 @@ import torch
 from shardwise.comm.base import Comm
 from shardwise.comm.record import recorders, recording_to
 from shardwise.protocols import Ctx, LocalValue, Structure, Tensors
-from shardwise.torch_private.autograd import is_transforming
+from shardwise.torch_private.autograd import is_recorded, is_transforming
 
 
 class _Held:
@@ -257,6 +257,26 @@ def zeros_of(kinds: Kinds, tensors: Sequence[torch.Tensor], seen: int | None = N
         bilinear: Whether they stand for a product of the first two tensors.
     """
     return _Zeros.apply(kinds, len(tensors) if seen is None else seen, bilinear, *tensors)
+
+
+class _Kept(torch.autograd.Function):
+    """See `kept_for_gradient`."""
+
+    @staticmethod
+    def forward(ctx: Ctx, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Ctx, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad + zeros_of([(grad.shape, grad.dtype)], [x])[0] if torch.is_grad_enabled() else grad
+
+
+def kept_for_gradient(x: torch.Tensor) -> torch.Tensor:
+    """`x`, whose gradient autograd takes for a function of it: a derivative of that gradient is zeros, and a write to
+    `x` before the backward pass is refused."""
+    return _Kept.apply(x) if is_recorded(x) and not is_transforming() else x
 
 
 class _Nothing(torch.autograd.Function):

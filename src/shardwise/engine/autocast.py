@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from shardwise.engine.call_shape import CallShape, fetch, meta_like, put
+from shardwise.engine.call_shape import CallShape, fetch, put
 from shardwise.engine.plan import Plan
+from shardwise.strategy.memory import meta_like
 from shardwise.strategy.spec import Factors
 from shardwise.torch_private.tensors import ignore_torch_function, is_any_autocast_enabled, make_wrapper
 

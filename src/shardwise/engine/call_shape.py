@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardwise.errors import MeshError
 from shardwise.layout import Layout
 from shardwise.mesh import Mesh
-from shardwise.strategy.memory import correct_memory
+from shardwise.strategy.memory import correct_memory, meta_like
 from shardwise.strategy.spec import Operand
 from shardwise.torch_private.tensors import schema_of, storage_id
 from shardwise.wrapper import Wrapper
@@ -66,11 +66,6 @@ def put(args: list[Any], kwargs: dict[str, Any], path: Path, value: object) -> N
             holder[key] = list(holder[key])
         holder = holder[key]
     holder[path[-1]] = value
-
-
-def meta_like(layout: Layout) -> torch.Tensor:
-    """A meta tensor of the global shape."""
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
 _FEW = 2**20  # elements: that many may be computed to find out what torch says

@@ -14,18 +14,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm.base import Comm
+from shardwise.comm.bridge import kept_for_gradient
 from shardwise.comm.capturing import tape_here, tapes
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, running
-from shardwise.engine.aliasing import (
-    COPIES,
-    after_write,
-    before_write,
-    note_copies,
-    note_view,
-    overlaps,
-    without_hooks,
-)
+from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copies, note_view, without_hooks
 from shardwise.engine.call_shape import CallShape, Path, fetch, put, tensors_in
 from shardwise.engine.local_copies import view_or_copy
 from shardwise.engine.reduce_to_parts import spread_from_parts
@@ -45,7 +38,7 @@ from shardwise.strategy.empty_ranks import (
 )
 from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.spec import Algorithm, LocalCall, PerCoords, Spec
-from shardwise.torch_private.autograd import is_recorded, is_transforming
+from shardwise.torch_private.autograd import is_recorded, is_transforming, with_hook_errors_last
 from shardwise.torch_private.tensors import schema_of, storage_id
 from shardwise.wrapper import Wrapper, origin_of, shares_memory, storage_id_of
 
@@ -84,6 +77,8 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     elif results.base is None and not in_place and assignment.splits is None and any(map(leaves_empty, inputs)):
         change = functools.partial(in_new_memory_if_empty, [output.dtype for output in outputs])
     local, takes_all = (assignment.local(inputs, outputs), False) if assignment.local is not None else (func, True)
+    if spec.keeps == "operand":
+        local = changed(local, keeping_operand)
     if assignment.around is not None and any(map(leaves_empty, inputs)):
         local = changed(local, assignment.around)
     if results.base is None or in_place:
@@ -101,7 +96,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         return noted
     copied = base is not None and (moved or not assignment.aliases(inputs))
     plain = results.dtype in (None, outputs[0].dtype if outputs else None)  # a view of another dtype counts otherwise
-    simple = not moves and not spec.keeps_more and results.single and not copied and not results.same
+    simple = not moves and not spec.keeps and results.single and not copied and not results.same
     if simple and base in (None, (0,)) and plain:
         direct = _run_direct(call.paths, one_wrapper(outputs[0]), invoke, takes_all, results.begins[0])
         if direct is not None:
@@ -109,13 +104,13 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     finish = results.finisher(outputs, base, copied, func, call.name)
     differentiable = any(out.dtype.is_floating_point or out.dtype.is_complex for out in outputs)
     run = _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons, differentiable)
-    return watched(run, call) if copies or spec.keeps_more else run
+    return watched(run, call) if copies or spec.keeps else run
 
 
 def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memory: Memory) -> Plan:
     """The plan that runs the program of an op, under whose name the ledger notes its moves. Where a view op's result
     is a copy then, that is noted too."""
-    schema, program = schema_of(func), algorithm.run
+    schema, program = schema_of(func), to_its_end(algorithm.run) if algorithm.writes else algorithm.run
     views = schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
     views = views or algorithm.is_view
 
@@ -133,6 +128,17 @@ def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memo
     return run
 
 
+def to_its_end(program: Callable[..., Any]) -> Callable[..., Any]:
+    """A program that writes: what it writes comes last, and a checkpoint that computes again may have enough before;
+    where torch has one kernel, that has written then."""
+
+    def run(*args: object, **kwargs: object) -> Any:
+        with with_hook_errors_last():
+            return program(*args, **kwargs)
+
+    return run
+
+
 def no_views(result: object, args: Sequence[Any] = ()) -> None:
     """Have the local values of new tensors be views of nothing. A view that becomes a leaf, and is written then, loses
     the gradients of its own views: torch takes these for views of what it is a view of. Views of the arguments `args`,
@@ -142,9 +148,6 @@ def no_views(result: object, args: Sequence[Any] = ()) -> None:
         if isinstance(out, Wrapper) and not out._layout.mesh.comm.outside:
             comm = out._layout.mesh.comm
             values = comm.values(out._local)
-            if any(map(overlaps, values)) and not overlaps(out):  # windows that overlap, where torch has copied them
-                values = tuple(value.contiguous() if overlaps(value) else value for value in values)
-                out._local = comm.rebuild(out._local, values)
             if any(value._base is not None and not value.requires_grad for value in values):
                 given = {storage_id_of(t) for _, t in tensors_in(args, {})} if given is None else given
                 if storage_id_of(out) in COPIES or storage_id_of(out) in given:
@@ -247,6 +250,11 @@ def in_new_memory(func: Callable[..., object]) -> Callable[..., object]:
         return tree_map_only(torch.Tensor, own, func(x, *args, **kwargs))
 
     return call
+
+
+def keeping_operand(func: Callable[..., object]) -> Callable[..., object]:
+    """`func`, of whose first argument autograd takes its gradient for a function."""
+    return lambda x, *args: func(kept_for_gradient(x), *args)
 
 
 def changed(local: LocalCall, *changes: Change) -> LocalCall:

@@ -17,8 +17,9 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.engine.aliasing import COPIES
-from shardwise.engine.call_shape import CallShape, Path, fetch, meta_like
+from shardwise.engine.call_shape import CallShape, Path, fetch
 from shardwise.layout import Layout
+from shardwise.strategy.memory import meta_like
 from shardwise.torch_private.autograd import is_saving_for_hooks
 from shardwise.torch_private.tensors import are_transforms_active, storage_id
 from shardwise.wrapper import Wrapper, storage_id_of

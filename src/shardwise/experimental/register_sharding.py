@@ -19,7 +19,7 @@ from shardwise.layout import Layout, Placement, Shard, as_placements
 from shardwise.layout.placement import REPLICATE
 from shardwise.spec import TensorMeta
 from shardwise.strategy import registry
-from shardwise.strategy.notation import parse
+from shardwise.strategy.notation import Line, forms
 from shardwise.strategy.reading import line_rule
 from shardwise.strategy.spec import Assignment, Choice, Factors, Operand, Spec, fitting, operands_in
 from shardwise.torch_private.tensors import OpOverload, OpOverloadPacket, schema_of
@@ -215,7 +215,8 @@ def register_sharding(
     ops = [one for asked in (op if isinstance(op, (list, tuple)) else [op]) for one in _overloads(asked)]
     if line is not None:
         for one in ops:
-            _check_line(one, line, linear)
+            for form in forms(line):
+                _check_line(one, form, linear)
             _set_rule(one, lambda op: _from_line(op, line, linear, reduce), replace)
         return None
 
@@ -270,10 +271,10 @@ def _signature(op: Op) -> inspect.Signature:
 
 
 # -- as a line ---------------------------------------------------------------------------------------------
-def _check_line(op: Op, line: str, linear: str) -> None:
+def _check_line(op: Op, parsed: Line, linear: str) -> None:
+    line = parsed.text
     if linear not in ("none", "joint", "each"):
         raise RuleError(f"{op}: linear = {linear!r}: expected 'none', 'joint' or 'each'")
-    parsed = parse(line)
     for term in (*parsed.inputs, *parsed.outputs):
         twice = sorted({name for name in term.names if term.names.count(name) > 1} - term.whole)
         if twice:

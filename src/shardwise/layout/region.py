@@ -34,6 +34,16 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return _contiguous_stride(tuple(shape))
 
 
+def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that these broadcast to. (torch has one too, which imports sympy first.)
+
+    >>> broadcast_shape((2, 1, 4), (3, 1))
+    (2, 3, 4)
+    """
+    columns = itertools.zip_longest(*map(reversed, shapes), fillvalue=1)
+    return tuple(next((n for n in column if n != 1), 1) for column in columns)[::-1]
+
+
 def region_shape(region: Region) -> tuple[int, ...]:
     return tuple(map(count, region))
 

@@ -16,8 +16,8 @@ from shardwise.errors import RuleError
 from shardwise.layout import Partial, contiguous_stride
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
-from shardwise.strategy import Answer, Operand, Tensor, run_local, whole
-from shardwise.strategy.registry import program, rule
+from shardwise.strategy import Tensor, run_local, whole
+from shardwise.strategy.registry import program, refused
 from shardwise.wrapper import Wrapper, origin_of, rebind, restride, shares_memory, wrap
 
 Sizes = Sequence[int]
@@ -32,10 +32,8 @@ def viewed(x: Tensor, size: Sizes, stride: Sizes, storage_offset: int | None = N
     comm, layout = x._layout.mesh.comm, x._layout
     if (tuple(size), tuple(stride), offset) == (layout.shape, layout.stride, x._offset):
         return torch.ops.aten.alias(x)  # what it is already
-    whole_here = all(p.is_replicate() for p in layout.placements)
-    if whole_here and all(
-        (v.stride(), v.storage_offset()) == (layout.stride, x._offset) for v in comm.values(x._local)
-    ):
+    as_on_one_device = [(v.stride(), v.storage_offset()) == (layout.stride, x._offset) for v in comm.values(x._local)]
+    if all(p.is_replicate() for p in layout.placements) and all(as_on_one_device):
         local = comm.bind(torch.as_strided)(x._local, size, stride, offset)
         view: Wrapper = wrap(local, layout.replace(shape=tuple(size), stride=tuple(stride)), offset)
         view._origin = origin_of(x)
@@ -149,6 +147,4 @@ def is_set_to(x: Tensor, other: Tensor) -> bool:
     return same[0] == same[1] and shares_memory(x, other)
 
 
-@rule("set_")
-def refused(x: Operand, *args: object, **kwargs: object) -> Answer:
-    raise RuleError("set_ gives a tensor other memory, and that of this one is on many ranks; use x.data = y")
+refused("set_", "set_ gives a tensor other memory, and that of this one is on many ranks; use x.data = y")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,26 +12,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.comm.base import Coords
 from shardwise.comm.bridge import zeros_of
+from shardwise.errors import dim_from_front
 from shardwise.layout import Layout, Partial
-from shardwise.layout.split import Interval, Intervals, count
-from shardwise.rules.view import dim_of
+from shardwise.layout.split import Intervals, count
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, run_local, whole
-from shardwise.strategy.memory import correct_thin, restrided, suggested
-from shardwise.strategy.program import Halo, Halos, Reach, cut_like, each, leaves_empty, windowed
+from shardwise.strategy.lookup import pointable
+from shardwise.strategy.memory import correct_thin, meta_like, restrided, suggested
+from shardwise.strategy.program import indices, leaves_empty, padded
 from shardwise.strategy.registry import rule
-
-
-class Scatter(Reach):
-    """The transpose: input j adds to the outputs j * stride - before + dilation * t, 0 <= t < kernel."""
-
-    def window(self, start: int, stop: int) -> Interval:
-        first = -((self.span - 1 - start - self.before) // self.stride)
-        return first, max((stop - 1 + self.before) // self.stride, first) + 1  # not none, even if none adds to them
-
-    def first_at(self, row: int) -> int:
-        return row * self.stride - self.before + self.span // 2
+from shardwise.strategy.windows import Halo, Halos, Reach, Scatter, cut_like, each, windowed
 
 
 @dataclass(frozen=True)
@@ -90,11 +81,11 @@ class Conv:
     def local(self, channels: int, halos: Halos, output: Layout) -> PerCoords:
         """What a rank computes: of its windows, and of its share of the channels."""
         spatial = len(self.stride)
-        edges_of = lambda coords: tuple((d, *_edges(halo, coords)) for d, halo in halos.items())
+        edges_of = lambda coords: tuple((d, *halo.edges(coords)) for d, halo in halos.items())
 
         def convolve(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
             *bias, (shape, edges) = rest
-            x = _padded(x, {d: (low, high) for d, low, high, _ in edges})
+            x = padded(x, {d: (low, high) for d, low, high, _ in edges})
             added = bias[0].view(-1, *[1] * spatial) if bias else 0
             if 0 in shape or not x.numel():  # torch takes no empty channels: a sum of no products
                 nothing = zeros_of([(shape, x.dtype)], [x, weight, *bias], seen=2, bilinear=True)[0]
@@ -104,24 +95,9 @@ class Conv:
             if not self.transposed or not cut:
                 return self.call([x, weight, *bias], groups, cut)
             out = self.call([x, weight], groups, cut)
-            return _padded(out, {d: (-at, at + shape[d] - out.shape[d]) for d, _, _, at in edges}) + added
+            return padded(out, {d: (-at, at + shape[d] - out.shape[d]) for d, _, _, at in edges}) + added
 
         return PerCoords(convolve, lambda coords: (output.local_shape_at(coords), edges_of(coords)))
-
-
-def _edges(halo: Halo, coords: Coords) -> tuple[int, ...]:
-    """Rows of padding before and after what a rank gets, and where its outputs begin in those of its window."""
-    made, got, reach = halo.made(coords), halo.needs(coords), halo.reach
-    if not made:
-        return 0, 0, 0
-    first, last = reach.window(*made[0])
-    start, stop = got[0] if got else (first, first)
-    return start - first, last - stop, made[0][0] + reach.before - first * reach.stride
-
-
-def _padded(x: torch.Tensor, sides: dict[int, Interval]) -> torch.Tensor:
-    """With rows of zeros before and after; less rows where negative."""
-    return F.pad(x, [n for d in reversed(range(x.dim())) for n in sides.get(d, (0, 0))]) if sides else x
 
 
 @rule("convolution _convolution convolution_overrideable")
@@ -147,7 +123,7 @@ def convolution(
         return None  # torch goes on, or says why
     conv = Conv(transposed, stride, padding, dilation, extra, groups)
     operands = [x, weight] if bias is None else [x, weight, bias]
-    metas = [torch.empty_strided(op.shape, op.layout.stride, dtype=op.dtype, device="meta") for op in operands]
+    metas = [meta_like(op.layout) for op in operands]
     out = conv.call(metas, groups)
     conv.set_strides(out, metas[0], metas[1], x.layout.device.type)
     if not out.numel():
@@ -186,10 +162,10 @@ for _n in (1, 2, 3):
 
 
 # -- windows as they are -----------------------------------------------------------------------------------
-@rule("aten::unfold unfold_copy")
-def windows(x: Operand, dimension: int, size: int, step: int) -> Answer:
-    """Along a dim that is cut, ranks get halos."""
-    d = dim_of(dimension, x.ndim)
+@rule("aten::unfold")
+def windows(x: Operand, dimension: int, size: int, step: int, copies: bool = False) -> Answer:
+    """Along a dim that is cut, ranks get halos. Windows overlap in memory where torch does not copy them."""
+    d = dim_from_front(dimension, x.ndim)
     if not x.layout.is_cut(d) or not 0 <= size <= x.shape[d] or step <= 0:
         return factors("*d!dim -> *d size", [x], "joint", dim=d, any_partial=True, may_alias=True)
     shape = (*x.shape[:d], (x.shape[d] - size) // step + 1, *x.shape[d + 1 :], size)
@@ -198,9 +174,13 @@ def windows(x: Operand, dimension: int, size: int, step: int) -> Answer:
     output = cut_like(x.layout, halos, Result(shape, x.dtype, strides))
 
     def local(x: torch.Tensor, made: Intervals) -> torch.Tensor:
-        return (x if made else _padded(x, {d: (0, size)})).unfold(d, size, step).narrow(d, 0, count(made))
+        found = (x if made else padded(x, {d: (0, size)})).unfold(d, size, step).narrow(d, 0, count(made))
+        return found.contiguous() if copies else found
 
     return Algorithm(lambda x, *args, **kwargs: run_local(local, [windowed(x, halos)], output, halos[d].made))
+
+
+rule("unfold_copy")(functools.partial(windows, copies=True))
 
 
 @rule("unfold_backward")
@@ -234,9 +214,8 @@ def fold(x: Operand, output_size: Any, kernel_size: Any, dilation: Any, padding:
         return factors("*n k! s! -> *n c h w", [x], "joint")
 
     def add_up(x: torch.Tensor, held: Intervals) -> torch.Tensor:
-        at = torch.cat([torch.arange(a, b, device=x.device) for a, b in ((0, 0), *held)])
-        every = x.new_zeros(*x.shape[:-1], columns).index_add(c + 2, at, x)
-        every = _padded(every, {} if x.shape[c] else {c: (0, 1)})  # torch takes no empty channels
+        every = x.new_zeros(*x.shape[:-1], columns).index_add(c + 2, indices(held, x.device), x)
+        every = pointable(every, c)  # torch takes no empty channels
         summed = F.fold(every.flatten(c, c + 1), output_size, kernel_size, dilation, padding, stride)
         return summed.narrow(c, 0, x.shape[c])
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from shardwise.errors import RuleError
 from shardwise.functions import without_size
 from shardwise.layout import Layout, Replicate
 from shardwise.rules.order import rising
 from shardwise.rules.pointwise import broadcast
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Order, Tensor, factors, operands_in, run_local
 from shardwise.strategy.memory import copied_stride
-from shardwise.strategy.registry import program, rule
+from shardwise.strategy.registry import program, refused, rule
 from shardwise.wrapper import wrap
 
 
@@ -111,12 +110,9 @@ def new_empty_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], **k
 
 
 # -- to tensors that are not dense --------------------------------------------------------------------------
-@rule(
+refused(
     "to_sparse to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc _to_sparse to_mkldnn "
-    "_nested_tensor_from_tensor_list"
+    "_nested_tensor_from_tensor_list",
+    "a DTensor is dense, and what is asked for here would be sparse, nested or of mkldnn; use the plain tensor, "
+    "x.full_tensor()",
 )
-def not_dense(*args: object, **kwargs: object) -> NoReturn:
-    raise RuleError(
-        "a DTensor is dense, and what is asked for here would be sparse, nested or of mkldnn; use the plain "
-        "tensor, x.full_tensor()"
-    )

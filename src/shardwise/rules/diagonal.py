@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from shardwise.layout import Layout
 from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import Intervals, count
-from shardwise.rules.view import carried, dims_of
+from shardwise.rules.view import dims_of
 from shardwise.strategy import Algorithm, Factors, Operand, Tensor, factors, needs_grad, run_local, whole
+from shardwise.strategy.program import indices
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.relayout import Relayout, call_with, sliced
+from shardwise.strategy.relayout import Relayout, call_with, carried
+from shardwise.strategy.set_maps import sliced
 
 
 @rule("diagonal diagonal_copy")
@@ -60,7 +62,7 @@ def triangle(clears: Callable[[Any, Any], Any], x: Operand, diagonal: int = 0, *
         return factors("*b m! n! -> *b m n", [x], "joint", any_partial=True)
 
     def clear(v: torch.Tensor, held: tuple[Intervals, Intervals]) -> torch.Tensor:
-        down, right = (torch.cat([torch.arange(*at, device=v.device) for at in ((0, 0), *h)]) for h in held)
+        down, right = (indices(rows, v.device) for rows in held)
         return v.masked_fill(clears(right, down[:, None] + diagonal), 0)
 
     held = lambda coords: tuple(layout.held(d, coords) for d in pair)

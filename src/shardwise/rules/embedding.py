@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from shardwise.functions import also_writes
 from shardwise.layout.split import Intervals, positions
-from shardwise.rules.index import by_holders, located, pointable
 from shardwise.strategy import Answer, Factors, Operand, Tensor, factors, reduced
+from shardwise.strategy.lookup import by_holders, located, pointable
 from shardwise.strategy.registry import program, rule
 
 # `never_empty` below: of no ids torch's gradient has no derivative, and of no column CUDA's kernels read out of bounds

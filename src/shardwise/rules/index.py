@@ -10,19 +10,16 @@ from typing import Any
 
 import numpy
 import torch
-import torch.nn.functional as F
 
-from shardwise.comm.capturing import tape_here, tapes, unwritten
-from shardwise.layout import Layout
-from shardwise.layout.layout import contiguous_stride
-from shardwise.layout.split import Intervals, count
-from shardwise.rules.data_dependent import broadcast_shape, select_masked
+from shardwise.errors import dim_from_front
+from shardwise.layout.region import broadcast_shape, contiguous_stride
+from shardwise.layout.split import Intervals
+from shardwise.rules.data_dependent import select_masked
 from shardwise.rules.pointwise import broadcast
-from shardwise.rules.view import adds_up, clipped, dim_of, select, slice_, sum_of, unsqueeze
-from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Tensor, factors
+from shardwise.rules.view import clipped, select, slice_, unsqueeze
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors
+from shardwise.strategy.lookup import adds_up, by_holders, located, located_all, pointable, sum_of
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import LocalCall
-from shardwise.torch_private.tensors import assert_async, is_abstract
 from shardwise.wrapper import Wrapper, shares_memory
 
 Action = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]  # rule, function, arguments
@@ -131,79 +128,6 @@ def put_item(x: Tensor, index: Tensor, value: Tensor) -> Tensor:
     return view.copy_(value.to(view.dtype, copy=same))
 
 
-def is_any(outside: torch.Tensor) -> bool:
-    """Whether any is true; where a program is captured, each run of it looks, and raises if one is."""
-    if not tapes or tape_here() is None:
-        return bool(outside.any())
-    with unwritten():
-        found = bool(outside.any())
-    if not found:
-        assert_async(~outside.any())
-    return found
-
-
-# -- who holds what an index asks for ----------------------------------------------------------------------
-def located(
-    index: torch.Tensor, held: Intervals, size: int, error: type[Exception] = IndexError, from_end: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where indices of a dim of `size` stand in what a rank holds, and whether it holds them (if not, they stand at 0).
-    With `from_end`, negative indices count from the end."""
-    outside = (index < (-size if from_end else 0)) | (index >= size)
-    if is_abstract(index):
-        pass
-    elif index.is_cuda:
-        assert_async(~outside.any())  # as torch does there: without waiting for the answer
-    elif is_any(outside):
-        raise error(f"index {int(index[outside][0])} is out of bounds for a dimension with size {size}")
-    if from_end:
-        index = torch.where(index < 0, index + size, index)
-    if len(held) <= 1:
-        start, stop = held[0] if held else (0, 0)
-        mine, at = (index >= start) & (index < stop), index - start
-    else:
-        starts, stops = torch.tensor(held, dtype=index.dtype, device=index.device).T.contiguous()
-        piece = (torch.searchsorted(starts, index.contiguous(), right=True) - 1).clamp(min=0)
-        mine = (index >= starts[piece]) & (index < stops[piece])
-        at = index - (stops - (stops - starts).cumsum(0))[piece]
-    return at.masked_fill(~mine, 0), mine
-
-
-def located_all(indices: Sequence[Any], held: Sequence[Any], sizes: Sequence[int]) -> tuple[list[torch.Tensor], Any]:
-    """The same for indices of several dims, broadcast; `held` is None for a dim that is whole."""
-    places, mine = list(indices), None
-    for n, intervals in enumerate(held):
-        if intervals is not None:
-            places[n], here = located(indices[n], intervals, sizes[n], from_end=True)
-            mine = here if mine is None else mine & here
-    return places, mine
-
-
-def places_of_mine(mine: torch.Tensor, held: Sequence[Any], sizes: Sequence[int]) -> torch.Tensor:
-    """The places, in one line, of the looked-up indices that a rank holds. Without values, indices are taken to be
-    spread evenly: it holds as many of them as it has of the dims."""
-    if not is_abstract(mine):
-        return mine.reshape(-1).nonzero().squeeze(1)
-    parts = [count(part) / max(1, size) for part, size in zip(held, sizes, strict=True) if part is not None]
-    return mine.new_empty(round(math.prod(parts) * mine.numel()), dtype=torch.int64)
-
-
-def pointable(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """`x`, with something to point at where a rank holds nothing of `dim`."""
-    return x if x.shape[dim] else F.pad(x, (*(0, 0) * (x.dim() - 1 - dim), 0, 1))
-
-
-def by_holders(dims: Sequence[int], mine: Callable[..., Any], whole: Callable[..., Any], operand: int = 0) -> Any:
-    """The local call of an op at indices of these dims of an operand: mine(*values, held) where one of them is cut,
-    held[n] what a rank holds of dims[n] (None: all), else whole(*values)."""
-
-    def local(inputs: list[Layout], outputs: list[Layout]) -> LocalCall:
-        layout, cut = inputs[operand], [inputs[operand].is_cut(d) for d in dims]
-        held = lambda coords: tuple(layout.held(d, coords) if c else None for d, c in zip(dims, cut))
-        return PerCoords(mine, held) if any(cut) else whole
-
-    return local
-
-
 # -- look-ups ----------------------------------------------------------------------------------------------
 class Indexed:
     """What x[indices] means (None where a dim is not indexed): a factor for every dim of x, of the indices, of the
@@ -238,11 +162,10 @@ def index(x: Operand, indices: Sequence[Any]) -> Factors | Algorithm | None:
     at = Indexed(x, indices)
 
     def look_up(v: torch.Tensor, *rest: Any) -> torch.Tensor:
-        *found, held = rest
-        places, mine = located_all(found, held, at.sizes)
-        for d in at.dims:
-            v = pointable(v, d)
-        return v[tuple(at.placed(places, slice(None)))].masked_fill(~mine.reshape((*mine.shape, *(1,) * at.after)), 0)
+        *indices, held = rest
+        places, mine = located_all(indices, held, at.sizes)
+        found = pointable(v, *at.dims)[tuple(at.placed(places, slice(None)))]
+        return found.masked_fill(~mine.reshape((*mine.shape, *(1,) * at.after)), 0)
 
     local = by_holders(at.dims, look_up, lambda v, *found: v[tuple(at.placed(found, slice(None)))])
     reduce = {at.names[d]: sum_of(x) for d in at.dims}
@@ -271,13 +194,13 @@ def look_up_along(x: Operand, d: int, pick: Any, names: Sequence[Any], mask: Any
         at, mine = located(index, held[0], x.shape[d], error)
         return pick(pointable(v, d), at).masked_fill(~mine.reshape(mask or mine.shape), 0)
 
-    more = {"reduce": {f"x{d}": sum_of(x)}, "local": by_holders([d], look_up, pick)}
-    return Factors([mine, names], [outs], "each", frozenset({0}), **more)
+    reduce, local = {f"x{d}": sum_of(x)}, by_holders([d], look_up, pick)
+    return Factors([mine, names], [outs], "each", frozenset({0}), reduce=reduce, local=local)
 
 
 @rule("index_select")
 def index_select(x: Operand, dim: int, index: Operand) -> Factors:
-    d = dim_of(dim, x.ndim)
+    d = dim_from_front(dim, x.ndim)
     names = ("i",) if index.ndim and x.ndim else (None,) * index.ndim  # of a 0-d tensor: one index, for every rank
     mask = [-1 if i == d else 1 for i in range(x.ndim)]
     return look_up_along(x, d, lambda v, at: v.index_select(d, at), names, mask, IndexError)
@@ -286,7 +209,7 @@ def index_select(x: Operand, dim: int, index: Operand) -> Factors:
 @rule("gather")
 def gather(x: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -> Factors | Algorithm:
     """Dims beside `dim` are looked up position by position, as many as the index has: the rest of x is not needed."""
-    d = dim_of(dim, x.ndim)
+    d = dim_from_front(dim, x.ndim)
     if x.ndim != index.ndim or not x.ndim:
         return factors("*x!, *i! -> *i", [x, index], "each", joint={0})
     if any(i != d and index.shape[i] < n for i, n in enumerate(x.shape)):

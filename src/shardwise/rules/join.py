@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from shardwise.errors import dim_from_front
 from shardwise.layout import Layout, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.split import Intervals, normalize, shift
-from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, operands_in
-from shardwise.strategy.program import constant, leaves_empty
+from shardwise.strategy.program import constant, leaves_empty, padded
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.spec import Assignment, Spec
 
@@ -70,7 +69,7 @@ def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Answer:
             return joined if joined.requires_grad else constant(joined, tensors)
 
         return Algorithm(join)
-    d = dim_of(dim, operands[0].ndim)
+    d = dim_from_front(dim, operands[0].ndim)
     some_empty = operands[0].ndim == 1 and any(leaves_empty(op.layout) for op in operands)
     call, alike = _end_to_end if some_empty else None, _are_alike(operands)
     return Cat(d, factors("*d!dim, .. -> *d", operands, "joint", dim=d, call=call, any_partial=alike))
@@ -95,20 +94,20 @@ def stack(tensors: Sequence[Operand], dim: int = 0) -> Answer:
 
 
 @program("pad_sequence")
-def padded(sequences: Tensor, batch_first: bool = False, padding_value: Any = 0.0, padding_side: str = "right") -> Any:
+def in_rows(sequences: Tensor, batch_first: bool = False, padding_value: Any = 0.0, padding_side: str = "right") -> Any:
     most, left = max(map(len, sequences)), padding_side == "left"
     sides = [(most - len(s), 0) if left else (0, most - len(s)) for s in sequences]
-    rows = [F.pad(s, (0, 0) * (s.dim() - 1) + side, value=padding_value) for s, side in zip(sequences, sides)]
+    rows = [padded(s, {0: side}, padding_value) for s, side in zip(sequences, sides)]
     return torch.stack(rows, 0 if batch_first else 1)
 
 
 @rule("_chunk_cat")
 def chunk_cat(tensors: Any, dim: int, num_chunks: int) -> Algorithm:
     """Every tensor padded along `dim` to `num_chunks` equal chunks; the n-th chunks of all, flat, are row n."""
-    dim = dim_of(dim, next(operands_in(tensors)).ndim)
+    dim = dim_from_front(dim, next(operands_in(tensors)).ndim)
 
     def chunks(x: Any) -> Any:
-        x = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, -x.shape[dim] % num_chunks))
+        x = padded(x, {dim: (0, -x.shape[dim] % num_chunks)})
         return x.unflatten(dim, (num_chunks, -1)).flatten(dim + 1)
 
     return Algorithm(lambda tensors, *args, **kwargs: torch.cat([chunks(x) for x in tensors], dim + 1))

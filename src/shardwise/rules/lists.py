@@ -13,7 +13,7 @@ import torch
 from shardwise.layout.placement import REPLICATE, Partial
 from shardwise.rules.pointwise import broadcast, is_endless
 from shardwise.strategy import Algorithm, Factors, Operand, factors, operands_in
-from shardwise.strategy.memory import correct_thin
+from shardwise.strategy.memory import correct_thin, meta_like
 from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced
 from shardwise.strategy.registry import named, rule
 from shardwise.strategy.spec import Assignment, Places, Spec
@@ -52,7 +52,7 @@ class Columns(Spec):
             some = [value[j] for j, _ in self.specs.values()] if _is_list(value) else []
             if not some or not isinstance(some[0], Operand):
                 return some or value
-            return [torch.empty_strided(op.shape, op.layout.stride, dtype=op.dtype, device="meta") for op in some]
+            return [meta_like(op.layout) for op in some]
 
         args, kwargs = [meta(value) for value in self.args], {name: meta(value) for name, value in self.kwargs.items()}
         found = func(*args, **kwargs)

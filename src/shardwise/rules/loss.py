@@ -10,28 +10,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.layout import Layout
 from shardwise.layout.split import Intervals
-from shardwise.rules.index import is_any
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.softmax import exponentials
-from shardwise.strategy import (
-    Algorithm,
-    Answer,
-    Factors,
-    Operand,
-    PerCoords,
-    Result,
-    Tensor,
-    factors,
-    operands_in,
-    reduced,
-    sum_dtype,
-)
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, Result, factors, operands_in
+from shardwise.strategy.lookup import by_holders, located, pointable
 from shardwise.strategy.memory import contiguous, stored
-from shardwise.strategy.program import zero_of
+from shardwise.strategy.program import Tensor, reduced, sum_dtype
 from shardwise.strategy.registry import program, rule
-from shardwise.torch_private.tensors import assert_async, is_abstract, schema_of
+from shardwise.torch_private.tensors import schema_of
 
 REDUCTIONS = ("none", "mean", "sum")  # aten gives the number
 _TYPED_BY_INPUT = {"huber_loss", "soft_margin_loss"}  # the others have the dtype that input and target promote to
@@ -91,18 +78,12 @@ def per_sample(operands: list[Operand], *settings: object) -> Factors:
     return factors(text, operands, contiguous=True)
 
 
-def per_alignment(operands: list[Operand], statics: dict[str, Any], reduction: str) -> Factors:
+def per_alignment(operands: list[Operand], *settings: object) -> Factors:
     """Samples pass; targets all in one row, or lengths that are no tensors, want the batch whole."""
-
-    def aligned(logs: Any, targets: Any, lengths: Any, target_lengths: Any) -> torch.Tensor:
-        if not logs.shape[1]:
-            return logs.sum((0, 2)) * zero_of(logs)  # torch takes no empty batch
-        return F.ctc_loss(logs, targets, lengths, target_lengths, reduction="none", **statics)
-
     logs, shape = operands[0], operands[0].shape[1:-1]
     result = Result(shape, logs.dtype, (1,) * len(shape))
     if [op.ndim for op in operands] == [3, 2, 1, 1]:
-        return factors("t! b c!, b s!, b, b -> b", operands, call=aligned, result=result)
+        return factors("t! b c!, b s!, b, b -> b", operands, result=result, never_empty=True)
     return factors(f"*x!, .. ->{' b' * len(shape)}", operands, result=result)
 
 
@@ -126,34 +107,22 @@ def per_target(operands: list[Operand], statics: Any, reduction: str) -> Factors
     dim, ignored = classes_of(operands[0]), statics.get("ignore_index", -100)
     size, batch = operands[0].shape[dim], "b " * dim
 
-    def local(inputs: list[Layout], outputs: list[Layout]) -> Any:
-        def pick(x: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
-            *weight, held = rest
-            if not held:
-                return x.sum(dim) + zero_of(x) if reduction == "none" else zero_of(x)
-            return F.nll_loss(x, among(held, target, size, ignored), (*weight, None)[0], reduction=reduction)
+    def pick(x: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
+        *weights, (held,) = rest
+        x, *weights = pointable(x, dim), *(pointable(weight, 0) for weight in weights), None
+        return F.nll_loss(x, among(held, target, size, ignored), weights[0], reduction=reduction)
 
-        if inputs[0].is_cut(dim):
-            return PerCoords(pick, lambda coords: inputs[0].held(dim, coords))
-        return lambda x, target, weight=None: F.nll_loss(x, target, weight, ignore_index=ignored, reduction=reduction)
-
+    whole = functools.partial(F.nll_loss, ignore_index=ignored, reduction=reduction)
+    local = by_holders([dim], pick, whole)
     text = f"{batch}c *d, {batch}*d, c? -> {f'{batch}*d' if reduction == 'none' else ''}"
     return factors(text, operands, "each", joint={0}, local=local)
 
 
 def among(held: Intervals, target: torch.Tensor, size: int, ignore_index: int) -> torch.Tensor:
     """Where a rank has each target's class, -100 where it has not."""
-    counted = target != ignore_index
-    outside = ((target < 0) | (target >= size)) & counted
-    if target.is_cuda:
-        assert_async(~outside.any(), f"a target is out of bounds: there are {size} classes")
-    elif not is_abstract(target) and is_any(outside):
-        raise IndexError(f"target {int(target[outside][0])} is out of bounds: there are {size} classes")
-    mine, offset = torch.full_like(target, -100), 0
-    for start, stop in held:
-        mine = torch.where(counted & (target >= start) & (target < stop), target - start + offset, mine)
-        offset += stop - start
-    return mine
+    says, counted = "target {} is out of bounds: there are {} classes", target != ignore_index
+    at, mine = located(target, held, size, counted=counted, says=says)
+    return at.masked_fill(~mine, -100)
 
 
 def over_count(

@@ -20,14 +20,9 @@ line("outer ger", "m, n -> m n", linear="each")
 line("linear", "*b k, n k, +n? -> *b n", "each", takes="x weight bias=None", contiguous=True)
 
 
-@rule("matmul")
-def matmul(x: Operand, other: Operand, **kwargs: object) -> Factors:
-    """Vectors stand for a row on the left and a column on the right."""
-    left, right = ("k" if x.ndim == 1 else "*b m k"), ("k" if other.ndim == 1 else "*b k n")
-    out = "*b " * (max(x.ndim, other.ndim) > 2) + "m " * (x.ndim > 1) + "n" * (other.ndim > 1)
-    return factors(f"{left}, {right} -> {out}", [x, other], "each")
-
-
+# vectors stand for a row on the left and a column on the right
+_FORMS = "k, k -> | *b m k, k -> *b m | k, *b k n -> *b n | *b m k, *b k n -> *b m n"
+line("matmul", _FORMS, "each", takes="x other")
 program("rmatmul")(lambda y, x: x @ y)
 
 
@@ -44,9 +39,8 @@ def plus_product(name: str, text: str) -> None:
         if is_endless(beta, alpha):
             return _ENDLESS
         spec = factors(f"+{' '.join(out[-addend.ndim :] if addend.ndim else ())}, {text}", [addend, x, y], "each")
-        if not any(
-            op.dtype.to_real().is_floating_point for op in (addend, x, y)
-        ):  # torch's kernels for empty parts do not cast
+        if not any(op.dtype.to_real().is_floating_point for op in (addend, x, y)):
+            # torch's kernels for empty parts do not cast
             spec.local = lambda *_: lambda *xs: getattr(torch, name)(*xs, beta=int(beta), alpha=int(alpha))
         return spec
 

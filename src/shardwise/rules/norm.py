@@ -9,15 +9,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.errors import dim_from_front
 from shardwise.functions import also_writes
 from shardwise.layout.placement import REPLICATE
 from shardwise.protocols import Ctx
-from shardwise.rules.reduce import whole_along
-from shardwise.rules.view import dim_of
-from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, operands_in
+from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
 from shardwise.strategy.memory import as_first_suggests, stored
-from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced, run_local, sum_dtype, whole
+from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced, run_local, sum_dtype
 from shardwise.strategy.registry import program, rule
+from shardwise.strategy.two_stages import whole_along
 
 Average = Callable[[torch.Tensor], torch.Tensor]
 
@@ -35,26 +35,17 @@ def scaled(
     bias: torch.Tensor | None,
     known: Sequence[torch.Tensor | None] | None = None,
     centre: bool = True,
-    told: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x normalised, and its mean, variance and inverse deviation, where not `known`: in float32 for halves, as torch
-    does, and the mean first, since a difference of large sums loses digits. Mean and variance are `told` before x is
-    normalised: a recomputation for a checkpoint ends as soon as it has all that the backward pass needs."""
+    does, and the mean first, since a difference of large sums loses digits."""
     v = x.to(sum_dtype(x.dtype))
     mean, var = known or (average(v) if centre else None, None)
     centred = v if mean is None else v - mean
     var = average(centred * centred) if var is None else var
-    if told is not None:
-        told(mean, var)  # type: ignore[arg-type]  # who asks has a centre
     inverse = (var + (torch.finfo(v.dtype).eps if eps is None else eps)).rsqrt()
     out = centred * inverse if weight is None else centred * inverse * weight
     # without a centre the mean is None, and nobody looks at it
     return (out if bias is None else out + bias).to(x.dtype), mean, var, inverse  # type: ignore[return-value]
-
-
-def fits_kernel(x: Tensor, dims: Iterable[int]) -> bool:
-    """Whether these dims are whole and no rank's part is empty: some kernels divide by its size."""
-    return not any(map(x._layout.is_cut, dims)) and not leaves_empty(x._layout)
 
 
 # -- over trailing dims ------------------------------------------------------------------------------------
@@ -91,19 +82,25 @@ trailing("rms_norm", lambda x, average, weight=None, eps=None: scaled(x, average
 
 
 # -- over groups of channels -------------------------------------------------------------------------------
-@program("native_group_norm")
-def group_norm(x: Tensor, weight: Tensor, bias: Tensor, N: int, C: int, HxW: int, group: int, eps: float) -> Tensor:
+@rule("native_group_norm")
+def group_norm(x: Operand, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> Answer:
+    """Samples pass. What the kernel keeps may be a copy: on a rank, memory may lie in another order."""
+    if 0 not in x.shape and any(map(x.layout.is_cut, range(1, x.ndim))):
+        return Algorithm(by_groups)
+
+    def kernel(v: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rest = iter(given)
+        scale, shift = (None if t is None else next(rest).contiguous() for t in (weight, bias))
+        return torch.native_group_norm(v.contiguous(), scale, shift, len(v), C, HxW, group, eps)
+
+    operands, text = [x, *operands_in((weight, bias))], "n *d!, *w!, .. -> n *d, n g"
+    return factors(text, operands, outputs=2, call=kernel, never_empty=True, keeps="more")
+
+
+def by_groups(x: Tensor, weight: Tensor, bias: Tensor, N: int, C: int, HxW: int, group: int, eps: float) -> Tensor:
     """The averages of channels are small: they are regrouped, however the channels are cut, and not `x`."""
-    x = reduced(x)
+    x, ones = reduced(x), [1] * (x.ndim - 2)
     dtype = x.dtype if weight is None else weight.dtype
-    x = x if x.numel() else whole(x)  # there is nothing to be moved
-    if fits_kernel(x, range(1, x.ndim)) or not x.numel():
-        places = [p if p.is_shard(0) else REPLICATE for p in x.placements]
-        saved = x._layout.replace(shape=(N, group), dtype=dtype, placements=places)
-        kernel = lambda v, w, b: torch.native_group_norm(v, w, b, len(v), C, HxW, group, eps)
-        operands = [x.contiguous(), *(t if t is None else whole(t).contiguous() for t in (weight, bias))]
-        return run_local(kernel, operands, [x._layout.replace(stride=None), saved, saved])
-    ones = [1] * (x.ndim - 2)
 
     def average(t: torch.Tensor) -> torch.Tensor:
         channels = t.mean(tuple(range(2, t.ndim))) if ones else t
@@ -168,15 +165,14 @@ batch_norm("_batch_norm_with_update_functional", True, 1, copies=True)
 batch_norm("_batch_norm_no_update", False, 1)
 
 
-def _keeps_statistics(func: object, first: int, when: str, default: bool) -> None:
-    also_writes(func, (first, "running_mean"), (first + 1, "running_var"), when=(5, when), default=default)
-
-
-_keeps_statistics(F.batch_norm, 1, "training", False)
-_keeps_statistics(torch.batch_norm, 3, "training", False)
-_keeps_statistics(torch.native_batch_norm, 3, "training", False)
-_keeps_statistics(F.instance_norm, 1, "use_input_stats", True)
-_keeps_statistics(torch.instance_norm, 3, "use_input_stats", True)
+for _func, _first, _when, _default in (
+    (F.batch_norm, 1, "training", False),
+    (torch.batch_norm, 3, "training", False),
+    (torch.native_batch_norm, 3, "training", False),
+    (F.instance_norm, 1, "use_input_stats", True),
+    (torch.instance_norm, 3, "use_input_stats", True),
+):
+    also_writes(_func, (_first, "running_mean"), (_first + 1, "running_var"), when=(5, _when), default=_default)
 
 
 def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: Any, eps: Any) -> Any:
@@ -187,58 +183,39 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training
     layout, dims = x._layout, [d for d in range(x.ndim) if d != 1]
     follow = [p.at(0) if p.is_shard(1) else REPLICATE for p in layout.placements]
     moved = [t if t is None else t.redistribute(placements=follow) for t in (weight, bias, mean, var)]
+    renewed = moved[2:]  # which torch's kernel writes
     dtype = next((t.dtype for t in moved if t is not None), x.dtype)
-    if fits_kernel(x, dims if training else ()):
+    if not leaves_empty(layout) and not (training and any(map(layout.is_cut, dims))):  # the kernel divides by sizes
         shape, places = (x.shape[1:2], follow) if training else ((0,), [REPLICATE] * len(follow))
         saved = layout.replace(shape=shape, dtype=dtype, placements=places)
-        try:
-            out = run_local(torch.native_batch_norm, [x, *moved, training, momentum, eps], [layout, saved, saved])
-        finally:  # where a recomputation ends inside (see `scaled`), torch's kernel has written them
-            for kept, used in zip((mean, var), moved[2:], strict=True):
-                if training and used is not kept:
-                    _renew(kept, used)
+        out = run_local(torch.native_batch_norm, [x, *moved, training, momentum, eps], [layout, saved, saved])
     else:
         shape = [-1 if d == 1 else 1 for d in range(x.ndim)]
         scale, shift, *known = (t if t is None else t.reshape(shape) for t in moved)
-        n = x.numel() // max(x.shape[1], 1)
-
-        @torch.no_grad()
-        def renew(now: torch.Tensor, variance: torch.Tensor) -> None:
-            unbiased = variance * (n / (n - 1) if n > 1 else float("nan"))
-            for kept, used, new in zip((mean, var), moved[2:], (now, unbiased), strict=True):
-                if kept is not None:
-                    _renew(kept, (1 - momentum) * used + momentum * new.flatten())
-
-        told = renew if training else None
-        y, now, _, inverse = scaled(x, over(dims), eps, scale, shift, None if training else known, told=told)
+        y, now, variance, inverse = scaled(x, over(dims), eps, scale, shift, None if training else known)
         out = y, *(t.detach().flatten().to(dtype) if training else x.new_empty(0, dtype=dtype) for t in (now, inverse))
+        if training:
+            n = x.numel() // max(x.shape[1], 1)
+            fresh = now.detach(), variance.detach() * (n / (n - 1) if n > 1 else float("nan"))
+            pairs = zip(renewed, fresh, strict=True)
+            renewed = [t if t is None else (1 - momentum) * t + momentum * new.flatten() for t, new in pairs]
+    for kept, value in zip((mean, var), renewed, strict=True):
+        if training and value is not kept:
+            kept.data.copy_(value)  # unseen by autograd, as in torch: a pass in evaluation has saved the old ones
     return out
 
 
-def _renew(kept: Tensor, value: Tensor) -> None:
-    """Write new running statistics. As torch's kernels do, unseen by autograd: a pass in which the module was used
-    before, in evaluation, has saved the old ones."""
-    kept.data.copy_(value)
-
-
 # -- by neighbours, or by a vector's length ----------------------------------------------------------------
-
-
-@rule("local_response_norm")
-def local_response_norm(x: Operand, *args: Any, **kwargs: Any) -> Answer:
-    """Of nothing, torch returns its argument; of something, all ranks must have a quotient."""
-    if 0 in x.shape:
-        return Algorithm(lambda x, *args, **kwargs: x)
-    call = lambda v: F.local_response_norm(v, *args, **kwargs) if v.numel() else v / v
-    return factors("n c! *d -> n c *d", [x], call=call)
+# of nothing, torch returns its argument; of something, all ranks must have a quotient
+line("local_response_norm", "n c! *d -> n c *d", never_empty=True)
 
 
 @rule("normalize")
 def normalize(x: Operand, p: float = 2.0, dim: Named = 1, eps: float = 1e-12, **kwargs: Any) -> Factors | None:
     """By its parts, a norm and a quotient, where the dim is cut."""
-    if not isinstance(dim, int) or kwargs or x.layout.is_cut(dim_of(dim, x.ndim)):
+    if not isinstance(dim, int) or kwargs or x.layout.is_cut(dim_from_front(dim, x.ndim)):
         return None
-    return whole_along(x, (dim_of(dim, x.ndim),), True)
+    return whole_along(x, (dim_from_front(dim, x.ndim),), True)
 
 
 @program("_weight_norm")

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import dim_from_front
 from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import Partial
 from shardwise.rules.order import added, falling, rising, rising_alone, rising_by, rising_threshold, scaled
-from shardwise.rules.view import dim_of
-from shardwise.strategy import Algorithm, Factors, Operand, Order, Result, factors, operands_in, unfinished
+from shardwise.strategy import Algorithm, Factors, Operand, Order, Result, factors, line, operands_in, unfinished
 from shardwise.strategy.memory import contiguous, like_a_sum, restrided, stored
 from shardwise.strategy.registry import program, rule
 
@@ -73,10 +73,8 @@ pointwise(
     "shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u masked_fill fill shifted_chebyshev_polynomial_v "
     "shifted_chebyshev_polynomial_w native_dropout_backward"
 )
-stored("xlogy xlog1py copysign floor_divide logaddexp logaddexp2 logical_and logical_or logical_xor heaviside")(
-    like_a_sum
-)
-stored("div true_divide divide native_dropout_backward")(like_a_sum)
+_LIKE_A_SUM = "copysign div divide floor_divide heaviside logaddexp logaddexp2 logical_and logical_or logical_xor "
+stored(_LIKE_A_SUM + "native_dropout_backward true_divide xlog1py xlogy")(like_a_sum)
 
 
 @stored("angle", device="cpu")
@@ -91,17 +89,14 @@ pointwise("addcmul addcdiv", numbers=("value",))
 pointwise("frexp log_sigmoid_forward", outputs=2)
 
 
-def linear(names: str, **more: Any) -> None:
-    """Ops of one operand: a Partial sum stays one."""
-
-    @rule(names, any_float=True)
-    def linear_in_one(x: Operand, *args: object, **kwargs: object) -> Factors:
-        return broadcast([x], linear="joint", **more)
-
-
-linear("imag")
-linear("deg2rad rad2deg", order=Order(rising))
-linear("neg", order=Order(falling, one_to_one=True))
+# of one operand: a Partial sum stays one
+line("imag _conj _conj_copy _conj_physical _neg_view _neg_view_copy", "*d -> *d", "joint")
+line("deg2rad rad2deg", "*d -> *d", "joint", order=Order(rising))
+line("neg", "*d -> *d", "joint", order=Order(falling, one_to_one=True))
+line("contiguous", "*d -> *d", "joint", any_partial=True, may_alias=True)
+# parts of any reduction are copied as they are; and any reduction of zeros is zero
+_COPIES = "positive clone detach alias zero alias_copy detach_copy lift lift_fresh lift_fresh_copy"
+line(_COPIES, "*d -> *d", "joint", any_partial=True)
 
 
 @rule("real conj conj_physical")
@@ -114,12 +109,6 @@ def conjugate(x: Operand) -> Factors | Algorithm:
 _one = lambda x: x._layout.mesh.comm.first(x._local)
 program("resolve_conj", knows_memory=True)(lambda x: x.clone() if _one(x).is_conj() else x)
 program("resolve_neg", knows_memory=True)(lambda x: x * 1 if _one(x).is_neg() else x)
-
-
-linear("_conj _conj_copy _conj_physical _neg_view _neg_view_copy")
-linear("contiguous", any_partial=True, may_alias=True)
-# parts of any reduction are copied as they are; and any reduction of zeros is zero
-linear("positive clone detach alias zero alias_copy detach_copy lift lift_fresh lift_fresh_copy", any_partial=True)
 
 
 def filled_like(func: Any, x: Operand, *args: Any, **kwargs: Any) -> Factors | Algorithm:
@@ -182,9 +171,9 @@ def div(
 @rule("glu")
 def glu(x: Operand, dim: int = -1) -> Factors | Algorithm:
     """Of a dim that is cut, the second half goes to where the first is."""
-    if x.ndim and x.shape[dim] % 2 == 0 and x.layout.is_cut(dim_of(dim, x.ndim)):
+    if x.ndim and x.shape[dim] % 2 == 0 and x.layout.is_cut(dim_from_front(dim, x.ndim)):
         return Algorithm(lambda x, dim=-1: x.chunk(2, dim)[0] * x.chunk(2, dim)[1].sigmoid())
-    return factors("*d!dim -> *d", [x], dim=dim_of(dim, x.ndim))
+    return factors("*d!dim -> *d", [x], dim=dim_from_front(dim, x.ndim))
 
 
 @rule("where", any_float=True)

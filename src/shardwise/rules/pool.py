@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any
 
@@ -16,69 +15,31 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.base import Coords
-from shardwise.comm.bridge import zeros_of
 from shardwise.layout import contiguous_stride
-from shardwise.layout.split import Interval
-from shardwise.rules.pad import copied
-from shardwise.strategy import Algorithm, Answer, Factors, Operand, factors, operands_in, rearrangement
+from shardwise.strategy import Algorithm, Answer, Factors, Operand, factors, line, rearrangement
+from shardwise.strategy.copying import copied
 from shardwise.strategy.empty_ranks import never_empty
-from shardwise.strategy.memory import as_first_suggests, stored
+from shardwise.strategy.memory import as_first_suggests, meta_like, stored
 from shardwise.strategy.notation import parse
-from shardwise.strategy.program import Halo, Reach, cut_like, each, reduced, run_local, windowed
+from shardwise.strategy.program import reduced, run_local
 from shardwise.strategy.reading import rearranged
 from shardwise.strategy.registry import rule
+from shardwise.strategy.windows import Halo, Units, cut_like, each, resizing, sliding, windowed
 from shardwise.wrapper import Wrapper, restride
 
 ATEN = torch.ops.aten
 Sizes = int | Sequence[int]
 
 
-@dataclass(frozen=True)
-class Units(Reach):
-    """Every `stride` inputs make `per` outputs, with the help of some units `around` them. A window is never shorter
-    than the kernel if that is possible, since some ops insist."""
-
-    per: int = 1
-    around: tuple[int, int] = (0, 0)
-
-    def window(self, start: int, stop: int) -> Interval:
-        units = min(start // self.per - self.around[0], (self.n - self.span) // self.stride)
-        first, last = max(units, 0) * self.stride, (-(-stop // self.per) + self.around[1]) * self.stride
-        return first, max(last, first + self.span)
-
-    def first_at(self, row: int) -> int:
-        return -(-row * self.per // self.stride)
-
-    def part(self, halo: Halo, coords: Coords) -> tuple[int, int, int, int]:
-        """The rows a rank has (one that makes nothing: those that the first output reads), how many outputs the op
-        makes of them, and where its own begin among these."""
-        first, last = self.window(0, 1)
-        row, end = (halo.needs(coords) or ((first, min(last, self.n)),))[0]
-        start, _ = (halo.made(coords) or ((0, 0),))[0]
-        return row, end, (end - row) // self.stride * self.per, start - row // self.stride * self.per
-
-
-def sliding(n: int, outputs: int, kernel: int, stride: int, padding: int, dilation: int) -> Units:
-    behind = dilation * (kernel - 1) + 1 - padding  # how far an output reads from where its unit begins
-    return Units(n, outputs, kernel, stride, dilation, around=(-(-padding // stride), max(-(-behind // stride) - 1, 0)))
-
-
-def resizing(n: int, outputs: int, margin: int = 0) -> Units:
-    """Output j reads what is around j * n / outputs, and `margin` rows on both sides: the same in every unit."""
-    units = math.gcd(n, outputs)
-    extra = -(-margin * units // n)
-    return Units(n, outputs, 1, n // units, per=outputs // units, around=(extra, extra))
-
-
-def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], Units], **more: Any) -> Any:
+def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], Units], linear: str = "none") -> Any:
     """An op on the last `dims` dims: call(x, sizes), with () for the sizes the call asks for, and reach(i, n, outputs)
     for the i-th of these dims. Of two results the second has flat positions in a plane of x."""
     planes = range(x.ndim - dims, x.ndim)
-    metas = tree_leaves(call(torch.empty_strided(x.shape, x.layout.stride, dtype=x.dtype, device="meta"), ()))
+    metas = tree_leaves(call(meta_like(x.layout), ()))
     sizes = metas[0].shape
     cut = [d for d in planes if x.layout.is_cut(d)]
     if not cut or any(0 in (x.shape[d], sizes[d]) for d in planes):
-        return leading(lambda v: call(v, ()), [x], [dims], **more)
+        return on_planes(x, planes, lambda v: call(v, ()), linear, len(metas))
     if x.layout.is_partial:
         return Algorithm(lambda x, *args, **kwargs: call(reduced(x), ()))
     halos = {d: Halo(x.layout, d, reach(d - planes[0], x.shape[d], sizes[d])) for d in cut}
@@ -109,17 +70,10 @@ def one_or_all(results: Sequence[Any]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def leading(call: Any, operands: Sequence[Operand], last: Any, outputs: int = 1, linear: str = "none") -> Factors:
-    """call(*operands): the last `last[i]` dims of operand i are whole, those before them pass. `linear` in the first.
-    Kernels refuse tensors without elements."""
-    most = operands[0].ndim - last[0]
-    more = [max(op.ndim - end - most, 0) for op, end in zip(operands, last)]  # dims in front that x does not have
-    whole = lambda i, count, name: " ".join(f"{name}{i}_{d}!" for d in range(count))
-    terms = [f"{whole(i, more[i], 'm')} *b {whole(i, end, 'x')}" for i, end in enumerate(last)]
-    rounds = not operands[0].dtype.is_floating_point
-    text = f"{', '.join(terms)} -> {terms[0]}"
-    how = "none" if rounds else linear
-    return factors(text, operands, how, joint={0}, outputs=outputs, call=call, never_empty=True)
+def on_planes(x: Operand, planes: Sequence[int], call: Any, linear: str, outputs: int = 1) -> Factors:
+    """call(x), which needs its planes whole. Averages of integers are rounded."""
+    how = linear if x.dtype.is_floating_point else "none"
+    return factors("*d!dim -> *d", [x], how, dim=planes, outputs=outputs, call=call, never_empty=True)
 
 
 # -- which pools there are ---------------------------------------------------------------------------------
@@ -144,26 +98,18 @@ def adapts(name: str, dims: int, **more: Any) -> None:
         return spatial(x, dims, call, lambda i, n, m: resizing(n, m), **more)
 
 
-def on_planes(name: str, *last: int, **more: Any) -> None:
-    """Ops that need their planes whole: the last dims of each tensor."""
-
-    @rule(name)
-    def op(*args: Any) -> Factors:
-        def call(*values: Any) -> Any:
-            rest = iter(values)
-            return getattr(ATEN, name)(*(next(rest) if isinstance(arg, Operand) else arg for arg in args))
-
-        return leading(call, list(operands_in(args)), last, **more)
-
-
-for _d in (2, 3):
+for _d, _in, _out in ((2, "h! w!", "y x"), (3, "d! h! w!", "z y x")):
     slides(f"avg_pool{_d}d", _d, dilated=False, linear="joint")
-    slides(f"max_pool{_d}d_with_indices", _d, dilated=True, outputs=2)
+    slides(f"max_pool{_d}d_with_indices", _d, dilated=True)
     adapts(f"_adaptive_avg_pool{_d}d", _d, linear="joint")
-    adapts(f"adaptive_max_pool{_d}d", _d, outputs=2)
-    on_planes(f"fractional_max_pool{_d}d", _d, 1, outputs=2)
-    on_planes(f"max_unpool{_d}d", _d, _d, linear="each")
-    on_planes(f"max_pool{_d}d_with_indices_backward", _d, _d, _d)
+    adapts(f"adaptive_max_pool{_d}d", _d)
+    line(f"max_unpool{_d}d", f"*b {_in}, *b {_in} -> *b {_out}", "each", joint={0}, never_empty=True)
+    line(f"max_pool{_d}d_with_indices_backward", f"*b {_in}, *b {_in}, *b {_in} -> *b {_out}", never_empty=True)
+    line(  # without a batch, the samples have one all the same
+        f"fractional_max_pool{_d}d",
+        f"c {_in}, one! c k! -> c {_out}, c {_out} | n c {_in}, n c k! -> n c {_out}, n c {_out}",
+        never_empty=True,
+    )
 
 
 @rule("max_pool1d")
@@ -209,7 +155,7 @@ def smooth(name: str, dims: int, radius: int, antialias: bool = False) -> None:
         sizes = zip(x.shape[-dims:], output_size, scales, strict=False)
         if align_corners or any(scale is not None and n * scale != m for n, m, scale in sizes):
             call = lambda v: getattr(ATEN, name)(v, output_size, align_corners, *scales)  # no units: nothing repeats
-            return leading(call, [x], [dims], linear="joint")
+            return on_planes(x, range(x.ndim - dims, x.ndim), call, "joint")
         reach = lambda i, n, m: resizing(n, m, math.ceil(radius * max(n / m, 1)) + 1 if antialias else radius)
         resize = lambda v, sizes: getattr(ATEN, name)(v, sizes or output_size, align_corners)
         return spatial(x, dims, resize, reach, linear="joint")
@@ -225,23 +171,10 @@ for _name, _radius in [("bilinear2d", 1), ("bicubic2d", 2), ("lanczos2d", 3)]:
 
 
 # -- from anywhere -----------------------------------------------------------------------------------------
-def sampler(name: str, text: str) -> None:
-    """Batch, channels and grid pass. Of an empty grid torch has no second derivatives, but all ranks must have them."""
-    func = getattr(ATEN, name)
-
-    @rule(name)
-    def sampled(x: Operand, grid: Operand, *args: object, **kwargs: object) -> Factors:
-        def call(v: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-            if v.numel() and at.numel():
-                return func(v, at, *args, **kwargs)
-            return zeros_of([((*v.shape[:2], *at.shape[1:-1]), v.dtype)], [v, at])[0]
-
-        return factors(text, [x, grid], "each", joint={0}, call=call)
-
-
-sampler("grid_sampler_2d", "n c h! w!, n y x two! -> n c y x")
-sampler("_grid_sampler_2d_cpu_fallback", "n c h! w!, n y x two! -> n c y x")
-sampler("grid_sampler_3d", "n c d! h! w!, n z y x three! -> n c z y x")
+# of an empty grid torch has no second derivatives, but all ranks must have them
+_sampled: dict[str, Any] = {"linear": "each", "joint": {0}, "never_empty": True}
+line("grid_sampler_2d _grid_sampler_2d_cpu_fallback", "n c h! w!, n y x two! -> n c y x", **_sampled)
+line("grid_sampler_3d", "n c d! h! w!, n z y x three! -> n c z y x", **_sampled)
 
 
 @rule("affine_grid_generator")

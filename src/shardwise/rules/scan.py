@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from shardwise.errors import dim_from_front
 from shardwise.layout import Partial
 from shardwise.layout.layout import parent_sets
 from shardwise.layout.split import count
-from shardwise.rules.reduce import whole_along
-from shardwise.rules.view import dim_of
 from shardwise.strategy import Algorithm, Answer, Operand, Tensor, line, needs_grad, reduced, run_local
 from shardwise.strategy.program import sum_dtype
 from shardwise.strategy.registry import rule
+from shardwise.strategy.two_stages import whole_along
 
 # torch's gradient of an empty tensor is that tensor itself
 line("cummax cummin", "*d!dim -> *d, *d", takes="x dim", never_empty=True)
@@ -37,7 +37,7 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
 
     @rule(names)
     def cumulative(x: Operand, dim: int, *, dtype: torch.dtype | None = None) -> Answer:
-        along = dim_of(dim, x.ndim)
+        along = dim_from_front(dim, x.ndim)
         kept = dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
         if scan is torch.cumprod and x.ndim and (x.shape[along] == 1 or math.prod(x.shape) <= 1):
             return Algorithm(lambda x, *args, **named: reduced(x).to(kept, copy=True))  # torch hands the gradient on

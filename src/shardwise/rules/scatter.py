@@ -5,49 +5,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from shardwise.layout.layout import contiguous_stride
-from shardwise.rules.data_dependent import broadcast_shape
-from shardwise.rules.index import (
-    Indexed,
-    by_holders,
-    clamped,
-    is_mask,
-    located,
-    located_all,
-    places_of_mine,
-    unravelled,
-    without_masks,
-)
-from shardwise.rules.view import dim_of
+from shardwise.errors import dim_from_front
+from shardwise.layout.region import broadcast_shape, contiguous_stride
+from shardwise.rules.index import Indexed, clamped, is_mask, unravelled, without_masks
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, needs_grad
+from shardwise.strategy.lookup import Written, located, located_all, places_of_mine
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.spec import Assignment
-
-
-@dataclass
-class Written(Factors):
-    """Factors of an op that writes at indices of `dims` of its first operand. Where those are cut, write(suffix,
-    *operands, held) does it on a rank that holds `held` of them (None: all), with torch's suffix if in place."""
-
-    dims: Sequence[int] = ()
-    write: Callable[..., Any] = lambda *args: None
-
-    def assign(self, operands: Sequence[Operand], outputs: Sequence[Any], pinned: bool) -> Assignment | None:
-        assignment = super().assign(operands, outputs, pinned)
-        suffix = "_" if pinned else ""
-        write = lambda *values: self.write(suffix, *values)
-        write.__name__ = "write" + suffix  # as torch marks what writes into its first argument
-        if assignment is not None:
-            layout = operands[0].layout.replace(placements=assignment.inputs[0])
-            if any(map(layout.is_cut, self.dims)):
-                assignment.local = by_holders(self.dims, write, write)
-        return assignment
 
 
 def linear_in(source: int, adds: bool) -> dict[str, Any]:
@@ -58,7 +26,7 @@ def linear_in(source: int, adds: bool) -> dict[str, Any]:
 # -- one index for each row --------------------------------------------------------------------------------
 def write_rows(op: str, x: Operand, dim: int, index: Operand, source: Any, *rest: Any, **named: Any) -> Factors:
     """x.op(dim, index, source, *rest): row index[j] of x meets row j of the source (index_fill: a value for all)."""
-    d, adds, fills = dim_of(dim, x.ndim), op == "index_add", op == "index_fill"
+    d, adds, fills = dim_from_front(dim, x.ndim), op == "index_add", op == "index_fill"
     rows = "i" if adds and index.ndim and x.ndim else None
     # of rows of one element, torch's kernel for products of 16 bits on CPU raises: there rows stay whole
     fragile = op == "index_reduce" and x.dtype.itemsize == 2 and x.layout.device.type == "cpu"
@@ -89,7 +57,7 @@ for _op in ("index_add", "index_copy", "index_fill", "index_reduce"):
 def write_elements(op: str, x: Operand, dim: int, index: Operand, src: Any, *rest: Any, **named: Any) -> Factors:
     """x.op(dim, index, src, *rest). Dims of equal size pass, position by position; of the others a rank that holds part
     of x looks at the whole index."""
-    d, sources, shape = dim_of(dim, x.ndim), [src] if isinstance(src, Operand) else [], x.shape
+    d, sources, shape = dim_from_front(dim, x.ndim), [src] if isinstance(src, Operand) else [], x.shape
     reduce = named.get("reduce", rest[0] if rest else None)
     adds = op == "scatter_add" or reduce == "add" or (reduce == "sum" and named.get("include_self", True))
     if x.ndim != index.ndim or not x.ndim:

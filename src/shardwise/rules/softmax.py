@@ -8,23 +8,21 @@ from typing import Any
 
 import torch
 
-from shardwise.layout import Partial, Shard
-from shardwise.rules.reduce import reduced_dims, staged, whole_along
-from shardwise.rules.view import dim_of
-from shardwise.strategy import Algorithm, Answer, Named, Operand, Tensor, reduced, run_local, sum_dtype
+from shardwise.errors import dim_from_front
+from shardwise.strategy import Algorithm, Answer, Named, Operand
+from shardwise.strategy.program import Tensor, reduced, run_local, sum_dtype, without_dims
 from shardwise.strategy.registry import program, rule
+from shardwise.strategy.two_stages import reduced_dims, staged, whole_along
 
 
 def exponentials(x: Tensor, dims: tuple[int, ...], instead: Callable[[Any], Any] | None = None) -> tuple[Any, Any, Any]:
     """exp(x - largest), its sum over `dims` and the largest; where `instead` says so, 0 stands for the largest."""
 
     def largest_held(v: torch.Tensor) -> torch.Tensor:
-        return v.amax(dims, True) if all(v.shape[d] for d in dims) else v.new_full(one(v.shape), -torch.inf)
+        one = [1 if d in dims else n for d, n in enumerate(v.shape)]
+        return v.amax(dims, True) if all(v.shape[d] for d in dims) else v.new_full(one, -torch.inf)
 
-    one = lambda shape: [1 if d in dims else n for d, n in enumerate(shape)]
-    places = [Partial("max") if isinstance(p, Shard) and p.dim in dims else p for p in x.placements]
-    pending = x._layout.replace(shape=one(x.shape), placements=places)
-    largest = reduced(run_local(largest_held, [x.detach()], pending))
+    largest = reduced(run_local(largest_held, [x.detach()], without_dims(x._layout, dims, True, "max")))
     if instead is not None:
         largest = largest.masked_fill(instead(largest), 0)
     powers = (x - largest).exp()
@@ -38,7 +36,7 @@ def softmax_rule(names: str, finish: Callable[..., Any], instead: Callable[[Any]
     def along(x: Operand, dim: Named = None, *args: Any, **kwargs: Any) -> Answer:
         if not isinstance(dim, int):
             return None  # torch chooses one, with a warning
-        dim, more = dim_of(dim, x.ndim), (*args, *kwargs.values())
+        dim, more = dim_from_front(dim, x.ndim), (*args, *kwargs.values())
         to_float = [torch.float32] if any(a is True for a in more) else []  # aten's half_to_float
         kept = [*(a for a in more if isinstance(a, torch.dtype)), *to_float, x.dtype][0]
         if not x.layout.is_cut(dim) or not kept.is_floating_point:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ import torch
 from shardwise.layout import Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.protocols import Ctx
-from shardwise.rules.reduce import Dims, gather_parts, reduced_dims, shared_extreme, staged, whole_along
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
-from shardwise.strategy.memory import contiguous, stored
+from shardwise.strategy.memory import contiguous, meta_like, stored
 from shardwise.strategy.program import Tensor, constant, needs_grad, reduced, run_local, sum_dtype, whole
 from shardwise.strategy.registry import program, rule
+from shardwise.strategy.two_stages import Dims, gather_parts, reduced_dims, shared_extreme, staged, whole_along
 from shardwise.torch_private.tensors import are_transforms_active
 
 
@@ -192,21 +193,17 @@ line("kthvalue", "*d!dim -> *d-dim, *d-dim", takes="x k dim=-1 keepdim=False")
 line("mode", "*d!dim -> *d-dim, *d-dim", takes="x dim=-1 keepdim=False")
 
 
-def _median(name: str) -> None:
+def median(func: Callable[..., Any], x: Operand, dim: int | None = None, keepdim: bool = False) -> Factors:
     """Of all elements one value; along a dim values and indices."""
-    func = getattr(torch, name)
-
-    @rule(name)
-    def median(x: Operand, dim: int | None = None, keepdim: bool = False) -> Factors:
-        dims = reduced_dims(dim, x.ndim)
-        if dim is None or 0 not in x.layout.stride:
-            return whole_along(x, dims, keepdim, outputs=1 if dim is None else 2)
-        # of expanded tensors torch's kernel reads memory that nobody has written
-        return whole_along(x, dims, keepdim, 2, call=lambda v: func(v.contiguous(), dim, keepdim))
+    dims = reduced_dims(dim, x.ndim)
+    if dim is None or 0 not in x.layout.stride:
+        return whole_along(x, dims, keepdim, outputs=1 if dim is None else 2)
+    # of expanded tensors torch's kernel reads memory that nobody has written
+    return whole_along(x, dims, keepdim, 2, call=lambda v: func(v.contiguous(), dim, keepdim))
 
 
-_median("median")
-_median("nanmedian")
+rule("median")(functools.partial(median, torch.median))
+rule("nanmedian")(functools.partial(median, torch.nanmedian))
 
 
 stored("isin")(contiguous)
@@ -216,23 +213,16 @@ stored("isin")(contiguous)
 def isin(elements: Operand | float, test_elements: Operand | float, **kwargs: object) -> Factors:
     """A few others are looked at as a line in memory, and torch raises where that is no view of them."""
     if isinstance(test_elements, Operand):
-        x, others = _meta_of(elements), _meta_of(test_elements)
+        x = meta_like(elements.layout) if isinstance(elements, Operand) else torch.as_tensor(elements, device="meta")
+        others = meta_like(test_elements.layout)
         if x.numel() and others.numel() < 10 * x.numel() ** 0.145:  # torch's own condition
             others.to(torch.result_type(x, others)).view(-1)
-    return lookup(elements, test_elements, **kwargs)
+    text = "*d, *s!, .. -> *d" if isinstance(elements, Operand) else "*s! -> "
+    return factors(text, list(operands_in((elements, test_elements))))
 
 
-def _meta_of(x: Operand | float) -> torch.Tensor:
-    if not isinstance(x, Operand):
-        return torch.as_tensor(x, device="meta")
-    return torch.empty_strided(x.shape, x.layout.stride, dtype=x.dtype, device="meta")
-
-
-@rule("bucketize")
-def lookup(x: Operand | float, *args: object, **kwargs: object) -> Factors:
-    """Elements (or one number) are looked up in the other tensors, which are whole."""
-    operands = list(operands_in((x, *args, *kwargs.values())))
-    return factors("*d, *s!, .. -> *d" if isinstance(x, Operand) else "*s!, .. -> ", operands)
+# elements, or one number, are looked up in other tensors, which are whole
+line("bucketize", "*d, *s! -> *d | *s! -> ", takes="x boundaries")
 
 
 @rule("searchsorted")

@@ -16,34 +16,24 @@ import torch
 from shardwise.errors import dim_from_front
 from shardwise.layout import Layout, contiguous_stride
 from shardwise.layout.split import Intervals, count, intersect, normalize, positions
-from shardwise.move.pack import BITS
 from shardwise.strategy import Algorithm, Factors, Named, Operand, Relayout, Tensor, call_with, factors, line, same_call
+from shardwise.strategy.lookup import adds_up, sum_of
 from shardwise.strategy.memory import restrided, stored
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.relayout import Carried, SetMap, flipped, regrouped, repeated, rolled, sliced, unchanged
+from shardwise.strategy.relayout import carried, in_local_shape, local_range
+from shardwise.strategy.set_maps import Carried, Range, flipped, regrouped, repeated, rolled, sliced
 from shardwise.strategy.spec import LocalCall, PerCoords
-
-
-def dim_of(dim: int, ndim: int) -> int:
-    """A dim counted from the front."""
-    return dim_from_front(dim, ndim)
 
 
 def dims_of(dims: int | Sequence[int], ndim: int) -> list[int]:
     """One dim or several, counted from the front."""
-    return [dim_of(d, ndim) for d in ((dims,) if isinstance(dims, int) else dims)]
+    return [dim_from_front(d, ndim) for d in ((dims,) if isinstance(dims, int) else dims)]
 
 
 def ints(sizes: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
     """view(2, 3), view((2, 3)) and view(size=(2, 3)) alike. What follows a tuple is something else, as strides."""
     sizes = sizes or tuple(named.values()) or ((),)
     return tuple(sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes)
-
-
-def carried(where: Mapping[int, int] | range, local: Any, changes: Mapping[int, SetMap] | None = None) -> Relayout:
-    """Dim d becomes dim where[d], the sets held of it changed by changes[d]; a dim that is not there must be whole."""
-    change = changes or {}
-    return Relayout(1, lambda d: [[Carried(where[d], change.get(d, unchanged))] if d in where else []], local)
 
 
 def permutation(order: Sequence[int]) -> Relayout:
@@ -56,11 +46,6 @@ def to_shape(x: Operand, shape: Sequence[int], may_alias: bool = True) -> Relayo
     strides; a local tensor may be stored otherwise (by a kernel, for an odd shard), and is copied then."""
     local = in_local_shape(torch.Tensor.reshape)
     return Relayout(1, lambda dim: [regrouped(x.shape, dim, shape)], local, may_alias, view=torch.Tensor.view)
-
-
-def in_local_shape(func: Any) -> Any:
-    """func(x, the shape of the result that a rank holds)."""
-    return call_with(func, lambda source, outputs, coords: outputs[0].local_shape_at(coords))
 
 
 def filled_in(shape: Sequence[int], numel: int) -> tuple[int, ...]:
@@ -103,7 +88,7 @@ def flatten(x: Operand, start_dim: int = 0, end_dim: int = -1) -> Relayout:
 
 @rule("unflatten")
 def unflatten(x: Operand, dim: int, sizes: Sequence[int]) -> Relayout:
-    d = dim_of(dim, x.ndim)
+    d = dim_from_front(dim, x.ndim)
     return to_shape(x, (*x.shape[:d], *filled_in(sizes, x.shape[d]), *x.shape[d + 1 :]))
 
 
@@ -146,7 +131,7 @@ def rot90(x: Tensor, k: int = 1, dims: Any = (0, 1)) -> Tensor:
 
 @rule("unsqueeze unsqueeze_copy")
 def unsqueeze(x: Operand, dim: int) -> Relayout:
-    at = dim_of(dim, x.ndim + 1)
+    at = dim_from_front(dim, x.ndim + 1)
     return carried({d: d + (d >= at) for d in range(x.ndim)}, same_call(torch.unsqueeze, at))
 
 
@@ -176,14 +161,11 @@ def repeat(x: Operand, *repeats: object, **named: object) -> Relayout:
 
 
 # -- slices ------------------------------------------------------------------------------------------------
-Range = tuple[int, int, int]  # start, stop, step
-
-
 def slices(dim: int, ranges: Sequence[Range], split: Callable[..., Sequence[torch.Tensor]] | None = None) -> Relayout:
     """One output for each range of `dim`. Ranges that follow each other may be made by `split`, a function of torch
     that takes their sizes: autograd then knows that they are views of one call, or no views at all."""
-    carry = lambda d: [[Carried(d, sliced(*r) if d == dim else unchanged)] for r in ranges]
-    local_ranges = lambda source, outputs, coords: tuple(_local_range(source, dim, r, coords) for r in ranges)
+    carry = lambda d: [[Carried(d, sliced(*r)) if d == dim else Carried(d)] for r in ranges]
+    local_ranges = lambda source, outputs, coords: tuple(local_range(source, dim, r, coords) for r in ranges)
 
     def cut(v: torch.Tensor, ranges: Sequence[Range]) -> Sequence[torch.Tensor]:
         if split is not None:
@@ -192,15 +174,6 @@ def slices(dim: int, ranges: Sequence[Range], split: Callable[..., Sequence[torc
 
     may_alias = split is not torch.unsafe_split_with_sizes
     return Relayout(len(ranges), carry, call_with(cut, local_ranges), may_alias=may_alias)
-
-
-def _local_range(source: Layout, dim: int, wanted: Range, coords: tuple[int, ...]) -> Range:
-    """Where the wanted indices are in what a rank holds. With a step it holds one interval: `sliced` requires it."""
-    start, stop, step = wanted
-    first = start + max(-((start - source.offset_at(dim, coords)) // step), 0) * step
-    held = source.held(dim, coords)
-    begin, end = (count(intersect(held, normalize([(0, edge)]))) for edge in (first, stop))
-    return begin, max(begin, end), step
 
 
 def _slice(x: torch.Tensor, dim: int, start: int, stop: int, step: int) -> torch.Tensor:
@@ -215,23 +188,23 @@ def clipped(start: object, end: object, step: object, n: int) -> Range:
 
 @rule("slice slice_copy")
 def slice_(x: Operand, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Relayout:
-    d = dim_of(dim, x.ndim)
+    d = dim_from_front(dim, x.ndim)
     wanted = clipped(start, end, step, x.shape[d] if x.ndim else 0)
-    local_range = lambda source, outputs, coords: _local_range(source, d, wanted, coords)
-    return carried(range(x.ndim), call_with(lambda v, r: _slice(v, d, *r), local_range), {d: sliced(*wanted)})
+    my_range = lambda source, outputs, coords: local_range(source, d, wanted, coords)
+    return carried(range(x.ndim), call_with(lambda v, r: _slice(v, d, *r), my_range), {d: sliced(*wanted)})
 
 
 @rule("narrow narrow_copy")
 def narrow(x: Operand, dim: int, start: Any, length: int) -> Relayout | Algorithm:
     if isinstance(start, Operand):
         return Algorithm(lambda x, dim, start, length: x.narrow(dim, int(start.item()), length))
-    first = start + x.shape[dim_of(dim, x.ndim)] if start < 0 else start
+    first = start + x.shape[dim_from_front(dim, x.ndim)] if start < 0 else start
     return slice_(x, dim, first, first + length)
 
 
 @rule("split split_with_sizes split_copy split_with_sizes_copy")
 def split(x: Operand, sizes: Any = None, dim: int = 0, separate: bool = False, **named: Any) -> Relayout:
-    d, wanted = dim_of(dim, x.ndim), next(iter(named.values()), sizes)
+    d, wanted = dim_from_front(dim, x.ndim), next(iter(named.values()), sizes)
     if isinstance(wanted, int):
         n = x.shape[d]
         wanted = [min(wanted, n - start) for start in range(0, n, wanted)] if wanted and n else [n]
@@ -241,7 +214,7 @@ def split(x: Operand, sizes: Any = None, dim: int = 0, separate: bool = False, *
 
 @rule("chunk")
 def chunk(x: Operand, chunks: int, dim: int = 0, separate: bool = False) -> Relayout:
-    n = x.shape[dim_of(dim, x.ndim)]
+    n = x.shape[dim_from_front(dim, x.ndim)]
     size = -(-n // chunks) if chunks > 0 else 0  # torch's own error for chunks <= 0 comes from the meta call
     return split(x, size or [0] * chunks, dim, separate)
 
@@ -252,7 +225,7 @@ rule("unsafe_chunk")(functools.partial(chunk, separate=True))
 
 @rule("tensor_split")
 def tensor_split(x: Operand, where: Any = None, dim: int = 0, **named: Any) -> Relayout | Algorithm:
-    d, wanted = dim_of(dim, x.ndim), next(iter(named.values()), where)
+    d, wanted = dim_from_front(dim, x.ndim), next(iter(named.values()), where)
     n = x.shape[d]
     if isinstance(wanted, Operand):
         return Algorithm(lambda x, where, dim=0: x.tensor_split(where.tolist(), dim))
@@ -266,7 +239,7 @@ def tensor_split(x: Operand, where: Any = None, dim: int = 0, **named: Any) -> R
 @rule("unbind unbind_copy")
 def unbind(x: Operand, dim: int = 0) -> Factors:
     """The dim that is unbound must be whole."""
-    return factors("*d!dim -> *d-dim", [x], "joint", dim=dim, outputs=x.shape[dim_of(dim, x.ndim)])
+    return factors("*d!dim -> *d-dim", [x], "joint", dim=dim, outputs=x.shape[dim_from_front(dim, x.ndim)])
 
 
 @rule("flip")
@@ -313,7 +286,7 @@ def select(x: Operand, dim: int, index: Any) -> Factors | None:
     """Of a cut dim, the holder of the index keeps it and the others add zeros: a Partial sum, and nothing moves."""
     if isinstance(index, Operand):
         return None
-    d = dim_of(dim, x.ndim)
+    d = dim_from_front(dim, x.ndim)
     at = index + x.shape[d] if index < 0 else index
 
     def pick(v: torch.Tensor, found: Intervals) -> torch.Tensor:
@@ -329,13 +302,3 @@ def select(x: Operand, dim: int, index: Any) -> Factors | None:
     aliases = lambda inputs: not inputs[0].is_cut(d)
     more: dict[str, Any] = {"dim": d, "reduce": sum_of(x), "local": local, "aliases": aliases, "may_alias": True}
     return factors(text, [x], "joint", **more)
-
-
-def adds_up(x: Operand) -> bool:
-    """Whether torch can add tensors of this dtype: then what the ranks find may be left as a pending sum."""
-    return x.dtype not in BITS
-
-
-def sum_of(x: Operand) -> str:
-    """The reduction that gives a value which one rank holds and for which all others have zero."""
-    return "bor" if x.dtype == torch.bool else "sum"

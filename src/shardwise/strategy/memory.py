@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shardwise.layout import Layout
 from shardwise.strategy.registry import SPELLINGS
 from shardwise.torch_private.tensors import schema_of, storage_id
 
@@ -79,6 +80,11 @@ def correct_thin(
     for out, like in zip(tensors_among(result), real, strict=False):
         if out.shape == like.shape and storage_id(out) not in memory:
             restrided(out, like.stride())
+
+
+def meta_like(layout: Layout) -> torch.Tensor:
+    """A meta tensor of the global shape."""
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
 def restrided(meta: torch.Tensor, stride: Sequence[int]) -> None:

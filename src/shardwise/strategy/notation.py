@@ -1,8 +1,8 @@
 """Rules as lines: ``"*b m k, *b k n -> *b m n"``. A line names the dims of every tensor argument, then of every result.
 
-docs/extending.md has the table of what is written: `k!`, `*b`, `*d!dim`, `*d-dim`, `*d+dim`, `(g c)`, `n?`, `+n`, `..`.
-A factor that only inputs have is reduced: where it is cut, every rank has a part of the result. A factor that only
-results have is never cut."""
+docs/extending.md has the table of what is written: `k!`, `*b`, `*d!dim`, `*d-dim`, `*d+dim`, `(g c)`, `n?`, `+n`, `..`,
+`|`. A factor that only inputs have is reduced: where it is cut, every rank has a part of the result. A factor that
+only results have is never cut."""
 
 from __future__ import annotations
 
@@ -80,6 +80,15 @@ class Line:
     def names_dims(self) -> bool:
         """Whether the line speaks of the call's argument `dim`."""
         return any(word.named for term in (*self.inputs, *self.outputs) for word in term.words)
+
+
+def forms(text: str) -> list[Line]:
+    """The lines of a rule that is several, with `|` between them: the first that fits a call counts.
+
+    >>> [form.text for form in forms("k, k -> | m k, k -> m")]
+    ['k, k ->', 'm k, k -> m']
+    """
+    return [parse(form.strip()) for form in text.split("|")]
 
 
 @lru_cache(4096)

@@ -1,23 +1,22 @@
-"""What the programs of ops are made of: local work on what the ranks hold, and windows of dims that are cut."""
+"""What the programs of ops are made of: local work on what the ranks hold, and on what they ask the others for."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 
 from shardwise.comm.base import Coords
-from shardwise.comm.bridge import constant_of, share, zeros_of
+from shardwise.comm.bridge import constant_of, share
 from shardwise.comm.outside import held_of
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, running_op
-from shardwise.layout import Layout
-from shardwise.layout.layout import parent_sets, shards_from_table
+from shardwise.layout import Layout, Partial, Shard
+from shardwise.layout.layout import parent_sets
 from shardwise.layout.placement import REPLICATE
-from shardwise.layout.split import Interval, Intervals, chunk_pieces, count, intersect, normalize
+from shardwise.layout.split import Intervals, count
 from shardwise.move import plan_steps
 from shardwise.move.pack import take
 from shardwise.move.run import run_steps
@@ -155,101 +154,30 @@ def constant(value: Tensor, sources: Sequence[Tensor], missing: str = "") -> Ten
     return run_local(lambda v, *held: constant_of(v, held, missing), [value, *sources], value._layout)
 
 
-def zero_of(*tensors: torch.Tensor) -> torch.Tensor:
-    """Zero, for a rank that has nothing to compute with. In autograd's graphs, also in those of derivatives, it is
-    connected to all the tensors by one node, as what the kernels of the other ranks compute: the moves behind it must
-    come in the same order on all ranks."""
-    return zeros_of([((), tensors[0].dtype)], tensors)[0]
-
-
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums of values of `dtype` are taken in: float32 for halves."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-# -- sliding windows ---------------------------------------------------------------------------------------
-#     halos = {d: Halo(layout, d, Reach(n, outputs, kernel, stride, ...))}  # for every dim of x that slides and is cut
-#     output = cut_like(layout, halos, result)                              # its split of these dims
-#     run_local(func, [windowed(x, halos), ...], output, ...)
-#
-# A rank makes one interval of outputs, or none, and asks for one of inputs, whoever holds them. What its window has
-# beyond the ends of x is for func to pad.
-@dataclass(frozen=True)
-class Reach:
-    """Output j, 0 <= j < outputs, reads the inputs j * stride - before + dilation * t, 0 <= t < kernel, as far as they
-    are in [0, n): the others are padding."""
-
-    n: int
-    outputs: int
-    kernel: int
-    stride: int = 1
-    dilation: int = 1
-    before: int = 0
-
-    @property
-    def span(self) -> int:
-        """How many inputs there are from the first to the last that one output reads."""
-        return self.dilation * (self.kernel - 1) + 1
-
-    def window(self, start: int, stop: int) -> Interval:
-        """The inputs that the outputs [start, stop), at least one, read: padding counted."""
-        return start * self.stride - self.before, (stop - 1) * self.stride - self.before + self.span
-
-    def first_at(self, row: int) -> int:
-        """The first output whose middle is at input `row` or after it."""
-        return -((self.span // 2 - self.before - row) // self.stride)
+def without_dims(layout: Layout, dims: Sequence[int], keepdim: bool, reduce_op: str = "sum") -> Layout:
+    """The layout of what ranks make of their parts by reducing these dims: pending along the axes that cut them."""
+    left = [d for d in range(layout.ndim) if keepdim or d not in dims]
+    shape = tuple(1 if d in dims else layout.shape[d] for d in left)
+    kept = lambda p: p.at(left.index(p.dim)) if isinstance(p, Shard) else p
+    places = [Partial(reduce_op) if any(map(p.is_shard, dims)) else kept(p) for p in layout.placements]
+    return layout.replace(shape=shape, stride=None, placements=places)
 
 
-class Halo:
-    """One cut dim of a layout under a sliding window. A rank makes the outputs whose middle is at a row it holds, so
-    that what keeps the size keeps the split; where ranks hold several pieces, outputs are dealt out in chunks."""
-
-    def __init__(self, layout: Layout, dim: int, reach: Reach) -> None:
-        self.reach, self.dim, self.axes = reach, dim, layout.axes_of(dim)
-        self.sizes = [layout.mesh.shape[axis] for axis in self.axes]
-        held = parent_sets(layout.mesh, layout.placements, dim, layout.shape[dim])
-        follows = any(held) and all(len(rows) <= 1 for rows in held)
-        made = map(self._middles, held) if follows else chunk_pieces(reach.outputs, len(held))
-        self.table = dict(zip(itertools.product(*map(range, self.sizes)), made, strict=True))
-
-    def _middles(self, rows: Intervals) -> Intervals:
-        """The outputs whose middle is at these rows; those before the first and after the last go to the ends."""
-        total, n = self.reach.outputs, self.reach.n
-        bounds = [[0 if r == 0 else total if r == n else self.reach.first_at(r) for r in piece] for piece in rows]
-        return normalize([min(max(bound, 0), total) for bound in piece] for piece in bounds)
-
-    def made(self, coords: Coords) -> Intervals:
-        return self.table[tuple(coords[axis] for axis in self.axes)]
-
-    def needs(self, coords: Coords) -> Intervals:
-        """The inputs that the outputs made at `coords` are made from."""
-        windows = normalize(self.reach.window(*made) for made in self.made(coords))
-        return intersect(windows, normalize([(0, self.reach.n)]))
+def padded(x: torch.Tensor, sides: Mapping[int, tuple[int, int]], value: float = 0) -> torch.Tensor:
+    """`x` with rows before and after what it has of some dims; less rows where negative."""
+    return F.pad(x, [n for d in reversed(range(x.dim())) for n in sides.get(d, (0, 0))], value=value) if sides else x
 
 
-Halos = dict[int, Halo]
-
-
-def windowed(x: torch.Tensor, halos: Halos) -> Windowed:
-    return Windowed(x, {dim: halo.needs for dim, halo in halos.items()})
-
-
-def cut_like(layout: Layout, halos: Halos, result: Any, placements: Any = None) -> Layout:
-    """The layout of a result: as `layout` is, except for the sliding dims, which are split as the outputs are."""
-    places = list(placements or layout.placements)
-    for halo in halos.values():
-        shards = shards_from_table(halo.sizes, halo.reach.outputs, halo.table.__getitem__, halo.dim)
-        for axis, shard in zip(halo.axes, shards, strict=True):
-            places[axis] = shard
-    return layout.replace(placements=places, shape=result.shape, dtype=result.dtype, stride=result.stride())
+def indices(held: Intervals, device: torch.device | None = None) -> torch.Tensor:
+    """The indices of a set, in order."""
+    return torch.cat([torch.arange(a, b, device=device) for a, b in ((0, 0), *held)])
 
 
 def leaves_empty(layout: Layout) -> bool:
     """Whether some rank holds nothing, which many kernels refuse."""
     return any(() in parent_sets(layout.mesh, layout.placements, d, n) for d, n in enumerate(layout.shape))
-
-
-def each(value: Any, dims: int) -> tuple[int, ...]:
-    """One number per dim, where the call has one for all or one for each."""
-    values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    return values * dims if len(values) == 1 else values

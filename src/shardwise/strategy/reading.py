@@ -15,7 +15,7 @@ import torch
 
 from shardwise.errors import dim_from_front
 from shardwise.layout import Shard, contiguous_stride
-from shardwise.strategy.notation import Line, Term, Word, parse
+from shardwise.strategy.notation import Line, Term, Word, forms, parse
 from shardwise.strategy.registry import R, rule
 from shardwise.strategy.spec import Algorithm, Factors, Names, Operand, Result, operands_in
 
@@ -221,28 +221,32 @@ def line(names: str, text: str, linear: str = "none", **more: Any) -> None:
 def line_rule(
     text: str, linear: str = "none", takes: str | inspect.Signature = "", **more: Any
 ) -> Callable[..., Factors | None]:
-    """The rule a line stands for; it answers None for a call whose tensors do not fit the line.
+    """The rule a line stands for; it answers None for a call whose tensors do not fit the line. Of several, with `|`
+    between them, the first that fits counts.
 
     `takes` are the arguments of the op, as ``"x dim=-1 keepdim=False"``: those named `dim` and `keepdim` are what the
     line means by them. Without it, tensors are taken in the order of the call, by position."""
-    parsed, signature = parse(text), _signature(takes) if isinstance(takes, str) else takes
+    lines, signature = forms(text), _signature(takes) if isinstance(takes, str) else takes
+    names_dims = any(form.names_dims for form in lines)
 
     def from_line(*args: Any, **kwargs: Any) -> Factors | None:
-        if not kwargs and not parsed.names_dims:  # the common case: no need to know which argument is which
+        if not kwargs and not names_dims:  # the common case: no need to know which argument is which
             operands = list(operands_in(args))
-            return factors(text, operands, linear, **more) if parsed.fits(operands) else None
+            form = next((form for form in lines if form.fits(operands)), None)
+            return None if form is None else factors(form.text, operands, linear, **more)
         arguments = _bound(signature, args, kwargs)
         operands = list(operands_in(arguments.values()))
+        form = next((form for form in lines if form.fits(operands)), None)
         by_name = any(isinstance(value, Operand) for value in arguments.get("named", {}).values())
-        if by_name or not parsed.fits(operands):
+        if by_name or form is None:
             return None  # tensors by name may come in any order: below, torch gives them by position
-        if not parsed.names_dims:
-            return factors(text, operands, linear, **more)
+        if not names_dims:
+            return factors(form.text, operands, linear, **more)
         dim, keepdim = arguments["dim"], arguments.get("keepdim", False)
         if isinstance(dim, (bool, str, torch.dtype)):
             return None  # another form of the call, with something else in this place
         every = isinstance(dim, (list, tuple)) and not dim  # as torch has it
-        return factors(text, operands, linear, dim=None if every else dim, keepdim=keepdim, **more)
+        return factors(form.text, operands, linear, dim=None if every else dim, keepdim=keepdim, **more)
 
     return _described(from_line, text, signature)
 

@@ -80,6 +80,14 @@ def gathered(names: str, reason: str) -> None:
     rule(names)(lambda *args, **kwargs: answer)
 
 
+def refused(names: str, reason: str) -> None:
+    """Register ops that a distributed tensor cannot do, with the error that says so."""
+
+    @rule(names)
+    def refuse(*args: object, **kwargs: object) -> Answer:
+        raise RuleError(reason)
+
+
 def program(names: str, **how: bool) -> Callable[[Program], Program]:
     """Register the function below as the program of these ops on every layout; `how` are fields of `Algorithm`."""
 

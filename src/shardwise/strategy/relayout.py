@@ -5,33 +5,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.layout import shards_from_table
 from shardwise.layout.placement import REPLICATE
-from shardwise.layout.split import Intervals, intersect, normalize, repeat, shift
+from shardwise.layout.split import Intervals, count, intersect, normalize
+from shardwise.strategy.set_maps import Carried, Range, SetMap, unchanged
 from shardwise.strategy.spec import Assignment, Described, LocalCall, MakeLocal, Operand, PerCoords, Places, Spec
-
-MOST_PIECES = 4096  # a split with more intervals per rank than this is gathered instead
-
-SetMap = Callable[[Intervals], Intervals | None]
-
-
-@dataclass(frozen=True)
-class Carried:
-    """Where the cut of one input dim goes: a dim of the output, and what becomes of a held set."""
-
-    dim: int
-    change: SetMap
-
-    def fits(self, sets: set[Intervals]) -> bool:
-        """Whether every one of these sets can go there."""
-        changed = map(self.change, sets)  # one after another: most that do not fit show it at the first set
-        return all(c is not None and len(c) <= MOST_PIECES for c in changed)
 
 
 @dataclass
@@ -44,7 +27,7 @@ class Relayout(Spec):
     local: MakeLocal | None  # None: the call itself
     may_alias: bool = True
     view: Callable[..., Any] | None = None
-    keeps_more: bool = False
+    keeps: str = ""
 
     def assign(self, operands: Sequence[Operand], outputs: Sequence[Described], pinned: bool) -> Assignment | None:
         layout = operands[0].layout
@@ -124,6 +107,14 @@ def _grid(layout: Layout, axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(range(k) if a in axes else (0,) for a, k in enumerate(layout.mesh.shape)))
 
 
+def carried(
+    where: Mapping[int, int] | range, local: MakeLocal | None, changes: Mapping[int, SetMap] | None = None
+) -> Relayout:
+    """Dim d becomes dim where[d], the sets held of it changed by changes[d]; a dim that is not there must be whole."""
+    change = changes or {}
+    return Relayout(1, lambda d: [[Carried(where[d], change.get(d, unchanged))] if d in where else []], local)
+
+
 # -- local calls -------------------------------------------------------------------------------------------
 def same_call(func: Callable[..., Any], *statics: object, **named: object) -> MakeLocal:
     """The op itself, with the same static arguments on every rank."""
@@ -139,80 +130,15 @@ def call_with(func: Callable[..., Any], value_at: Callable[[Layout, list[Layout]
     return make
 
 
-# -- how sets change ---------------------------------------------------------------------------------------
-def unchanged(held: Intervals) -> Intervals:
-    return held
+def in_local_shape(func: Callable[..., Any]) -> MakeLocal:
+    """func(x, the shape of the result that a rank holds)."""
+    return call_with(func, lambda source, outputs, coords: outputs[0].local_shape_at(coords))
 
 
-def sliced(start: int, stop: int, step: int) -> SetMap:
-    """Where the indices start, start+step, ... < stop of a held set go."""
-
-    def change(held: Intervals) -> Intervals | None:
-        if step != 1 and len(held) > 1:
-            return None  # the picked indices are not evenly spaced in what a rank holds
-        kept = shift(intersect(held, normalize([(start, stop)])), -start)
-        return normalize((-(-a // step), -(-b // step)) for a, b in kept)
-
-    return change
-
-
-def flipped(n: int) -> SetMap:
-    return lambda held: normalize((n - b, n - a) for a, b in held)
-
-
-def rolled(n: int, by: int) -> SetMap:
-    """Indices go `by` up, those at the end to the front."""
-    return lambda held: intersect(normalize((*shift(held, by), *shift(held, by - n))), ((0, n),))
-
-
-def regrouped(sizes_in: Sequence[int], dim: int, sizes_out: Sequence[int]) -> list[Carried]:
-    """For a reshape: the output dims that may take the cut of input dim `dim`, best first. The held set, in units of
-    what stands to the right of the output dim, must be whole units; a larger output dim repeats it, a smaller one must
-    find the same set in each of its blocks."""
-    n, right = sizes_in[dim], math.prod(sizes_in[dim + 1 :])
-    if 0 in sizes_in:
-        return []
-    ways: list[tuple[int, Carried]] = []
-    for target, size in enumerate(sizes_out):
-        right_out = math.prod(sizes_out[target + 1 :])
-        if right_out % right and right % right_out or n * right % right_out:
-            continue
-        change, space = _rescaled(right, right_out), n * right // right_out
-        if size % space == 0:
-            times = size // space
-            ways.append((times, Carried(target, _then(change, repeated(space, times)))))
-        elif space % size == 0 and size > 1:
-            ways.append((1, Carried(target, _then(change, _periodic(size, space // size)))))
-    return [way for _, way in sorted(ways, key=lambda w: w[0])]
-
-
-def repeated(space: int, times: int) -> SetMap:
-    return lambda held: None if len(held) * times > MOST_PIECES else repeat(held, space, times)
-
-
-def _rescaled(times: int, by: int) -> SetMap:
-    """Indices times `times` / `by`, where all of them come out whole."""
-
-    def change(held: Intervals) -> Intervals | None:
-        scaled = [(divmod(a * times, by), divmod(b * times, by)) for a, b in held]
-        return None if any(a[1] or b[1] for a, b in scaled) else tuple((a[0], b[0]) for a, b in scaled)
-
-    return change
-
-
-def _then(first: SetMap, second: SetMap) -> SetMap:
-    def change(held: Intervals) -> Intervals | None:
-        middle = first(held)
-        return None if middle is None else second(middle)
-
-    return change
-
-
-def _periodic(period: int, times: int) -> SetMap:
-    """The set within one block, if every block has the same."""
-
-    def change(held: Intervals) -> Intervals | None:
-        block = intersect(held, ((0, period),))
-        return block if repeat(block, period, times) == held else None
-
-    return change
+def local_range(source: Layout, dim: int, wanted: Range, coords: tuple[int, ...]) -> Range:
+    """Where the wanted indices are in what a rank holds. With a step it holds one interval: `sliced` requires it."""
+    start, stop, step = wanted
+    first = start + max(-((start - source.offset_at(dim, coords)) // step), 0) * step
+    held = source.held(dim, coords)
+    begin, end = (count(intersect(held, normalize([(0, edge)]))) for edge in (first, stop))
+    return begin, max(begin, end), step

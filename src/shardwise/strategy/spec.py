@@ -93,7 +93,9 @@ class Spec(Protocol):
     result: Result | None = None  # of a single output; without it torch's meta kernel is asked
     may_alias: bool = False  # the local call may return a view where torch makes a copy: then it is copied
     view: Callable[..., Any] | None = None  # called in place of the local call where torch makes a view, if it can be
-    keeps_more: bool = False  # the local call keeps tensors for its gradient where torch keeps none
+    # what is kept for the gradient, where the local call and torch do not keep the same: "more" (the local call keeps
+    # tensors where torch keeps none) or "operand" (torch keeps the first operand, so it is kept here too)
+    keeps: str = ""
     in_place_without_meta: bool = False  # an in-place call has no meta kernel, and needs none
     run_meta: Callable[[Callable[..., Any]], Any] | None = None  # the function on meta tensors, in the rule's own way
 
@@ -169,6 +171,7 @@ class Factors(Spec):
     aliases: Callable[[list[Layout]], bool] = lambda inputs: True  # as in Assignment
     may_alias: bool = False
     view: Callable[..., Any] | None = None
+    keeps: str = ""
     result: Result | None = None
     addends: frozenset[int] = frozenset()  # operands added to the result: where it is a sum of parts, one part has them
 

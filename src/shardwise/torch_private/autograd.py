@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter, methodcaller
 from pkgutil import resolve_name
 from typing import Any
@@ -118,7 +118,7 @@ take("torch._C._functions.UndefinedGrad", "torch.autograd.gradcheck")
 number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr")  # the sequence number of an autograd node
 take("torch._C._functions.AccumulateGrad._set_sequence_nr", "hooks on tensors of simulated ranks")
 take("torch.autograd._engine_run_backward", "hooks on tensors of simulated ranks")
-_saved_hooks: Callable[[bool], object] = take(
+_saved_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = take(
     "torch._C._autograd._top_saved_tensors_default_hooks", "writes around checkpoints"
 )
 function_of: Callable[[Any], Any] = attrgetter("_forward_cls")  # the autograd Function that a `ctx` belongs to
@@ -127,6 +127,30 @@ function_of: Callable[[Any], Any] = attrgetter("_forward_cls")  # the autograd F
 def is_saving_for_hooks() -> bool:
     """Whether what autograd keeps now goes to hooks, as a checkpoint's: torch then looks at no version of it."""
     return _saved_hooks(True) is not None
+
+
+def with_hook_errors_last() -> AbstractContextManager[None]:
+    """Inside, an error of the hook that takes what autograd keeps is raised at the end. So a checkpoint ends its
+    recomputation, as soon as it has all that the backward pass needs."""
+    hooks = _saved_hooks(True)
+    return nullcontext() if hooks is None else _errors_last(*hooks)
+
+
+@contextmanager
+def _errors_last(pack: Callable[..., Any], unpack: Callable[..., Any]) -> Iterator[None]:
+    raised: list[Exception] = []
+
+    def take_or_note(tensor: torch.Tensor) -> Any:
+        try:
+            return tensor if raised else pack(tensor)
+        except Exception as error:
+            raised.append(error)
+            return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(take_or_note, unpack):
+        yield
+    if raised:
+        raise raised.pop()
 
 
 def take_undefined_grad(replacement: Callable[[Any], Any]) -> None:
