@@ -120,7 +120,7 @@ def get_data(tensor: Wrapper) -> Any:
     tensor._loose_writes += 1
     comm, local = tensor._layout.mesh.comm, tensor._local
     same = wrap(comm.rebuild(local, [value.data for value in comm.values(local)]), tensor._layout, tensor._offset)
-    same._origin = origin_of(tensor)
+    same._origin = origin_of(tensor).hand_out()
     if COPIES:
         note_view(tensor, same)
     return same

@@ -96,7 +96,7 @@ def memory_of(tensor: Wrapper) -> tuple[int, int]:
     own = storage_id_of(tensor)
     if LOCAL_COPIES:
         own = source_of_local_copy(own)
-    return next((copy.base for copy in COPIES.get(own, ())), own) if COPIES else own, id(origin_of(tensor))
+    return next((copy.base for copy in COPIES.get(own, ())), own) if COPIES else own, id(origin_of(tensor).memory)
 
 
 # -- tensors that become others --------------------------------------------------------------------------------------
@@ -203,6 +203,10 @@ def without_hooks(target: Wrapper) -> None:
 def after_write(*targets: Wrapper) -> None:
     """Repeat the writes of one call to copies on their bases; make the copies of a base again, or under strict() have
     their use raise. All writes come to the bases before copies are made again: a copy that is made again is lost."""
+    for target in targets:
+        origin = target._origin
+        if origin is not None and origin.memory is not origin:
+            origin.memory.unseen_writes += 1
     if LOCAL_COPIES:
         for target in targets:
             after_local_write(target._layout.mesh.comm.values(target._local))

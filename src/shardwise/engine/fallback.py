@@ -59,7 +59,7 @@ class replicated:
         self.whole = [layout.replace(placements=(REPLICATE,) * len(layout.placements)) for layout in call.layouts]
         moves = [(i, plan_steps(a, b), False) for i, (a, b) in enumerate(zip(self.now, self.whole, strict=True))]
         self.moves = [(i, steps, flag) for i, steps, flag in moves if steps]
-        self.moved = {i for i, _, _ in self.moves}
+        self.moved = {i: steps for i, steps, _ in self.moves}
         self.written = _written_paths(func, call)
         self.viewed = _viewed_path(func, call) if self.moves else None
         self.invoke = self.comm.bind(func)
@@ -81,9 +81,9 @@ class replicated:
         recorded = torch.is_grad_enabled() and any(t.requires_grad for _, t in tensors_in(args, kwargs))
         for i in self.written:
             before_write(fetch(args, kwargs, self.paths[i]), self.name, recorded)
-        for i, steps, _ in self.moves:
-            value = run_move(fetch(args, kwargs, self.paths[i])._local, self.comm, steps, self.note)
-            put(local_args, local_kwargs, self.paths[i], self.in_order[i](value) if i in self.in_order else value)
+        for i in self.moved:
+            path = self.paths[i]
+            put(local_args, local_kwargs, path, self.moved_operand(i, fetch(args, kwargs, path)._local))
         result = self.invoke(*local_args, **local_kwargs)
         written = [self._write_back(i, (args, kwargs), (local_args, local_kwargs)) for i in self.written]
         after_write(*(tensor for _, tensor in written))
@@ -93,6 +93,11 @@ class replicated:
         if self.viewed is not None:
             note_copies(self.func, args, kwargs, self.viewed, wrapped, self.name)
         return wrapped
+
+    def moved_operand(self, i: int, local: LocalValue) -> LocalValue:
+        """The whole of an operand, as it lies in memory in plain torch."""
+        value = run_move(local, self.comm, self.moved[i], self.note)
+        return self.in_order[i](value) if i in self.in_order else value
 
     def _write_back(self, i: int, call: tuple[Any, Any], local_call: tuple[Any, Any]) -> tuple[LocalValue, Wrapper]:
         """The whole value that the op has written, and the tensor it was written for, which now has its part of it."""

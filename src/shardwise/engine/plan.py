@@ -31,6 +31,7 @@ from shardwise.engine.local_copies import view_or_copy
 from shardwise.engine.reduce_to_parts import spread_from_parts
 from shardwise.engine.results import Finish, Memory, Results, one_wrapper
 from shardwise.engine.saved import watched
+from shardwise.engine.unseen import Again
 from shardwise.errors import StrictError
 from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
@@ -60,7 +61,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         told = call.check() if spec.is_checked else None
         memory = Memory(call, None if spec.knows_memory else told)
         run = _run_program(spec, func, call.name, memory)
-        return None if in_place and not spec.writes else watched(run, call)
+        return None if in_place and not spec.writes else watched(run, call, None)
     results = Results(spec, call, in_place)
     if results.refused:
         return lambda args, kwargs, local_args, local_kwargs: NotImplemented
@@ -91,12 +92,12 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     else:
         local = changed(local, change, as_views_of_nothing if is_empty_here_alone([*inputs, *outputs]) else as_it_is)
     invoke = bind_local(call.mesh.comm, local, split, len(inputs))
-    copies = any(not spread_only for _, _, spread_only in moves)
+    copies = {i: _moves_again(call, steps) for i, steps, spread_only in moves if not spread_only}
     if in_place:
         run = _run(call, inputs, moves, invoke, takes_all, lambda args, kwargs, out: args[0], assignment.reasons)
         noted = _with_writes_noted(run, call.name)
         if copies:
-            return watched(noted, call)
+            return watched(noted, call, copies)
         noted.copies_nothing = True  # type: ignore[attr-defined]  # the ranks' own tensors meet in memory as torch's do
         return noted
     copied = base is not None and (moved or not assignment.aliases(inputs))
@@ -109,7 +110,12 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     finish = results.finisher(outputs, base, copied, func, call.name)
     differentiable = any(out.dtype.is_floating_point or out.dtype.is_complex for out in outputs)
     run = _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons, differentiable)
-    return watched(run, call) if copies or spec.keeps_more else run
+    return watched(run, call, copies) if copies or spec.keeps_more else run
+
+
+def _moves_again(call: CallShape, steps: tuple[MeshStep, ...]) -> Again:
+    comm, note = call.mesh.comm, Note(call.name)
+    return lambda local: run_move(local, comm, steps, note)
 
 
 def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memory: Memory) -> Plan:

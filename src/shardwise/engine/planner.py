@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -80,11 +81,16 @@ def _plan_of(func: Callable[..., object], call: CallShape) -> Plan:
         in_aten = getattr(func, "impl_aten", None)  # a primitive of torch's says which other function it is
         if in_aten is not None and call.told() is not None:
             return lambda args, kwargs, local_args, local_kwargs: in_aten(*args, **kwargs)
-        return watched(replicated(func, call), call)
+        return _gathered(func, call)
     casts = autocast.casts_of(call) if autocast.is_on() else None
     if casts is not None and casts is not autocast.INSIDE:
         return autocast.cast_first(func, call, casts)
     return lambda args, kwargs, local_args, local_kwargs: _call_parts(func, args, kwargs)
+
+
+def _gathered(func: Callable[..., object], call: CallShape, *more: Any) -> Plan:
+    plan = replicated(func, call, *more)
+    return watched(plan, call, {i: functools.partial(plan.moved_operand, i) for i in plan.moved})
 
 
 def _by_rule(func: Callable[..., Any], call: CallShape) -> Plan | None:
@@ -124,16 +130,16 @@ def _ruled(func: Callable[..., Any], call: CallShape, found: registry.Found) -> 
     if call.mesh.comm.outside:
         return nothing_here(func, spec, call, found.in_place or registry.in_place_flag(func, call.args, call.kwargs))
     if isinstance(spec, Gathered):
-        return watched(replicated(func, call, spec.reason, spec.check), call)
+        return _gathered(func, call, spec.reason, spec.check)
     in_place = found.in_place or registry.in_place_flag(func, call.args, call.kwargs)
     try:
-        plan = build_plan(func, spec, call, in_place) or watched(written_back(func, call), call)
+        plan = build_plan(func, spec, call, in_place) or watched(written_back(func, call), call, {})
         if isinstance(spec, Factors):
             plan = pending_or_finished(func, spec, call, in_place, plan)
     except ShardwiseError:
         raise
     except NotImplementedError:  # torch cannot tell the result's shape; if it cannot compute it either, it says so then
-        return watched(replicated(func, call), call)
+        return _gathered(func, call)
     schema = schema_of(func)
     return plan if schema is None or schema.returns or not in_place else _returning_nothing(plan)
 
