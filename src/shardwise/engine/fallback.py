@@ -165,7 +165,11 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
                 copy = target.clone().redistribute(placements=value.placements)
                 value = func(copy, *args[1:], **kwargs)  # autograd records x.eq_(y), but not x.eq(y)
             return write(target, value)
-        values = functional([to_outlive(one) for one in target], *args[1:], **kwargs)
+        if recorded and len(target) > 1 and (each := _one_by_one(len(target), args[1:], kwargs)) is not None:
+            # in torch each of them has a node of its own, and that of one does not wait for the gradient of another
+            values = [functional([one.clone()], *a, **k)[0] for one, (a, k) in zip(target, each, strict=True)]
+        else:
+            values = functional([to_outlive(one) for one in target], *args[1:], **kwargs)
         for one, value in zip(target, values, strict=True):
             write(one, value)
         return target
@@ -176,6 +180,17 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
         return target.copy_(value)
 
     return run
+
+
+def _one_by_one(
+    count: int, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[tuple[list[Any], dict[str, Any]]] | None:
+    """The other arguments of a list op, for each of its tensors; None where one tensor has something for all."""
+    given = [*args, *kwargs.values()]
+    if any(isinstance(x, torch.Tensor) and x.dim() for x in given):
+        return None
+    part = lambda x, i: [x[i]] if isinstance(x, (list, tuple)) and len(x) == count else x  # noqa: E731
+    return [([part(x, i) for x in args], {k: part(x, i) for k, x in kwargs.items()}) for i in range(count)]
 
 
 def is_differentiable(dtype: torch.dtype) -> bool:

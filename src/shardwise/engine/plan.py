@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -131,7 +131,7 @@ def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memo
         if not isinstance(result, Wrapper) or not any(result is arg for arg in args):
             memory.report(result, args)
             if not views and not is_transforming():
-                no_views(result, args)
+                no_views(result, args, memory)
         if views and not all(shares_memory(args[0], view) for view in tree_flatten(result)[0]):
             note_copies(func, args, kwargs, (0,), result, name)
         return result
@@ -139,23 +139,32 @@ def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memo
     return run
 
 
-def no_views(result: object, args: Sequence[Any] = ()) -> None:
-    """Have the local values of new tensors be views of nothing. A view that becomes a leaf, and is written then, loses
-    the gradients of its own views: torch takes these for views of what it is a view of. Views of the arguments `args`,
-    and of copies of those, stay what they are."""
+def no_views(result: object, args: Sequence[Any], memory: Memory | None = None) -> None:
+    """Have the local values of new tensors be views of nothing, unless plain torch's are: autograd gives a view its
+    graph from what it is a view of when that is written, and a view that becomes a leaf, and is written then, loses the
+    gradients of its own views. Views of the arguments `args`, and of copies of those, stay what they are."""
     given: set[int] | None = None
-    for out in tree_flatten(result)[0]:
-        if isinstance(out, Wrapper) and not out._layout.mesh.comm.outside:
-            comm = out._layout.mesh.comm
-            values = comm.values(out._local)
-            if any(map(overlaps, values)) and not overlaps(out):  # windows that overlap, where torch has copied them
-                values = tuple(value.contiguous() if overlaps(value) else value for value in values)
-                out._local = comm.rebuild(out._local, values)
-            if any(value._base is not None and not value.requires_grad for value in values):
-                given = {storage_id_of(t) for _, t in tensors_in(args, {})} if given is None else given
-                if storage_id_of(out) in COPIES or storage_id_of(out) in given:
-                    continue
-                out._local = comm.rebuild(out._local, [v if v.requires_grad else v.detach() for v in values])
+    made = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
+    known = memory is not None and memory.is_known and len(memory.hidden_views) == len(made)
+    hidden = memory.hidden_views if memory is not None and known else [True] * len(made)
+    for out, stays in zip(made, hidden, strict=True):
+        if out._layout.mesh.comm.outside:
+            continue
+        comm = out._layout.mesh.comm
+        values = comm.values(out._local)
+        if any(map(overlaps, values)) and not overlaps(out):  # windows that overlap, where torch has copied them
+            values = tuple(value.contiguous() if overlaps(value) else value for value in values)
+            out._local = comm.rebuild(out._local, values)
+        if any(value._base is not None and not (stays and value.requires_grad) for value in values):
+            given = {storage_id_of(t) for _, t in tensors_in(args, {})} if given is None else given
+            if storage_id_of(out) not in COPIES and storage_id_of(out) not in given:
+                out._local = comm.rebuild(out._local, [_no_view(value, stays) for value in values])
+
+
+def _no_view(value: torch.Tensor, stays: bool) -> torch.Tensor:
+    if not value.requires_grad:
+        return value.detach()
+    return value if stays else cast(torch.Tensor, torch.ops.aten._unsafe_view(value, value.shape))
 
 
 def _run_direct(

@@ -163,7 +163,7 @@ def _gradients(program: Program) -> set[str]:
     node came last decides."""
     found: set[str] = set()
     for line in program.lines:
-        made = line.startswith("g") or "torch.func." in line or "forward_mode" in line
+        made = line.startswith("g") or any(word in line for word in ("torch.func.", "torch.autograd.", "forward_mode"))
         if made or not found.isdisjoint(names_used(line)):
             found.update(names_made(line))
     return found
