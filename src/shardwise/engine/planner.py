@@ -27,6 +27,7 @@ from shardwise.engine.several_meshes import over_meshes
 from shardwise.errors import ShardwiseError
 from shardwise.functions import may_write, writes_first
 from shardwise.strategy import registry
+from shardwise.strategy.lost import LOST, lost_argument
 from shardwise.strategy.relayout import Relayout
 from shardwise.strategy.spec import Algorithm, Factors, Gathered, Operand
 from shardwise.torch_private.autograd import without_transforms
@@ -56,7 +57,23 @@ def planned(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 
 def make_plan(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
-    """The plan of a call: what its rule leads to, if there is one for this form of it."""
+    """The plan of a call; of a function that loses an argument, one that looks for it first."""
+    plan = _plan_as_given(func, args, kwargs)
+    if func not in LOST:
+        return plan
+    lost = LOST[func]
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        found = lost_argument(func, lost.name)
+        if found is None:
+            return plan(args, kwargs, local_args, local_kwargs)
+        return lost.again(found, *args, **kwargs)
+
+    return run
+
+
+def _plan_as_given(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+    """What the rule of a call leads to, if there is one for this form of it."""
     if "out" not in kwargs:
         several = over_meshes(func, args, kwargs)
         if several is not None:
