@@ -38,7 +38,7 @@ def _copy_in_memory(tensor: Wrapper, memo: dict[Any, Any], offset: int) -> Wrapp
     comm, local = tensor._layout.mesh.comm, tensor._local
     values = [value.__deepcopy__(memo) for value in comm.values(local)]
     result: Wrapper = wrap(comm.rebuild(local, values), tensor._layout, offset)
-    result._origin = memo.setdefault(("origin", id(origin_of(tensor))), origin_of(result))
+    result._origin = memo.setdefault(("origin", id(origin_of(tensor).memory)), origin_of(result))
     return result
 
 

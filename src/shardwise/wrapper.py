@@ -6,6 +6,7 @@ It lives below the public class so that the engine can make results; `concrete` 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ class Wrapper(torch.Tensor):
     _rebinds: int = 0  # how often an op gave the tensor another value and shape
     _spreads: dict[Any, Any] | None = None  # the value as it enters split calls, by axes (`engine/plan.py`)
     _offset: int = 0  # where its elements begin in the memory that plain torch would have (`storage_offset()`)
-    _origin: object = None  # what it has in common with views of it; None as long as it has none (`origin_of`)
+    _origin: Origin | None = None  # what it has in common with views of it; None as long as it has none (`origin_of`)
     _gathered: Any = None  # the parts this tensor was gathered from (`engine/reduce_to_parts.py`)
     _guessed: bool = False  # on a rank outside of the mesh: whether its placements there are not known
     _coming: Any  # while an asynchronous move to it is under way: what waits for the value (`move/arrival.py`)
@@ -94,11 +95,39 @@ def storage_id_of(tensor: Wrapper) -> int:
     return storage_id(tensor._layout.mesh.comm.first(tensor._local))
 
 
-def origin_of(tensor: Wrapper) -> object:
+class Origin:
+    """What a tensor has in common with its views. ``.data`` of it, and views of that, have another one, which knows of
+    the first: autograd does not see what is written there, so it is counted here (`engine/unseen.py`)."""
+
+    __slots__ = ("__weakref__", "_handed_out", "memory", "unseen_writes", "watchers")
+
+    def __init__(self, shown: Origin | None = None) -> None:
+        self.memory: Origin = self if shown is None else shown  # the one that stands for the memory
+        self.unseen_writes = 0
+        self._handed_out: weakref.WeakSet[Origin] | None = None  # those of ``.data`` that somebody has
+        self.watchers: weakref.WeakSet[Any] | None = None  # called before somebody may write unseen
+
+    def hand_out(self) -> Origin:
+        """The origin of a new ``.data``."""
+        memory = self.memory
+        for watcher in list(memory.watchers or ()):
+            watcher.remember()
+        if memory._handed_out is None:
+            memory._handed_out = weakref.WeakSet()
+        made = Origin(memory)
+        memory._handed_out.add(made)
+        return made
+
+    @property
+    def is_handed_out(self) -> bool:
+        return bool(self._handed_out)
+
+
+def origin_of(tensor: Wrapper) -> Origin:
     """What a tensor has in common with its views, on all ranks alike. Tensors that only share a storage (parts of one
     buffer, which data parallelism or a program made) have different ones."""
     if tensor._origin is None:
-        tensor._origin = object()
+        tensor._origin = Origin()
     return tensor._origin
 
 

@@ -107,9 +107,17 @@ def written_through_data(mesh):
             p.data = p.data * 2
         model(x).square().mean().backward()
 
+    def held_before(model, x):
+        held = [p.data for p in model.parameters()]
+        model(x)
+        for data in held:
+            data[0].mul_(3)
+        model(x).square().mean().backward()
+
     for shard in SHARDS:
         both(mesh, shard, adds)
         both(mesh, shard, replaces)
+        both(mesh, shard, held_before)
 
 
 def changed_parameters(mesh):

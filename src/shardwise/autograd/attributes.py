@@ -12,7 +12,7 @@ from shardwise.autograd.gradients import as_gradient, check_is_told, distributed
 from shardwise.autograd.leaves import leaf_values
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program
-from shardwise.engine.aliasing import COPIES, became, note_view
+from shardwise.engine.aliasing import COPIES, became, unseen_alias
 from shardwise.engine.reduce_to_parts import before_watching
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout
@@ -118,12 +118,7 @@ def _laid_out_as_gradient(layout: Layout, grad: Wrapper) -> Wrapper:
 def get_data(tensor: Wrapper) -> Any:
     """tensor.data: the same memory without a graph."""
     tensor._loose_writes += 1
-    comm, local = tensor._layout.mesh.comm, tensor._local
-    same = wrap(comm.rebuild(local, [value.data for value in comm.values(local)]), tensor._layout, tensor._offset)
-    same._origin = origin_of(tensor)
-    if COPIES:
-        note_view(tensor, same)
-    return same
+    return unseen_alias(tensor)
 
 
 def set_data(tensor: Wrapper, value: torch.Tensor) -> None:

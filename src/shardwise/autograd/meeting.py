@@ -100,6 +100,12 @@ def _waiting_at(node: Node, output: int) -> Iterator[tuple[Meeting, int]]:
         yield from _notes_on(node).get(output, ())
 
 
+def _waiting_anywhere(node: Node) -> list[tuple[Meeting, int]]:
+    """Who waits for the gradient of any of a node's outputs."""
+    outputs = [0] if hasattr(node, "variable") else list(_notes_on(node))
+    return [found for output in outputs for found in _waiting_at(node, output)]
+
+
 def _notes_on(node: Node) -> dict[int, list[tuple[Meeting, int]]]:
     """By output of the node, who waits there."""
     return node.metadata.setdefault(_NOTE, {})  # type: ignore[attr-defined]
@@ -180,17 +186,16 @@ def _search(roots: Roots, seeds: Grads, stack: ExitStack) -> dict[Meeting, _Pass
     queue = list(seen)
     for edge, seed in starts:
         for waiting, i in _waiting_at(edge.node, edge.output_nr):
-            one = found.setdefault(waiting, _Pass(waiting))
-            one.nodes.add(edge.node)
-            one.found[i] += [] if seed is None else [seed]
+            found.setdefault(waiting, _Pass(waiting)).found[i] += [] if seed is None else [seed]
     while queue:
         node = queue.pop()
+        for waiting, _ in _waiting_anywhere(node):  # torch calls the hooks of all its outputs
+            found.setdefault(waiting, _Pass(waiting)).nodes.add(node)
         for at, (after, output) in enumerate(node.next_functions):
             if after is None:
                 continue
             for waiting, i in _waiting_at(after, output):
                 one = found.setdefault(waiting, _Pass(waiting))
-                one.nodes.add(after)
                 one.to_come += 1
                 stack.callback(_add_hook(node, functools.partial(one.tell, i, at)).remove)
             if after not in seen:

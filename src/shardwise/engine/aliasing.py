@@ -96,7 +96,7 @@ def memory_of(tensor: Wrapper) -> tuple[int, int]:
     own = storage_id_of(tensor)
     if LOCAL_COPIES:
         own = source_of_local_copy(own)
-    return next((copy.base for copy in COPIES.get(own, ())), own) if COPIES else own, id(origin_of(tensor))
+    return next((copy.base for copy in COPIES.get(own, ())), own) if COPIES else own, id(origin_of(tensor).memory)
 
 
 # -- tensors that become others --------------------------------------------------------------------------------------
@@ -203,32 +203,66 @@ def without_hooks(target: Wrapper) -> None:
 def after_write(*targets: Wrapper) -> None:
     """Repeat the writes of one call to copies on their bases; make the copies of a base again, or under strict() have
     their use raise. All writes come to the bases before copies are made again: a copy that is made again is lost."""
+    for target in targets:
+        if _is_unseen(target):
+            origin_of(target).memory.unseen_writes += 1
     if LOCAL_COPIES:
         for target in targets:
             after_local_write(target._layout.mesh.comm.values(target._local))
-    if not COPIES:
-        return
-    written = [copy for target in targets for copy in COPIES.get(storage_id_of(target), ())[:1]]
-    wholes = {id(_root(copy)): (_root(copy), copy) for copy in written if not _is_under_way(_root(copy))}
-    with _under_way(*(whole for whole, _ in wholes.values())):
-        for whole, copy in wholes.values():
+    if COPIES:
+        _repeat_on_bases(targets)
+        unseen: dict[int, bool] = {}
+        for target in targets:
+            storage = storage_id_of(target)
+            unseen[storage] = unseen.get(storage, True) and _is_unseen(target)
+        for storage, quiet in unseen.items():
+            _make_copies_again(storage, quiet)
+
+
+def _repeat_on_bases(targets: Sequence[Wrapper]) -> None:
+    written = [(copy, _is_unseen(target)) for target in targets for copy in COPIES.get(storage_id_of(target), ())[:1]]
+    wholes = {id(_root(copy)): (_root(copy), copy, quiet) for copy, quiet in written if not _is_under_way(_root(copy))}
+    with _under_way(*(whole for whole, _, _ in wholes.values())):
+        for whole, copy, quiet in wholes.values():
             source = copy.source
             # what is written of a leaf was detached from it
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not _is_of_leaf(source)):
-                source.copy_(_with_view(source, copy.again, whole))
-        for whole, copy in wholes.values():
-            if torch.is_grad_enabled() and copy.source.requires_grad:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not quiet and not _is_of_leaf(source)):
+                (unseen_alias(source) if quiet else source).copy_(_with_view(source, copy.again, whole))
+        for whole, copy, quiet in wholes.values():
+            if torch.is_grad_enabled() and copy.source.requires_grad and not quiet:
                 _take_again(whole, copy.again(copy.source))  # gradients of the copy reach the base, as in torch
-    for storage in dict.fromkeys(map(storage_id_of, targets)):
-        for copy in list(_of_base.get(storage, ())):
-            tensor = copy.tensor()
-            if tensor is None or copy.whole is not None or _is_under_way(tensor):
-                continue  # views of a copy see what it sees
-            if is_strict():
-                _make_stale(storage, tensor)
-            else:
-                with _under_way(tensor):
-                    _take_again(tensor, copy.again(copy.source))
+
+
+def _make_copies_again(storage: int, unseen: bool) -> None:
+    """Have the copies of what is in this memory show what was written there."""
+    for copy in list(_of_base.get(storage, ())):
+        tensor = copy.tensor()
+        if tensor is None or copy.whole is not None or _is_under_way(tensor):
+            continue  # views of a copy see what it sees
+        if is_strict():
+            _make_stale(storage, tensor)
+        elif unseen:
+            with _under_way(tensor), torch.no_grad():
+                _take_again(unseen_alias(tensor), copy.again(copy.source))
+        else:
+            with _under_way(tensor):
+                _take_again(tensor, copy.again(copy.source))
+
+
+def _is_unseen(target: Wrapper) -> bool:
+    """Whether autograd does not see what is written there: it is ``.data`` of a tensor, or a view of that."""
+    origin = target._origin
+    return origin is not None and origin.memory is not origin
+
+
+def unseen_alias(tensor: Wrapper) -> Wrapper:
+    """``tensor.data``: the same memory without a graph."""
+    comm, local = tensor._layout.mesh.comm, tensor._local
+    same: Wrapper = wrap(comm.rebuild(local, [v.data for v in comm.values(local)]), tensor._layout, tensor._offset)
+    same._origin = origin_of(tensor).hand_out()
+    if COPIES:
+        note_view(tensor, same)
+    return same
 
 
 def _take_again(copy: Wrapper, value: Wrapper) -> None:

@@ -59,7 +59,7 @@ class replicated:
         self.whole = [layout.replace(placements=(REPLICATE,) * len(layout.placements)) for layout in call.layouts]
         moves = [(i, plan_steps(a, b), False) for i, (a, b) in enumerate(zip(self.now, self.whole, strict=True))]
         self.moves = [(i, steps, flag) for i, steps, flag in moves if steps]
-        self.moved = {i for i, _, _ in self.moves}
+        self.moved = {i: steps for i, steps, _ in self.moves}
         self.written = _written_paths(func, call)
         self.viewed = _viewed_path(func, call) if self.moves else None
         self.invoke = self.comm.bind(func)
@@ -81,9 +81,9 @@ class replicated:
         recorded = torch.is_grad_enabled() and any(t.requires_grad for _, t in tensors_in(args, kwargs))
         for i in self.written:
             before_write(fetch(args, kwargs, self.paths[i]), self.name, recorded)
-        for i, steps, _ in self.moves:
-            value = run_move(fetch(args, kwargs, self.paths[i])._local, self.comm, steps, self.note)
-            put(local_args, local_kwargs, self.paths[i], self.in_order[i](value) if i in self.in_order else value)
+        for i in self.moved:
+            path = self.paths[i]
+            put(local_args, local_kwargs, path, self.moved_operand(i, fetch(args, kwargs, path)._local))
         result = self.invoke(*local_args, **local_kwargs)
         written = [self._write_back(i, (args, kwargs), (local_args, local_kwargs)) for i in self.written]
         after_write(*(tensor for _, tensor in written))
@@ -93,6 +93,11 @@ class replicated:
         if self.viewed is not None:
             note_copies(self.func, args, kwargs, self.viewed, wrapped, self.name)
         return wrapped
+
+    def moved_operand(self, i: int, local: LocalValue) -> LocalValue:
+        """The whole of an operand, as it lies in memory in plain torch."""
+        value = run_move(local, self.comm, self.moved[i], self.note)
+        return self.in_order[i](value) if i in self.in_order else value
 
     def _write_back(self, i: int, call: tuple[Any, Any], local_call: tuple[Any, Any]) -> tuple[LocalValue, Wrapper]:
         """The whole value that the op has written, and the tensor it was written for, which now has its part of it."""
@@ -160,7 +165,11 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
                 copy = target.clone().redistribute(placements=value.placements)
                 value = func(copy, *args[1:], **kwargs)  # autograd records x.eq_(y), but not x.eq(y)
             return write(target, value)
-        values = functional([to_outlive(one) for one in target], *args[1:], **kwargs)
+        if recorded and len(target) > 1 and (each := _one_by_one(len(target), args[1:], kwargs)) is not None:
+            # in torch each of them has a node of its own, and that of one does not wait for the gradient of another
+            values = [functional([one.clone()], *a, **k)[0] for one, (a, k) in zip(target, each, strict=True)]
+        else:
+            values = functional([to_outlive(one) for one in target], *args[1:], **kwargs)
         for one, value in zip(target, values, strict=True):
             write(one, value)
         return target
@@ -171,6 +180,17 @@ def written_back(func: Callable[..., Any], call: CallShape) -> Plan:
         return target.copy_(value)
 
     return run
+
+
+def _one_by_one(
+    count: int, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[tuple[list[Any], dict[str, Any]]] | None:
+    """The other arguments of a list op, for each of its tensors; None where one tensor has something for all."""
+    given = [*args, *kwargs.values()]
+    if any(isinstance(x, torch.Tensor) and x.dim() for x in given):
+        return None
+    part = lambda x, i: [x[i]] if isinstance(x, (list, tuple)) and len(x) == count else x  # noqa: E731
+    return [([part(x, i) for x in args], {k: part(x, i) for k, x in kwargs.items()}) for i in range(count)]
 
 
 def is_differentiable(dtype: torch.dtype) -> bool:

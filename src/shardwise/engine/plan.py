@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -24,6 +24,7 @@ from shardwise.engine.local_copies import view_or_copy
 from shardwise.engine.reduce_to_parts import spread_from_parts
 from shardwise.engine.results import Finish, Memory, Results, one_wrapper
 from shardwise.engine.saved import watched
+from shardwise.engine.unseen import Again
 from shardwise.errors import StrictError
 from shardwise.layout import Layout
 from shardwise.move import plan_steps, run_move
@@ -53,7 +54,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
         told = call.check() if spec.is_checked else None
         memory = Memory(call, None if spec.knows_memory else told)
         run = _run_program(spec, func, call.name, memory)
-        return None if in_place and not spec.writes else watched(run, call)
+        return None if in_place and not spec.writes else watched(run, call, None)
     results = Results(spec, call, in_place)
     if results.refused:
         return lambda args, kwargs, local_args, local_kwargs: NotImplemented
@@ -86,12 +87,12 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     else:
         local = changed(local, change, as_views_of_nothing if is_empty_here_alone([*inputs, *outputs]) else as_it_is)
     invoke = bind_local(call.mesh.comm, local, split, len(inputs))
-    copies = any(not spread_only for _, _, spread_only in moves)
+    copies = {i: _moves_again(call, steps) for i, steps, spread_only in moves if not spread_only}
     if in_place:
         run = _run(call, inputs, moves, invoke, takes_all, lambda args, kwargs, out: args[0], assignment.reasons)
         noted = _with_writes_noted(run, call.name)
         if copies:
-            return watched(noted, call)
+            return watched(noted, call, copies)
         noted.copies_nothing = True  # type: ignore[attr-defined]  # the ranks' own tensors meet in memory as torch's do
         return noted
     copied = base is not None and (moved or not assignment.aliases(inputs))
@@ -104,7 +105,12 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     finish = results.finisher(outputs, base, copied, func, call.name)
     differentiable = any(out.dtype.is_floating_point or out.dtype.is_complex for out in outputs)
     run = _run(call, inputs, moves, invoke, takes_all, finish, assignment.reasons, differentiable)
-    return watched(run, call) if copies or spec.keeps else run
+    return watched(run, call, copies) if copies or spec.keeps else run
+
+
+def _moves_again(call: CallShape, steps: tuple[MeshStep, ...]) -> Again:
+    comm, note = call.mesh.comm, Note(call.name)
+    return lambda local: run_move(local, comm, steps, note)
 
 
 def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memory: Memory) -> Plan:
@@ -120,7 +126,7 @@ def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memo
         if not isinstance(result, Wrapper) or not any(result is arg for arg in args):
             memory.report(result, args)
             if not views and not is_transforming():
-                no_views(result, args)
+                no_views(result, args, memory)
         if views and not all(shares_memory(args[0], view) for view in tree_flatten(result)[0]):
             note_copies(func, args, kwargs, (0,), result, name)
         return result
@@ -139,20 +145,29 @@ def to_its_end(program: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def no_views(result: object, args: Sequence[Any] = ()) -> None:
-    """Have the local values of new tensors be views of nothing. A view that becomes a leaf, and is written then, loses
-    the gradients of its own views: torch takes these for views of what it is a view of. Views of the arguments `args`,
-    and of copies of those, stay what they are."""
+def no_views(result: object, args: Sequence[Any], memory: Memory | None = None) -> None:
+    """Have the local values of new tensors be views of nothing, unless plain torch's are: autograd gives a view its
+    graph from what it is a view of when that is written, and a view that becomes a leaf, and is written then, loses the
+    gradients of its own views. Views of the arguments `args`, and of copies of those, stay what they are."""
     given: set[int] | None = None
-    for out in tree_flatten(result)[0]:
-        if isinstance(out, Wrapper) and not out._layout.mesh.comm.outside:
-            comm = out._layout.mesh.comm
-            values = comm.values(out._local)
-            if any(value._base is not None and not value.requires_grad for value in values):
-                given = {storage_id_of(t) for _, t in tensors_in(args, {})} if given is None else given
-                if storage_id_of(out) in COPIES or storage_id_of(out) in given:
-                    continue
-                out._local = comm.rebuild(out._local, [v if v.requires_grad else v.detach() for v in values])
+    made = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
+    known = memory is not None and memory.is_known and len(memory.hidden_views) == len(made)
+    hidden = memory.hidden_views if memory is not None and known else [True] * len(made)
+    for out, stays in zip(made, hidden, strict=True):
+        if out._layout.mesh.comm.outside:
+            continue
+        comm = out._layout.mesh.comm
+        values = comm.values(out._local)
+        if any(value._base is not None and not (stays and value.requires_grad) for value in values):
+            given = {storage_id_of(t) for _, t in tensors_in(args, {})} if given is None else given
+            if storage_id_of(out) not in COPIES and storage_id_of(out) not in given:
+                out._local = comm.rebuild(out._local, [_no_view(value, stays) for value in values])
+
+
+def _no_view(value: torch.Tensor, stays: bool) -> torch.Tensor:
+    if not value.requires_grad:
+        return value.detach()
+    return value if stays else cast(torch.Tensor, torch.ops.aten._unsafe_view(value, value.shape))
 
 
 def _run_direct(

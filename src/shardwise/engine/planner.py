@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from shardwise.engine.several_meshes import over_meshes
 from shardwise.errors import ShardwiseError
 from shardwise.functions import may_write, writes_first
 from shardwise.strategy import registry
+from shardwise.strategy.lost import LOST, lost_argument
 from shardwise.strategy.relayout import Relayout
 from shardwise.strategy.spec import Algorithm, Factors, Gathered, Operand
 from shardwise.torch_private.autograd import without_transforms
@@ -55,7 +57,23 @@ def planned(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 
 def make_plan(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
-    """The plan of a call: what its rule leads to, if there is one for this form of it."""
+    """The plan of a call; of a function that loses an argument, one that looks for it first."""
+    plan = _plan_as_given(func, args, kwargs)
+    if func not in LOST:
+        return plan
+    lost = LOST[func]
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        found = lost_argument(func, lost.name)
+        if found is None:
+            return plan(args, kwargs, local_args, local_kwargs)
+        return lost.again(found, *args, **kwargs)
+
+    return run
+
+
+def _plan_as_given(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+    """What the rule of a call leads to, if there is one for this form of it."""
     if "out" not in kwargs:
         several = over_meshes(func, args, kwargs)
         if several is not None:
@@ -80,11 +98,16 @@ def _plan_of(func: Callable[..., object], call: CallShape) -> Plan:
         in_aten = getattr(func, "impl_aten", None)  # a primitive of torch's says which other function it is
         if in_aten is not None and call.told() is not None:
             return lambda args, kwargs, local_args, local_kwargs: in_aten(*args, **kwargs)
-        return watched(replicated(func, call), call)
+        return _gathered(func, call)
     casts = autocast.casts_of(call) if autocast.is_on() else None
     if casts is not None and casts is not autocast.INSIDE:
         return autocast.cast_first(func, call, casts)
     return lambda args, kwargs, local_args, local_kwargs: _call_parts(func, args, kwargs)
+
+
+def _gathered(func: Callable[..., object], call: CallShape, *more: Any) -> Plan:
+    plan = replicated(func, call, *more)
+    return watched(plan, call, {i: functools.partial(plan.moved_operand, i) for i in plan.moved})
 
 
 def _by_rule(func: Callable[..., Any], call: CallShape) -> Plan | None:
@@ -124,16 +147,16 @@ def _ruled(func: Callable[..., Any], call: CallShape, found: registry.Found) -> 
     if call.mesh.comm.outside:
         return nothing_here(func, spec, call, found.in_place or registry.in_place_flag(func, call.args, call.kwargs))
     if isinstance(spec, Gathered):
-        return watched(replicated(func, call, spec.reason, spec.check), call)
+        return _gathered(func, call, spec.reason, spec.check)
     in_place = found.in_place or registry.in_place_flag(func, call.args, call.kwargs)
     try:
-        plan = build_plan(func, spec, call, in_place) or watched(written_back(func, call), call)
+        plan = build_plan(func, spec, call, in_place) or watched(written_back(func, call), call, {})
         if isinstance(spec, Factors):
             plan = pending_or_finished(func, spec, call, in_place, plan)
     except ShardwiseError:
         raise
     except NotImplementedError:  # torch cannot tell the result's shape; if it cannot compute it either, it says so then
-        return watched(replicated(func, call), call)
+        return _gathered(func, call)
     schema = schema_of(func)
     return plan if schema is None or schema.returns or not in_place else _returning_nothing(plan)
 

@@ -140,6 +140,9 @@ class Memory:
             (tuple(out.shape), out.stride(), int(out.storage_offset()), path)
             for out, path in zip(flat, paths, strict=True)
         ]
+        self.is_known = described is not None
+        # which results are views of something that nobody sees
+        self.hidden_views = [base is None and out._is_view() for out, base in zip(flat, bases, strict=True)]
 
     def report(self, result: object, args: Sequence[Wrapper]) -> None:
         """Have the tensors in `result` say so. What has another shape depends on values, and knows itself."""

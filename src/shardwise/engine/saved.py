@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.engine.aliasing import COPIES
 from shardwise.engine.call_shape import CallShape, Path, fetch
+from shardwise.engine.unseen import Again, TakenAgain, Unchanged
 from shardwise.layout import Layout
+from shardwise.protocols import LocalValue
 from shardwise.strategy.memory import meta_like
 from shardwise.torch_private.autograd import is_saving_for_hooks
 from shardwise.torch_private.tensors import are_transforms_active, storage_id
@@ -41,9 +43,16 @@ class Kept(NamedTuple):
 
 class watched:
     """A plan whose backward pass raises if what plain torch would have kept was written. It keeps the call's layouts
-    and other arguments, but not its tensors."""
+    and other arguments, but not its tensors.
 
-    def __init__(self, plan: Plan, call: CallShape) -> None:
+    Args:
+        plan: The plan.
+        call: Its call.
+        moved: What moves each operand that the plan moves, by number; None for a program, which moves what it likes.
+    """
+
+    def __init__(self, plan: Plan, call: CallShape, moved: dict[int, Again] | None) -> None:
+        self.moved = moved
         self.plan, self.func, self.name, self.paths = plan, call.func, call.name, call.paths
         self.layouts = call.layouts
         self.call_arguments = call.with_tensors([_Operand(i) for i in range(len(call.layouts))])
@@ -61,7 +70,7 @@ class watched:
             with saved_tensors_hooks(_as_it_is, _as_it_is) if kept.nothing else contextlib.nullcontext():
                 return self.plan(args, kwargs, local_args, local_kwargs)
         result = self.plan(args, kwargs, local_args, local_kwargs)
-        self._watch(operands, result)
+        self._watch(operands, result, lambda i: fetch(local_args, local_kwargs, self.paths[i]))
         return result
 
     def _kept_for(self, operands: Sequence[Wrapper]) -> Kept:
@@ -73,7 +82,7 @@ class watched:
             kept = self.kept[flags] = kept_by_torch(self.func, self.call_arguments, self.layouts, flags)
         return kept
 
-    def _watch(self, operands: Sequence[Wrapper], result: object) -> None:
+    def _watch(self, operands: Sequence[Wrapper], result: object, entered: Callable[[int], LocalValue]) -> None:
         kept = self._kept_for(operands)
         if not kept.operands and not kept.results:
             return
@@ -83,6 +92,16 @@ class watched:
         given = {storage_id(_local(tensor)) for tensor in operands}
         for node in {node for out in results for node in _nodes_of(_local(out), given)}:
             node.register_prehook(check)
+        for look in self._unseen(operands, kept.operands, entered):  # the ranks' nodes, whichever comes first
+            for node in {n for out in results for value in _values(out) for n in _nodes_of(value, given)}:
+                node.register_prehook(look)
+
+    def _unseen(
+        self, operands: Sequence[Wrapper], kept: Sequence[int], entered: Callable[[int], LocalValue]
+    ) -> list[TakenAgain | Unchanged]:
+        if self.moved is None:
+            return [Unchanged(self.name, operands[i]) for i in kept]
+        return [TakenAgain(self.name, operands[i], entered(i), self.moved[i]) for i in kept if i in self.moved]
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,6 +178,10 @@ class Check:
                     f"Write to its clone() instead, or before {self.name}"
                 )
         return ""
+
+
+def _values(tensor: Wrapper) -> tuple[torch.Tensor, ...]:
+    return tensor._layout.mesh.comm.values(tensor._local)
 
 
 def _local(tensor: Wrapper) -> torch.Tensor:

@@ -94,7 +94,13 @@ def getitem(x: object, index: object) -> Answer:
         actions, left = basic_actions(spelled_out(index, x.ndim), x.shape)
         if all(entry is None for entry in left) and len(actions) < 2:
             return actions[0][0](x, *actions[0][2]) if actions else Algorithm(lambda x, index: x.view(x.shape))
-    return Algorithm(take_item)
+    return Algorithm(take_item, is_checked=not asks_whether(index))
+
+
+def asks_whether(index: object) -> bool:
+    """Whether a byte is an index: torch asks for its value, to see if it is true, and not to take it for a number."""
+    entries = index if isinstance(index, tuple) else (index,)
+    return any(is_mask(e) and e.dtype is torch.uint8 and not e.ndim for e in entries)
 
 
 def take_item(x: Any, index: Any) -> Any:
@@ -104,7 +110,11 @@ def take_item(x: Any, index: Any) -> Any:
     return view if all(e is None for e in at) else torch.ops.aten.index(view, at)
 
 
-@program("__setitem__", writes=True)
+@rule("__setitem__")
+def setitem(x: object, index: object, value: object) -> Algorithm:
+    return Algorithm(put_item, writes=True, is_checked=not asks_whether(index))
+
+
 def put_item(x: Tensor, index: Tensor, value: Tensor) -> Tensor:
     """Write through a view where the index is basic, with index_put_ where it is not."""
     entries = spelled_out(index, x.dim())

@@ -15,6 +15,7 @@ from shardwise.rules.pointwise import broadcast
 from shardwise.rules.softmax import exponentials
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Result, factors, operands_in
 from shardwise.strategy.lookup import by_holders, located, pointable
+from shardwise.strategy.lost import loses
 from shardwise.strategy.memory import contiguous, stored
 from shardwise.strategy.program import Tensor, reduced, sum_dtype
 from shardwise.strategy.registry import program, rule
@@ -92,6 +93,23 @@ for _name in (
     "soft_margin_loss poisson_nll_loss"
 ).split():
     loss_rule(_name, lambda operands, *settings: broadcast(operands))
+
+
+@loses(F.l1_loss, "weight")
+def weighted_l1_loss(
+    weight: Any, x: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+) -> Any:
+    """By its definition, in torch's own order."""
+    if weight.size() != x.size():
+        raise ValueError("Weights and input must have the same size.")
+    losses = F.l1_loss(x, target, reduction="none") * weight
+    if size_average is not None or reduce is not None:  # torch's old spelling
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / weight.sum()
+
+
 loss_rule("multi_margin_loss", per_sample)
 loss_rule("multilabel_margin_loss", per_sample)
 loss_rule("ctc_loss", per_alignment)

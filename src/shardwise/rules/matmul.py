@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from shardwise.rules.pointwise import is_endless
 from shardwise.strategy import Algorithm, Factors, Gathered, Operand, Tensor, factors, line
+from shardwise.strategy.lost import loses
 from shardwise.strategy.registry import program, rule
 
 line("mm", "m k, k n -> m n", linear="each")
@@ -106,3 +107,8 @@ def block_diag(*tensors: object) -> Tensor:
     blocks = [torch.atleast_2d(t) for t in (tensors[0] if isinstance(tensors[0], (list, tuple)) else tensors)]
     ends = list(accumulate(b.shape[1] for b in blocks))
     return torch.cat([F.pad(b, (end - b.shape[1], ends[-1] - end)) for b, end in zip(blocks, ends, strict=True)])
+
+
+@loses(torch.chain_matmul, "out")
+def chain_into(out: Tensor, *matrices: Tensor) -> Tensor:
+    return torch.linalg.multi_dot(matrices, out=out)

@@ -66,7 +66,15 @@ def reshape(x: Operand, *shape: Any, may_alias: bool = True, **named: Any) -> Re
     return factors("*d n! -> *d n", [x], call=lambda v: as_bytes(v.contiguous()), view=as_bytes)
 
 
-rule("_unsafe_view _reshape_alias")(functools.partial(reshape, may_alias=False))
+rule("_reshape_alias")(functools.partial(reshape, may_alias=False))
+
+
+@rule("_unsafe_view")
+def unsafe_view(x: Operand, shape: Sequence[int]) -> Relayout:
+    """To autograd this is no view, so ranks must not make one either."""
+    sizes = filled_in(shape, math.prod(x.shape))
+    local = in_local_shape(lambda v, here: torch.ops.aten._unsafe_view(v.reshape(here), here))
+    return Relayout(1, lambda dim: [regrouped(x.shape, dim, sizes)], local, may_alias=False)
 
 
 def _as_pairs(x: torch.Tensor) -> torch.Tensor:

@@ -121,6 +121,9 @@ take("torch.autograd._engine_run_backward", "hooks on tensors of simulated ranks
 _saved_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = take(
     "torch._C._autograd._top_saved_tensors_default_hooks", "writes around checkpoints"
 )
+keeps_graph: Callable[[], bool] = take(
+    "torch._C._autograd._get_current_graph_task_keep_graph", "writes through .data between a call and its gradient"
+)  # whether the backward pass that is under way leaves the graph for another one
 function_of: Callable[[Any], Any] = attrgetter("_forward_cls")  # the autograd Function that a `ctx` belongs to
 
 

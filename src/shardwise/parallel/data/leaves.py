@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ from shardwise.parallel.data.policy import Policy
 from shardwise.parallel.data.rows import Rows
 from shardwise.parallel.data.states import MEMORY, Memory, State
 from shardwise.tensor import DTensor
-from shardwise.torch_private.tensors import foreach_copy_, is_abstract, storage_id
+from shardwise.torch_private.tensors import foreach_copy_, is_abstract, storage_id, storage_users
 
 # What a tensor without memory can still answer.
 _KNOWN = {
@@ -140,7 +141,8 @@ class LeafGroup:
         for i, p in enumerate(self.parameters):
             p.set_leaves([mine[i] for mine in leaves])
         self._set_class(Freed)
-        self._kept_views = self._flatten() if self.cut and not self.data.mesh.comm.simulated else None
+        flat = self.cut and not self.data.mesh.comm.simulated and not self._is_shared()
+        self._kept_views = self._flatten() if flat else None
         self._is_flat = self._kept_views is not None
 
     def _buffer_of(self, rows: Rows, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -159,6 +161,11 @@ class LeafGroup:
         self._targets.append(targets)
         buffer.untyped_storage().resize_(0)
         return leaves
+
+    def _is_shared(self) -> bool:
+        """Whether something else shares memory with a parameter: it would be left behind in the old memory."""
+        own = Counter(storage_id(value) for value in self._values)
+        return any(storage_users(value) > own[storage_id(value)] for value in self._values)
 
     def _flatten(self) -> list[torch.Tensor]:
         """Put the parameters' own values into one row, so that gathering needs no copy; gives their views of it."""

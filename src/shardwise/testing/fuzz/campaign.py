@@ -28,6 +28,7 @@ from shardwise.testing.fuzz.shrink import shrink
 
 HANG = "hang"
 _PATIENCE = 60  # seconds for one program on processes
+_START = 240  # and for their start: on few cores, to import torch in each takes longer than most programs
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class Group:
             if deadline is not None and time.monotonic() > deadline:
                 return
             try:
-                yield self.answers.get(timeout=_PATIENCE)
+                yield self.answers.get(timeout=_PATIENCE + (_START if seed == self.first else 0))
             except queue.Empty:
                 codes = {rank: p.exitcode for rank, p in enumerate(self.processes) if p.exitcode is not None}
                 said = f"exit codes {codes}" if codes else f"no answer within {_PATIENCE} s"

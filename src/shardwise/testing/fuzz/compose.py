@@ -11,14 +11,23 @@ from typing import Any
 import torch
 
 from shardwise.layout import Partial, Placement
-from shardwise.testing.fuzz.grammar import FAMILIES, MODULE_CALLS, MODULES, OPTIMIZERS, templates
+from shardwise.testing.fuzz.grammar import (
+    FAMILIES,
+    MODULE_CALLS,
+    MODULES,
+    OPTIMIZERS,
+    OPTIONS,
+    SCHEDULES,
+    WRITING,
+    templates,
+)
 from shardwise.testing.fuzz.program import Program
 from shardwise.testing.fuzz.setting import plain_torch, samples
 from shardwise.testing.fuzz.slots import Fits, NothingFits, Slots
 from shardwise.testing.spread import is_float, random_placements, reductions_for
 from shardwise.testing.subjects import Operator, subjects
 
-MESHES = ((2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (2, 1, 2), (1,), (5,))
+MESHES = ((2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (2, 1, 2), (1,), (5,), (2, 2, 2))
 _DTYPES = (
     [torch.float64] * 24 + [torch.float32] * 5 + [torch.complex128] * 3 + [torch.int64] * 4 + [torch.bool] * 2
     + [torch.bfloat16, torch.float16, torch.complex64, torch.int32, torch.uint8, torch.int8]
@@ -133,7 +142,7 @@ class Composer:
             elif chance < 0.31:
                 self.add_module()
             else:
-                families = {k: weight for k, (weight, _) in FAMILIES.items() if self.writes or k != "in place"}
+                families = {k: weight for k, (weight, _) in FAMILIES.items() if self.writes or k not in WRITING}
                 family = self.rng.choices(list(families), list(families.values()))[0]
                 self.add_from(family)
         except (NothingFits, RuntimeError):  # plain torch does not let some tensors be read any more
@@ -198,11 +207,16 @@ class Composer:
         if self.rng.random() < 0.3 and y in self.space:
             optimizer = self.rng.choice(templates(OPTIMIZERS))
             self.statement(f"train({name}.parameters(), lambda p: {optimizer}(p, lr=0.01), weigh({y}))")
+        elif self.rng.random() < 0.3 and y in self.space:
+            made, schedule = self.rng.choice(templates(OPTIONS)), self.rng.choice(templates(SCHEDULES))
+            clip = self.rng.choice(["norm", "value", ""])
+            ways = f"lambda p: {made}, lambda o: {schedule}, {clip!r}"
+            self.statement(f"train_longer({name}.parameters(), lambda: weigh({call.format(m=name, x=x)}), {ways})")
 
     def add_from(self, family: str) -> None:
         template = self.rng.choice(FAMILIES[family][1])
         text = self.fill(template)
-        if family == "in place":
+        if family in WRITING:
             if self.rng.random() < 0.35 and not _CHANGES_SHAPE.search(text):
                 text = f"with torch.no_grad(): {text}"
             self.statement(text)

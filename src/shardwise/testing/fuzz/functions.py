@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.autograd.function import FunctionCtx
 
@@ -87,6 +89,34 @@ def seen(grad: torch.Tensor) -> None:
     grad.sum()
 
 
+Func = Callable[[torch.Tensor], torch.Tensor]
+
+
+def quietly(func: Func, x: torch.Tensor) -> torch.Tensor:
+    """What is not recorded."""
+    with torch.no_grad():
+        return func(x)
+
+
+def inferred(func: Func, x: torch.Tensor) -> torch.Tensor:
+    """What is computed in inference mode, and leaves it as a copy."""
+    with torch.inference_mode():
+        found = func(x)
+    return found.clone()
+
+
+def enabled(func: Func, x: torch.Tensor) -> torch.Tensor:
+    """What is recorded inside of what is not."""
+    with torch.no_grad(), torch.set_grad_enabled(True):
+        return func(x)
+
+
+def in_bfloat16(func: Func, x: torch.Tensor) -> torch.Tensor:
+    """What autocast makes of it."""
+    with torch.autocast(x.device.type, torch.bfloat16):
+        return func(x)
+
+
 FUNCTIONS: dict[str, object] = {
     "Scale": Scale,
     "Multiply": Multiply,
@@ -96,4 +126,8 @@ FUNCTIONS: dict[str, object] = {
     "doubled": doubled,
     "clamped": clamped,
     "seen": seen,
+    "quietly": quietly,
+    "inferred": inferred,
+    "enabled": enabled,
+    "in_bfloat16": in_bfloat16,
 }

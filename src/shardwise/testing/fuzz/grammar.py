@@ -10,6 +10,8 @@ are the sizes of the first and -1 its last.
 
 from __future__ import annotations
 
+from shardwise.testing.fuzz.more import CALLED, EINSUMS, FORMS, LOSSES, PICKED, REDUCED, VIEWED, WRITTEN
+
 POINTWISE = """
 torch.sin({c}) torch.cos({c}) torch.tanh({f}) torch.sigmoid({f}) torch.relu({f}) F.gelu({f}) F.silu({f})
 F.softplus({f}) torch.abs({c}) torch.neg({c}) torch.square({c}) torch.log1p({f}.abs()) torch.erf({f}) torch.sign({f})
@@ -220,7 +222,16 @@ FAMILIES: dict[str, tuple[int, list[str]]] = {
     "networks": (10, templates(NETWORKS)),
     "in place": (18, templates(IN_PLACE)),
     "functions": (8, templates(FUNCTIONS)),
+    "forms": (12, templates(FORMS)),
+    "reduced": (12, templates(REDUCED)),
+    "einsums": (7, templates(EINSUMS)),
+    "viewed": (12, templates(VIEWED)),
+    "picked": (8, templates(PICKED)),
+    "losses": (8, templates(LOSSES)),
+    "written": (16, templates(WRITTEN)),
+    "called": (10, templates(CALLED)),
 }
+WRITING = ("in place", "written")
 
 MODULES = """
 torch.nn.Linear({last},3) torch.nn.LayerNorm({last})
@@ -229,11 +240,37 @@ torch.nn.Bilinear({last},{last},2) torch.nn.GRUCell({last},3) torch.nn.PReLU()
 torch.nn.TransformerEncoderLayer({last},1,4,dropout=0.0,batch_first=True)
 torch.nn.LSTM({last},2,batch_first=True) torch.nn.GRU({last},2,bidirectional=True) torch.nn.RNN({last},3)
 torch.nn.MultiheadAttention({last},1,batch_first=True) torch.nn.Conv1d({second},2,1) torch.nn.BatchNorm1d({second})
+torch.nn.BatchNorm1d({second}).eval() torch.nn.BatchNorm1d({second},momentum=None,affine=False)
+torch.nn.GroupNorm(1,{second})
+torch.nn.InstanceNorm1d({second},affine=True,track_running_stats=True) torch.nn.Linear({last},2,bias=False)
+torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear({last},3))
+torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear({last},3)).eval() torch.nn.LSTMCell({last},2)
+torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear({last},{last}))
+torch.nn.LSTM({last},3,num_layers=2,proj_size=2,bidirectional=True) torch.nn.GRU({last},2,num_layers=2,bias=False)
+torch.nn.TransformerDecoderLayer({last},1,4,dropout=0.0,batch_first=True)
+torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer({last},1,4,dropout=0.0,norm_first=True),2)
+torch.nn.ConvTranspose1d({second},2,2,stride=2)
 """
 MODULE_CALLS = {"Bilinear": "{m}({x},{x})", "MultiheadAttention": "{m}({x},{x},{x})[0]", "LSTM(": "{m}({x})[0]"}
-MODULE_CALLS |= {"GRU(": "{m}({x})[0]", "RNN(": "{m}({x})[0]"}
+MODULE_CALLS |= {"GRU(": "{m}({x})[0]", "RNN(": "{m}({x})[0]", "Decoder": "{m}({x},{x})"}
 
 OPTIMIZERS = """
 torch.optim.SGD torch.optim.Adam torch.optim.AdamW torch.optim.Adagrad torch.optim.RMSprop torch.optim.NAdam
 torch.optim.Adamax torch.optim.RAdam torch.optim.Adadelta torch.optim.ASGD
 """  # not Rprop: it goes by the sign of a gradient, which rounding decides where that is zero
+
+# optimizers with options, parameters in groups
+OPTIONS = """
+torch.optim.SGD(p,0.1,momentum=0.9,nesterov=True,weight_decay=0.1) torch.optim.SGD(p,0.1,momentum=0.5,dampening=0.2)
+torch.optim.Adam(p,0.1,amsgrad=True,maximize=True)
+torch.optim.AdamW(p,0.1,betas=(0.5,0.9),weight_decay=0.3,foreach=False)
+torch.optim.RMSprop(p,0.1,momentum=0.5,centered=True)
+torch.optim.Adagrad(p,0.1,lr_decay=0.1,initial_accumulator_value=0.2)
+torch.optim.SGD([{"params":p[:1],"lr":0.3},{"params":p[1:]}],lr=0.1,weight_decay=0.2)
+torch.optim.AdamW([{"params":p[:1],"weight_decay":0.0},{"params":p[1:],"lr":0.2}],lr=0.1)
+torch.optim.Adam(p,torch.tensor(0.1))
+"""
+SCHEDULES = """
+torch.optim.lr_scheduler.StepLR(o,1,0.5) torch.optim.lr_scheduler.CosineAnnealingLR(o,3)
+torch.optim.lr_scheduler.OneCycleLR(o,0.2,total_steps=5) torch.optim.lr_scheduler.LambdaLR(o,lambda n: 1/(n+1))
+"""

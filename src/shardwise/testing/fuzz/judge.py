@@ -35,6 +35,10 @@ _SHAKES = 3  # how often the inputs are changed, until a result changes
 _LAST_BITS = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
+# a statement that may write into memory
+_MAY_WRITE = re.compile(r"\w_\(|out=|\][^=]?=[^=]|[-+*/]=|\.data\b|in-?place|InPlace")
+
+
 @dataclass(frozen=True)
 class Verdict:
     """How a program ended: one of the words above, where and why."""
@@ -163,7 +167,7 @@ def _gradients(program: Program) -> set[str]:
     node came last decides."""
     found: set[str] = set()
     for line in program.lines:
-        made = line.startswith("g") or "torch.func." in line or "forward_mode" in line
+        made = line.startswith("g") or any(word in line for word in ("torch.func.", "torch.autograd.", "forward_mode"))
         if made or not found.isdisjoint(names_used(line)):
             found.update(names_made(line))
     return found
@@ -290,8 +294,10 @@ def _follows(program: Program, ours: Played, plain: Played, name: str, least_exa
     """Whether plain torch's statement gives our result for our own operands, which differ in their last bits: a number
     that is zero but for rounding, and then compared with zero."""
     made = [line for line in program.lines if name in names_made(line)]
+    if any(map(_MAY_WRITE.search, program.lines)):  # to the result, or to what shares memory with it
+        return False
     used = {word: ours.variables[word] for word in names_used(made[-1]) if word in ours.variables}
-    if len(made) != 1 or not all(isinstance(value, DTensor) for value in used.values()):
+    if len(made) != 1 or not used or not all(isinstance(value, DTensor) for value in used.values()):
         return False
     with plain_torch(device=device) as words, warnings.catch_warnings():
         warnings.simplefilter("ignore")

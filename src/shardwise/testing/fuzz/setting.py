@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
@@ -192,6 +193,28 @@ def train(parameters: Sequence[torch.Tensor], make: Callable[..., torch.optim.Op
     optimizer.step()
 
 
+def train_longer(
+    parameters: Iterable[torch.Tensor],
+    loss: Callable[[], torch.Tensor],
+    make: Callable[..., torch.optim.Optimizer],
+    schedule: Callable[..., torch.optim.lr_scheduler.LRScheduler],
+    clip: str,
+) -> None:
+    """Three steps with a schedule; gradients may be clipped by norm or by value."""
+    params = list(parameters)
+    optimizer = make(params)
+    rates = schedule(optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss().backward()
+        if clip == "norm":
+            torch.nn.utils.clip_grad_norm_(params, 0.5)
+        elif clip == "value":
+            torch.nn.utils.clip_grad_value_(params, 0.1)
+        optimizer.step()
+        rates.step()
+
+
 def forward_mode(func: Callable[..., torch.Tensor], x: torch.Tensor, tangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A value and its derivative along a tangent."""
     with forward_ad.dual_level():
@@ -210,6 +233,8 @@ _COMMON: Words = {
     "second": second,
     "backward_passes": backward_passes,
     "train": train,
+    "train_longer": train_longer,
+    "np": np,
     "Shard": Shard,
     "Replicate": Replicate,
     "Partial": Partial,
