@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.checkpoint.agreement import Agreed, agree
-from shardwise.checkpoint.holders import Held, Side, check, held, side_of
+from shardwise.checkpoint.holders import Held, Side, check_all, held, side_of
 from shardwise.checkpoint.loader import Loader
 from shardwise.checkpoint.overlap import check_overlaps
 from shardwise.checkpoint.plan import LoadPlan, plan
@@ -62,8 +62,8 @@ def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: 
     try:
         _check_places(into)
         targets.collect(into, source.tree)
+        check_all(targets.tensors, "loading")
         for name, tensor in targets.tensors.items():
-            check(name, tensor, "loading")
             _check_fits(source, name, tensor)
         _check_tied(source, targets.tensors)
         check_overlaps(targets.tensors)

@@ -100,7 +100,8 @@ def _twice(name: str) -> CheckpointError:
 
 def _check_name(name: str) -> None:
     """Raise where a safetensors file has no room for a tensor of this name."""
-    if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
+    odd = not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name)
+    if odd or name == "__metadata__":
         raise CheckpointError(f"a tensor cannot be called {name!r} in a file; rename it")
 
 
