@@ -50,6 +50,7 @@ class Prepared(NamedTuple):
 
     source: Source
     targets: Targets
+    pieces: dict[str, list[Held]]  # the memory of the targets
     plan: LoadPlan
     unexpected: list[str]
     sharing: Sharing | None
@@ -58,6 +59,7 @@ class Prepared(NamedTuple):
 def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: int, measure: bool = False) -> Prepared:
     """Compare names, shapes and dtypes on all processes, and make the plan. Raises on all of them alike."""
     targets = Targets(source.entries, source.values)
+    pieces: dict[str, list[Held]] = {}
     error: Exception | None = None
     try:
         _check_places(into)
@@ -65,8 +67,9 @@ def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: 
         check_all(targets.tensors, "loading")
         for name, tensor in targets.tensors.items():
             _check_fits(source, name, tensor)
-        _check_tied(source, targets.tensors)
-        check_overlaps(targets.tensors)
+        pieces = {name: held(tensor) for name, tensor in targets.tensors.items()}
+        _check_tied(source, pieces)
+        check_overlaps(pieces)
     except CheckpointError as raised:
         said = str(raised)
         error = raised if said.startswith(("load:", str(source.path))) else CheckpointError(f"{source.path}: {said}")
@@ -86,7 +89,7 @@ def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: 
     line = world.from_first(source.line) if measure or several else None
     sides = _sides(targets, agreed, world)
     made = plan(source, sides, world.ranks, world.rank, memory, hosts=hosts, storage=line)
-    return Prepared(source, targets, made, unexpected, sharing)
+    return Prepared(source, targets, pieces, made, unexpected, sharing)
 
 
 def _check_places(into: Value) -> None:
@@ -114,12 +117,12 @@ def _check_fits(source: Source, name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _check_tied(source: Source, tensors: dict[str, torch.Tensor]) -> None:
+def _check_tied(source: Source, tensors: dict[str, list[Held]]) -> None:
     """Raise where two names are one piece of memory in `into`, but have different values in the checkpoint."""
     known: dict[object, str] = {}
-    for name, tensor in tensors.items():
-        memory = tuple((tile, values.data_ptr(), values.stride()) for tile, values in held(tensor))
-        first = known.setdefault((tensor.dtype, memory), name) if memory else name
+    for name, pieces in tensors.items():
+        memory = tuple((tile, x.data_ptr(), x.stride(), x.dtype) for tile, x in pieces)
+        first = known.setdefault(memory, name) if memory else name
         if first != name and not source.same_values(first, name):
             raise CheckpointError(
                 f"{source.path}: {first!r} and {name!r} are one tensor in `into`, but have different values in the "
@@ -185,11 +188,9 @@ def _told(sides: dict[str, Side], targets: Targets, agreed: Agreed, world: World
 def run(prepared: Prepared, into: Value, world: World) -> None:
     """Read, exchange, write into the tensors, then put the values in. What goes wrong on one process is told to the
     others before the next step."""
-    source, targets, made, _, sharing = prepared
-    pieces: dict[str, list[Held]] = {}
+    source, targets, pieces, made, _, sharing = prepared
     room, loader, error = pieces, None, None
     try:
-        pieces = {name: held(tensor) for name, tensor in targets.tensors.items()}
         room = _room_like(pieces) if made.staged else pieces
         loader = Loader(source, room, world, made, sharing)
     except Exception as raised:
