@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
-from shardwise.checkpoint.api import AnyPath, load, save_then
+from shardwise.checkpoint.api import AnyPath, check_arguments, load, save_then
 from shardwise.checkpoint.background import SaveHandle, check_earlier, wait_for_all
 from shardwise.checkpoint.commit import clean
 from shardwise.checkpoint.files import sync_folder, write_synced
@@ -70,6 +70,8 @@ class Manager:
                 check_type(value, int, f"Manager: {name}")
                 if value < 1:
                     raise ValueError(f"Manager: {name} = {value}; give a number >= 1, or None")
+        for name, flag in (("async_", async_), ("sigterm", sigterm)):
+            check_type(flag, bool, f"Manager: {name}", "give True or False")
         if best not in (None, "min", "max"):
             raise ValueError(f"Manager: best = {best!r}; give 'min', 'max' or None")
         self.root, self.keep, self.every, self.best, self.async_ = Path(root), keep, every, best, async_
@@ -108,6 +110,7 @@ class Manager:
             CheckpointError: The save failed, or an earlier asynchronous one did.
         """
         check_type(step, int, "Manager.save: step")
+        check_type(force, bool, "Manager.save: force", "give True or False")
         if step < 0:
             raise ValueError(f"Manager.save: step = {step}; give a number >= 0")
         world = World.of(self.group)
@@ -134,7 +137,14 @@ class Manager:
 
     def _note_first(self, world: World, step: int, metric: float | None) -> None:
         """Write the metric down; that of the first process that has one."""
-        given = [m for m in world.gather(None if metric is None else float(metric)) if m is not None]
+        number, error = None, None
+        try:
+            number = None if metric is None else float(metric)
+        except Exception as raised:  # told to the others, so that they do not wait
+            error = TypeError(f"Manager.save: metric = {metric!r} is no number: {raised}")
+        told = world.gather((number, error))
+        world.raise_first([theirs for _, theirs in told], error)
+        given = [m for m, _ in told if m is not None]
         if given:
             world.from_first(lambda: self._note(step, given[0]))
 
@@ -193,6 +203,9 @@ class Manager:
         Returns:
             The step of the checkpoint, or `default`.
         """
+        check_arguments(verify=verify, memory=memory, strict=strict, random=random)
+        if step is not None:
+            check_type(step, int, "Manager.restore: step")
         world = World.of(self.group)
         wait_for_all(world)
         path = world.from_first(lambda: self.latest() if step is None else self.path(step))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from shardwise.checkpoint.plan import LoadPlan, plan
 from shardwise.checkpoint.shared import Sharing
 from shardwise.checkpoint.source import Source
 from shardwise.checkpoint.targets import Targets, fixed_value
-from shardwise.checkpoint.tree import Flat, Value
+from shardwise.checkpoint.tree import Flat, Json, Value
 from shardwise.checkpoint.world import World, as_error
 from shardwise.errors import CheckpointError
 from shardwise.layout.tiles import Tiles
@@ -56,8 +56,22 @@ class Prepared(NamedTuple):
     sharing: Sharing | None
 
 
-def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: int, measure: bool = False) -> Prepared:
-    """Compare names, shapes and dtypes on all processes, and make the plan. Raises on all of them alike."""
+def prepare(
+    source: Source,
+    into: Value,
+    world: World,
+    *,
+    strict: bool,
+    memory: int,
+    also: Mapping[str, Json],
+    measure: bool = False,
+) -> Prepared:
+    """Compare names, shapes and dtypes on all processes, and make the plan. Raises on all of them alike.
+
+    Args:
+        also: Further arguments that must be the same everywhere.
+        measure: Whether to measure what reading costs.
+    """
     targets = Targets(source.entries, source.values)
     pieces: dict[str, list[Held]] = {}
     error: Exception | None = None
@@ -75,8 +89,9 @@ def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: 
         error = raised if said.startswith(("load:", str(source.path))) else CheckpointError(f"{source.path}: {said}")
     except Exception as raised:
         error = raised
+    same = {**also, "strict": strict, "memory": memory}
     mine = targets.missing, sorted(targets.taken) if world.size > 1 else []
-    agreed = agree(Flat(targets.tensors), world, values=False, also=memory, error=error, told=mine)
+    agreed = agree(Flat(targets.tensors), world, values=False, also=same, error=error, told=mine)
     missing = list(dict.fromkeys(name for names, _ in agreed.told for name in names))
     taken = targets.taken.union(*(names for _, names in agreed.told))
     unexpected = [name for name in (*source.entries, *source.values) if name not in taken]
