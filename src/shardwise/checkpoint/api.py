@@ -166,7 +166,7 @@ def load(
         if random and source.random is not None:
             set_state(source.random)
         report = Loaded(
-            source.step, tuple(prepared.targets.missing), tuple(prepared.unexpected), source.bytes_read, prepared.plan
+            source.step, tuple(prepared.missing), tuple(prepared.unexpected), source.bytes_read, prepared.plan
         )
     finally:
         source.close()
