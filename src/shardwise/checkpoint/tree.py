@@ -117,7 +117,7 @@ def _value(value: Value, name: str) -> Json:
     """A value in JSON: what JSON has no word for is a list of a kind and a text."""
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
-    if isinstance(value, (float, np.floating)):
+    if isinstance(value, (float, np.floating)) and not _loses_digits(value):
         return float(value) if math.isfinite(value) else ["float", str(float(value))]
     if isinstance(value, (int, np.integer)):
         return int(value)
@@ -137,6 +137,11 @@ def _value(value: Value, name: str) -> Json:
         f"{name or 'state'}: a {type(value).__name__} cannot be saved; a state has tensors, numbers, strings, bytes, "
         f"None, lists, tuples and dicts of those, and objects with state_dict() and load_state_dict()"
     )
+
+
+def _loses_digits(value: float | np.floating) -> bool:
+    """Whether a number has more digits than Python's own (numpy.longdouble may)."""
+    return value == value and value != float(value)
 
 
 _READ: dict[str, Callable[..., Value]] = {
