@@ -159,7 +159,10 @@ def load(
     try:
         prepared = read.prepare(source, into, world, strict=strict, memory=memory, also=also)
         if random and source.random is None:
-            raise CheckpointError(f"{source.path}: it has no random state: random=False loads the rest")
+            raise CheckpointError(
+                f"{source.path}: it has no random state: another program wrote it, or the processes had different ones "
+                f"when it was saved (torch.manual_seed(n) on all makes them one); random=False loads the rest"
+            )
         if verify == "full":
             check_blocks(source, world)
         read.run(prepared, into, world)

@@ -214,6 +214,11 @@ def has_failed() -> bool:
     return _writer.has_failed()
 
 
+def under_way() -> list[str]:
+    """Where this process is saving to now."""
+    return [handle.path for handle in _writer.handles if not handle.done()]
+
+
 def raise_earlier() -> NoReturn:
     """Raise what went wrong in an earlier save, once it has ended here too. All processes call it if one has failed."""
     _writer.wait()
