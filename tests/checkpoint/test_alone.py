@@ -147,11 +147,7 @@ def metrics_differ(rank, world_size, root):
     for step in (5, 10, 15):  # as in programs whose first rank alone looks at the loss
         manager.save(step, state, metric=abs(step - 5.0) if rank == 0 else None)
     steps = manager.steps()
-    return (
-        raised(lambda: manager.save(20 + rank, state)),
-        raised(lambda: manager.save(20, state, force=rank == 1)),
-        steps,
-    )
+    return raised(lambda: manager.save(20 + rank, state)), raised(lambda: manager.save(20, state, force=rank == 1)), steps
 
 
 def test_a_metric_of_the_first_rank_alone_and_arguments_that_differ(tmp_path):

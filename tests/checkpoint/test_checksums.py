@@ -113,9 +113,7 @@ def test_past_the_page_cache(tmp_path, monkeypatch, way):
         assert main(["checkpoint", "merge", str(path), str(path) + " merged"]) == 0
         checkpoint.load(str(path) + " merged", into := state(0), verify="full")
         assert same(into, state())
-        one, other = (
-            json.loads((p / "manifest.json").read_text())["tensors"] for p in (path, tmp_path / (path.name + " merged"))
-        )
+        one, other = (json.loads((p / "manifest.json").read_text())["tensors"] for p in (path, tmp_path / (path.name + " merged")))
         assert all(one[name][5] == other[name][5] for name in one)
     crc._quicker.cache_clear()
 

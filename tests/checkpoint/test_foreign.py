@@ -120,21 +120,12 @@ def test_from_file_to_file(tmp_path, monkeypatch, can):
             raise OSError(errno.EXDEV, "Invalid cross-device link")
 
         monkeypatch.setattr(os, "copy_file_range", no)
-    state = {
-        "a": torch.randn(7, 9),
-        "e": torch.zeros(0),
-        "c": torch.randn(5, dtype=torch.complex64),
-        "n": 3,
-        "b": torch.randn(40),
-    }
+    state = {"a": torch.randn(7, 9), "e": torch.zeros(0), "c": torch.randn(5, dtype=torch.complex64), "n": 3, "b": torch.randn(40)}
     checkpoint.save(tmp_path / "parts", state, max_file_bytes=200, step=2)
     rewrite(open_source(tmp_path / "parts"), tmp_path / "merged", most=1 << 40)
     rewrite(MappedSource(open_source(tmp_path / "merged"), Map([transpose("a")])), tmp_path / "turned", most=100)
     for name, turned in (("merged", False), ("turned", True)):
-        into = {
-            k: x if k == "n" else torch.zeros(x.t().shape if turned and k == "a" else x.shape, dtype=x.dtype)
-            for k, x in state.items()
-        }
+        into = {k: x if k == "n" else torch.zeros(x.t().shape if turned and k == "a" else x.shape, dtype=x.dtype) for k, x in state.items()}
         assert checkpoint.load(tmp_path / name, into, verify="full").step == 2
         into["a"] = into["a"].t() if turned else into["a"]
         assert all(torch.equal(into[k], state[k]) for k in "aecb")
@@ -148,9 +139,7 @@ def test_from_file_to_file(tmp_path, monkeypatch, can):
 
 
 def test_numpy_arrays_in_a_file_of_torch_save_can_be_loaded_again(tmp_path):
-    checkpoint.save(
-        tmp_path / "x.pt", {"a": np.arange(3.0), "n": [1, {"b": np.ones((2, 2), dtype=np.int32)}]}, format="pt"
-    )
+    checkpoint.save(tmp_path / "x.pt", {"a": np.arange(3.0), "n": [1, {"b": np.ones((2, 2), dtype=np.int32)}]}, format="pt")
     into = {"a": np.zeros(3), "n": [0, {"b": np.zeros((2, 2), dtype=np.int32)}]}
     checkpoint.load(tmp_path / "x.pt", into)
     assert into["a"].tolist() == [0.0, 1.0, 2.0] and into["n"][0] == 1 and into["n"][1]["b"].all()

@@ -38,16 +38,10 @@ def test_tensors_that_share_a_part_of_their_memory(tmp_path):
     checkpoint.load(tmp_path / "c", {"a": x[::2], "b": x[1::2]})
     assert x.tolist() == [1, 0] * 3
     checkpoint.save(tmp_path / "d", {"a": torch.arange(12.0).view(3, 4)})
-    refused(
-        tmp_path / "d", {"a": torch.zeros(9).as_strided((3, 4), (2, 1))}, "'a': elements of the tensor share memory"
-    )
-    refused(
-        tmp_path / "d", {"a": torch.zeros(50).as_strided((3, 4), (6, 4))}, "'a': elements of the tensor share memory"
-    )
+    refused(tmp_path / "d", {"a": torch.zeros(9).as_strided((3, 4), (2, 1))}, "'a': elements of the tensor share memory")
+    refused(tmp_path / "d", {"a": torch.zeros(50).as_strided((3, 4), (6, 4))}, "'a': elements of the tensor share memory")
     checkpoint.save(tmp_path / "e", {"a": torch.ones(3, 3)})
-    refused(
-        tmp_path / "e", {"a": torch.zeros(9).as_strided((3, 3), (4, 0))}, "'a': elements of the tensor share memory"
-    )
+    refused(tmp_path / "e", {"a": torch.zeros(9).as_strided((3, 3), (4, 0))}, "'a': elements of the tensor share memory")
     gaps = torch.zeros(4, 9)[:, ::3].T
     checkpoint.load(tmp_path / "d", {"a": gaps})
     assert gaps.equal(torch.arange(12.0).view(3, 4))
@@ -74,11 +68,7 @@ class Fails:
 
 def test_an_object_that_does_not_load(tmp_path):
     checkpoint.save(tmp_path / "c", {"w": torch.ones(2), "s": Fails()})
-    refused(
-        tmp_path / "c",
-        {"w": torch.zeros(2), "s": Fails()},
-        "'s': load_state_dict of Fails raised ValueError: not to.*tensors of `into` have their new values",
-    )
+    refused(tmp_path / "c", {"w": torch.zeros(2), "s": Fails()}, "'s': load_state_dict of Fails raised ValueError: not to.*tensors of `into` have their new values")
 
 
 def test_kinds_of_containers_stay(tmp_path):
@@ -137,11 +127,7 @@ class Kept(nn.Module):
 
     def __init__(self, n):
         super().__init__()
-        self.w, self.cache, self.extra = (
-            nn.Parameter(torch.full((2,), n)),
-            torch.full((3,), n),
-            (torch.full((2,), n), n),
-        )
+        self.w, self.cache, self.extra = nn.Parameter(torch.full((2,), n)), torch.full((3,), n), (torch.full((2,), n), n)
 
     def _save_to_state_dict(self, found, prefix, keep):
         super()._save_to_state_dict(found, prefix, keep)
@@ -175,9 +161,7 @@ def optimizer_of(*sizes, lr=0.1):
 
 def test_groups_of_other_sizes(tmp_path):
     checkpoint.save(tmp_path / "c", {"o": optimizer_of(2, 1)})
-    refused(
-        tmp_path / "c", {"o": optimizer_of(1, 2)}, "'o.param_groups.0': 2 parameters in the checkpoint, 1 in the opt"
-    )
+    refused(tmp_path / "c", {"o": optimizer_of(1, 2)}, "'o.param_groups.0': 2 parameters in the checkpoint, 1 in the opt")
     refused(tmp_path / "c", {"o": optimizer_of(2)}, "'o': 2 groups of parameters")
 
 
@@ -205,12 +189,7 @@ def trained(kind, steps):
 
     for _ in range(steps):
         optimizer.step(closure)
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3),
-        "n": steps,
-    }
+    return {"model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "n": steps}
 
 
 def same(one, other):

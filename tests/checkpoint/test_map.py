@@ -12,25 +12,10 @@ LLAMA = {"model.embed_tokens.weight": (11, 6), "lm_head.weight": (11, 6)}
 MIXTRAL = dict(LLAMA)
 GPT2 = {"wte.weight": (11, 6), "h.0.ln_1.bias": (6,)}
 for i in range(2):
-    attention = {
-        f"model.layers.{i}.self_attn.{x}_proj.weight": (n, 6) for x, n in (("q", 6), ("k", 3), ("v", 3), ("o", 6))
-    }
-    LLAMA |= (
-        attention
-        | {f"model.layers.{i}.mlp.{x}_proj.weight": (8, 6) for x in ("gate", "up")}
-        | {f"model.layers.{i}.mlp.down_proj.weight": (6, 8)}
-    )
-    MIXTRAL |= attention | {
-        f"model.layers.{i}.block_sparse_moe.experts.{e}.{w}.weight": (4, 6)
-        for e in range(3)
-        for w in ("w1", "w2", "w3")
-    }
-    GPT2 |= {
-        f"h.{i}.attn.c_attn.weight": (6, 18),
-        f"h.{i}.attn.c_attn.bias": (18,),
-        f"h.{i}.mlp.c_fc.weight": (6, 24),
-        f"h.{i}.mlp.c_proj.weight": (24, 6),
-    }
+    attention = {f"model.layers.{i}.self_attn.{x}_proj.weight": (n, 6) for x, n in (("q", 6), ("k", 3), ("v", 3), ("o", 6))}
+    LLAMA |= attention | {f"model.layers.{i}.mlp.{x}_proj.weight": (8, 6) for x in ("gate", "up")} | {f"model.layers.{i}.mlp.down_proj.weight": (6, 8)}
+    MIXTRAL |= attention | {f"model.layers.{i}.block_sparse_moe.experts.{e}.{w}.weight": (4, 6) for e in range(3) for w in ("w1", "w2", "w3")}
+    GPT2 |= {f"h.{i}.attn.c_attn.weight": (6, 18), f"h.{i}.attn.c_attn.bias": (18,), f"h.{i}.mlp.c_fc.weight": (6, 24), f"h.{i}.mlp.c_proj.weight": (24, 6)}
 
 CASES = {
     "llama": (LLAMA, preset("llama", heads=2, kv_heads=1)),

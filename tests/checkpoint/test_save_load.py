@@ -17,23 +17,7 @@ from tests.checkpoint.test_protocol import LAYOUTS, check, state, targets
 from tests.workers import device_mesh, run_ranks
 
 R = Replicate()
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.uint16,
-    torch.uint32,
-]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16, torch.uint32]
 
 
 def whole(tensor):
@@ -54,17 +38,11 @@ def test_other_meshes_and_small_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr("shardwise.checkpoint.source.LEAST_BLOCK", 48)
     x = torch.arange(5 * 7 * 3).view(5, 7, 3)
     mesh = simulate((2, 3, 2))
-    saved = {
-        "x": distribute_tensor(x, mesh, [Shard(1), Shard(0), Shard(2)]),
-        "y": distribute_tensor(x, mesh, [Shard(0), R, Shard(0)]),
-    }
+    saved = {"x": distribute_tensor(x, mesh, [Shard(1), Shard(0), Shard(2)]), "y": distribute_tensor(x, mesh, [Shard(0), R, Shard(0)])}
     checkpoint.save(tmp_path / "c", saved, max_file_bytes=400)
     assert len(list((tmp_path / "c").glob("*.safetensors"))) == 2
     other = simulate(4)
-    into = {
-        "x": distribute_tensor(x * 0, other, [Shard(2)]),
-        "y": distribute_tensor(x * 0, other, [Shard(1, sizes=(0, 6, 0, 1))]),
-    }
+    into = {"x": distribute_tensor(x * 0, other, [Shard(2)]), "y": distribute_tensor(x * 0, other, [Shard(1, sizes=(0, 6, 0, 1))])}
     checkpoint.load(tmp_path / "c", into, memory=400)
     assert torch.equal(whole(into["x"]), x) and torch.equal(whole(into["y"]), x)
 
@@ -123,17 +101,7 @@ def trained(steps, seed=0):
         model(torch.randn(4, 5)).square().sum().backward()
         optimizer.step()
         scheduler.step()
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "data": Position(steps, range(steps)),
-        "scaler": torch.amp.GradScaler("cpu"),
-        "epoch": steps,
-        "name": "run",
-        "history": [1.5] * steps,
-        "pair": (steps, None),
-    }
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": Position(steps, range(steps)), "scaler": torch.amp.GradScaler("cpu"), "epoch": steps, "name": "run", "history": [1.5] * steps, "pair": (steps, None)}
 
 
 def test_objects(tmp_path):
@@ -230,14 +198,7 @@ def test_damage_is_found(tmp_path, damage):
         manifest.unlink()
         data.unlink()
     into = {"a": torch.zeros(1000), "w": torch.zeros(3000)}
-    text = {
-        "flip": r"model.safetensors: tensor 'w', bytes \d+ to \d+ of the file .* damaged",
-        "cut": "cut short",
-        "header": r"header \(bytes 0",
-        "manifest": "manifest is damaged",
-        "missing": "missing",
-        "no manifest": "no checkpoint",
-    }
+    text = {"flip": r"model.safetensors: tensor 'w', bytes \d+ to \d+ of the file .* damaged", "cut": "cut short", "header": r"header \(bytes 0", "manifest": "manifest is damaged", "missing": "missing", "no manifest": "no checkpoint"}
     for verify in ("fast", "full"):
         with pytest.raises(CheckpointError, match=text[damage]):
             checkpoint.load(folder, into, verify=verify)
@@ -256,9 +217,7 @@ def test_damage_found_late_says_what_was_changed(tmp_path):
     content[-20] ^= 4
     (folder / "model.safetensors").write_bytes(content)
     into = {"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 20)}
-    with pytest.raises(
-        CheckpointError, match="Of `into`, 2 tensor.s. have new values already, wholly or in part: 'a', 'b'"
-    ):
+    with pytest.raises(CheckpointError, match="Of `into`, 2 tensor.s. have new values already, wholly or in part: 'a', 'b'"):
         checkpoint.load(folder, into, memory=4 << 20)
     into = {"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 20)}
     with pytest.raises(CheckpointError, match="damaged"):
@@ -365,15 +324,9 @@ def test_processes_that_differ(tmp_path):
 def on_parts_of_a_mesh(rank, world_size, path):
     mesh = device_mesh((2, 2), ("dp", "tp"))
     x = torch.arange(35.0).view(5, 7)
-    tensors = {
-        "w": distribute_tensor(x, mesh["tp"], [Shard(0)]),
-        f"stage {rank // 2}": distribute_tensor(x + rank // 2, mesh["tp"], [Shard(1)]),
-    }
+    tensors = {"w": distribute_tensor(x, mesh["tp"], [Shard(0)]), f"stage {rank // 2}": distribute_tensor(x + rank // 2, mesh["tp"], [Shard(1)])}
     checkpoint.save(path, tensors)
-    into = {
-        "w": distribute_tensor(x * 0, mesh["dp"], [Shard(1)]),
-        f"stage {rank % 2}": distribute_tensor(x * 0, mesh["dp"], [Shard(1)]),
-    }
+    into = {"w": distribute_tensor(x * 0, mesh["dp"], [Shard(1)]), f"stage {rank % 2}": distribute_tensor(x * 0, mesh["dp"], [Shard(1)])}
     checkpoint.load(path, into)
     assert torch.equal(into["w"].full_tensor(), x)
     assert torch.equal(into[f"stage {rank % 2}"].full_tensor(), x + rank % 2)
@@ -420,11 +373,7 @@ def tiles_and_models(rank, world_size, path):
     checkpoint.save(path, {"tiles": tiles, "model": model, "optimizer": optimizer})
     torch.manual_seed(1)
     fresh = nn.Linear(5, 3)
-    into = {
-        "tiles": sharded.zeros(sharded.ChunkShardingSpec(1, ["rank:1/cpu", "rank:0/cpu"]), 10, 7),
-        "model": fresh,
-        "optimizer": torch.optim.AdamW(fresh.parameters()),
-    }
+    into = {"tiles": sharded.zeros(sharded.ChunkShardingSpec(1, ["rank:1/cpu", "rank:0/cpu"]), 10, 7), "model": fresh, "optimizer": torch.optim.AdamW(fresh.parameters())}
     checkpoint.load(path, into)
     assert torch.equal(into["tiles"].full_tensor(), x)
     for name, value in model.state_dict().items():
