@@ -11,8 +11,9 @@ has done it already.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -113,10 +114,27 @@ def held_boxes(tensor: Wrapper) -> Iterator[tuple[Tile, torch.Tensor, tuple[int,
     for coords, i in zip(comm.coords_here(), comm.structure(local) or (0,), strict=True):
         if i not in seen:
             seen.add(i)
-            sides = [layout.held(dim, coords) for dim in range(layout.ndim)]
-            for tile in layout.tiles_at(coords):  # a piece starts locally after those of smaller indices
-                start = (sum(b - a for a, b in side if b <= at) for side, at in zip(sides, tile.offsets))
-                yield tile, values[i].detach(), tuple(start)
+            value = values[i].detach()
+            for tile, start in _boxes_at(layout, tuple(coords)):
+                yield tile, value, start
+
+
+Box: TypeAlias = tuple[Tile, tuple[int, ...]]  # of a tensor, and where it starts in what a rank holds
+_boxes: weakref.WeakKeyDictionary[Layout, dict[tuple[int, ...], list[Box]]] = weakref.WeakKeyDictionary()
+
+
+def _boxes_at(layout: Layout, coords: tuple[int, ...]) -> list[Box]:
+    """The boxes of the rank at `coords`; those of a layout are found once."""
+    known = _boxes.setdefault(layout, {})
+    found = known.get(coords)
+    if found is None:
+        sides = [layout.held(dim, coords) for dim in range(layout.ndim)]
+        found = []
+        for tile in layout.tiles_at(coords):  # a piece starts locally after those of smaller indices
+            start = (sum(b - a for a, b in side if b <= at) for side, at in zip(sides, tile.offsets))
+            found.append((tile, tuple(start)))
+        known[coords] = found
+    return found
 
 
 def chunk(box: TileLike) -> metadata.ChunkStorageMetadata:

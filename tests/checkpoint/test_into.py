@@ -237,3 +237,10 @@ def test_paths_and_arguments(tmp_path):
         checkpoint.load(tmp_path / "new" / "x.pt", state, map={"w": "v"})
     with pytest.raises(ValueError, match="step = -5; give a number >= 0"):
         Manager(tmp_path / "run", sigterm=False).save(-5, state)
+
+
+@pytest.mark.skipif(np.finfo(np.longdouble).nmant <= 52, reason="numbers of that many digits are not to be had here")
+def test_a_number_with_more_digits_than_pythons_is_refused(tmp_path):
+    checkpoint.save(tmp_path / "c", {"x": np.longdouble(0.5)})
+    with pytest.raises(TypeError, match="x: a longdouble cannot be saved"):
+        checkpoint.save(tmp_path / "c", {"x": np.longdouble(1) / 3})

@@ -49,7 +49,35 @@ def test_leftovers_are_cleaned_and_not_taken(tmp_path):
     (left / "model.safetensors").write_bytes(b"half")
     (tmp_path / "step-00000003").mkdir()  # without a manifest it is no checkpoint
     manager = Manager(tmp_path, sigterm=False)
-    assert not left.exists() and manager.latest() == manager.path(1)
+    assert left.exists() and manager.latest() == manager.path(1)  # another program may be writing it
+    manager.save(4, {"w": torch.ones(1)})
+    assert not left.exists() and manager.steps() == [1, 4]
+
+
+def test_a_manager_takes_nothing_from_a_save_that_is_under_way(tmp_path, monkeypatch):
+    go, put = threading.Event(), jobs._put
+    monkeypatch.setattr(jobs, "_put", lambda *args: (go.wait(60), put(*args))[1])
+    handle = Manager(tmp_path, async_=True, sigterm=False).save(1, {"w": torch.ones(3)})
+    while not list(tmp_path.glob(".*.saving")):
+        time.sleep(0.01)
+    other = Manager(tmp_path, async_=True, sigterm=False)
+    second = other.save(2, {"w": torch.ones(3)})
+    go.set()
+    handle.wait(60)
+    second.wait(60)
+    assert other.steps() == [1, 2]
+
+
+def test_metrics_that_cannot_be_read_are_not_forgotten(tmp_path):
+    manager = Manager(tmp_path, keep=1, best="min", sigterm=False)
+    for step in (1, 2):
+        manager.save(step, {"w": torch.ones(1)}, metric=float(step))
+    (tmp_path / "scores.json").write_text("{damaged")
+    for call in (lambda: manager.save(3, {"w": torch.ones(1)}, metric=5.0), manager.best_path):
+        with pytest.raises(CheckpointError, match="scores.json: the metrics cannot be read"):
+            call()
+    assert manager.path(1).exists()
+    Manager(tmp_path, keep=None, sigterm=False).save(4, {"w": torch.ones(1)})  # looks at no metrics
 
 
 def test_a_replaced_checkpoint_comes_back(tmp_path):
@@ -76,7 +104,10 @@ def test_a_replaced_checkpoint_is_removed_while_the_program_goes_on(tmp_path, mo
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-SAVES = [lambda root: checkpoint.save(root / "c", {"w": torch.ones(1)}), lambda root: Manager(root, sigterm=False)]
+SAVES = [
+    lambda root: checkpoint.save(root / "c", {"w": torch.ones(1)}),
+    lambda root: Manager(root, sigterm=False).save(1, {"w": torch.ones(1)}),
+]
 
 
 @pytest.mark.parametrize("save", SAVES)

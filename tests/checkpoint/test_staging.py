@@ -1,9 +1,13 @@
 """Copies for asynchronous saves: whatever the tensors look like in memory, and however they lie beside each other."""
 
 import mmap
+import threading
+import weakref
 
 import torch
 
+from shardwise import checkpoint
+from shardwise.checkpoint import write
 from shardwise.checkpoint.files import Entry
 from shardwise.checkpoint.holders import Held
 from shardwise.checkpoint.jobs import Task
@@ -35,7 +39,7 @@ def test_copies_of_all_kinds_of_tensors():
     ]
     expected = [x.clone() for x in values]
     staging = Staging([as_task(x) for x in values])
-    staged = staging.fill(torch.empty(staging.size, dtype=torch.uint8))
+    staged = staging.fill(torch.empty(staging.size, dtype=torch.uint8)).tasks()
     big.zero_(), odd.zero_()
     for task, x in zip(staged, expected, strict=True):
         ((_, copy),) = task.pieces
@@ -50,3 +54,23 @@ def test_pages_that_may_be_nobodys_are_not_read():
     assert _together([behind, next_]) == [next_, behind]  # page 2 is in neither
     assert _together([(0, 4 * page), first, same]) == [(0, 4 * page)]
     assert _together([]) == []
+
+
+def test_what_waits_to_be_written_keeps_nothing_of_the_program(tmp_path, monkeypatch):
+    go, run = threading.Event(), write.run
+
+    def slow(*args):
+        assert go.wait(30)
+        run(*args)
+
+    monkeypatch.setattr(write, "run", slow)
+    x, y = torch.arange(8.0), torch.arange(6.0).view(2, 3).t()
+    handle = checkpoint.save(tmp_path / "x", {"x": x, "y": y}, async_=True)
+    known = [weakref.ref(x), weakref.ref(y)]
+    del x, y
+    assert [found() for found in known] == [None, None]
+    go.set()
+    handle.wait(30)
+    into = {"x": torch.zeros(8), "y": torch.zeros(3, 2)}
+    checkpoint.load(tmp_path / "x", into)
+    assert torch.equal(into["x"], torch.arange(8.0)) and torch.equal(into["y"], torch.arange(6.0).view(2, 3).t())

@@ -78,7 +78,7 @@ def save(
         LayoutError: A tensor is Partial.
         TypeError: Something in the state cannot be saved.
     """
-    _check(format=format, step=step, max_file_bytes=max_file_bytes, staged_bytes=staged_bytes)
+    check_arguments(format=format, step=step, max_file_bytes=max_file_bytes, staged_bytes=staged_bytes)
     check_type(async_, bool, "save: async_", "give whether to return before the files are written")
     world = World.of(process_group)
     if format in ("dcp", "pt"):
@@ -152,20 +152,24 @@ def load(
     Raises:
         CheckpointError: On all processes, if a file is missing or damaged, or names, shapes or dtypes differ.
     """
-    _check(verify=verify, memory=memory)
+    check_arguments(verify=verify, memory=memory, strict=strict, random=random)
     begin, world = time.perf_counter(), World.of(process_group)
+    also = {"path": os.path.abspath(path), "verify": verify, "random": random}
     source = world.from_first(lambda: opened(path, map, verify))
     try:
+        prepared = read.prepare(source, into, world, strict=strict, memory=memory, also=also)
         if random and source.random is None:
-            raise CheckpointError(f"{source.path}: it has no random state: random=False loads the rest")
-        prepared = read.prepare(source, into, world, strict=strict, memory=memory)
+            raise CheckpointError(
+                f"{source.path}: it has no random state: another program wrote it, or the processes had different ones "
+                f"when it was saved (torch.manual_seed(n) on all makes them one); random=False loads the rest"
+            )
         if verify == "full":
             check_blocks(source, world)
         read.run(prepared, into, world)
         if random and source.random is not None:
             set_state(source.random)
         report = Loaded(
-            source.step, tuple(prepared.targets.missing), tuple(prepared.unexpected), source.bytes_read, prepared.plan
+            source.step, tuple(prepared.missing), tuple(prepared.unexpected), source.bytes_read, prepared.plan
         )
     finally:
         source.close()
@@ -192,11 +196,12 @@ def plan_load(
     Raises:
         CheckpointError: `load` would not start, as where tensors are missing and `strict` is set.
     """
-    _check(memory=memory)
+    check_arguments(memory=memory, strict=strict)
     world = World.of(process_group)
+    also = {"path": os.path.abspath(path)}
     source = world.from_first(lambda: opened(path, map, "fast"))
     try:
-        return read.prepare(source, into, world, strict=strict, memory=memory, measure=True).plan
+        return read.prepare(source, into, world, strict=strict, memory=memory, also=also, measure=True).plan
     finally:
         source.close()
 
@@ -209,12 +214,15 @@ def opened(path: AnyPath, table: Map | None, verify: str) -> Source:
     return source if table is None else MappedSource(source, table)
 
 
-def _check(**given: object) -> None:
+def check_arguments(**given: object) -> None:
+    """Raise where an argument of this name cannot have this value."""
     for name, value in given.items():
         if name in ("format", "verify"):
             known = FORMATS if name == "format" else VERIFY
             if value not in known:
                 raise ValueError(f"{name} = {value!r}; give one of {', '.join(map(repr, known))}")
+        elif name in ("strict", "random"):
+            check_type(value, bool, f"load: {name}", "give True or False")
         elif value is not None or name != "step":
             check_type(value, int, name)
             if name != "step" and value <= 0:  # type: ignore[operator]

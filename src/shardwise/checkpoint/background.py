@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 from typing import NoReturn
 
@@ -95,19 +96,15 @@ class _Writer:
     def submit(self, attempt: Attempt, world: World, most: int, then: Callable[[], None] | None) -> SaveHandle:
         """Copy what is to be written, and have the thread write it. What goes wrong here goes to the thread too, which
         tells the other processes: this call returns on all of them."""
-        handle, room = SaveHandle(str(attempt.path)), None
-        try:
-            draft = attempt.checked()
-            staging = Staging(draft.tasks)
-            room = self._take(staging.size, most)
-            attempt = replace(attempt, draft=replace(draft, tasks=staging.fill(room)))
-        except Exception as error:
-            attempt = Attempt(attempt.path, None, error)
+        handle = SaveHandle(str(attempt.path))
+        room, make = self._staged(attempt, most)
         self.handles.append(handle)
 
         def save() -> None:
             try:
-                write.run(attempt, world)
+                # nobody writes before all have their copies: that would take processors from those that copy
+                world.all_well(True)
+                write.run(make(), world)
                 if then is not None:
                     world.from_first(then)
             finally:
@@ -119,6 +116,20 @@ class _Writer:
             self.thread.start()
         self.queue.put((handle, save))
         return handle
+
+    def _staged(self, attempt: Attempt, most: int) -> tuple[torch.Tensor | None, Callable[[], Attempt]]:
+        """Memory with copies of what is to be written, and what makes the attempt to write them, in the thread.
+        Nothing of the program's own tensors is kept."""
+        path, room = attempt.path, None
+        try:
+            draft = attempt.checked()
+            staging = Staging(draft.tasks)
+            room = self._take(staging.size, most)
+            staged = staging.fill(room)
+        except Exception as error:
+            return room, partial(Attempt, path, None, error)
+        rest = replace(draft, tasks=[])
+        return room, partial(Attempt.of, path, lambda: replace(rest, tasks=staged.tasks()))
 
     def _run(self) -> None:
         while True:
@@ -201,6 +212,11 @@ def start(attempt: Attempt, world: World, most: int, then: Callable[[], None] | 
 def has_failed() -> bool:
     """Whether an earlier save has failed on this process, and nobody was told."""
     return _writer.has_failed()
+
+
+def under_way() -> list[str]:
+    """Where this process is saving to now."""
+    return [handle.path for handle in _writer.handles if not handle.done()]
 
 
 def raise_earlier() -> NoReturn:

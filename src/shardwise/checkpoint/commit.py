@@ -10,6 +10,7 @@ import os
 import shutil
 import threading
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 from shardwise.checkpoint.files import INDEX, sync_folder
@@ -103,12 +104,22 @@ def drop_draft(draft: Path) -> None:
         shutil.rmtree(draft)
 
 
-def clean(root: Path) -> None:
-    """Remove what saves that did not end have left in a folder of checkpoints."""
+def recover_all(root: Path) -> None:
+    """Bring back all checkpoints of a folder that were being replaced when a process was killed."""
     for left in root.glob(".*.replaced"):
         recover(root / left.name[1:].removesuffix(".replaced"))
-    for left in root.glob(".*.saving"):
-        shutil.rmtree(left, ignore_errors=True)
+
+
+def clean(root: Path, under_way: Iterable[str] = ()) -> None:
+    """Remove what saves that did not end have left in a folder of checkpoints.
+
+    Args:
+        under_way: Where this process is saving to now.
+    """
+    busy = {draft_of(Path(path)) for path in under_way}
+    for left in Path(os.path.abspath(root)).glob(".*.saving"):
+        if left not in busy:
+            shutil.rmtree(left, ignore_errors=True)
     _remove_replaced(root, "*")
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.checkpoint.blocks import LEAST_BLOCK, Cuts
-from shardwise.checkpoint.dtypes import from_name, stored
+from shardwise.checkpoint.dtypes import NAMES, from_name, from_short, short, stored
 from shardwise.checkpoint.tree import Json
 from shardwise.errors import CheckpointError
 
@@ -22,6 +22,7 @@ MOST_FILE_BYTES = 1 << 30
 INDEX = "model.safetensors.index.json"
 _ALIGNED = 8  # safetensors pads headers to this
 _LONGEST_HEADER = 100_000_000
+_BY_MEMORY = "dtypes_stored_by_memory"  # in headers: of tensors whose dtype safetensors has no name for
 Checksums = dict[str, tuple[int, ...]]
 
 
@@ -70,6 +71,8 @@ def lay_out(entries: Sequence[Entry], most: int = MOST_FILE_BYTES, cuts: Cuts | 
 
 def _data_file(name: str, entries: Sequence[Entry], cuts: Cuts | None) -> DataFile:
     beside = {"manifest": "manifest.json"} if cuts is None else _room_for_sums(entries, cuts)
+    by_memory = {entry.name: short(entry.dtype) for entry in entries if entry.dtype not in NAMES}
+    beside |= {_BY_MEMORY: json.dumps(by_memory)} if by_memory else {}
     said: dict[str, Json] = {"__metadata__": {"format": "pt"} | beside}
     starts, at = {}, 0
     for entry in entries:
@@ -86,22 +89,25 @@ def _data_file(name: str, entries: Sequence[Entry], cuts: Cuts | None) -> DataFi
 # -- checksums in headers: of each block of each tensor, in the order of the header, then of the header itself -----
 def _room_for_sums(entries: Iterable[Entry], cuts: Cuts) -> dict[str, str]:
     count = sum(len(cuts[entry.shape, entry.dtype.itemsize]) for entry in entries)
-    return {"block_bytes": str(cuts.most), "header_crc32": "0" * 8, "crc32": "0" * 8 * count}
+    return {"block_bytes": str(cuts.most), "header_crc32": "0" * 8, _ALL: "0" * 8, "crc32": "0" * 8 * count}
 
 
 def sealed(file: DataFile, checksums: Mapping[str, Sequence[int]]) -> bytes:
-    """The header of a file with checksums in the room for them."""
+    """The header of a file with checksums in the room for them: those of its blocks, and one of all blocks of all
+    files, by which the files of one save know each other."""
+    everything = zlib.crc32(json.dumps(list(checksums.items())).encode())
     sums = "".join(f"{n:08x}" for name in file.starts for n in checksums[name]).encode()
     header = file.header.replace(b'"crc32":"' + b"0" * len(sums), b'"crc32":"' + sums, 1)
+    header = header.replace(b'"%s":"00000000"' % _ALL.encode(), b'"%s":"%08x"' % (_ALL.encode(), everything), 1)
     return header.replace(_NO_SUM, b'"header_crc32":"%08x"' % zlib.crc32(header), 1)
 
 
+_ALL = "all_files_crc32"
 _NO_SUM = b'"header_crc32":"00000000"'
 
 
-def _sums(path: Path, header: bytes, said: Mapping[str, Json], entries: Iterable[Entry]) -> tuple[int, Checksums]:
+def _sums(path: Path, header: bytes, beside: Mapping[str, Json], entries: Iterable[Entry]) -> tuple[int, Checksums]:
     """The size of a block, and the checksums of each tensor, from a header; none of them where it has none."""
-    beside = said.get("__metadata__") or {}
     if "header_crc32" not in beside:
         return LEAST_BLOCK, {}
     own = str(beside["header_crc32"])
@@ -139,6 +145,7 @@ class Header(NamedTuple):
     block_bytes: int
     checksums: Checksums
     manifest: bool  # whether the checksums are in a manifest beside the file
+    save: str | None  # equal in all files of one save; None where it is not said
 
 
 def read_header(path: Path) -> Header:
@@ -152,13 +159,14 @@ def read_header(path: Path) -> Header:
         text = file.read(length)
     try:
         said = json.loads(text)
-        found = {name: _entry(name, at, path, 8 + length) for name, at in said.items() if name != "__metadata__"}
-        size_of_block, checksums = _sums(path, begin + text, said, (entry for entry, _ in found.values()))
-        manifest = "manifest" in (said.get("__metadata__") or {})
+        beside = said.pop("__metadata__", None) or {}
+        own = json.loads(beside.get(_BY_MEMORY, "{}"))
+        found = {name: _entry(name, at, path, 8 + length, own.get(name)) for name, at in said.items()}
+        size_of_block, checksums = _sums(path, begin + text, beside, (entry for entry, _ in found.values()))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: the header is damaged: {error}") from error
     _check_ranges(path, found, 8 + length, size)
-    return Header(found, size_of_block, checksums, manifest)
+    return Header(found, size_of_block, checksums, "manifest" in beside, beside.get(_ALL))
 
 
 def _check_ranges(path: Path, found: Mapping[str, tuple[Entry, Place]], begin: int, size: int) -> None:
@@ -180,10 +188,18 @@ def _check_ranges(path: Path, found: Mapping[str, tuple[Entry, Place]], begin: i
         raise CheckpointError(f"{path}: {size - at} bytes follow the last tensor; it was overwritten or is damaged")
 
 
-def _entry(name: str, said: Mapping[str, Json], path: Path, data: int) -> tuple[Entry, Place]:
-    dtype, shape = from_name(str(said["dtype"]), f"{path}: tensor {name!r}"), said["shape"]
+def _entry(name: str, said: Mapping[str, Json], path: Path, data: int, own: Json = None) -> tuple[Entry, Place]:
+    """A tensor of a header, and where it is. `own`: the dtype whose memory is stored under another one."""
+    dtype, shape = from_name(str(said["dtype"]), f"{path}: tensor {name!r}"), tuple(int(n) for n in said["shape"])
     begin, end = said["data_offsets"]
-    entry = Entry(name, dtype, tuple(int(n) for n in shape))
+    if own is not None:
+        dtype, shape = (
+            from_short(own, f"{path}: tensor {name!r}"),
+            shape[:-1] if len(shape) and dtype.is_floating_point else shape,
+        )
+        if stored(dtype, shape) != (said["dtype"], said["shape"]):
+            raise ValueError(f"tensor {name!r} of dtype {said['dtype']} and shape {said['shape']} is no {own}")
+    entry = Entry(name, dtype, shape)
     if end - begin != entry.nbytes or begin < 0 or min(entry.shape, default=0) < 0:
         raise ValueError(f"tensor {name!r} of shape {entry.shape} has {entry.nbytes} bytes, not {begin} to {end}")
     return entry, Place(path, data + begin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import zipfile
@@ -11,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from shardwise.checkpoint.blocks import LEAST_BLOCK, Block, blocks_of
@@ -18,7 +20,7 @@ from shardwise.checkpoint.files import Entry
 from shardwise.checkpoint.source import Source
 from shardwise.checkpoint.tree import Flat, Json, flat_tree, flatten
 from shardwise.errors import CheckpointError
-from shardwise.layout.tiles import Tile
+from shardwise.layout.tiles import Tile, Tiles, meetings
 
 METADATA = ".metadata"
 _METADATA_CLASSES = (
@@ -61,8 +63,11 @@ def _damaged(file: Path | io.BytesIO) -> str | None:
     checksums."""
     if not zipfile.is_zipfile(file):
         return None
-    with zipfile.ZipFile(file) as opened:
-        return opened.testzip()
+    try:
+        with zipfile.ZipFile(file) as opened:
+            return opened.testzip()
+    except Exception as error:  # a damaged list of parts raises anything
+        return str(error)
 
 
 class DcpSource(Source):
@@ -80,19 +85,29 @@ class DcpSource(Source):
         except Exception as error:  # a damaged pickle raises anything
             raise CheckpointError(f"{folder / METADATA}: the metadata is damaged: {error}") from error
         self.entries, self.chunks = {}, {}
-        values = {}
-        for name, item in items.items():
-            if not hasattr(item, "chunks"):
-                values[name] = self._value(name, storage[name, ()])
-                continue
-            self.entries[name] = Entry(name, item.properties.dtype, tuple(item.size))
-            self.chunks[name] = [self._chunk(name, chunk, storage) for chunk in item.chunks]
-        flat = flatten(values)
+        try:
+            flat = flatten(self._read(items, storage))
+        except CheckpointError:
+            raise
+        except Exception as error:  # of classes that are as they should be, with something else in them
+            raise CheckpointError(f"{folder / METADATA}: the metadata is damaged: {error}") from error
         for name, tensor in flat.tensors.items():
             raise CheckpointError(f"{folder}: {name!r} has a tensor of shape {tuple(tensor.shape)} inside of an object")
         tree = flat_tree(list(self.entries), {})
         tree["dict"] += flat.tree["dict"]
         self.tree = tree
+
+    def _read(self, items: dict[str, Json], storage: dict[tuple[str, tuple[int, ...]], Json]) -> dict[str, object]:
+        """Find out what there is; the values."""
+        values = {}
+        for name, item in items.items():
+            if hasattr(item, "chunks"):
+                self.entries[name] = Entry(name, item.properties.dtype, tuple(item.size))
+                self.chunks[name] = [self._chunk(name, chunk, storage) for chunk in item.chunks]
+                self._check_whole(name)
+            else:
+                values[name] = self._value(name, storage[name, ()])
+        return values
 
     def _chunk(self, name: str, chunk: Json, storage: dict[tuple[str, tuple[int, ...]], Json]) -> _Chunk:
         tile = Tile(tuple(chunk.offsets), tuple(chunk.sizes))
@@ -101,13 +116,26 @@ class DcpSource(Source):
             raise CheckpointError(f"{self.path}: tensor {name!r}: the part at {tile.offsets} is in no file")
         return _Chunk(tile, info.relative_path, info.offset, info.length)
 
-    def _value(self, name: str, info: Json) -> object:
-        try:
-            return torch.load(
-                io.BytesIO(self._bytes(name, info.relative_path, info.offset, info.length)), weights_only=True
+    def _check_whole(self, name: str) -> None:
+        """Raise where the parts of a tensor are not all of it: the rest would stay as it is in `into`."""
+        shape = self.entries[name].shape
+        tiles = Tiles.of(list({chunk.tile for chunk in self.chunks[name] if 0 not in chunk.tile.sizes}), len(shape))
+        inside = bool((tiles.starts >= 0).all() and (tiles.ends <= np.array(shape, dtype=np.int64)).all())
+        apart = len(meetings(tiles, tiles)[0]) == len(tiles.starts)
+        if not (inside and apart and int(tiles.volumes.sum()) == math.prod(shape)):
+            raise CheckpointError(
+                f"{self.path / METADATA}: the {len(tiles.starts)} parts of tensor {name!r} are not the whole of its "
+                f"shape {shape}: the metadata is damaged"
             )
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{self.path / info.relative_path}: {name!r} is no plain value: {error}") from error
+
+    def _value(self, name: str, info: Json) -> object:
+        data = io.BytesIO(self._bytes(name, info.relative_path, info.offset, info.length))
+        try:
+            return torch.load(data, weights_only=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.path / info.relative_path}: {name!r} is no plain value, or damaged: {_short(error)}"
+            ) from error
 
     def _bytes(self, name: str, file: str, offset: int, length: int) -> bytes:
         with open(self.path / file, "rb") as opened:

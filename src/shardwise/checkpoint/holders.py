@@ -56,8 +56,18 @@ class Kind(NamedTuple):
     detail: str  # of the layout; of a tensor that is whole in each process, a checksum
 
 
-def check(name: str, tensor: torch.Tensor, doing: str) -> None:
-    """Raise where a tensor cannot be saved or loaded."""
+def check_all(tensors: Mapping[str, torch.Tensor], doing: str) -> None:
+    """Raise where one of some tensors cannot be saved or loaded."""
+    known: set[Layout] = set()  # what is checked of a distributed tensor is its layout
+    for name, tensor in tensors.items():
+        layout = tensor._layout if isinstance(tensor, DTensor) else None
+        if layout not in known:
+            _check(name, tensor, doing)
+        if layout is not None:
+            known.add(layout)
+
+
+def _check(name: str, tensor: torch.Tensor, doing: str) -> None:
     if isinstance(tensor, DTensor):
         refuse_partial(tensor._layout, f"{doing} {name!r}")
         dtype, is_meta = tensor._layout.dtype, tensor._layout.device.type == "meta"

@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -16,9 +16,9 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
-from shardwise.checkpoint.api import AnyPath, load, save_then
-from shardwise.checkpoint.background import SaveHandle, check_earlier, wait_for_all
-from shardwise.checkpoint.commit import clean
+from shardwise.checkpoint.api import AnyPath, check_arguments, load, save_then
+from shardwise.checkpoint.background import SaveHandle, check_earlier, under_way, wait_for_all
+from shardwise.checkpoint.commit import clean, recover_all
 from shardwise.checkpoint.files import sync_folder, write_synced
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.plan import MEMORY
@@ -70,12 +70,15 @@ class Manager:
                 check_type(value, int, f"Manager: {name}")
                 if value < 1:
                     raise ValueError(f"Manager: {name} = {value}; give a number >= 1, or None")
+        for name, flag in (("async_", async_), ("sigterm", sigterm)):
+            check_type(flag, bool, f"Manager: {name}", "give True or False")
         if best not in (None, "min", "max"):
             raise ValueError(f"Manager: best = {best!r}; give 'min', 'max' or None")
         self.root, self.keep, self.every, self.best, self.async_ = Path(root), keep, every, best, async_
         self.group = process_group
         self.stopping = False  # a SIGTERM came
         self._stop_saved = False
+        self._cleaned = False  # of what was left by a program that was killed
         self._lock = threading.Lock()  # of the metrics, which the thread of asynchronous saves changes too
         self._before: Callable[[int, FrameType | None], object] | int | None = None
         World.of(process_group).from_first(self._make_root)
@@ -87,7 +90,7 @@ class Manager:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"Manager: root = {str(self.root)!r} cannot be made: {error.strerror}") from error
-        clean(self.root)
+        recover_all(self.root)  # and no more: who only reads must not take its draft from a program that saves
 
     # -- saving -----------------------------------------------------------------------------------------------
     def save(
@@ -108,6 +111,7 @@ class Manager:
             CheckpointError: The save failed, or an earlier asynchronous one did.
         """
         check_type(step, int, "Manager.save: step")
+        check_type(force, bool, "Manager.save: force", "give True or False")
         if step < 0:
             raise ValueError(f"Manager.save: step = {step}; give a number >= 0")
         world = World.of(self.group)
@@ -117,6 +121,9 @@ class Manager:
             check_earlier(world)
             return None
         self._stop_saved = stop
+        if not self._cleaned and world.is_first:
+            clean(self.root, under_way())
+        self._cleaned = True
         path, then = self.path(step), partial(self._retain, step)
         if self.best is not None:
             self._note_first(world, step, metric)
@@ -134,7 +141,14 @@ class Manager:
 
     def _note_first(self, world: World, step: int, metric: float | None) -> None:
         """Write the metric down; that of the first process that has one."""
-        given = [m for m in world.gather(None if metric is None else float(metric)) if m is not None]
+        number, error = None, None
+        try:
+            number = None if metric is None else float(metric)
+        except Exception as raised:  # told to the others, so that they do not wait
+            error = TypeError(f"Manager.save: metric = {metric!r} is no number: {raised}")
+        told = world.gather((number, error))
+        world.raise_first([theirs for _, theirs in told], error)
+        given = [m for m, _ in told if m is not None]
         if given:
             world.from_first(lambda: self._note(step, given[0]))
 
@@ -167,7 +181,7 @@ class Manager:
 
     def best_path(self) -> Path | None:
         """Return where the checkpoint with the best metric is; None where there is none."""
-        best = self._best(self._scores(), self.steps())
+        best = self._best(self.steps())
         return None if best is None else self.path(best)
 
     def restore(
@@ -193,6 +207,9 @@ class Manager:
         Returns:
             The step of the checkpoint, or `default`.
         """
+        check_arguments(verify=verify, memory=memory, strict=strict, random=random)
+        if step is not None:
+            check_type(step, int, "Manager.restore: step")
         world = World.of(self.group)
         wait_for_all(world)
         path = world.from_first(lambda: self.latest() if step is None else self.path(step))
@@ -207,8 +224,8 @@ class Manager:
     def _retain(self, newest: int) -> None:
         """Remove what is no longer kept: never the one that was just saved."""
         steps = self.steps()
-        kept = set(steps if self.keep is None else steps[-self.keep :]) | {newest}
-        removed = [step for step in steps if step not in kept | {self._best(self._scores(), steps)}]
+        kept = {newest, self._best(steps), *(steps if self.keep is None else steps[-self.keep :])}
+        removed = [step for step in steps if step not in kept]
         for step in removed:
             gone = self.root / f".{self.path(step).name}.saving"  # removed by the next save if this does not end
             os.rename(self.path(step), gone)
@@ -217,10 +234,16 @@ class Manager:
         self._forget(removed)
 
     def _scores(self) -> Scores:
+        """The metrics that were written down. None of them is guessed: without its metric the best would be removed."""
+        path = self.root / _SCORES
         try:
-            return {int(step): float(score) for step, score in json.loads((self.root / _SCORES).read_text()).items()}
-        except (OSError, ValueError, AttributeError):
+            return {int(step): float(score) for step, score in json.loads(path.read_text()).items()}
+        except FileNotFoundError:
             return {}
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"{path}: the metrics cannot be read: {error}; remove the file to go on without them"
+            ) from error
 
     def _note(self, step: int, metric: float) -> None:
         """Write a metric down, before its checkpoint is there."""
@@ -230,7 +253,7 @@ class Manager:
     def _forget(self, steps: list[int]) -> None:
         """Drop the metrics of checkpoints that were removed; those of saves under way stay."""
         with self._lock:
-            scores = self._scores()
+            scores = {} if self.best is None else self._scores()
             if scores.keys() & set(steps):
                 self._write_scores({step: score for step, score in scores.items() if step not in steps})
 
@@ -239,9 +262,10 @@ class Manager:
         write_synced(draft, json.dumps(scores))
         os.replace(draft, self.root / _SCORES)
 
-    def _best(self, scores: Mapping[int, float], steps: list[int]) -> int | None:
+    def _best(self, steps: list[int]) -> int | None:
+        scores = {} if self.best is None else self._scores()
         known = {step: scores[step] for step in steps if scores.get(step, float("nan")) == scores.get(step)}
-        if self.best is None or not known:
+        if not known:
             return None
         return (min if self.best == "min" else max)(known, key=known.__getitem__)
 

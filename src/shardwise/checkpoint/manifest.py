@@ -121,10 +121,10 @@ def parse_manifest(text: str, folder: Path) -> Manifest:
 
 def _parsed(body: dict[str, Json], folder: Path) -> Manifest:
     tensors, checksums, cuts = {}, {}, Cuts(body["block_bytes"])
-    files = [str(name) for name, _, _ in body["files"]]
+    files = [folder / str(name) for name, _, _ in body["files"]]
     for name, (dtype, shape, file, start, _, crc) in body["tensors"].items():
         entry = Entry(name, from_short(dtype, name), tuple(shape))
-        tensors[name] = entry, Place(folder / files[file], start)
+        tensors[name] = entry, Place(files[file], start)
         checksums[name] = tuple(int(crc[i : i + 8], 16) for i in range(0, len(crc), 8))
         if len(checksums[name]) != len(cuts[entry.shape, entry.dtype.itemsize]):
             raise ValueError(f"tensor {name!r} has {len(checksums[name])} checksums")

@@ -72,12 +72,27 @@ def _one_file(path: Path, verify: str) -> Source:
 
 
 def _without_manifest(path: Path, tensors: _Tensors, headers: Sequence[Header], verify: str) -> Source:
+    if verify != "none":
+        _check_one_save(path, headers)
     if verify != "none" and any(header.manifest for header in headers):
         raise CheckpointError(
             f"{path}: {MANIFEST} is missing, which has the checksums of the files and what is no tensor; "
             f"verify='none' loads the tensors as they are"
         )
     return FileSource(path, tensors, headers=headers, verify=verify != "none")
+
+
+def _check_one_save(path: Path, headers: Sequence[Header]) -> None:
+    """Raise where files of different saves are together: each is whole, but they are no checkpoint."""
+    files: dict[str, str] = {}  # the first of each save
+    for header in headers:
+        if header.save is not None and header.tensors:
+            files.setdefault(header.save, next(iter(header.tensors.values()))[1].file.name)
+    if len(files) > 1:
+        raise CheckpointError(
+            f"{path}: {' and '.join(files.values())} are of different saves; put the files of one save together, or "
+            f"load them with verify='none'"
+        )
 
 
 def _hugging_face(folder: Path, verify: str) -> Source:

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.checkpoint.commit import commit, draft_of, drop_draft, new_draft
 from shardwise.checkpoint.files import sync_folder
-from shardwise.checkpoint.holders import check
+from shardwise.checkpoint.holders import check_all
 from shardwise.checkpoint.tree import Flat, Value, built, flatten, value_of
 from shardwise.checkpoint.world import World
 from shardwise.errors import CheckpointError
@@ -31,8 +31,7 @@ def save(path: str | os.PathLike[str], state: Value, world: World, kind: str) ->
     target, flat, error = Path(os.path.abspath(path)), Flat(), None
     try:
         flat = flatten(state)
-        for name, tensor in flat.tensors.items():
-            check(name, tensor, "saving")
+        check_all(flat.tensors, "saving")
     except Exception as raised:
         error = raised
     world.agree(error)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from shardwise.checkpoint.holders import held
+from shardwise.checkpoint.holders import Held
 from shardwise.errors import CheckpointError
 
 
@@ -20,12 +20,12 @@ class _Piece(NamedTuple):
     values: torch.Tensor
 
 
-def check_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
+def check_overlaps(tensors: Mapping[str, Sequence[Held]]) -> None:
     """Raise where elements share memory, within a tensor or between two that are not one and the same."""
     known: set[object] = set()
     pieces: list[_Piece] = []
-    for name, tensor in tensors.items():
-        for _, values in held(tensor):
+    for name, found in tensors.items():
+        for _, values in found:
             key = values.data_ptr(), tuple(values.shape), values.stride(), values.dtype
             if key not in known and not values.is_meta:
                 known.add(key)
@@ -55,6 +55,8 @@ def _piece(name: str, values: torch.Tensor) -> _Piece:
 def _overlaps_itself(values: torch.Tensor) -> bool:
     """Whether two elements of a tensor are one. If each dim steps over all that is inside of it, none are; else the
     places are counted."""
+    if values.is_contiguous():
+        return False
     dims = sorted((step, n) for n, step in zip(values.shape, values.stride(), strict=True) if n > 1)
     reach = 0
     for step, n in dims:

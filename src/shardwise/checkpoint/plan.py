@@ -225,30 +225,33 @@ class _Rounds:
     def _one(self, name: str, needs: Needs, i: int, takers: Takers) -> None:
         span = needs.spans[i]
         self.any = True
-        disk, got = self.disk.per_rank, self.got.per_rank
-        reader = int(takers.most[np.argmin(disk[takers.most])])
+        disk, got, most = self.disk.per_rank, self.got.per_rank, takers.most
+        reader = int(most[0] if len(most) == 1 else most[disk[most].argmin()])
         if len(takers.who) == 1:
             disk[reader] += span.disk
             got[reader] -= int(takers.amounts[0])
             self._keep(name, needs, i, reader, None, takers.who[:0])
             return
-        away = self.hosts[takers.who] != self.hosts[reader]
-        sent = int(takers.padded[away].sum())
+        who, padded, sent = takers.who[:0], takers.padded[:0], 0  # those of other hosts
+        if self.made.hosts > 1:
+            away = self.hosts[takers.who] != self.hosts[reader]
+            who, padded = takers.who[away], takers.padded[away]
+            sent = int(padded.sum())
         if sent and self._is_direct(span, sent):
             self._by_hosts(name, needs, i, i + 1)
             return
-        self._make_room(span, reader, takers, away)
+        self._make_room(span, reader, who, padded, sent)
         shared = self.shared.per_rank
         slot = int(shared[reader])
         shared[reader] += up(span.bytes)
         self.top = max(self.top, int(shared[reader]))
         if sent:
             self.sent = True
-            self.messages[takers.who[away]] += takers.padded[away]
+            self.messages[who] += padded
             self.messages[reader] += sent
         disk[reader] += span.disk
         got[reader] -= int(takers.amounts[np.searchsorted(takers.who, reader)])
-        self._keep(name, needs, i, reader, slot, takers.who[away])
+        self._keep(name, needs, i, reader, slot, who)
 
     def _is_direct(self, span: Span, sent: int) -> bool:
         """Whether every host reads a span itself, rather than that one sends so many bytes of it to the others."""
@@ -316,13 +319,12 @@ class _Rounds:
         if parts or reader == self.me:
             self.now.append(Read(name, needs.spans[i], int(self.ranks[reader]), slot, parts))
 
-    def _make_room(self, span: Span, reader: int, takers: Takers, away: np.ndarray) -> None:
-        """Begin another round where this span would be too much for this one."""
+    def _make_room(self, span: Span, reader: int, who: np.ndarray, padded: np.ndarray, sent: int) -> None:
+        """Begin another round where this span would be too much for this one; `sent` bytes of it travel to others."""
         shared = self.shared.per_rank
         used = int(shared[reader]) + up(span.bytes)
-        who, padded = takers.who[away], takers.padded[away]
-        full = used > min(self.room, _ROUND) or used + int(self.messages[reader] + padded.sum()) > self.room
-        full = full or bool((shared[who] + self.messages[who] + padded > self.room).any())
+        full = used > min(self.room, _ROUND) or used + int(self.messages[reader]) + sent > self.room
+        full = full or (sent > 0 and bool((shared[who] + self.messages[who] + padded > self.room).any()))
         if full and self.top:
             self.close()
             self.any = True

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from shardwise.checkpoint.agreement import Agreed, agree
-from shardwise.checkpoint.holders import Held, Side, check, held, side_of
+from shardwise.checkpoint.holders import Held, Side, check_all, held, side_of
 from shardwise.checkpoint.loader import Loader
 from shardwise.checkpoint.overlap import check_overlaps
 from shardwise.checkpoint.plan import LoadPlan, plan
 from shardwise.checkpoint.shared import Sharing
 from shardwise.checkpoint.source import Source
 from shardwise.checkpoint.targets import Targets, fixed_value
-from shardwise.checkpoint.tree import Flat, Value
+from shardwise.checkpoint.tree import Flat, Json, Value
 from shardwise.checkpoint.world import World, as_error
 from shardwise.errors import CheckpointError
 from shardwise.layout.tiles import Tiles
@@ -50,32 +50,53 @@ class Prepared(NamedTuple):
 
     source: Source
     targets: Targets
+    pieces: dict[str, list[Held]]  # the memory of the targets
     plan: LoadPlan
+    missing: list[str]
     unexpected: list[str]
     sharing: Sharing | None
 
 
-def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: int, measure: bool = False) -> Prepared:
-    """Compare names, shapes and dtypes on all processes, and make the plan. Raises on all of them alike."""
+def prepare(
+    source: Source,
+    into: Value,
+    world: World,
+    *,
+    strict: bool,
+    memory: int,
+    also: Mapping[str, Json],
+    measure: bool = False,
+) -> Prepared:
+    """Compare names, shapes and dtypes on all processes, and make the plan. Raises on all of them alike.
+
+    Args:
+        also: Further arguments that must be the same everywhere.
+        measure: Whether to measure what reading costs.
+    """
     targets = Targets(source.entries, source.values)
+    pieces: dict[str, list[Held]] = {}
+    tied: dict[str, bool] = {}
     error: Exception | None = None
     try:
         _check_places(into)
         targets.collect(into, source.tree)
+        check_all(targets.tensors, "loading")
         for name, tensor in targets.tensors.items():
-            check(name, tensor, "loading")
             _check_fits(source, name, tensor)
-        _check_tied(source, targets.tensors)
-        check_overlaps(targets.tensors)
+        pieces = {name: held(tensor) for name, tensor in targets.tensors.items()}
+        _check_tied(source, pieces)
+        check_overlaps(pieces)
+        tied = _tied(targets, pieces)
     except CheckpointError as raised:
         said = str(raised)
         error = raised if said.startswith(("load:", str(source.path))) else CheckpointError(f"{source.path}: {said}")
     except Exception as raised:
         error = raised
-    mine = targets.missing, sorted(targets.taken) if world.size > 1 else []
-    agreed = agree(Flat(targets.tensors), world, values=False, also=memory, error=error, told=mine)
-    missing = list(dict.fromkeys(name for names, _ in agreed.told for name in names))
-    taken = targets.taken.union(*(names for _, names in agreed.told))
+    same = {**also, "strict": strict, "memory": memory}
+    mine = targets.missing, tied, sorted(targets.taken) if world.size > 1 else []
+    agreed = agree(Flat(targets.tensors), world, values=False, also=same, error=error, told=mine)
+    missing = _missing([(names, found) for names, found, _ in agreed.told])
+    taken = targets.taken.union(*(names for *_, names in agreed.told))
     unexpected = [name for name in (*source.entries, *source.values) if name not in taken]
     if strict and (missing or unexpected):
         raise CheckpointError(_key_error(source, missing, unexpected))
@@ -86,7 +107,7 @@ def prepare(source: Source, into: Value, world: World, *, strict: bool, memory: 
     line = world.from_first(source.line) if measure or several else None
     sides = _sides(targets, agreed, world)
     made = plan(source, sides, world.ranks, world.rank, memory, hosts=hosts, storage=line)
-    return Prepared(source, targets, made, unexpected, sharing)
+    return Prepared(source, targets, pieces, made, missing, unexpected, sharing)
 
 
 def _check_places(into: Value) -> None:
@@ -114,12 +135,35 @@ def _check_fits(source: Source, name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _check_tied(source: Source, tensors: dict[str, torch.Tensor]) -> None:
+def _memory(pieces: Sequence[Held]) -> object:
+    """Equal for tensors that are one piece of memory; falsy where this process has nothing of a tensor."""
+    return tuple((tile, x.data_ptr(), x.stride(), x.dtype) for tile, x in pieces)
+
+
+def _tied(targets: Targets, pieces: Mapping[str, Sequence[Held]]) -> dict[str, bool]:
+    """For each tensor that the checkpoint does not have: whether it is one with another that is loaded, as the head of
+    a model may be with its embedding, so that files have one of them. Those that are empty here are not known."""
+    if not targets.absent:
+        return {}
+    known = {_memory(found) for found in pieces.values()}
+    mine = {name: _memory(held(tensor)) for name, tensor in targets.absent.items()}
+    return {name: memory in known for name, memory in mine.items() if memory}
+
+
+def _missing(told: Sequence[tuple[Sequence[str], Mapping[str, bool]]]) -> list[str]:
+    """The names that some process misses, less those that are one with another on all processes that can tell."""
+    known = [tied for _, tied in told]
+    names = dict.fromkeys(name for names, _ in told for name in names)
+    have = {name: [tied[name] for tied in known if name in tied] for name in names}
+    return [name for name, tied in have.items() if not (tied and all(tied))]
+
+
+def _check_tied(source: Source, tensors: dict[str, list[Held]]) -> None:
     """Raise where two names are one piece of memory in `into`, but have different values in the checkpoint."""
     known: dict[object, str] = {}
-    for name, tensor in tensors.items():
-        memory = tuple((tile, values.data_ptr(), values.stride()) for tile, values in held(tensor))
-        first = known.setdefault((tensor.dtype, memory), name) if memory else name
+    for name, pieces in tensors.items():
+        memory = _memory(pieces)
+        first = known.setdefault(memory, name) if memory else name
         if first != name and not source.same_values(first, name):
             raise CheckpointError(
                 f"{source.path}: {first!r} and {name!r} are one tensor in `into`, but have different values in the "
@@ -185,11 +229,9 @@ def _told(sides: dict[str, Side], targets: Targets, agreed: Agreed, world: World
 def run(prepared: Prepared, into: Value, world: World) -> None:
     """Read, exchange, write into the tensors, then put the values in. What goes wrong on one process is told to the
     others before the next step."""
-    source, targets, made, _, sharing = prepared
-    pieces: dict[str, list[Held]] = {}
+    source, targets, pieces, made, *_, sharing = prepared
     room, loader, error = pieces, None, None
     try:
-        pieces = {name: held(tensor) for name, tensor in targets.tensors.items()}
         room = _room_like(pieces) if made.staged else pieces
         loader = Loader(source, room, world, made, sharing)
     except Exception as raised:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shardwise.checkpoint.direct import FILLED
 from shardwise.checkpoint.world import World
 from shardwise.sharded.groups import Group
 
@@ -69,7 +70,8 @@ class Sharing:
         size = os.fstat(self._handles[rank]).st_size
         known = self._mapped.get(rank)
         if known is None or known.numel() != size - mmap.PAGESIZE:
-            whole = np.frombuffer(mmap.mmap(self._handles[rank], size), dtype=np.uint8)
+            mapped = mmap.mmap(self._handles[rank], size, flags=mmap.MAP_SHARED | FILLED)
+            whole = np.frombuffer(mapped, dtype=np.uint8)
             known = self._mapped[rank] = torch.from_numpy(whole[mmap.PAGESIZE :])
         return known
 

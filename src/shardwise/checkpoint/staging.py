@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import math
 import mmap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import torch
 
 from shardwise.checkpoint.holders import Held, lies_together
 from shardwise.checkpoint.jobs import Task
+from shardwise.layout.tiles import Tile
 
 _ALIGNED = 64
 
@@ -32,34 +34,56 @@ class Staging:
     """Where copies of the values of some tasks go in one piece of memory, of `size` bytes."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self.tasks, self._runs, at = tasks, list[_Run](), 0
-        values = [values for task in tasks for _, values in task.pieces]
-        for first, last in _together(_memory(x) for x in values if _is_run(x)):
+        self._tasks, self._runs, at = tasks, list[_Run](), 0
+        self._values = [values for task in tasks for _, values in task.pieces]
+        memories = [_memory(x) if _is_run(x) else None for x in self._values]
+        for first, last in _together(memory for memory in memories if memory is not None):
             at += (first - at) % _ALIGNED  # what is aligned stays so
             self._runs.append(_Run(first, last, at))
             at += last - first
         self._starts: list[int] = []  # of the copy of each of the values
-        for x in values:
-            if _is_run(x):
-                run = self._runs[bisect.bisect_right(self._runs, x.data_ptr(), key=lambda run: run.first) - 1]
-                self._starts.append(x.data_ptr() - run.first + run.start)
+        self._alone: list[int] = []  # those that are in no run
+        for i, (x, memory) in enumerate(zip(self._values, memories)):
+            if memory is not None:
+                run = self._runs[bisect.bisect_right(self._runs, memory[0], key=lambda run: run.first) - 1]
+                self._starts.append(memory[0] - run.first + run.start)
             else:
+                self._alone.append(i)
                 self._starts.append(at + -at % _ALIGNED)
                 at = self._starts[-1] + x.numel() * x.element_size()
         self.size = at + _ALIGNED
 
-    def fill(self, room: torch.Tensor) -> list[Task]:
-        """The same tasks with copies of the values, in `room` (bytes)."""
+    def fill(self, room: torch.Tensor) -> Staged:
+        """Copy the values to `room` (bytes)."""
         for first, last, start in self._runs:
             ctypes.memmove(room.data_ptr() + start, first, last - first)
+        for i in self._alone:
+            x = self._values[i]
+            _copy(room, self._starts[i], x.dtype, x.shape).copy_(x)
         starts = iter(self._starts)
-        return [task._replace(pieces=[_copied(x, next(starts), room) for x in task.pieces]) for task in self.tasks]
+        tasks = [(task._replace(pieces=[]), [(tile, next(starts)) for tile, _ in task.pieces]) for task in self._tasks]
+        return Staged(room, tasks)
 
 
-def _copied(piece: Held, start: int, room: torch.Tensor) -> Held:
-    tile, values = piece
-    copy = room[start : start + values.numel() * values.element_size()].view(values.dtype).view(values.shape)
-    return Held(tile, copy if _is_run(values) else copy.copy_(values))
+class Staged(NamedTuple):
+    """Copies of values in one piece of memory: where that of each tile begins. It keeps nothing of what was copied."""
+
+    room: torch.Tensor
+    places: list[tuple[Task, list[tuple[Tile, int]]]]
+
+    def tasks(self) -> list[Task]:
+        """The tasks, with the copies as values: made when they are needed, while the program goes on."""
+        return [
+            task._replace(
+                pieces=[Held(tile, _copy(self.room, at, task.entry.dtype, tile.sizes)) for tile, at in places]
+            )
+            for task, places in self.places
+        ]
+
+
+def _copy(room: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    return room[start : start + size].view(dtype).view(tuple(shape))
 
 
 def _is_run(values: torch.Tensor) -> bool:

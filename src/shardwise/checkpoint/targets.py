@@ -39,6 +39,7 @@ class Targets:
     values: Mapping[str, Json]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    absent: dict[str, torch.Tensor] = field(default_factory=dict)  # those of `missing` that are tensors
     taken: set[str] = field(default_factory=set)
     below: Lookup = field(default_factory=Lookup)
     from_names: dict[str, Node | None] = field(default_factory=dict)  # what `_node` has made
@@ -103,6 +104,7 @@ class Targets:
             raise CheckpointError(f"{name!r}: a tensor in `into`, but a value in the checkpoint: {self.values[name]!r}")
         else:
             self.missing.append(name)
+            self.absent[name] = tensor
 
     def _entries(self, into: Mapping[Json, Value], node: Node | None, name: str) -> None:
         for key, item in into.items():

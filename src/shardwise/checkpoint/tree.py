@@ -100,7 +100,8 @@ def _twice(name: str) -> CheckpointError:
 
 def _check_name(name: str) -> None:
     """Raise where a safetensors file has no room for a tensor of this name."""
-    if name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
+    odd = not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name)
+    if odd or name == "__metadata__":
         raise CheckpointError(f"a tensor cannot be called {name!r} in a file; rename it")
 
 
@@ -116,7 +117,7 @@ def _value(value: Value, name: str) -> Json:
     """A value in JSON: what JSON has no word for is a list of a kind and a text."""
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
-    if isinstance(value, (float, np.floating)):
+    if isinstance(value, (float, np.floating)) and not _loses_digits(value):
         return float(value) if math.isfinite(value) else ["float", str(float(value))]
     if isinstance(value, (int, np.integer)):
         return int(value)
@@ -136,6 +137,11 @@ def _value(value: Value, name: str) -> Json:
         f"{name or 'state'}: a {type(value).__name__} cannot be saved; a state has tensors, numbers, strings, bytes, "
         f"None, lists, tuples and dicts of those, and objects with state_dict() and load_state_dict()"
     )
+
+
+def _loses_digits(value: float | np.floating) -> bool:
+    """Whether a number has more digits than Python's own (numpy.longdouble may)."""
+    return value == value and value != float(value)
 
 
 _READ: dict[str, Callable[..., Value]] = {

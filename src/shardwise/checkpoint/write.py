@@ -28,12 +28,14 @@ from shardwise.checkpoint.files import (
     sealed,
     write_synced,
 )
-from shardwise.checkpoint.holders import check, held, layouts_json, share_of
+from shardwise.checkpoint.holders import check_all, held, layouts_json, share_of
 from shardwise.checkpoint.jobs import Job, Known, Task, Written, create, jobs_of, write
 from shardwise.checkpoint.manifest import MANIFEST, manifest_text, random_state
 from shardwise.checkpoint.tree import Flat, Json, Node, Value, flatten
 from shardwise.checkpoint.world import World
 from shardwise.errors import CheckpointError
+from shardwise.layout import Layout
+from shardwise.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,7 @@ def prepare(
     flat, error = Flat(), None
     try:
         flat = flatten(state)
-        for name, tensor in flat.tensors.items():
-            check(name, tensor, "saving")
+        check_all(flat.tensors, "saving")
         if flat.values and not manifest:
             first = next(iter(flat.values))
             raise CheckpointError(
@@ -179,10 +180,15 @@ def _drafted(
 
 def _tasks(flat: Flat, agreed: Agreed, world: World, entries: Sequence[Entry]) -> Iterator[Task]:
     """What this process writes of each tensor: of the blocks it can write, its share among the replicas."""
+    known: dict[Layout, tuple[int, int]] = {}  # most tensors of a model share a layout with others
     for number, entry in enumerate(entries):
         tensor = flat.tensors.get(entry.name)
         if tensor is not None:
-            copies, mine = _turn(tensor, agreed.tensors[entry.name], world)
+            layout = tensor._layout if isinstance(tensor, DTensor) and agreed.same else None
+            found = None if layout is None else known.get(layout)
+            copies, mine = found or _turn(tensor, agreed.tensors[entry.name], world)
+            if layout is not None:
+                known[layout] = copies, mine
             if mine >= 0:
                 yield Task(entry, copies, (mine - number) % copies, held(tensor))
 
