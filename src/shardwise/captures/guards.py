@@ -32,7 +32,10 @@ class Tensors:
         began: Sequence[tuple[torch.Tensor, bool]],
     ) -> None:
         found = list(found)
-        tables = [vars(t) for t in found if isinstance(t, Wrapper)]
+        wrappers = [t for t in found if isinstance(t, Wrapper)]
+        self._tables = Reading("a tensor was swapped with another", lambda: list(map(vars, wrappers)))
+        self._shaped = [t for t in found if not isinstance(t, Wrapper)]
+        tables = list(map(vars, wrappers))
         plain = {id(t): t for t in (first_leaf(t) if isinstance(t, Wrapper) else t for t in found)}
         plain.update((id(t), t) for t in state)
         self._plain, self._began = list(plain.values()), began
@@ -41,6 +44,7 @@ class Tensors:
 
     def _note(self, tables: list[dict[str, Any]]) -> None:
         self._flags = [t.requires_grad for t in self._plain]
+        self._shapes = [t.shape for t in self._shaped]
         self._wrappers = Reading(
             "layout or memory of a tensor", lambda: [table.get(name) for table in tables for name in _OF_WRAPPER]
         )
@@ -57,7 +61,9 @@ class Tensors:
     def _changed(self) -> str:
         if [t.requires_grad for t in self._plain] != self._flags:
             return "a tensor takes gradients that did not, or no more"
-        for reading in (self._wrappers, *self._hooks):
+        if [t.shape for t in self._shaped] != self._shapes:
+            return "a tensor has another shape"
+        for reading in (self._tables, self._wrappers, *self._hooks):
             reason = reading.changed()
             if reason:
                 return reason

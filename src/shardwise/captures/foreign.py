@@ -1,0 +1,83 @@
+"""What is not the program's own code: torch, the package, numpy, Python's library; and what a program may set or
+replace in it. Such code is not read, but a function of it that a program has replaced is the program's."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import sys
+import types
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional
+
+from shardwise.captures.names import names_in
+from shardwise.captures.readings import Reading
+from shardwise.protocols import Item
+
+_FOREIGN = frozenset({"torch", "shardwise", "numpy", "builtins"} | set(sys.stdlib_module_names)) - {"__main__"}
+_METHODS = frozenset(dir(torch.Tensor))
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
+
+
+def is_foreign(item: Item) -> bool:
+    """Whether a function or a class is not of the program."""
+    if isinstance(item, types.FunctionType):  # one that `exec` made is of the module that it reads
+        return is_foreign_name(item.__module__ or str(item.__globals__.get("__name__") or ""))
+    return is_foreign_name(getattr(item, "__module__", None) or "builtins")
+
+
+def is_foreign_name(module: str) -> bool:
+    """Whether a module of this name is not of the program."""
+    return module.partition(".")[0] in _FOREIGN
+
+
+def setting(owner: object, name: str) -> object:
+    """What a module, or an object that holds settings, has under a name."""
+    if isinstance(owner, types.ModuleType) and not hasattr(type(owner), name):
+        return vars(owner).get(name)  # and nothing that would be imported only now
+    try:
+        return getattr(owner, name, None)
+    except (RuntimeError, AssertionError):  # it asks a device that is not there
+        return None
+
+
+def functions_of(module: types.ModuleType, names: Iterable[str]) -> Reading | None:
+    """The functions and classes of a module that code names."""
+    table = vars(module)
+    found = [name for name in sorted(names) if isinstance(table.get(name), _FUNCTIONS)]
+    return Reading(module.__name__, lambda: list(map(table.get, found)), found) if found else None
+
+
+def builtins_of(names: Iterable[str]) -> Reading:
+    """The functions that Python has under names which no variable has."""
+    found, table = sorted(names), vars(builtins)
+    return Reading("builtins", lambda: list(map(table.get, found)), found)
+
+
+def methods_of_tensors(names: Iterable[str]) -> Reading:
+    """The methods of tensors that code names. One that torch inherits from C++ is not in this table before it is
+    replaced, so the table must not grow either."""
+    table = vars(torch.Tensor)
+    found = sorted(_METHODS.intersection(names) & table.keys())
+    return Reading(
+        "torch.Tensor", lambda: [len(table) & 0xFF, *map(table.get, found)], ["the number of attributes", *found]
+    )
+
+
+def code_of_modules(classes: Iterable[type[torch.nn.Module]]) -> list[Reading]:
+    """How modules are called, what torch's own compute, and the functions of torch by which they do."""
+    kinds = sorted(classes, key=lambda cls: cls.__qualname__)
+    names = frozenset[str]().union(*map(_functions_named, kinds))
+    found = [functions_of(module, names) for module in (torch, torch.nn.functional)]
+    calls = Reading("how modules are called", lambda: [call for cls in kinds for call in (cls.__call__, cls.forward)])
+    return [calls, *(reading for reading in found if reading is not None)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _functions_named(cls: type[torch.nn.Module]) -> frozenset[str]:
+    """The names that the code of one of torch's modules uses, but for what all modules have."""
+    bases = [base for base in cls.__mro__ if is_foreign(base) and base not in torch.nn.Module.__mro__]
+    methods = [item for base in bases for item in vars(base).values() if isinstance(item, types.FunctionType)]
+    return frozenset[str]().union(*(names_in(method.__code__).attributes for method in methods))
