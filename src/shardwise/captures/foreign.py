@@ -4,7 +4,6 @@ replace in it. Such code is not read, but a function of it that a program has re
 from __future__ import annotations
 
 import builtins
-import functools
 import sys
 import types
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional
 
 from shardwise.captures.names import names_in
-from shardwise.captures.readings import Reading
+from shardwise.captures.readings import Tables
 from shardwise.protocols import Item
 
 _FOREIGN = frozenset({"torch", "shardwise", "numpy", "builtins"} | set(sys.stdlib_module_names)) - {"__main__"}
@@ -43,39 +42,33 @@ def setting(owner: object, name: str) -> object:
         return None
 
 
-def functions_of(module: types.ModuleType, names: Iterable[str]) -> Reading | None:
-    """The functions and classes of a module that code names."""
+def functions_of(tables: Tables, module: types.ModuleType, names: Iterable[str]) -> None:
+    """Have the functions and classes of a module compared that code names."""
     table = vars(module)
-    found = [name for name in sorted(names) if isinstance(table.get(name), _FUNCTIONS)]
-    return Reading(module.__name__, lambda: list(map(table.get, found)), found) if found else None
+    tables.add_entries(module.__name__, table, [n for n in sorted(names) if isinstance(table.get(n), _FUNCTIONS)])
 
 
-def builtins_of(names: Iterable[str]) -> Reading:
-    """The functions that Python has under names which no variable has."""
-    found, table = sorted(names), vars(builtins)
-    return Reading("builtins", lambda: list(map(table.get, found)), found)
+def builtins_of(tables: Tables, names: Iterable[str]) -> None:
+    """Have the functions compared that Python has under names which no variable has."""
+    tables.add_entries("builtins", vars(builtins), sorted(names))
 
 
-def methods_of_tensors(names: Iterable[str]) -> Reading:
-    """The methods of tensors that code names. One that torch inherits from C++ is not in this table before it is
-    replaced, so the table must not grow either."""
-    table = vars(torch.Tensor)
-    found = sorted(_METHODS.intersection(names) & table.keys())
-    return Reading(
-        "torch.Tensor", lambda: [len(table) & 0xFF, *map(table.get, found)], ["the number of attributes", *found]
-    )
+def methods_of_tensors(tables: Tables, names: Iterable[str]) -> None:
+    """Have the methods of tensors compared that code names. One that torch inherits from C++ is not in this table
+    before it is replaced."""
+    tables.add_entries("torch.Tensor", vars(torch.Tensor), sorted(_METHODS.intersection(names)))
 
 
-def code_of_modules(classes: Iterable[type[torch.nn.Module]]) -> list[Reading]:
-    """How modules are called, what torch's own compute, and the functions of torch by which they do."""
-    kinds = sorted(classes, key=lambda cls: cls.__qualname__)
-    names = frozenset[str]().union(*map(_functions_named, kinds))
-    found = [functions_of(module, names) for module in (torch, torch.nn.functional)]
-    calls = Reading("how modules are called", lambda: [call for cls in kinds for call in (cls.__call__, cls.forward)])
-    return [calls, *(reading for reading in found if reading is not None)]
+def code_of_modules(tables: Tables, classes: Iterable[type[torch.nn.Module]]) -> None:
+    """Have compared how modules are called, what torch's own compute, and the functions of torch by which they do."""
+    kinds = [*classes]
+    for base in {base for cls in kinds for base in cls.__mro__ if issubclass(base, torch.nn.Module)}:
+        tables.add_entries(base.__qualname__, vars(base), ("__call__", "forward"))
+    names = frozenset[str]().union(*(_functions_named(cls) for cls in kinds))
+    for module in (torch, torch.nn.functional) if kinds else ():
+        functions_of(tables, module, names)
 
 
-@functools.lru_cache(maxsize=4096)
 def _functions_named(cls: type[torch.nn.Module]) -> frozenset[str]:
     """The names that the code of one of torch's modules uses, but for what all modules have."""
     bases = [base for base in cls.__mro__ if is_foreign(base) and base not in torch.nn.Module.__mro__]

@@ -21,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from importlib.util import resolve_name
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from shardwise.captures.foreign import (
 )
 from shardwise.captures.names import names_in
 from shardwise.captures.outside import COUNTS, asked_by
-from shardwise.captures.readings import SIMPLE, Reading, Values
+from shardwise.captures.readings import SIMPLE, Reading, Tables, Values
 from shardwise.comm.capturing import settings
 from shardwise.protocols import Item
 from shardwise.torch_private.autograd import children_of, hook_tables
@@ -64,6 +65,7 @@ _SETTINGS = frozenset(  # of torch, that a program may ask for
 )
 _MAKING = frozenset({"__init__", "__new__", "__post_init__"})  # which run where a class is called
 _SELDOM = _MAKING | {"__init_subclass__", "__repr__", "__str__", "__format__", "__del__"}
+_PARAMETERS = operator.itemgetter("params")
 _PLAIN = (bool, int, float, str)
 _METHODS = (types.FunctionType, classmethod, staticmethod)
 _OF_TENSORS = frozenset(Wrapper.__annotations__)  # what the library keeps on a tensor
@@ -89,7 +91,7 @@ class Surroundings:
             names, perhaps = names | walk.names | walk.perhaps, perhaps | walk.perhaps
             is_wide = is_wide or walk.is_wide
         walk.finish()
-        self._readings, self._empty = walk.readings, walk.empty
+        self._tables, self._readings, self._empty = walk.tables, walk.readings, walk.empty
         self._memory = list(map(_memory_of, walk.tensors))
         self._alive = walk.alive
         self.tensors, self.refused = walk.tensors, walk.refused
@@ -103,11 +105,7 @@ class Surroundings:
         """What is another than it was; empty if nothing is."""
         if any(self._empty):
             return "a hook, a parameter or a module was added to a module"
-        for reading in self._readings:
-            reason = reading.changed()
-            if reason:
-                return reason
-        return ""
+        return self._tables.changed() or next((reason for each in self._readings if (reason := each.changed())), "")
 
     def swapped(self) -> str:
         """Whether a tensor was made another without an op; empty if none was. To be asked right after the call."""
@@ -135,6 +133,7 @@ class _Walk:
         self.known, self._perhaps, self._takes_all = names, sorted(perhaps), is_wide
         self.names: set[str] = set()
         self.perhaps: set[str] = set()
+        self.tables = Tables()
         self.readings: list[Reading] = []
         self.empty: list[dict[Any, Any]] = []  # of hooks, parameters, ...: nobody must add any
         self.builtins: set[str] = set()  # functions of Python that code names
@@ -154,8 +153,10 @@ class _Walk:
         together = [*self.modules, *self.objects]
         if together:
             self.watch("the class of an object", lambda: list(map(type, together)))
-        self.readings += [builtins_of(self.builtins), methods_of_tensors(self.known)]
-        self.readings += code_of_modules(set(map(type, self.modules))) if self.modules else []
+        builtins_of(self.tables, self.builtins)
+        methods_of_tensors(self.tables, self.known)
+        code_of_modules(self.tables, set(map(type, self.modules)))
+        self.tables.note()
 
     def watch(self, name: str, read: Callable[[], Values], labels: Iterable[str] = ()) -> None:
         self.readings.append(Reading(name, read, labels))
@@ -225,7 +226,7 @@ class _Walk:
         table = func.__globals__
         self.builtins.update(name for name in names if name not in table)
         if names:
-            self.watch(func.__module__, lambda: list(map(table.get, names)), names)
+            self.tables.add_entries(func.__module__, table, names)
         for name in names:
             self.visit(table.get(name, vars(builtins).get(name)), name)
         for name in _LOOKING & set(names) - table.keys():
@@ -287,8 +288,8 @@ class _Walk:
         names = [key for key, value in found.items() if isinstance(value, _PLAIN)]
         if names:
             self.watch(name, lambda: [setting(owner, key) for key in names], names)
-        functions = functions_of(owner, self.known) if isinstance(owner, types.ModuleType) else None
-        self.readings += [functions] if functions is not None else []
+        if isinstance(owner, types.ModuleType):
+            functions_of(self.tables, owner, self.known)
         for key, value in found.items():
             if isinstance(value, types.ModuleType) or type(value).__module__.startswith("torch.backends"):
                 self.visit(value, f"{name}.{key}")
@@ -296,11 +297,10 @@ class _Walk:
     def _attributes(self, table: Item, name: str, perhaps: Iterable[str] = ()) -> None:
         """The attributes that the code names; some of them may be missing now."""
         names = sorted({*(self.known & table.keys()), *perhaps} | self._others(table))
-        get = table.get
         if names:
-            self.watch(name, lambda: list(map(get, names)), names)
+            self.tables.add_entries(name, table, names)
         for attribute in names:
-            self.visit(get(attribute), f"{name}.{attribute}")
+            self.visit(table.get(attribute), f"{name}.{attribute}")
 
     def _others(self, table: Item) -> set[str]:
         """Attributes that code may make up the names of, beside those that it names: what is no method."""
@@ -407,15 +407,15 @@ class _Walk:
     def _module(self, module: torch.nn.Module, name: str) -> None:
         table = vars(module)
         self.modules.append(module)
-        self.watch(type(module).__name__, table.values, table.keys())
+        self.tables.add(type(module).__name__, table)
         for own in (module._parameters, module._buffers, children_of(module)):
             if own:
-                self.watch(type(module).__name__, own.values, own.keys())
+                self.tables.add(type(module).__name__, own)
             elif own is children_of(module) or not is_foreign(type(module)):
                 self.empty.append(own)
         for hooks in hook_tables(module):
             if hooks:
-                self.watch(f"a hook of {type(module).__name__}", hooks.values)
+                self.tables.add(f"a hook of {type(module).__name__}", hooks)
             else:
                 self.empty.append(hooks)
         for tell in settings:
@@ -429,7 +429,7 @@ class _Walk:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, name: str) -> None:
         groups = optimizer.param_groups
-        self.watch(f"the parameters of {name}", lambda: [p for group in groups for p in group["params"]])
+        self.watch(f"the parameters of {name}", lambda: [*chain.from_iterable(map(_PARAMETERS, groups))])
         if "param_groups" in self.known:
             self.watch(f"the options of {name}", lambda: [v for g in groups for k, v in g.items() if k != "params"])
 
