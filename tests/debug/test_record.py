@@ -1,6 +1,7 @@
 """The record of a run: what it keeps, that it is bounded and outlives its process, the report, and who is blamed."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -281,6 +282,88 @@ def test_a_collective_is_recorded_in_microseconds(tmp_path, monkeypatch):
     flight.close()
     print(f"{best * 1e6:.2f} us a collective")
     assert best < 10e-6  # 1.5 us on a machine of its own
+
+
+def instructions_of(run):
+    """How many of Python's instructions a call takes."""
+    counts = []
+
+    def each(frame, event, arg):
+        counts.append(event == "opcode")
+        return each
+
+    def enter(frame, event, arg):
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return each
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return sum(counts)
+
+
+def test_a_warm_record_is_a_few_instructions(tmp_path):
+    """What recording adds to an op, a module and a collective with its gradient once their lines are known. Everything
+    is made once per line: no words, no line numbers, no layouts."""
+    mesh = simulate(2)
+    x = distribute_tensor(torch.ones(4, 2), mesh, [R]).requires_grad_()
+    y = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]).requires_grad_()
+    module = torch.nn.Identity()
+    programs = [
+        (lambda: torch.neg(x.detach()), 2, 200),
+        (lambda: module(0), 1, 260),
+        (lambda: y.redistribute(placements=[R]), 1, 420),
+        (lambda: torch.nn.functional.linear(x, y).sum().backward(), 4, 400),
+    ]
+    for run, events, most in programs:
+        for _ in range(3):
+            run()
+        alone = instructions_of(run)
+        with debug.record(tmp_path) as recording:
+            recording._memory._next, recording._memory._left = float("inf"), 0  # which looks now and then only
+            for _ in range(3):
+                run()
+            said = (tmp_path / "rank-00000.lines").read_text()
+            assert (instructions_of(run) - alone) / events < most
+            assert (tmp_path / "rank-00000.lines").read_text() == said
+
+
+def test_modules_are_called_as_before_afterwards(tmp_path):
+    call = torch.nn.Module.__call__
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="shapes"), debug.record(tmp_path):
+        module(torch.ones(2, 3))
+    assert torch.nn.Module.__call__ is call
+    with debug.record(tmp_path):
+        torch.nn.Module.__call__ = stranger = lambda self, *args, before=torch.nn.Module.__call__: before(self, *args)
+        module(torch.ones(2, 2))
+    assert torch.nn.Module.__call__ is stranger  # somebody's who came later stays, and what it calls records no more
+    torch.nn.Module.__call__ = call
+    with debug.record(tmp_path):
+        pass
+    assert stranger(module, torch.ones(2, 2)).shape == (2, 2) and not read_run(tmp_path).ranks[0].events
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_writes_nothing(tmp_path):
+    x = distribute_tensor(torch.ones(8), simulate(4), [Shard(0)])
+    with debug.record(tmp_path):
+        x.redistribute(placements=[R])
+        child = os.fork()
+        if child == 0:
+            x.redistribute(placements=[R])
+            x.neg()
+            torch.nn.Identity()(x)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        x.neg()
+    (rank,) = read_run(tmp_path).ranks.values()
+    assert [e.kind for e in rank.events] == ["all_gather"] and [e.op for e in rank.ops] == ["neg"]
+    assert rank.end is not None and rank.end["end"] == "done"
 
 
 def test_missing_ranks(tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ class Called:
 
     def written(self) -> str:
         """Why a call cannot be repeated that changes variables of Python; empty if it does not."""
-        reason = self.changed()
+        reason = self.changed() or next((reason for around in self._around if (reason := around.swapped())), "")
         return reason and f"the call changes what no op shows: {reason}"
 
     def tensors(self) -> list[torch.Tensor]:

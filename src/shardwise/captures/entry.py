@@ -68,8 +68,9 @@ def _repeated(leaves: Sequence[Any]) -> tuple[int, ...]:
 def _key(leaf: Item) -> Hashable:
     kind = type(leaf)
     if isinstance(leaf, Wrapper):
-        needs_grad = leaf.requires_grad
-        return kind, leaf._layout, leaf._offset, needs_grad and (leaf.is_leaf, leaf.is_leaf and leaf.grad is None)
+        needs_grad, local = leaf.requires_grad, leaf._layout.mesh.comm.first(leaf._local)
+        grad = needs_grad and (leaf.is_leaf, leaf.is_leaf and leaf.grad is None)
+        return kind, leaf._layout, leaf._offset, grad, local.is_conj(), local.is_neg()
     if isinstance(leaf, RankTensor):
         distinct = unique(leaf.ranks)
         place = {id(value): i for i, value in enumerate(distinct)}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from shardwise.autograd.leaves import first_leaf
-from shardwise.captures.readings import Reading
+from shardwise.captures.readings import Reading, Tables
 from shardwise.torch_private.autograd import gradient_hook_tables
 from shardwise.torch_private.tensors import without_torch_function
 from shardwise.wrapper import Wrapper
 
 _OF_WRAPPER = ("_local", "_layout", "_leaf", "_hooks")
+_requires_grad, _shape = attrgetter("requires_grad"), attrgetter("shape")
 
 
 class Tensors:
@@ -32,7 +34,10 @@ class Tensors:
         began: Sequence[tuple[torch.Tensor, bool]],
     ) -> None:
         found = list(found)
-        tables = [vars(t) for t in found if isinstance(t, Wrapper)]
+        wrappers = [t for t in found if isinstance(t, Wrapper)]
+        self._tables = Reading("a tensor was swapped with another", lambda: list(map(vars, wrappers)))
+        self._shaped = [t for t in found if not isinstance(t, Wrapper)]
+        tables = list(map(vars, wrappers))
         plain = {id(t): t for t in (first_leaf(t) if isinstance(t, Wrapper) else t for t in found)}
         plain.update((id(t), t) for t in state)
         self._plain, self._began = list(plain.values()), began
@@ -40,10 +45,12 @@ class Tensors:
             self._note(tables)
 
     def _note(self, tables: list[dict[str, Any]]) -> None:
-        self._flags = [t.requires_grad for t in self._plain]
-        self._wrappers = Reading(
-            "layout or memory of a tensor", lambda: [table.get(name) for table in tables for name in _OF_WRAPPER]
-        )
+        self._flags = list(map(_requires_grad, self._plain))
+        self._shapes = list(map(_shape, self._shaped))
+        self._wrappers = Tables()
+        for table in tables:
+            self._wrappers.add_entries("layout or memory of a tensor", table, _OF_WRAPPER)
+        self._wrappers.note()
         leaves = [t for t in self._plain if t.requires_grad]
         self._hooks = [Reading("hooks of a tensor", lambda: gradient_hook_tables(leaves))]
         hooks: list[Any] = [*gradient_hook_tables(leaves), *(table.get("_hooks") for table in tables)]
@@ -55,9 +62,13 @@ class Tensors:
             return self._changed()
 
     def _changed(self) -> str:
-        if [t.requires_grad for t in self._plain] != self._flags:
+        if list(map(_requires_grad, self._plain)) != self._flags:
             return "a tensor takes gradients that did not, or no more"
-        for reading in (self._wrappers, *self._hooks):
+        if list(map(_shape, self._shaped)) != self._shapes:
+            return "a tensor has another shape"
+        if reason := self._wrappers.changed():
+            return reason
+        for reading in (self._tables, *self._hooks):
             reason = reading.changed()
             if reason:
                 return reason

@@ -30,7 +30,8 @@ _ASKING: dict[str, frozenset[str]] = {  # by the module that has them, or in whi
     "secrets": frozenset(
         {"randbelow", "randbits", "choice", "token_bytes", "token_hex", "token_urlsafe", "SystemRandom"}
     ),
-    "random": frozenset({"SystemRandom"}),
+    "random": frozenset({"SystemRandom", "getstate"}),
+    "numpy.random": frozenset({"get_state"}),
     "importlib": frozenset({"import_module"}),
     "sys": frozenset({"modules", "getrecursionlimit", "getswitchinterval", "stdin"}),
     "threading": frozenset({"get_ident", "active_count", "current_thread"}),

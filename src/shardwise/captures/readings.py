@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from itertools import chain
 from operator import is_
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -42,6 +43,51 @@ class Reading:
                 label = next(iter([*self._labels][at:]), "")
                 return f"{self._name}{'.' * bool(label)}{label}: {_in_words(before)} became {_in_words(after)}"
         self._known = now  # equal numbers that are new objects: the quick way from now on
+        return ""
+
+
+class Tables:
+    """Dicts that are compared all at once, without a step of Python's per dict: whole ones, and some entries of others.
+
+    Every replay asks, of some hundred dicts. Only where something is another object is each of them asked by itself.
+    """
+
+    def __init__(self) -> None:
+        self._readings: list[Reading] = []
+        self._whole: list[Values] = []  # views, which show what a dict has now
+        self._lengths: list[int] = []
+        self._gets: list[Callable[[str], object]] = []
+        self._names: list[Sequence[str]] = []
+        self._known: tuple[object, ...] = ()
+
+    def add(self, name: str, table: Mapping[Any, object]) -> None:
+        """All values of a dict must stay."""
+        self._readings.append(Reading(name, table.values, table.keys()))
+        self._whole.append(table.values())
+
+    def add_entries(self, name: str, table: Mapping[Any, object], names: Sequence[str]) -> None:
+        """Some entries of a dict, which may be missing, must stay."""
+        get = table.get
+        self._readings.append(Reading(name, lambda: list(map(get, names)), names))
+        self._gets.append(get)
+        self._names.append(names)
+
+    def _values(self) -> Iterable[object]:
+        return chain(chain.from_iterable(self._whole), chain.from_iterable(map(map, self._gets, self._names)))
+
+    def note(self) -> None:
+        """Take what there is now as what must stay."""
+        self._lengths, self._known = list(map(len, self._whole)), tuple(self._values())
+
+    def changed(self) -> str:
+        """What is another than it was; empty if nothing is."""
+        if list(map(len, self._whole)) == self._lengths and all(map(is_, self._values(), self._known)):
+            return ""
+        for reading in self._readings:
+            reason = reading.changed()
+            if reason:
+                return reason
+        self.note()  # equal numbers that are new objects: the quick way from now on
         return ""
 
 

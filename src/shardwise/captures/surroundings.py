@@ -9,31 +9,45 @@ from __future__ import annotations
 
 import builtins
 import contextvars
+import decimal
 import functools
 import operator
 import os
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from importlib.util import resolve_name
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardwise.captures import values
+from shardwise.captures.foreign import (
+    builtins_of,
+    code_of_modules,
+    functions_of,
+    is_foreign,
+    is_foreign_name,
+    methods_of_tensors,
+    setting,
+)
 from shardwise.captures.names import names_in
 from shardwise.captures.outside import COUNTS, asked_by
-from shardwise.captures.readings import SIMPLE, Reading, Values
+from shardwise.captures.readings import SIMPLE, Reading, Tables, Values
 from shardwise.comm.capturing import settings
 from shardwise.protocols import Item
 from shardwise.torch_private.autograd import children_of, hook_tables
+from shardwise.torch_private.tensors import tensor_number
+from shardwise.wrapper import Wrapper
 
 _MOST = 10_000  # entries of a container that are compared at each call
-_FOREIGN = frozenset({"torch", "shardwise", "numpy", "builtins"} | set(sys.stdlib_module_names)) - {"__main__"}
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _RATES = frozenset({"get_last_lr", "last_epoch", "get_lr", "_last_lr"})
 _LOOKING = frozenset({"globals", "eval", "exec", "__import__"})  # ways to variables that no code names
@@ -51,7 +65,10 @@ _SETTINGS = frozenset(  # of torch, that a program may ask for
 )
 _MAKING = frozenset({"__init__", "__new__", "__post_init__"})  # which run where a class is called
 _SELDOM = _MAKING | {"__init_subclass__", "__repr__", "__str__", "__format__", "__del__"}
+_PARAMETERS = operator.itemgetter("params")
 _PLAIN = (bool, int, float, str)
+_METHODS = (types.FunctionType, classmethod, staticmethod)
+_OF_TENSORS = frozenset(Wrapper.__annotations__)  # what the library keeps on a tensor
 _BEGINNING = ("forward", "__call__", "__getattr__", "__getitem__", "__len__", "__iter__")
 
 
@@ -73,10 +90,12 @@ class Surroundings:
                 break
             names, perhaps = names | walk.names | walk.perhaps, perhaps | walk.perhaps
             is_wide = is_wide or walk.is_wide
-        self._readings, self._empty = walk.readings, walk.empty
+        walk.finish()
+        self._tables, self._readings, self._empty = walk.tables, walk.readings, walk.empty
+        self._memory = list(map(_memory_of, walk.tensors))
         self._alive = walk.alive
         self.tensors, self.refused = walk.tensors, walk.refused
-        self._drawn = [(_state(source), source) for source in (random, np.random, *walk.streams)]
+        self._drawn = [(values.state(source), source) for source in (random, np.random, *walk.streams)]
 
     def knows(self, item: object) -> bool:
         """Whether the walk has come by an object."""
@@ -85,39 +104,41 @@ class Surroundings:
     def changed(self) -> str:
         """What is another than it was; empty if nothing is."""
         if any(self._empty):
-            return "a hook was added to a module"
-        for reading in self._readings:
-            reason = reading.changed()
-            if reason:
-                return reason
+            return "a hook, a parameter or a module was added to a module"
+        return self._tables.changed() or next((reason for each in self._readings if (reason := each.changed())), "")
+
+    def swapped(self) -> str:
+        """Whether a tensor was made another without an op; empty if none was. To be asked right after the call."""
+        if list(map(_memory_of, self.tensors)) != self._memory:
+            return "a tensor is swapped with another (torch.utils.swap_tensors), which no op shows"
         return ""
 
     def drawn(self) -> str:
         """Which numbers were drawn that no program draws again; empty if none were."""
         for before, source in self._drawn:
-            if _state(source) != before:
+            if values.state(source) != before:
                 return f"random numbers are drawn from {getattr(source, '__name__', type(source).__name__)}"
         return ""
 
 
-def _state(source: Item) -> str:
-    """The state of a stream of random numbers that is not torch's."""
-    if source is np.random or isinstance(source, np.random.RandomState):
-        return repr([part.tobytes() if isinstance(part, np.ndarray) else part for part in source.get_state()])
-    if isinstance(source, np.random.Generator):
-        return repr(source.bit_generator.state)
-    return repr(source.getstate())
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Which tensor of C++ an object stands for, and which attributes it has."""
+    return tensor_number(tensor), id(vars(tensor))
 
 
 class _Walk:
     """One walk, with the names of attributes that are known before it."""
 
     def __init__(self, names: frozenset[str], perhaps: frozenset[str], is_wide: bool) -> None:
-        self._known, self._perhaps, self._takes_all = names, sorted(perhaps), is_wide
+        self.known, self._perhaps, self._takes_all = names, sorted(perhaps), is_wide
         self.names: set[str] = set()
         self.perhaps: set[str] = set()
+        self.tables = Tables()
         self.readings: list[Reading] = []
-        self.empty: list[dict[Any, Any]] = []  # of hooks: nobody must add any
+        self.empty: list[dict[Any, Any]] = []  # of hooks, parameters, ...: nobody must add any
+        self.builtins: set[str] = set()  # functions of Python that code names
+        self.modules: list[torch.nn.Module] = []
+        self.objects: list[object] = []  # of the program's classes
         self.tensors: list[torch.Tensor] = []
         self.streams: list[Any] = []
         self.alive: dict[int, object] = {}
@@ -127,16 +148,29 @@ class _Walk:
     def refuse(self, reason: str) -> None:
         self.refused = self.refused or reason
 
+    def finish(self) -> None:
+        """Watch what all that was found has in common: classes, and functions that a program may replace."""
+        together = [*self.modules, *self.objects]
+        if together:
+            self.watch("the class of an object", lambda: list(map(type, together)))
+        builtins_of(self.tables, self.builtins)
+        methods_of_tensors(self.tables, self.known)
+        code_of_modules(self.tables, set(map(type, self.modules)))
+        self.tables.note()
+
     def watch(self, name: str, read: Callable[[], Values], labels: Iterable[str] = ()) -> None:
         self.readings.append(Reading(name, read, labels))
 
     def visit(self, item: Item, name: str) -> None:
         """Look at an object, once."""
+        if isinstance(item, frozenset):
+            for each in item:
+                self.visit(each, f"an entry of {name}")
         if isinstance(item, SIMPLE) or id(item) in self.alive:
             return
         self.alive[id(item)] = item
         if not isinstance(item, types.ModuleType):  # of these, the same function must name both
-            self._ask(item, self._known)
+            self._ask(item, self.known)
         for kind, look in _KINDS:
             if isinstance(item, kind):
                 look(self, item, name)
@@ -147,8 +181,8 @@ class _Walk:
         for kind, look in _CONTAINERS:
             if isinstance(item, kind):
                 look(self, item, name)
-        if has_memory(item):
-            self._memory(item, name)
+        if values.has_memory(item):
+            values.memory(self, item, name)
         self._object(item, name)
 
     def _ask(self, item: object, names: frozenset[str]) -> None:
@@ -160,7 +194,7 @@ class _Walk:
         if func is os.getenv:
             self.visit(os.environ, "os.environ")
         cells = func.__closure__ or ()
-        is_own = not _is_foreign(func)
+        is_own = not is_foreign(func)
         if is_own:
             found = names_in(func.__code__)
             self.names |= found.attributes
@@ -175,10 +209,12 @@ class _Walk:
                 self._ask(module, found.attributes)
             if counts := found.attributes & COUNTS:
                 self.refuse(f"{func.__qualname__} reads {min(counts)}, which says how often a tensor was written")
+            if "swap_tensors" in found.attributes | found.variables:
+                self.refuse(f"{func.__qualname__} names swap_tensors, which makes a tensor another without an op")
             self._variables(func, sorted(found.variables))
             self._imports(func, found.imports)
             self.watch(f"defaults of {func.__qualname__}", functools.partial(_defaults_of, func))
-            self._attributes(vars(func), name, self._known & vars(func).keys())
+            self._attributes(vars(func), name, self.known & vars(func).keys())
             if cells:
                 self.watch("around", lambda: [_content(cell) for cell in cells], func.__code__.co_freevars)
         for at, cell in enumerate(cells):
@@ -188,8 +224,9 @@ class _Walk:
 
     def _variables(self, func: types.FunctionType, names: list[str]) -> None:
         table = func.__globals__
+        self.builtins.update(name for name in names if name not in table)
         if names:
-            self.watch(func.__module__, lambda: list(map(table.get, names)), names)
+            self.tables.add_entries(func.__module__, table, names)
         for name in names:
             self.visit(table.get(name, vars(builtins).get(name)), name)
         for name in _LOOKING & set(names) - table.keys():
@@ -229,12 +266,14 @@ class _Walk:
 
     # -- things -----------------------------------------------------------------------------------------------------
     def _file(self, module: types.ModuleType, name: str) -> None:
-        if module is os and self._known & {"environ", "getenv"}:
+        if module is os and self.known & {"environ", "getenv"}:
             self.visit(os.environ, "os.environ")
+        if module is decimal:
+            values.of_decimals(self)
         if module is torch:
-            for setting in sorted(self._known & _SETTINGS):
-                self.watch(f"torch.{setting}()", functools.partial(_asked, getattr(torch, setting)))
-        if _is_foreign_name(module.__name__):
+            for name_of in sorted(self.known & _SETTINGS):
+                self.watch(f"torch.{name_of}()", functools.partial(_asked, getattr(torch, name_of)))
+        if is_foreign_name(module.__name__):
             self._settings(module, name)
         else:
             self._attributes(vars(module), name)
@@ -243,24 +282,25 @@ class _Walk:
 
     def _settings(self, owner: object, name: str) -> None:
         """Numbers and flags of a module that is not the program's, such as `torch.backends.cudnn.benchmark`."""
-        if owner is sys and "argv" in self._known:
+        if owner is sys and "argv" in self.known:
             self.visit(sys.argv, "sys.argv")
-        found = {key: _setting(owner, key) for key in sorted(self._known) if not key.startswith("__")}
+        found = {key: setting(owner, key) for key in sorted(self.known) if not key.startswith("__")}
         names = [key for key, value in found.items() if isinstance(value, _PLAIN)]
         if names:
-            self.watch(name, lambda: [_setting(owner, key) for key in names], names)
+            self.watch(name, lambda: [setting(owner, key) for key in names], names)
+        if isinstance(owner, types.ModuleType):
+            functions_of(self.tables, owner, self.known)
         for key, value in found.items():
             if isinstance(value, types.ModuleType) or type(value).__module__.startswith("torch.backends"):
                 self.visit(value, f"{name}.{key}")
 
     def _attributes(self, table: Item, name: str, perhaps: Iterable[str] = ()) -> None:
         """The attributes that the code names; some of them may be missing now."""
-        names = sorted({*(self._known & table.keys()), *perhaps} | self._others(table))
-        get = table.get
+        names = sorted({*(self.known & table.keys()), *perhaps} | self._others(table))
         if names:
-            self.watch(name, lambda: list(map(get, names)), names)
+            self.tables.add_entries(name, table, names)
         for attribute in names:
-            self.visit(get(attribute), f"{name}.{attribute}")
+            self.visit(table.get(attribute), f"{name}.{attribute}")
 
     def _others(self, table: Item) -> set[str]:
         """Attributes that code may make up the names of, beside those that it names: what is no method."""
@@ -271,35 +311,42 @@ class _Walk:
 
     def _class(self, cls: type, name: str) -> None:
         """A class that code names, so that it may make objects of it."""
+        if cls is decimal.Decimal:
+            values.of_decimals(self)
         for base in cls.__mro__:
-            if not _is_foreign(base):
+            if not is_foreign(base):
                 for key in sorted(_MAKING & vars(base).keys()):
                     self.visit(vars(base)[key], f"{base.__qualname__}.{key}")
         self._kind(cls)
 
     def _kind(self, cls: type) -> None:
         """The class of an object: what its code reads where nobody makes a new one."""
-        if not _is_foreign(type(cls)):
+        if not is_foreign(type(cls)):
             self._kind(type(cls))
+        own = [base for base in cls.__mro__ if not is_foreign(base)]
+        named = {name for base in own for name in self.known & vars(base).keys()}  # which a class below may get later
+        if own:
+            self.watch(f"what {cls.__qualname__} inherits", lambda: [cls.__mro__, *(len(vars(base)) for base in own)])
         for base in cls.__mro__:
-            if not _is_foreign(base):
-                self._attributes(vars(base), base.__qualname__)
+            if not is_foreign(base):
+                self._attributes(vars(base), base.__qualname__, named)
                 for key, method in list(vars(base).items()):  # operators and descriptors, which no code names
-                    if key.startswith("__") and isinstance(method, types.FunctionType) and key not in _SELDOM:
+                    if key.startswith("__") and isinstance(method, _METHODS) and key not in _SELDOM:
                         self.visit(method, f"{base.__qualname__}.{key}")
 
     def _object(self, item: object, name: str) -> None:
         """An object of a class of the program's: the attributes that the code names. Of Python's own: all."""
         cls, table = type(item), getattr(item, "__dict__", {})
-        if _is_foreign(cls):
+        if is_foreign(cls):
             self._foreign(item, table, name)
             return
+        self.objects.append(item)
         self._kind(cls)
-        hidden = {key for base in cls.__mro__ if not _is_foreign(base) for key in self._known & vars(base).keys()}
+        hidden = {key for base in cls.__mro__ if not is_foreign(base) for key in self.known & vars(base).keys()}
         self._attributes(table, name, {*self._perhaps, *(hidden if hasattr(item, "__dict__") else ())})
         if hasattr(item, "__dict__"):
             self.watch(f"the number of attributes of {name}", lambda: (len(table),))
-        slots = [s for base in cls.__mro__ for s in _slots(base) if s in self._known]
+        slots = [s for base in cls.__mro__ for s in _slots(base) if s in self.known]
         if slots:
             self.watch(name, lambda: [getattr(item, slot, None) for slot in slots], slots)
         for slot in slots:
@@ -323,62 +370,52 @@ class _Walk:
                 self.visit(table[key], name)
 
     def _dict(self, table: dict[Any, Any], name: str) -> None:
-        if self._fits(table, name):
+        if self.fits(table, name):
             self.watch(name, lambda: [*table, *table.values()])
             for key, value in list(table.items()):
+                self.visit(key, f"a key of {name}")
                 self.visit(value, f"{name}[{key!r:.30}]")
 
     def _sequence(self, items: Item, name: str) -> None:
-        if self._fits(items, name):
+        if self.fits(items, name):
             if not isinstance(items, tuple):
                 self.watch(name, lambda: items)
             for item in items:
                 self.visit(item, f"an entry of {name}")
 
     def _set(self, items: set[Any], name: str) -> None:
-        if self._fits(items, name):
+        if self.fits(items, name):
             self.watch(name, lambda: (frozenset(items),))
+            for item in items:
+                self.visit(item, f"an entry of {name}")
 
-    def _fits(self, items: Values, name: str) -> bool:
+    def fits(self, items: Values, name: str) -> bool:
         if len(items) > _MOST:
             self.refuse(
                 f"{name} has {len(items)} entries, too many to compare: pass what is needed of it as an argument"
             )
         return len(items) <= _MOST
 
-    def _weak(self, found: weakref.ref[Any], name: str) -> None:
-        self.watch(name, lambda: (found(),))
-        self.visit(found(), name)
-
-    def _of_context(self, found: contextvars.ContextVar[Any], name: str) -> None:
-        self.watch(name, lambda: (found.get(None),))
-        self.visit(found.get(None), name)
-
-    def _memory(self, item: Item, name: str) -> None:
-        """Something whose bytes Python can see: a bytearray, an array, a number of C."""
-        if self._fits(memoryview(item).cast("B"), name):
-            self.watch(name, lambda: (bytes(memoryview(item)),))
-
-    def _array(self, array: np.ndarray[Any, Any], name: str) -> None:
-        if self._fits(array.reshape(-1), name):
-            self.watch(name, lambda: (array.shape, array.dtype.str, array.tobytes()))
-
-    def _stream(self, source: Item, name: str) -> None:
-        self.streams.append(source)
-
     # -- torch's ----------------------------------------------------------------------------------------------------
     def _tensor(self, tensor: torch.Tensor, name: str) -> None:
         self.tensors.append(tensor)
+        if own := self.known & vars(tensor).keys() - _OF_TENSORS:
+            self.watch(name, lambda: [vars(tensor).get(key) for key in sorted(own)], sorted(own))
+            for key in sorted(own):
+                self.visit(vars(tensor)[key], f"{name}.{key}")
 
     def _module(self, module: torch.nn.Module, name: str) -> None:
         table = vars(module)
-        self.watch(type(module).__name__, table.values, table.keys())
+        self.modules.append(module)
+        self.tables.add(type(module).__name__, table)
         for own in (module._parameters, module._buffers, children_of(module)):
             if own:
-                self.watch(type(module).__name__, own.values, own.keys())
+                self.tables.add(type(module).__name__, own)
+            elif own is children_of(module) or not is_foreign(type(module)):
+                self.empty.append(own)
         for hooks in hook_tables(module):
             if hooks:
-                self.watch(f"a hook of {type(module).__name__}", hooks.values)
+                self.tables.add(f"a hook of {type(module).__name__}", hooks)
             else:
                 self.empty.append(hooks)
         for tell in settings:
@@ -392,12 +429,12 @@ class _Walk:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, name: str) -> None:
         groups = optimizer.param_groups
-        self.watch(f"the parameters of {name}", lambda: [p for group in groups for p in group["params"]])
-        if "param_groups" in self._known:
+        self.watch(f"the parameters of {name}", lambda: [*chain.from_iterable(map(_PARAMETERS, groups))])
+        if "param_groups" in self.known:
             self.watch(f"the options of {name}", lambda: [v for g in groups for k, v in g.items() if k != "params"])
 
     def _scheduler(self, scheduler: LRScheduler, name: str) -> None:
-        if self._known & _RATES:
+        if self.known & _RATES:
             self.watch(f"the rates of {name}", lambda: (scheduler.last_epoch, *scheduler.get_last_lr()))
 
 
@@ -414,44 +451,19 @@ _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     ((staticmethod, classmethod), _Walk._wrapped),
     (torch.optim.Optimizer, _Walk._optimizer),
     (LRScheduler, _Walk._scheduler),
-    (np.ndarray, _Walk._array),
-    ((random.Random, np.random.Generator, np.random.RandomState), _Walk._stream),
+    (np.ndarray, values.array),
+    ((random.Random, np.random.Generator, np.random.RandomState), values.stream),
+    (torch.Generator, values.generator),
+    (type(threading.Lock()), values.lock),
     (type, _Walk._class),
-    (weakref.ref, _Walk._weak),
-    (contextvars.ContextVar, _Walk._of_context),
+    (weakref.ref, values.weak),
+    (contextvars.ContextVar, values.of_context),
 ]
 _CONTAINERS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     ((dict, types.MappingProxyType), _Walk._dict),
     ((list, tuple, deque), _Walk._sequence),
     (set, _Walk._set),
 ]
-
-
-def has_memory(item: Item) -> bool:
-    """Whether Python can see the bytes of an object, and they may change."""
-    try:
-        return not memoryview(item).readonly
-    except TypeError:
-        return False
-
-
-def _is_foreign(item: Item) -> bool:
-    if isinstance(item, types.FunctionType):  # one that `exec` made is of the module that it reads
-        return _is_foreign_name(item.__module__ or str(item.__globals__.get("__name__") or ""))
-    return _is_foreign_name(getattr(item, "__module__", None) or "builtins")
-
-
-def _is_foreign_name(module: str) -> bool:
-    return module.partition(".")[0] in _FOREIGN
-
-
-def _setting(owner: object, name: str) -> object:
-    if isinstance(owner, types.ModuleType) and not hasattr(type(owner), name):
-        return vars(owner).get(name)  # and nothing that would be imported only now
-    try:
-        return getattr(owner, name, None)
-    except (RuntimeError, AssertionError):  # it asks a device that is not there
-        return None
 
 
 def _told(tell: Callable[[torch.nn.Module], Hashable], module: torch.nn.Module) -> Values:

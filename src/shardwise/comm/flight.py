@@ -26,14 +26,14 @@ import torch.distributed as dist
 
 from shardwise.comm.calls import forks
 from shardwise.comm.record import Note, user_frame
-from shardwise.comm.ring import BACKWARD, MODULE, OP, WAIT, Ring
+from shardwise.comm.ring import BACKWARD, MODULE, OP, WAIT, Ring, kept
 
 if TYPE_CHECKING:
     from shardwise.comm.guard import Guard
 
 T = TypeVar("T")
 _MOST_NAMES = 1 << 16
-_MOST_KNOWN = 1 << 12
+_MOST_KNOWN = 1 << 14
 _MEMORY_NS = 50_000_000  # how often memory is looked at, at most
 _now = time.monotonic_ns
 
@@ -72,12 +72,11 @@ class Flight:
         self.rank = -1
         self.module = 0  # the number of the innermost module of the main thread
         self._names: dict[Hashable, int] = {}
-        # what ops and collectives are called, by the plan or step that runs them: a lookup instead of words
-        self._known: dict[Hashable, int] = {}
-        # the number of a line, by code and instruction; the code is kept, so that no other has its id
-        self._places: dict[tuple[int, int], tuple[int, CodeType]] = {}
-        self._inside: set[int] = set()  # threads that are in an op: what it calls itself is no op of the program
-        self._threads: dict[int, int] = {}
+        # the part of a record that stays the same, by the plan or step, the instruction of the program that runs it,
+        # and the module: one look-up instead of words. The code is kept, so that no other has its id
+        self._sites: dict[Hashable, tuple[bytes, CodeType | None]] = {}
+        self._threads: dict[int, int] = {}  # their numbers
+        self._outside: dict[int, int] = {}  # of those that are in no op: what an op calls is no op of the program
         self._lock = threading.Lock()
         self._memory, self._looked = 0, 0
         self._forks = forks.count
@@ -117,6 +116,8 @@ class Flight:
 
     def say(self, **facts: object) -> None:
         """Add a line to the file of words; it is there even if the process ends now."""
+        if self._forks != forks.count:
+            return  # the files are those of the process that this one was forked from
         if self._lines < 0:
             self._open()
         os.write(self._lines, (json.dumps({k.rstrip("_"): v for k, v in facts.items()}) + "\n").encode())
@@ -134,67 +135,96 @@ class Flight:
     # -- what happens ---------------------------------------------------------------------------------------
     def enter(self, guard: Guard, thread: int) -> int:
         """A collective of processes begins, or is waited for; returns what `leave` takes."""
-        if self._forks != forks.count:
-            return -1
-        note, names = guard.note, self._names
-        key = (guard.step, note.op, guard.kind, guard.where)
-        what = self._known.get(key) or self._name_guard(key, guard)
-        clock = names.get(guard.clock.name) or self._name(guard.clock.name, clock=guard.clock.name)
-        flags = (WAIT if guard.begun else 0) | (BACKWARD if note.backward else 0)
-        return self._enter(what, self._place(note.source), clock, guard.number, thread, flags)
+        note = guard.note
+        frame = user_frame(sys._getframe(1).f_back) if note.source is None else None
+        code, at = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+        step, clock = guard.step, guard.clock.name
+        key = (step, note, guard.kind, guard.where, clock, guard.begun, self.module, id(code), at)
+        site = self._sites.get(key)
+        if site is None:
+            what = self._name_guard(guard)
+            named = self._names.get(clock) or self._name(clock, clock=clock)
+            flags = (WAIT if guard.begun else 0) | (BACKWARD if note.backward else 0)
+            site = self._keep(key, code, what, self._place(note.source, frame), named, flags)
+        return self._enter(guard.number, thread, site[0])
 
     def enter_step(self, comm: CommLike, step: StepLike, note: Note) -> int:
         """A step of a move on a simulated mesh begins."""
-        key = (step, note.op)
-        what = self._known.get(key)
-        if what is None:
+        frame = user_frame(sys._getframe(1).f_back) if note.source is None else None
+        code, at = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+        key = (step, note, self.module, id(code), at)
+        site = self._sites.get(key)
+        if site is None:
             facts = {"op": note.op, "kind": step.kind, "axis": step.where, "layouts": step.describe()}
-            what = self._name_what(key, facts, bytes=step.bytes_here(), simulated=len(comm.grid))
-        return self._enter(what, self._place(note.source), 0, 0, get_ident(), BACKWARD if note.backward else 0)
+            what = self._name_what(facts, bytes=step.bytes_here(), simulated=len(comm.grid))
+            place = self._place(note.source, frame)
+            site = self._keep(key, code, what, place, 0, BACKWARD if note.backward else 0)
+        return self._enter(0, get_ident(), site[0])
 
     def enter_module(self, name: int) -> int:
         """A module's forward begins."""
-        return self._enter(name, 0, 0, 0, get_ident(), MODULE)
+        key = (name, self.module)
+        site = self._sites.get(key) or self._keep(key, None, name, 0, 0, MODULE)
+        self.module = name
+        return self._enter(0, get_ident(), site[0])
 
     def leave(self, slot: int, error: BaseException | None) -> None:
         """What was entered has ended."""
         if self._ring is not None:
             self._ring.leave(slot, error)
 
-    def run_op(self, func: object, name_of: Callable[..., str], plan: Callable[..., T], *call: object) -> T:
+    def run_op(
+        self, func: object, name_of: Callable[..., str], plan: Callable[..., T], args: Sequence[object], *call: object
+    ) -> T:
         """Run the plan of an op on its arguments, and write down that it ran unless it is part of another op."""
-        thread, inside = get_ident(), self._inside
-        if thread in inside or not self.keeps_ops or self._forks != forks.count:
-            return plan(*call)
-        ring = self._ops or self._open_ops()
-        what = self._known.get(plan) or self._name_op(plan, name_of(func), call)
-        inside.add(thread)
-        number = self._threads.get(thread)
-        if number is None:
-            number = self._thread(thread)
-        slot = ring.enter(_now(), what, self._place_of(sys._getframe(1)), 0, 0, self.module, number, OP, self._memory)
+        thread, ring = get_ident(), self._ops
+        number = self._outside.get(thread)
+        if number is None or ring is None:
+            if not self.keeps_ops or (number is None and thread in self._threads):
+                return plan(args, *call)
+            number, ring = self._thread(thread), self._open_ops()
+        frame = user_frame(sys._getframe(1).f_back)
+        code, at = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+        key = (plan, self.module, id(code), at)
+        site = self._sites.get(key)
+        if site is None:
+            what = self._name_op(name_of(func), args)
+            site = self._keep(key, code, what, self._place(None, frame), 0, OP)
+        slot = ring.enter(_now(), 0, self._memory, number, site[0])
+        del self._outside[thread]
         try:
-            result = plan(*call)
+            result = plan(args, *call)
         except BaseException as error:
-            inside.discard(thread)
+            self._outside[thread] = number
             if self._ops is not None:
                 ring.leave(slot, error)
             raise
-        inside.discard(thread)
+        self._outside[thread] = number
         if self._ops is not None:
             ring.leave(slot)
         return result
 
-    def _enter(self, what: int, where: int, clock: int, count: int, thread: int, flags: int) -> int:
+    def _enter(self, count: int, thread: int, same: bytes) -> int:
         ring = self._ring or self._open()
         now = _now()
         if now - self._looked > _MEMORY_NS:
             self._looked, self._memory = now, memory_in_use() >> 10
-        return ring.enter(now, what, where, clock, count, self.module, self._thread(thread), flags, self._memory)
+        number = self._threads.get(thread)
+        return ring.enter(now, count, self._memory, self._thread(thread) if number is None else number, same)
 
     def _thread(self, ident: int) -> int:
-        found = self._threads.get(ident)
-        return self._threads.setdefault(ident, len(self._threads) & 0xFFFF) if found is None else found
+        number = self._threads.setdefault(ident, len(self._threads) & 0xFFFF)
+        self._outside[ident] = number
+        return number
+
+    def _keep(
+        self, key: Hashable, code: CodeType | None, what: int, where: int, clock: int, flags: int
+    ) -> tuple[bytes, CodeType | None]:
+        """What stays the same in the records of one site, from now on found by its key."""
+        if len(self._sites) >= _MOST_KNOWN:
+            self._sites.clear()  # plans and steps are not kept alive for ever
+        found = self._sites[key] = kept(what, where, clock, self.module, flags), code
+        return found
 
     # -- names ----------------------------------------------------------------------------------------------
     def _name(self, key: Hashable, **facts: object) -> int:
@@ -211,7 +241,7 @@ class Flight:
         """The number of a module."""
         return self._names.get(("module", name)) or self._name(("module", name), module=name, kind=kind)
 
-    def _name_guard(self, key: Hashable, guard: Guard) -> int:
+    def _name_guard(self, guard: Guard) -> int:
         step = guard.step
         facts = {
             "op": guard.note.op,
@@ -221,47 +251,29 @@ class Flight:
             "reason": guard.note.reason,
         }
         received = 0 if step is None else step.bytes_here()
-        return self._name_what(key, facts, bytes=received, ranks=_short(guard.along.ranks))
+        return self._name_what(facts, bytes=received, ranks=_short(guard.along.ranks))
 
-    def _name_op(self, plan: object, op: str, call: Sequence[object]) -> int:
+    def _name_op(self, op: str, args: Sequence[object]) -> int:
         """The number of an op with the layouts of its tensors."""
-        args = call[0] if call and isinstance(call[0], Sequence) else ()
         found = [layout for layout in (getattr(arg, "_layout", None) for arg in args) if layout is not None]
         words = ", ".join(f"{list(layout.shape)} {layout.placements}" for layout in found[:4])
-        return self._name_what(plan, {"op": op, "kind": "op", "layouts": words})
+        return self._name_what({"op": op, "kind": "op", "layouts": words})
 
-    def _name_what(self, key: Hashable, what: dict[str, str], **more: object) -> int:
+    def _name_what(self, what: dict[str, str], **more: object) -> int:
         """The number of an op or a collective. Steps of a move may be new objects each time: the words, not the object,
         decide whether it has a number already."""
         words = ("what", *what.values(), *map(str, more.values()))
-        found = self._names.get(words) or self._name(words, what=[what], **more)
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()  # plans and steps are not kept alive for ever
-        self._known[key] = found
-        return found
+        return self._names.get(words) or self._name(words, what=[what], **more)
 
-    def _place(self, source: str | None) -> int:
-        """The number of the line of the user's program."""
+    def _place(self, source: str | None, frame: FrameType | None) -> int:
+        """The number of a line of the user's program: `source`, or where a frame is."""
         if source is not None:
             return self._names.get(source) or self._name(source, line=source)
-        return self._place_of(sys._getframe(2))
-
-    def _place_of(self, frame: FrameType | None) -> int:
-        """The number of the innermost line of the user's program, from a frame on."""
-        frame = user_frame(frame)
         if frame is None:
             return 0
-        code = frame.f_code
-        where = (id(code), frame.f_lasti)  # which line that is takes longer to find out
-        found = self._places.get(where)
-        if found is not None:
-            return found[0]
-        key = (code.co_filename, frame.f_lineno)
-        number = self._names.get(key) or self._name(key, line=f"{key[0]}:{key[1]}", function=code.co_qualname)
-        if len(self._places) >= _MOST_KNOWN:
-            self._places.clear()
-        self._places[where] = (number, code)
-        return number
+        key = (frame.f_code.co_filename, frame.f_lineno)
+        line, function = f"{key[0]}:{key[1]}", frame.f_code.co_qualname
+        return self._names.get(key) or self._name(key, line=line, function=function)
 
 
 def _short(ranks: Sequence[int]) -> list[int]:
@@ -283,3 +295,4 @@ def memory_in_use() -> int:
 _statm: list[int] = []  # the open file, which a forked process must open anew
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_statm.clear)
+    os.register_at_fork(after_in_child=flights.clear)  # what is recorded is the process that was forked

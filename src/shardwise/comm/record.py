@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shardwise.torch_private.autograd import current_node
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(NamedTuple):
     """On whose behalf a move runs: the op, why it communicates, in which pass, for which line of the user's program."""
 
     op: str
@@ -150,25 +149,38 @@ def tell(axis: str, kind: str, received: int, note: Note, to: Sequence[Recorder]
 _NOT_THE_USERS = frozenset({"shardwise", "torch", "contextlib", "functools"})
 _MOST_CODES = 1 << 14
 _codes: dict[int, tuple[CodeType, bool]] = {}  # by id, which is the code's for as long as it stands here
+_passed: set[int] = set()  # the ids of those that are not the user's
+_users: set[int] = set()  # and of those that are
+_lines: dict[tuple[int, int], tuple[CodeType, str]] = {}  # by id and instruction: which line that is takes longer
 
 
 def is_of_user(frame: FrameType) -> bool:
     """Whether a frame is neither ours nor torch's, by the module its code is of: a path says nothing, since users may
     call their folders as they like and run code that has no file."""
+    code = frame.f_code
+    known = _codes.get(id(code))
+    if known is not None:
+        return known[1]
     module = frame.f_globals.get("__name__")
     mine = (module or "").partition(".")[0] not in _NOT_THE_USERS
     if len(_codes) >= _MOST_CODES:
         _codes.clear()
-    _codes[id(frame.f_code)] = (frame.f_code, mine)
+        _passed.clear()
+        _users.clear()
+    _codes[id(code)] = (code, mine)
+    (_users if mine else _passed).add(id(code))
     return mine
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the user's program, from a frame on."""
-    codes = _codes
+    passed = _passed
     while frame is not None:
-        known = codes.get(id(frame.f_code))  # one look-up per frame: this is done for every recorded op
-        if is_of_user(frame) if known is None else known[1]:
+        while id(frame.f_code) in passed:  # this is done for every recorded op, a dozen frames each
+            frame = frame.f_back
+            if frame is None:
+                return None
+        if id(frame.f_code) in _users or is_of_user(frame):
             return frame
         frame = frame.f_back
     return None
@@ -177,4 +189,13 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 def user_line(frame: FrameType | None = None) -> str:
     """file:line of the innermost frame of the user's program, from a frame on (default: the caller's)."""
     found = user_frame(sys._getframe(1) if frame is None else frame)
-    return "?" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
+    if found is None:
+        return "?"
+    code = found.f_code
+    at = (id(code), found.f_lasti)
+    known = _lines.get(at)
+    if known is None:
+        if len(_lines) >= _MOST_CODES:
+            _lines.clear()
+        known = _lines[at] = code, f"{code.co_filename}:{found.f_lineno}"
+    return known[1]

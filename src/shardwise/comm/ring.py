@@ -7,46 +7,53 @@ import mmap
 import struct
 import time
 
-# number, entered, left, unused, what, where, clock, count, module, thread, flags, memory in KiB
-RECORD = struct.Struct("<QQQQIIIIIHHI")
+# number, entered, left, count, memory in KiB, thread, and what is the same each time that a line does the same thing:
+# what, where, clock, module, flags (`kept`)
+RECORD = struct.Struct("<QQQIIHxx20s8x")
 SIZE = 64
 HEAD = 4096  # bytes before the first record
 FAILED, WAIT, BACKWARD, MODULE, OP = 1, 2, 4, 8, 16  # flags
-_LEFT = struct.Struct("<Q")
-_FLAGS = struct.Struct("<H")
-_LEFT_AT, _FLAGS_AT = 16, 54
-_write, _write_left = RECORD.pack_into, _LEFT.pack_into
+_KEPT = struct.Struct("<IIIII")
+_FLAGS = struct.Struct("<I")
+_FLAGS_AT = 52
+_LEFT = 2  # which of a record's 8 words
+_write = RECORD.pack_into
 _now = time.monotonic_ns
+
+
+def kept(what: int, where: int, clock: int, module: int, flags: int) -> bytes:
+    """What stays the same in the records of one place of the program: made once, it is one copy per record."""
+    return _KEPT.pack(what, where, clock, module, flags)
 
 
 class Ring:
     """The newest `keep` records of one file. The record of something that began and has not ended has no end time."""
 
-    __slots__ = ("_numbers", "buffer", "keep")
+    __slots__ = ("_next", "_words", "buffer")
 
     def __init__(self, path: str, keep: int) -> None:
-        self.keep = keep
-        self._numbers = itertools.count()
+        end = HEAD + keep * SIZE
+        slots = itertools.chain.from_iterable(itertools.repeat(range(HEAD, end, SIZE)))
+        self._next = zip(itertools.count(1), slots)  # noqa: B905  (both have no end)
         with open(path, "w+b") as file:
-            file.truncate(HEAD + keep * SIZE)
-            self.buffer = mmap.mmap(file.fileno(), HEAD + keep * SIZE)
+            file.truncate(end)
+            self.buffer = mmap.mmap(file.fileno(), end)
+        self._words = memoryview(self.buffer).cast("Q")
 
-    def enter(self, now: int, what: int, where: int, clock: int, count: int, module: int, thread: int, flags: int,
-              memory: int) -> int:  # fmt: skip
-        """Write that something begins; return where that was written, for `leave`."""
-        number = next(self._numbers)
-        slot = HEAD + number % self.keep * SIZE
-        _write(self.buffer, slot, number + 1, now, 0, 0, what, where, clock, count, module, thread, flags, memory)
+    def enter(self, now: int, count: int, memory: int, thread: int, same: bytes) -> int:
+        """Write that something begins; return where that was written, for `leave`. `same` is what `kept` made."""
+        number, slot = next(self._next)
+        _write(self.buffer, slot, number, now, 0, count, memory, thread, same)
         return slot
 
     def leave(self, slot: int, error: BaseException | None = None) -> None:
         """Write that it has ended, and whether with an error."""
-        buffer = self.buffer
-        _write_left(buffer, slot + _LEFT_AT, _now())
+        self._words[slot // 8 + _LEFT] = _now()
         if error is not None:
-            (flags,) = _FLAGS.unpack_from(buffer, slot + _FLAGS_AT)
-            _FLAGS.pack_into(buffer, slot + _FLAGS_AT, flags | FAILED)
+            (flags,) = _FLAGS.unpack_from(self.buffer, slot + _FLAGS_AT)
+            _FLAGS.pack_into(self.buffer, slot + _FLAGS_AT, flags | FAILED)
 
     def close(self) -> None:
         """Write no more."""
+        self._words.release()
         self.buffer.close()

@@ -41,9 +41,11 @@ class MemoryByCategory:
     def forward_begins(self, module: torch.nn.Module) -> None:
         """An outermost module is called."""
         now = time.monotonic()
-        if now >= self._next and self._used <= _SHARE * (time.thread_time() - self._began):
-            self._next, self._left = now + _EVERY_SECONDS, _MOST_A_STEP
-        if next(module.parameters(), None) is not None:
+        if now >= self._next:
+            if self._used <= _SHARE * (time.thread_time() - self._began):
+                self._left = _MOST_A_STEP
+            self._next = now + _EVERY_SECONDS
+        if self._left > 0 and next(module.parameters(), None) is not None:
             self._tops.add(module)
             self._look()
 
@@ -52,8 +54,9 @@ class MemoryByCategory:
         self._look()
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        self._optimizers.add(optimizer)
-        self._look()
+        if self._left > 0:
+            self._optimizers.add(optimizer)
+            self._look()
 
     def _step_ends(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self._look()

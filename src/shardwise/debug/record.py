@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from shardwise.comm.flight import Flight, flights
 from shardwise.comm.peers import is_of_peers
@@ -38,8 +39,6 @@ class Record:
         if keep < 1:
             raise ValueError(f"record: keep must be an int >= 1, got {keep}")
         self.path, self._keep, self._limit, self._ops = Path(path), keep, limit, ops
-        self._open: list[int] = []  # slots of the modules that are being run
-        self._outer: list[int] = []
         self._names: dict[int, _Named] = {}  # by id of the module; of one that is gone, another may have the id
         self._tops = 0  # how many outermost modules were looked at
 
@@ -54,15 +53,13 @@ class Record:
 
     def _start(self) -> None:
         flights.append(self._flight)
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        self._unrecorded = torch.nn.Module.__call__
+        self._recorded = torch.nn.Module.__call__ = self._recording(self._unrecorded)  # type: ignore[method-assign]
 
     def _stop(self) -> None:
         flights.clear()
-        for hook in self._hooks:
-            hook.remove()
+        if torch.nn.Module.__call__ is self._recorded:  # else somebody replaced it since, and calls this one
+            torch.nn.Module.__call__ = self._unrecorded  # type: ignore[method-assign]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -79,22 +76,30 @@ class Record:
         print(f"shardwise: a collective takes longer than {self._limit:g} s. {verdict}", file=sys.stderr, flush=True)
 
     # -- modules --------------------------------------------------------------------------------------------
-    def _enter_module(self, module: torch.nn.Module, inputs: object) -> None:
-        flight = self._flight
-        if not self._open:
-            self._look_at(module)
-        named = self._names.get(id(module))
-        number = named.number if named is not None and named.module() is module else self._number_of(module)
-        self._outer.append(flight.module)
-        self._open.append(flight.enter_module(number))
-        flight.module = number
+    def _recording(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """What calls a module and records it. It takes the place of `Module.__call__`, because hooks of all modules
+        cost more: where there are some, torch leaves its short way to `forward`."""
+        flight, names = self._flight, self._names
 
-    def _leave_module(self, module: torch.nn.Module, inputs: object, output: object) -> None:
-        if self._open:
-            self._flight.leave(self._open.pop(), None)
-            self._flight.module = self._outer.pop()
-            if not self._open:
-                self._memory.forward_ends()
+        @functools.wraps(call)
+        def recorded(module: torch.nn.Module, *args: object, **kwargs: object) -> object:
+            if flight not in flights:  # also in a process that was forked since
+                return call(module, *args, **kwargs)
+            outer = flight.module
+            if not outer:
+                self._look_at(module)
+            named = names.get(id(module))
+            number = named.number if named is not None and named.module() is module else self._number_of(module)
+            slot = flight.enter_module(number)
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                flight.leave(slot, None)
+                flight.module = outer
+                if not outer:
+                    self._memory.forward_ends()
+
+        return recorded
 
     def _number_of(self, module: torch.nn.Module, name: str = "") -> int:
         kind = type(module).__name__

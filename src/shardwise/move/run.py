@@ -33,6 +33,9 @@ class _Move(torch.autograd.Function):
     def forward(ctx: Ctx, call: list[Any], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         comm, steps, local, note, run = call
         to = recorders()
+        source = user_line() if to or compare or flights else None
+        if source is not None and note.source is None:  # asked once: those below are further away from it
+            note = Note(note.op, note.reason, note.backward, source)
         result = run(comm, steps, local, note, to)
         ctx.comm, ctx.steps, ctx.note = comm, steps, note
         ctx.comm_after = after = _comm_after(comm, steps)
@@ -40,7 +43,7 @@ class _Move(torch.autograd.Function):
         if any(out is value for out in outs for value in values):  # autograd wants outputs of its own
             outs = tuple(out.view_as(out) for out in outs)
         ctx.before, ctx.after = comm.structure(local), after.structure(result)
-        ctx.recorders, ctx.source = to, user_line() if to or compare or flights else None
+        ctx.recorders, ctx.source = to, source
         call.append(ctx.after)
         return outs
 

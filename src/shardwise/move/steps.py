@@ -18,6 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -173,7 +174,7 @@ class AllReduce(MeshStep):
     def bytes_in(self, coords: Coords) -> int:
         return 2 * (self.ranks - 1) * self.bytes_at(coords) // self.ranks
 
-    @property
+    @cached_property
     def partner(self) -> MeshStep:
         if self.reduce_op != "sum":
             raise MoveError(f"{self} has no gradient")
@@ -188,7 +189,7 @@ class Spread(MeshStep):
     def apply(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         return local.view_as(local)
 
-    @property
+    @cached_property
     def partner(self) -> MeshStep:
         return AllReduce(self.layout, self.axes)
 
@@ -227,7 +228,7 @@ class ToPartial(MeshStep):
     def _neutral(self) -> int:
         return 1 if self.reduce_op == "product" else 0
 
-    @property
+    @cached_property
     def partner(self) -> MeshStep:
         if self.reduce_op == "sum":
             return TakeFirst(self.layout, self.axes)
@@ -242,7 +243,7 @@ class TakeFirst(MeshStep):
     def apply(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         return local.view_as(local)
 
-    @property
+    @cached_property
     def partner(self) -> MeshStep:
         return ToPartial(self.layout, self.axes)
 
@@ -277,7 +278,7 @@ class GatherParts(MeshStep):
     def bytes_in(self, coords: Coords) -> int:
         return (self.ranks - 1) * self.bytes_at(coords)
 
-    @property
+    @cached_property
     def partner(self) -> MeshStep:
         return TakePart(self.layout, self.axes)
 
@@ -288,7 +289,7 @@ class TakePart(MeshStep):
     def apply(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         return local[self.others(coords).index(coords)].clone()
 
-    @property
+    @cached_property
     def partner(self) -> MeshStep:
         return GatherParts(self.layout, self.axes)
 
@@ -305,7 +306,7 @@ class Pad(MeshStep):
         place(out, _within(self.layout, self.tile, coords), local)
         return out
 
-    @property
+    @cached_property
     def partner(self) -> MeshStep:
         return Unpad(self.tile, self.axes, self.layout)
 
@@ -328,7 +329,7 @@ class Unpad(MeshStep):
     def apply(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
         return pick(local, _within(self.padded, self.layout, coords)).clone(memory_format=torch.contiguous_format)
 
-    @property
+    @cached_property
     def partner(self) -> MeshStep:
         return Pad(self.padded, self.axes, self.layout)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_RECORD = struct.Struct("<QQQQIIIIIHHI")
+_RECORD = struct.Struct("<QQQIIHxxIIIII8x")
 _SIZE, _HEAD = 64, 4096
 FAILED, WAIT, BACKWARD, MODULE, OP = 1, 2, 4, 8, 16
 
@@ -192,7 +192,7 @@ def _read_ring(path: Path, keep: int) -> list[tuple[int, ...]]:
 
 
 def _event(row: tuple[int, ...], names: dict[int, dict[str, object]], shift: int) -> Event:
-    number, entered, left, _, what, where, clock, count, module, thread, flags, memory = row
+    number, entered, left, count, memory, thread, what, where, clock, module, flags = row
     said, inside = names.get(what, {}), str(names.get(module, {}).get("module", ""))
     facts: dict[str, str] = (said.get("what") or [{}])[0]  # type: ignore[index]
     if flags & MODULE:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter, methodcaller
@@ -271,7 +273,10 @@ def gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
 
 def gradient_hook_tables(tensors: Iterable[torch.Tensor]) -> list[dict[int, Any] | None]:
     """Where plain tensors keep the hooks that wait for their gradients; None where there were never any."""
-    return [t for tensor in tensors for t in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)]
+    return list(itertools.chain.from_iterable(map(_hooks_of_gradients, tensors)))
+
+
+_hooks_of_gradients = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:

@@ -267,6 +267,11 @@ def storage_number(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def tensor_number(tensor: torch.Tensor) -> int:
+    """Which tensor of C++ an object stands for: another one after `torch.utils.swap_tensors`."""
+    return tensor._cdata  # type: ignore[attr-defined]
+
+
 share_memory: Callable[[torch.Tensor, torch.Tensor], bool] = take(
     "torch._C._is_alias_of", "torch's errors of writes into memory that another operand shares"
 )

@@ -1,0 +1,105 @@
+"""Values that a captured function may read which are no code: memory, streams of random numbers, what stands behind
+references and variables of a context. Each is compared at every call, or keeps the call from being repeated."""
+
+from __future__ import annotations
+
+import contextvars
+import decimal
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from shardwise.captures.readings import Values
+from shardwise.protocols import Item
+
+_STATES = frozenset({"getstate", "get_state", "bit_generator"})  # attributes of streams that every draw changes
+_NOTHING = "nothing yet"
+
+
+class Walk(Protocol):
+    """What is told of a value."""
+
+    known: frozenset[str]  # attributes that the code names
+    streams: list[Any]
+
+    def watch(self, name: str, read: Callable[[], Values], labels: Iterable[str] = ()) -> None: ...
+    def visit(self, item: Item, name: str) -> None: ...
+    def refuse(self, reason: str) -> None: ...
+    def fits(self, items: Values, name: str) -> bool: ...
+
+
+def weak(walk: Walk, found: weakref.ref[Any], name: str) -> None:
+    walk.watch(name, lambda: (found(),))
+    walk.visit(found(), name)
+
+
+def of_context(walk: Walk, variable: contextvars.ContextVar[Any], name: str) -> None:
+    walk.watch(name, lambda: (_in_context(variable),))
+    walk.visit(_in_context(variable), name)
+
+
+def _in_context(variable: contextvars.ContextVar[Any]) -> object:
+    try:
+        return variable.get()  # with a default of `get`, the variable's own would not be seen
+    except LookupError:
+        return _NOTHING
+
+
+def has_memory(item: Item) -> bool:
+    """Whether Python can see the bytes of an object, and they may change: through another view, if not through this."""
+    try:
+        return isinstance(item, memoryview) or not memoryview(item).readonly
+    except TypeError:
+        return False
+
+
+def memory(walk: Walk, item: Item, name: str) -> None:
+    """Something whose bytes Python can see: a bytearray, an array, a number of C."""
+    if walk.fits(memoryview(item).cast("B"), name):
+        walk.watch(name, lambda: (bytes(memoryview(item)),))
+
+
+def array(walk: Walk, items: np.ndarray[Any, Any], name: str) -> None:
+    if walk.fits(items.reshape(-1), name):
+        walk.watch(name, lambda: (items.shape, items.dtype.str, items.tobytes()))
+        for item in items.reshape(-1).tolist() if items.dtype.hasobject else ():
+            walk.visit(item, f"an entry of {name}")
+
+
+def lock(walk: Walk, item: Item, name: str) -> None:
+    if walk.known & {"locked", "acquire"}:
+        walk.watch(f"whether {name} is locked", lambda: (item.locked(),))
+
+
+def of_decimals(walk: Walk) -> None:
+    """How decimal numbers are rounded."""
+    walk.watch("the context of decimal", lambda: (repr(decimal.getcontext()),))
+
+
+# -- random numbers -------------------------------------------------------------------------------------------------
+def stream(walk: Walk, source: Item, name: str) -> None:
+    walk.streams.append(source)
+    _ask(walk, name)
+
+
+def generator(walk: Walk, source: torch.Generator, name: str) -> None:
+    if "initial_seed" in walk.known:
+        walk.watch(f"the seed of {name}", lambda: (source.initial_seed(),))
+    _ask(walk, name)
+
+
+def _ask(walk: Walk, name: str) -> None:
+    if asked := walk.known & _STATES:
+        walk.refuse(f"{min(asked)} of {name} is another after each draw: ask outside and pass what it gives")
+
+
+def state(source: Item) -> str:
+    """The state of a stream of random numbers that is not torch's."""
+    if source is np.random or isinstance(source, np.random.RandomState):
+        return repr([part.tobytes() if isinstance(part, np.ndarray) else part for part in source.get_state()])
+    if isinstance(source, np.random.Generator):
+        return repr(source.bit_generator.state)
+    return repr(source.getstate())
