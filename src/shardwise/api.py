@@ -92,11 +92,11 @@ def _already(tensor: DTensor, mesh: Mesh, places: tuple[Placement, ...]) -> DTen
     if tensor._layout.mesh is mesh and tensor._layout.replace(placements=places) is tensor._layout:
         return tensor
     same = tensor._layout.mesh is mesh
-    here, there = (list(tensor.placements), list(places)) if same else (tensor._layout.mesh, mesh)
+    what = "placements" if same else "device mesh"
+    here, there = (tensor.placements, list(places)) if same else (tensor._layout.mesh, mesh)
     raise LayoutError(
-        f"distribute_tensor: the tensor is a DTensor already; use tensor.redistribute({'' if same else 'mesh, '}"
-        f"placements={list(places)}) to bring it from {here} to a different {'placements' if same else 'device mesh'}, "
-        f"{there}"
+        f"Cannot distribute a DTensor with {what} {here} to a different {what} {there}; use tensor.redistribute("
+        f"{'' if same else 'mesh, '}placements={list(places)}) instead"
     )
 
 

@@ -107,7 +107,7 @@ def as_mesh(mesh: UserMesh | Mesh | None, *, outside: bool = False) -> Mesh:
     if mesh is None:
         mesh = active_mesh() or active_device_mesh()
         if mesh is None:
-            raise MeshError("device_mesh: None given and no mesh is active; pass a mesh or use `with mesh:`")
+            raise MeshError("No device mesh is currently active! Pass a device_mesh, or use `with mesh:`")
     if isinstance(mesh, Mesh):
         return mesh
     held = getattr(mesh, _HELD, None)

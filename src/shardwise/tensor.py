@@ -169,7 +169,7 @@ class DTensor(Wrapper):
             raise LayoutError("from_local: local_tensor and local are two names of one argument; give one of them")
         local = local_tensor if local is None else local
         if isinstance(local, DTensor) or not isinstance(local, torch.Tensor):
-            raise LayoutError(f"from_local: local must be a plain tensor, got {type(local).__name__}")
+            raise LayoutError(f"the local_tensor argument only accepts torch.Tensor but got {type(local)} value")
         check_dense(local)
         mesh = as_mesh(device_mesh, outside=True)
         places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)

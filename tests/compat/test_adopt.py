@@ -82,6 +82,21 @@ def test_every_path_leads_here():
     """)
 
 
+def test_another_name_of_a_package_elsewhere():
+    """torch.distributed._shard.checkpoint is torch.distributed.checkpoint, and what is below may have been imported."""
+    python("""
+        import torch.distributed._shard.checkpoint.planner, torch.distributed.checkpoint
+        import shardwise
+        shardwise.adopt()
+        from torch.distributed._shard.checkpoint import save_state_dict
+        import torch.distributed._shard.checkpoint.planner
+        assert save_state_dict is torch.distributed.checkpoint.save_state_dict
+        shardwise.release()
+        import torch.distributed._shard.checkpoint.planner
+        assert torch.distributed._shard.checkpoint is torch.distributed.checkpoint
+    """)
+
+
 @since_213("pipelining does not name DTensor")
 def test_torchs_own_helpers_are_told_and_told_back():
     """Those that were imported before, and those that are imported meanwhile."""

@@ -206,6 +206,8 @@ def test_second_registration(restored):
     assert scaled_mm(x, y).placements == (Shard(0),)
     register_sharding(scaled_mm, "m! k, k n -> m! n", linear="each", replace=True)
     assert scaled_mm(x, y).placements == (Replicate(),)
+    register_sharding(scaled_mm)(lambda *_: [([Shard(0)], [Shard(0), Replicate(), None]), ([Replicate()], [Replicate(), Replicate(), None])])
+    assert scaled_mm(x, y).placements == (Shard(0),)  # a decorated function takes its place, as in torch
 
 
 @torch.library.custom_op("shardwise_test::accumulate", mutates_args={"total"})

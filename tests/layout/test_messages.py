@@ -173,7 +173,7 @@ def test_meshes():
     fails_with(MeshError, lambda: simulate((2, 2), axis_names=("x", "x")), text)
     text = "device_mesh: expected a DeviceMesh or simulate(...), got 3 (int)"
     fails_with(MeshError, lambda: as_mesh(3), text)
-    text = "device_mesh: None given and no mesh is active; pass a mesh or use `with mesh:`"
+    text = "No device mesh is currently active! Pass a device_mesh, or use `with mesh:`"
     fails_with(MeshError, lambda: as_mesh(None), text)
     text = "mesh axis 'pp' is not one of ('dp', 'tp')"
     fails_with(MeshError, lambda: simulate((2, 2), axis_names=("dp", "tp"))["pp"], text)
@@ -238,7 +238,7 @@ def test_from_local():
     fails_with(LayoutError, tall([Shard(0), Shard(0, sizes=(2, 3))], [two, three, three, two]), text)
     with pytest.raises(LayoutError, match=r"the rank at \(1, 0\) holds \(2, 3\), but its local tensor is \(3, 3\)"):
         tall([Shard(0), Replicate()], [two, two, three, three], shape=(4, 3), run_check=True)()
-    with pytest.raises(LayoutError, match="local must be a plain tensor, got list"):
+    with pytest.raises(LayoutError, match="local_tensor argument only accepts torch.Tensor but got <class 'list'> value"):
         DTensor.from_local([1.0], mesh)
     with pytest.raises(MeshError, match="a RankTensor of 3 ranks on a simulated mesh of 4"):
         tall([Shard(0), Replicate()], [two] * 3)()

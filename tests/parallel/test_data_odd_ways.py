@@ -286,6 +286,24 @@ def shared_by_reentrant_checkpoints(mesh):
             same(p.grad, q.grad, shard)
 
 
+def gradients_asked_for(mesh):
+    """A forward computes with other tensors than the parameters: asked for their gradients alone, autograd would say
+    None, or zeros."""
+    for shard in SHARDS:
+        model = data_parallel(tanh_net(), mesh["dp"], shard)
+        weight, unused = model[2].weight, model[0].weight
+        for asked in ({}, {"allow_unused": True}, {"materialize_grads": True}):
+            loss = model(own_part(rows_of(), mesh["dp"])).square().mean()
+            with pytest.raises(AutogradError, match=r"parameter of shape \(3, 7\) belongs to a unit.*call backward\(\)"):
+                torch.autograd.grad(loss, [weight], **asked)
+        with pytest.raises(AutogradError, match=r"backward: the parameter"):
+            torch.autograd.backward([loss], inputs=[weight])
+        (slope,) = torch.autograd.grad(weight.square().sum(), weight)  # in this graph is the parameter itself
+        same(slope, 2 * weight.detach().full_tensor(), shard)
+        part = model[2](torch.ones(2, 7, dtype=torch.float64)).sum()
+        assert torch.autograd.grad(part, [unused], allow_unused=True) == (None,)
+
+
 def sparse_gradients(mesh):
     for shard in SHARDS:
         torch.manual_seed(0)
@@ -298,7 +316,7 @@ def sparse_gradients(mesh):
 
 CHECKS = [
     freed_leaves, lent_parameters, written_through_data, changed_parameters, batches_of_two_kinds, fused_steps, odd_passes,
-    second_order, sparse_gradients,
+    second_order, gradients_asked_for, sparse_gradients,
 ]  # fmt: skip
 ON_PROCESSES = [*CHECKS, slopes_inside, shared_by_reentrant_checkpoints]
 

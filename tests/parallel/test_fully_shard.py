@@ -500,7 +500,7 @@ def test_messages():
             fully_shard(**({"module": nn.Linear(2, 2), "mesh": mesh["a"]} | given))
     with pytest.raises(MeshError, match="one axis .of parts. or two"):
         fully_shard(nn.Linear(2, 2), mesh=mesh)
-    with pytest.raises(MeshError, match="no mesh is active"):
+    with pytest.raises(MeshError, match="No device mesh is currently active"):
         fully_shard(nn.Linear(2, 2))
     with pytest.raises(LayoutError, match=r"\(FSDPLinear\) is sharded already"):
         fully_shard(fully_shard(nn.Linear(2, 2), mesh=mesh["a"]), mesh=mesh["a"])

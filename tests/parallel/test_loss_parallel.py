@@ -211,9 +211,9 @@ def test_what_would_move_the_logits_raises():
     logits, targets, _ = case((BATCH, CLASSES))
     at = distribute_tensor(targets, mesh)
     for places, message in (
-        ([R, R], r"loss_parallel: input of shape \(6, 11\) with placements .* has whole classes \(dim 1\)"),
+        ([R, R], r"loss_parallel\(\) requires exactly one mesh dim to shard tensor dimension 1, but got placements .* of shape \(6, 11\)"),
         ([Shard(0), R], "redistribute it to Shard\\(1\\) on an axis, or give the last layer ColwiseParallel"),
-        ([Partial(), Shard(1)], "is pending on mesh axis 0"),
+        ([Partial(), Shard(1)], "requires no mesh dim that is pending"),
     ):
         x = spread_out(logits, mesh, places)
         with pytest.raises(LayoutError, match=message), loss_parallel():

@@ -456,8 +456,8 @@ def test_input_reshard_survives_a_failing_forward():
 
 def test_a_key_that_matches_nothing_warns():
     for key, text in (
-        ("nowhere", r"parallelize_plan\['nowhere'\] could not be resolved: it matches no module of Net.*children of Net are \['words', 'places', 'blocks', 'head'\]"),
-        ("blocks.*.mlp", r"'blocks.\*.mlp'\] could not be resolved: it matches no module.*children of blocks.\* are \['norm1', 'norm2', 'attention', 'up', 'down'\]"),
+        ("nowhere", r"Parallelize plan key 'nowhere' could not be resolved: no submodule of Net matches it.*children of Net are \['words', 'places', 'blocks', 'head'\]"),
+        ("blocks.*.mlp", r"'blocks.\*.mlp' could not be resolved: no submodule of Net.*children of blocks.\* are \['norm1', 'norm2', 'attention', 'up', 'down'\]"),
         ("head.weight.x", "head has no children, so no 'weight'"),
     ):  # fmt: skip
         with pytest.warns(UserWarning, match=text) as caught:
@@ -466,7 +466,7 @@ def test_a_key_that_matches_nothing_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parallelize_module(net(), simulate(2), {"blocks.*.attention.*": PrepareModuleOutput(output_layouts=R, desired_output_layouts=R)})  # fmt: skip
-    with pytest.warns(UserWarning, match="no parallelize_plan is given"):
+    with pytest.warns(UserWarning, match="No parallelize_plan is provided"):
         parallelize_module(net(), simulate(2))
 
 
@@ -484,7 +484,7 @@ class Nothing(ParallelStyle):
         (lambda: parallelize_module(net(), simulate(2), {1: Nothing()}), PlanError, r"parallelize_plan\[1\]"),
         (lambda: parallelize_module(net(), simulate((2, 2)), Nothing()), MeshError, r"device_mesh: .* has several axes; say which one the plan cuts, as axis='1'"),
         (lambda: parallelize_module(net(), simulate(2), Nothing(), axis="tp"), MeshError, "axis 'tp' is not one of"),
-        (lambda: parallelize_module(net(), None, Nothing()), MeshError, "no mesh is active"),
+        (lambda: parallelize_module(net(), None, Nothing()), MeshError, "No device mesh is currently active"),
         (lambda: parallelize_module(net(), simulate(2), {"head": ColwiseParallel()}, src_data_rank=5), LayoutError, "src_data_rank=5"),
         (lambda: ColwiseParallel(input_layouts="rows"), ValueError, "input_layouts = 'rows' is not a placement"),
         (lambda: RowwiseParallel(output_layouts={"tp": 3}), ValueError, r"output_layouts\['tp'\] = 3 is not a placement"),

@@ -38,7 +38,7 @@ def local(*sizes, columns=4, dtype=torch.float64):
 CASES = {
     # distribute_tensor
     "not a tensor": (lambda: distribute_tensor([1, 2], LINE), LayoutError, "tensor must be a torch.Tensor, got list"),
-    "no mesh": (lambda: distribute_tensor(VALUE), MeshError, "device_mesh: None given and no mesh is active; pass a mesh or use `with mesh:`"),
+    "no mesh": (lambda: distribute_tensor(VALUE), MeshError, "No device mesh is currently active! Pass a device_mesh, or use `with mesh:`"),
     "not a mesh": (lambda: distribute_tensor(VALUE, "cpu"), MeshError, "device_mesh: expected a DeviceMesh or simulate(...), got 'cpu' (str)"),
     "too few placements": (lambda: distribute_tensor(VALUE, MESH, [Shard(0)]), LayoutError, "Found placements length: 1, and device_mesh.ndim: "),
     "too many placements": (lambda: distribute_tensor(VALUE, LINE, [R, R]), LayoutError, "Found placements length: 2, and device_mesh.ndim: "),
@@ -54,13 +54,13 @@ CASES = {
     "bitwise of floats": (lambda: distribute_tensor(VALUE, LINE, [Partial("bxor")]), LayoutError, "placements[0] = Partial(bxor): bitwise reductions need an integer or bool dtype, got torch.float64"),
     "max of complex": (lambda: distribute_tensor(torch.zeros(3, dtype=torch.complex64), LINE, [Partial("max")]), LayoutError, "placements[0] = Partial(max): torch.complex64 has no order; use a real dtype"),
     "mixed reductions": (lambda: distribute_tensor(VALUE, MESH, [Partial("max"), Partial("sum")]), LayoutError, "these reductions do not commute"),
-    "distributed already": (lambda: distribute_tensor(distribute_tensor(VALUE, LINE), LINE, [Shard(0)]), LayoutError, "already; use tensor.redistribute(placements=[Shard(dim=0)])"),
+    "distributed already": (lambda: distribute_tensor(distribute_tensor(VALUE, LINE), LINE, [Shard(0)]), LayoutError, "to a different placements [Shard(dim=0)]; use tensor.redistribute(placements=[Shard(dim=0)])"),
     "distribute a RankTensor": (lambda: distribute_tensor(local(1, 1, 1), LINE), LayoutError, "use DTensor.from_local(x, mesh, placements)"),
     "sparse tensor": (lambda: distribute_tensor(torch.eye(3).to_sparse(), LINE, [Shard(0)]), LayoutError, "layout: only torch.strided tensors can be distributed, got torch.sparse_coo"),
     "src_data_rank": (lambda: distribute_tensor(VALUE, LINE, [Shard(0)], src_data_rank=7), LayoutError, "src_data_rank=7 is not a coordinate of mesh axis 0 of 3 ranks"),
     # from_local
-    "local not a tensor": (lambda: DTensor.from_local(3, LINE), LayoutError, "from_local: local must be a plain tensor, got int"),
-    "local distributed": (lambda: DTensor.from_local(distribute_tensor(VALUE, LINE), LINE), LayoutError, "from_local: local must be a plain tensor, got DTensor"),
+    "local not a tensor": (lambda: DTensor.from_local(3, LINE), LayoutError, "the local_tensor argument only accepts torch.Tensor but got <class 'int'> value"),
+    "local distributed": (lambda: DTensor.from_local(distribute_tensor(VALUE, LINE), LINE), LayoutError, "the local_tensor argument only accepts torch.Tensor but got <class 'shardwise.tensor.DTensor'> value"),
     "from_local placements": (lambda: DTensor.from_local(VALUE, MESH, [Shard(0)]), LayoutError, "placements: 1 given"),
     "from_local dim": (lambda: DTensor.from_local(VALUE, LINE, [Shard(2)]), LayoutError, "placements[0] = Shard(dim=2): dim 2 is out of range"),
     "from_local shape": (lambda: DTensor.from_local(local(2, 2, 2), LINE, [Shard(0)], shape=(7, 4)), LayoutError, "shape=(7, 4): under [Shard(dim=0)] the rank at (0,) holds (3, 4), but its local tensor is (2, 4)"),
@@ -86,7 +86,7 @@ CASES = {
     "factory size": (lambda: shardwise.ones(3, -1, device_mesh=LINE), LayoutError, "size: must be ints >= 0, got (3, -1)"),
     "factory size type": (lambda: shardwise.rand(2.5, device_mesh=LINE), LayoutError, "size: must be ints >= 0, got (2.5,)"),
     "factory layout": (lambda: shardwise.zeros(3, layout=torch.sparse_coo, device_mesh=LINE), LayoutError, "layout: only torch.strided tensors can be distributed, got torch.sparse_coo"),
-    "factory mesh": (lambda: shardwise.randn(3), MeshError, "device_mesh: None given and no mesh is active"),
+    "factory mesh": (lambda: shardwise.randn(3), MeshError, "No device mesh is currently active"),
     "factory dim": (lambda: shardwise.full((3,), 1.0, device_mesh=LINE, placements=[Shard(1)]), LayoutError, "placements[0] = Shard(dim=1): dim 1 is out of range"),
     # placements and meshes
     "unknown reduction": (lambda: Partial("mean"), LayoutError, "reduce_op must be one of sum, avg, product, max, min, band, bor, bxor, got 'mean'"),

@@ -87,7 +87,7 @@ def test_mesh_as_context():
         with inner:
             assert DTensor.from_local(x(3)).device_mesh is inner
         assert distribute_tensor(x(3)).device_mesh is outer
-    with pytest.raises(MeshError, match="no mesh is active"):
+    with pytest.raises(MeshError, match="No device mesh is currently active"):
         distribute_tensor(x(3))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from shardwise.autograd.gradients import (
     as_gradient,
@@ -20,6 +21,7 @@ from shardwise.comm.rank_tensor import RankTensor, unique
 from shardwise.context import relaxed
 from shardwise.engine.reduce_to_parts import before_watching
 from shardwise.engine.transforms import vmap_with_nones, with_batch_dim
+from shardwise.errors import AutogradError
 from shardwise.wrapper import Wrapper, wrap
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -39,7 +41,7 @@ def backward(
     one = grad_tensors is None or isinstance(grad_tensors, torch.Tensor)
     grads = [grad_tensors] * len(tensors) if one else list(grad_tensors)  # type: ignore[arg-type]
     roots, seeds = _starts(tensors, grads, "backward")
-    flat = None if inputs is None else [v for group in _watched(_as_list(inputs), "backward") for v in group]
+    flat = None if inputs is None else [v for group in _watched(_as_list(inputs), "backward", roots) for v in group]
     with relaxed():
         torch.autograd.backward(roots, seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=flat)
 
@@ -61,7 +63,7 @@ def grad(
     grads: list[Any] = [grad_outputs] if one else list(grad_outputs or [None] * len(outputs))
     size = _batch_size(grads) if is_grads_batched else None
     roots, seeds = _starts(outputs, grads, "autograd.grad", size)
-    groups = _watched(inputs, "autograd.grad")
+    groups = _watched(inputs, "autograd.grad", roots)
     flat = [value for group in groups for value in group]
     keep = (retain_graph is None and create_graph) or bool(retain_graph)
     options: dict[str, Any] = {"allow_unused": allow_unused, "materialize_grads": materialize_grads}
@@ -101,14 +103,47 @@ def _as_list(tensors: Tensors) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _watched(inputs: Sequence[torch.Tensor], what: str) -> list[tuple[torch.Tensor, ...]]:
+def _watched(
+    inputs: Sequence[torch.Tensor], what: str, roots: Sequence[torch.Tensor | GradientEdge]
+) -> list[tuple[torch.Tensor, ...]]:
     """The plain tensors of each input, whose gradients somebody wants to see."""
+    _check_nothing_stands_in(inputs, what, roots)
     for tensor in inputs:
         before_watching(tensor, what)
         if isinstance(tensor, Wrapper) and not first_leaf(tensor).is_leaf:
             check_is_told(tensor._layout, what)
     values = lambda x: tuple(unique(x.ranks)) if isinstance(x, RankTensor) else (x,)  # noqa: E731
     return [leaf_values(tensor) if isinstance(tensor, Wrapper) else values(tensor) for tensor in inputs]
+
+
+def _check_nothing_stands_in(
+    inputs: Sequence[torch.Tensor], what: str, roots: Sequence[torch.Tensor | GradientEdge]
+) -> None:
+    """Raise for a parameter of a data-parallel unit whose forward is in the graph: it computes with other tensors, so
+    the parameter itself would look unused, and its gradient be None or zero."""
+    stood_in: dict[int, torch.Tensor] = {}
+    for tensor in inputs:
+        method = tensor.__dict__["_stand_ins"]() if "_stand_ins" in tensor.__dict__ else None
+        stood_in |= {id(leaf): tensor for leaf in method()} if method is not None else {}
+    found = next((stood_in[id(leaf)] for leaf in _leaves_of(roots) if id(leaf) in stood_in), None) if stood_in else None
+    if found is not None:
+        raise AutogradError(
+            f"{what}: the parameter of shape {tuple(found.shape)} belongs to a unit of fully_shard or data_parallel, "
+            f"whose gradients come together in a whole backward pass; call backward() without inputs and read its grad"
+        )
+
+
+def _leaves_of(roots: Sequence[torch.Tensor | GradientEdge]) -> Iterator[torch.Tensor]:
+    """The leaves that a backward pass from these roots comes to."""
+    waiting: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            if node.name() == "torch::autograd::AccumulateGrad":
+                yield node.variable
 
 
 def _gathered_up(

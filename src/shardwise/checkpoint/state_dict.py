@@ -85,8 +85,7 @@ def _names_only(options: StateDictOptions | None) -> StateDictOptions:
     asked = StateDictOptions() if options is None else options
     if asked.broadcast_from_rank0 and not asked.full_state_dict:
         raise LayoutError(
-            "options: broadcast_from_rank0=True is for a state dict of whole tensors that rank 0 has; set "
-            "full_state_dict=True too"
+            "options: full_state_dict must be True when broadcast_from_rank0 is True: rank 0 has the whole tensors then"
         )
     return replace(asked, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
 

@@ -191,13 +191,14 @@ def register_sharding(
             into has a term among the outputs too, before those of its results.
         linear: which arguments may be pending sums: "none" of them, all together ("joint"), or any one ("each").
         reduce: the reduction of a factor that no output has.
-        replace: whether this rule takes the place of an earlier one of yours (it always comes before the library's).
+        replace: whether this line takes the place of an earlier rule of yours (it always comes before the library's). A
+            function that is decorated always does, as in torch.
 
     Returns:
         None with a `line`; else a decorator.
 
     Raises:
-        RuleError: the line does not fit the op, or it has a rule of yours already.
+        RuleError: the line does not fit the op, or the op has a rule of yours already.
 
     Example:
         >>> import shardwise, torch
@@ -222,7 +223,7 @@ def register_sharding(
 
     def decorate(strategies: Callable[..., Any]) -> Callable[..., Any]:
         for one in ops:
-            _set_rule(one, lambda op: rule_from_strategies(op, _of_results(op, strategies)), replace)
+            _set_rule(one, lambda op: rule_from_strategies(op, _of_results(op, strategies)), replace=True)
         return strategies
 
     return decorate

@@ -127,7 +127,7 @@ class Adoption(MetaPathFinder, Loader):
 
     def _replace(self) -> None:
         """Take torch's modules out and put facades in."""
-        for path in [path for path in sys.modules if self.root_of(path)]:
+        for path in [path for path in sys.modules if self._replaces(path)]:
             module = sys.modules.pop(path)
             if not isinstance(module, Facade):
                 self.kept[path] = module
@@ -139,7 +139,7 @@ class Adoption(MetaPathFinder, Loader):
                 delattr(sys.modules[parent], name)
 
     def _put_back(self) -> None:
-        for path in [path for path in sys.modules if self.root_of(path)]:
+        for path in [path for path in sys.modules if self._replaces(path)]:
             del sys.modules[path]
         sys.modules.update(self.kept)
         for root in self.roots:
@@ -176,7 +176,7 @@ class Adoption(MetaPathFinder, Loader):
             yield
         finally:
             self.is_suspended = False
-            for path in [path for path in sys.modules if self.root_of(path)]:
+            for path in [path for path in sys.modules if self._replaces(path)]:
                 self.kept[path] = sys.modules.pop(path)
             sys.modules.update(facades)
             for path in (*facades, *self.kept):
@@ -187,9 +187,7 @@ class Adoption(MetaPathFinder, Loader):
 
     # -- imports --------------------------------------------------------------------------------------------
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        if self.is_suspended:
-            return None
-        if self.root_of(fullname) is None or (self._ours(fullname) is None and not self._torch_has(fullname)):
+        if self.is_suspended or not self._replaces(fullname):
             return None
         return ModuleSpec(fullname, self, origin="shardwise.adopt()", is_package=True)
 
@@ -209,6 +207,11 @@ class Adoption(MetaPathFinder, Loader):
             return None
         is_private = found is not None and found.origin != "torch_paths" and not self._torch_has(path)
         return None if found is None or is_private else importlib.import_module(ours)
+
+    def _replaces(self, path: str) -> bool:
+        """Whether a facade stands for this module. None does for one that was reached through another name of a package
+        that is elsewhere, as torch.distributed._shard.checkpoint is torch.distributed.checkpoint."""
+        return self.root_of(path) is not None and (self._torch_has(path) or self._ours(path) is not None)
 
     def _torch_has(self, path: str) -> bool:
         """Whether torch has a file for this path, below any root that is ours as well."""

@@ -299,10 +299,13 @@ def set_rotate_method(rotate_method: str) -> None:
         rotate_method: "allgather", "alltoall" (from rank to rank round a ring) or "auto" (by their size).
 
     Raises:
-        LayoutError: it is none of these.
+        RuleError: it is none of these.
     """
     ways = {"allgather": "gather", "alltoall": "ring", "auto": "auto"}
     check_type(rotate_method, str, "set_rotate_method: rotate_method", f"use one of {', '.join(ways)}")
     if rotate_method not in ways:
-        raise LayoutError(f"set_rotate_method: rotate_method must be one of {', '.join(ways)}, got {rotate_method!r}")
+        raise RuleError(
+            f"Context Parallel does not support using {rotate_method} for kv shards rotation; use one of "
+            f"{', '.join(ways)}"
+        )
     set_sequence_exchange(ways[rotate_method])

@@ -60,10 +60,11 @@ def _check(logits: DTensor, target: object) -> list[int]:
     cut = [axis for axis, p in enumerate(places) if p.is_shard(dim)]
     pending = [axis for axis, p in enumerate(places) if isinstance(p, Partial)]
     if not cut or pending:
-        what = f"is pending on mesh axis {pending[0]}" if pending else f"has whole classes (dim {dim})"
+        needs = "no mesh dim that is pending" if pending else f"exactly one mesh dim to shard tensor dimension {dim}"
         raise LayoutError(
-            f"loss_parallel: input of shape {tuple(logits.shape)} with placements {list(places)} {what}; redistribute "
-            f"it to Shard({dim}) on an axis, or give the last layer ColwiseParallel(use_local_output=False)"
+            f"loss_parallel() requires {needs}, but got placements {places} for input of shape {tuple(logits.shape)}; "
+            f"redistribute it to Shard({dim}) on an axis, or give the last layer "
+            f"ColwiseParallel(use_local_output=False)"
         )
     if isinstance(target, torch.Tensor) and target.dtype.is_floating_point:
         theirs = target.placements if isinstance(target, DTensor) else ()

@@ -52,7 +52,7 @@ def parallelize_module(
         raise PlanError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     StyleAxis.of(device_mesh, axis)  # complains of a mesh or axis before anything is changed
     if parallelize_plan is None:
-        warnings.warn("parallelize_module: no parallelize_plan is given, so nothing is done", stacklevel=2)
+        warnings.warn("No parallelize_plan is provided, so this parallelize_module call does nothing", stacklevel=2)
         return module
     work = list(_resolve(module, parallelize_plan))
     shared = _shared_parameters(module)
@@ -82,8 +82,8 @@ def _resolve(module: nn.Module, plan: object) -> Iterator[tuple[nn.Module, Paral
         found = _matching(module, path)
         if not found:
             warnings.warn(
-                f"parallelize_plan[{path!r}] could not be resolved: it matches no module of {type(module).__name__}, "
-                f"so nothing is done with it; {_where_it_ends(module, path)}",
+                f"Parallelize plan key {path!r} could not be resolved: no submodule of {type(module).__name__} matches "
+                f"it, so nothing is done with it; {_where_it_ends(module, path)}",
                 stacklevel=3,
             )
         for target in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -149,6 +150,8 @@ class Unit:
         for p in self.parameters:
             for leaf in p.distinct_leaves():
                 leaf.requires_grad_(p.param.requires_grad)
+            if not alone:
+                p.param._stand_ins = weakref.WeakMethod(p.distinct_leaves)
             value = p.stand_in()
             self._slots += [(module._parameters, name, value, p.param) for module, name in p.owners]
 
