@@ -494,7 +494,7 @@ class Nothing(ParallelStyle):
         (lambda: PrepareModuleInput(input_layouts=R), ValueError, "should not be None! input_layouts are given, so say by desired_input_layouts"),
         (lambda: PrepareModuleInput(input_layouts=(R, R), desired_input_layouts=R), ValueError, "input_layouts and desired_input_layouts should have same length! They have 2 and 1"),
         (lambda: PrepareModuleInput(input_kwarg_layouts={"x": R}), ValueError, "same length! input_kwarg_layouts are given, so say by desired_input_kwarg_layouts"),
-        (lambda: PrepareModuleInput(input_kwarg_layouts={"x": R}, desired_input_kwarg_layouts={"y": R}), ValueError, r"desired_input_kwarg_layouts: given for \['y'\], but"),
+        (lambda: PrepareModuleInput(input_kwarg_layouts={"x": R}, desired_input_kwarg_layouts={"y": R}), ValueError, r"the same names: they are given for \['x'\] and \['y'\]"),
         (lambda: PrepareModuleInput(input_kwarg_layouts=R, desired_input_kwarg_layouts=R), ValueError, "input_kwarg_layouts = .*: expected a dict"),
         (lambda: PrepareModuleOutput(output_layouts=(R,), desired_output_layouts=(R, R)), ValueError, "output_layouts and desired_output_layouts should have same length! They have 1 and 2"),
         (lambda: input_reshard(nn.Identity(), simulate(2), "rows"), ValueError, "input_reshard_dim: expected an int or None, got 'rows'"),

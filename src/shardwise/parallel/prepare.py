@@ -119,9 +119,8 @@ class PrepareModuleInput(ParallelStyle):
             _check_lengths(self.input_layouts, desired, "input_layouts")
         if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
             raise MismatchError(
-                f"input_kwarg_layouts and desired_input_kwarg_layouts should have same length! They are given for "
-                f"{sorted(self.input_kwarg_layouts)} and {sorted(self.desired_input_kwarg_layouts)}; name the same "
-                f"arguments in both"
+                f"input_kwarg_layouts and desired_input_kwarg_layouts should have same length! And the same names: "
+                f"they are given for {sorted(self.input_kwarg_layouts)} and {sorted(self.desired_input_kwarg_layouts)}"
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
