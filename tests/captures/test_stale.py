@@ -265,3 +265,18 @@ def test_what_is_not_replaced_is_replayed():
     for x in DATA:
         captured(x)
     assert (captured.captures, captured.replays, captured.eager) == (1, len(DATA) - 1, {})
+
+
+def test_a_captured_function_is_replayed_while_it_is_recorded(tmp_path):
+    """A record replaces how modules are called: that is one more program, not the end of replays."""
+    weight, identity = laid_out(torch.ones(8, 8)), nn.Identity()
+    captured = shardwise.capture(lambda x: identity(x) @ weight.full_tensor())
+    captured(DATA[0])
+    with shardwise.debug.record(tmp_path):
+        for x in DATA:
+            captured(x)
+    for x in DATA:
+        captured(x)
+    assert (captured.captures, captured.eager) == (2, {})
+    (rank,) = shardwise.reports.read_run(tmp_path).ranks.values()
+    assert len(rank.collectives) == len(DATA) and {e.op for e in rank.ops} <= {"matmul", "full_tensor"}

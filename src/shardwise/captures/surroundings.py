@@ -95,7 +95,7 @@ class Surroundings:
         self._memory = list(map(_memory_of, walk.tensors))
         self._alive = walk.alive
         self.tensors, self.refused = walk.tensors, walk.refused
-        self._drawn = [(values.state(source), source) for source in (random, np.random, *walk.streams)]
+        self._drawn = [(values.state_of(source), source) for source in (random, np.random, *walk.streams)]
 
     def knows(self, item: object) -> bool:
         """Whether the walk has come by an object."""
@@ -116,7 +116,7 @@ class Surroundings:
     def drawn(self) -> str:
         """Which numbers were drawn that no program draws again; empty if none were."""
         for before, source in self._drawn:
-            if values.state(source) != before:
+            if values.state_of(source) != before:
                 return f"random numbers are drawn from {getattr(source, '__name__', type(source).__name__)}"
         return ""
 
@@ -182,7 +182,7 @@ class _Walk:
             if isinstance(item, kind):
                 look(self, item, name)
         if values.has_memory(item):
-            values.memory(self, item, name)
+            values.of_memory(self, item, name)
         self._object(item, name)
 
     def _ask(self, item: object, names: frozenset[str]) -> None:
@@ -451,12 +451,12 @@ _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     ((staticmethod, classmethod), _Walk._wrapped),
     (torch.optim.Optimizer, _Walk._optimizer),
     (LRScheduler, _Walk._scheduler),
-    (np.ndarray, values.array),
-    ((random.Random, np.random.Generator, np.random.RandomState), values.stream),
-    (torch.Generator, values.generator),
-    (type(threading.Lock()), values.lock),
+    (np.ndarray, values.of_array),
+    ((random.Random, np.random.Generator, np.random.RandomState), values.of_stream),
+    (torch.Generator, values.of_generator),
+    (type(threading.Lock()), values.of_lock),
     (type, _Walk._class),
-    (weakref.ref, values.weak),
+    (weakref.ref, values.behind_reference),
     (contextvars.ContextVar, values.of_context),
 ]
 _CONTAINERS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [

@@ -31,7 +31,7 @@ class Walk(Protocol):
     def fits(self, items: Values, name: str) -> bool: ...
 
 
-def weak(walk: Walk, found: weakref.ref[Any], name: str) -> None:
+def behind_reference(walk: Walk, found: weakref.ref[Any], name: str) -> None:
     walk.watch(name, lambda: (found(),))
     walk.visit(found(), name)
 
@@ -56,20 +56,20 @@ def has_memory(item: Item) -> bool:
         return False
 
 
-def memory(walk: Walk, item: Item, name: str) -> None:
+def of_memory(walk: Walk, item: Item, name: str) -> None:
     """Something whose bytes Python can see: a bytearray, an array, a number of C."""
     if walk.fits(memoryview(item).cast("B"), name):
         walk.watch(name, lambda: (bytes(memoryview(item)),))
 
 
-def array(walk: Walk, items: np.ndarray[Any, Any], name: str) -> None:
+def of_array(walk: Walk, items: np.ndarray[Any, Any], name: str) -> None:
     if walk.fits(items.reshape(-1), name):
         walk.watch(name, lambda: (items.shape, items.dtype.str, items.tobytes()))
         for item in items.reshape(-1).tolist() if items.dtype.hasobject else ():
             walk.visit(item, f"an entry of {name}")
 
 
-def lock(walk: Walk, item: Item, name: str) -> None:
+def of_lock(walk: Walk, item: Item, name: str) -> None:
     if walk.known & {"locked", "acquire"}:
         walk.watch(f"whether {name} is locked", lambda: (item.locked(),))
 
@@ -80,12 +80,12 @@ def of_decimals(walk: Walk) -> None:
 
 
 # -- random numbers -------------------------------------------------------------------------------------------------
-def stream(walk: Walk, source: Item, name: str) -> None:
+def of_stream(walk: Walk, source: Item, name: str) -> None:
     walk.streams.append(source)
     _ask(walk, name)
 
 
-def generator(walk: Walk, source: torch.Generator, name: str) -> None:
+def of_generator(walk: Walk, source: torch.Generator, name: str) -> None:
     if "initial_seed" in walk.known:
         walk.watch(f"the seed of {name}", lambda: (source.initial_seed(),))
     _ask(walk, name)
@@ -96,7 +96,7 @@ def _ask(walk: Walk, name: str) -> None:
         walk.refuse(f"{min(asked)} of {name} is another after each draw: ask outside and pass what it gives")
 
 
-def state(source: Item) -> str:
+def state_of(source: Item) -> str:
     """The state of a stream of random numbers that is not torch's."""
     if source is np.random or isinstance(source, np.random.RandomState):
         return repr([part.tobytes() if isinstance(part, np.ndarray) else part for part in source.get_state()])

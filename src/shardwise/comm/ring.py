@@ -15,9 +15,9 @@ HEAD = 4096  # bytes before the first record
 FAILED, WAIT, BACKWARD, MODULE, OP = 1, 2, 4, 8, 16  # flags
 _KEPT = struct.Struct("<IIIII")
 _FLAGS = struct.Struct("<I")
-_FLAGS_AT = 52
-_LEFT = 2  # which of a record's 8 words
-_write = RECORD.pack_into
+_LEFT = struct.Struct("<Q")
+_LEFT_AT, _FLAGS_AT = 16, 52
+_write, _write_left = RECORD.pack_into, _LEFT.pack_into
 _now = time.monotonic_ns
 
 
@@ -29,7 +29,7 @@ def kept(what: int, where: int, clock: int, module: int, flags: int) -> bytes:
 class Ring:
     """The newest `keep` records of one file. The record of something that began and has not ended has no end time."""
 
-    __slots__ = ("_next", "_words", "buffer")
+    __slots__ = ("_next", "buffer")
 
     def __init__(self, path: str, keep: int) -> None:
         end = HEAD + keep * SIZE
@@ -38,7 +38,6 @@ class Ring:
         with open(path, "w+b") as file:
             file.truncate(end)
             self.buffer = mmap.mmap(file.fileno(), end)
-        self._words = memoryview(self.buffer).cast("Q")
 
     def enter(self, now: int, count: int, memory: int, thread: int, same: bytes) -> int:
         """Write that something begins; return where that was written, for `leave`. `same` is what `kept` made."""
@@ -48,12 +47,11 @@ class Ring:
 
     def leave(self, slot: int, error: BaseException | None = None) -> None:
         """Write that it has ended, and whether with an error."""
-        self._words[slot // 8 + _LEFT] = _now()
+        _write_left(self.buffer, slot + _LEFT_AT, _now())
         if error is not None:
             (flags,) = _FLAGS.unpack_from(self.buffer, slot + _FLAGS_AT)
             _FLAGS.pack_into(self.buffer, slot + _FLAGS_AT, flags | FAILED)
 
     def close(self) -> None:
         """Write no more."""
-        self._words.release()
         self.buffer.close()

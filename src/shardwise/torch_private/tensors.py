@@ -269,7 +269,8 @@ def storage_number(storage: torch.UntypedStorage) -> int:
 
 def tensor_number(tensor: torch.Tensor) -> int:
     """Which tensor of C++ an object stands for: another one after `torch.utils.swap_tensors`."""
-    return tensor._cdata  # type: ignore[attr-defined]
+    with without_torch_function():  # no op of the program's
+        return tensor._cdata  # type: ignore[attr-defined]
 
 
 share_memory: Callable[[torch.Tensor, torch.Tensor], bool] = take(
