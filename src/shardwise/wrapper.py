@@ -106,13 +106,14 @@ class Origin:
         self.memory: Origin = self if shown is None else shown  # the one that stands for the memory
         self.unseen_writes = 0
         self._handed_out: weakref.WeakSet[Origin] | None = None  # those of ``.data`` that somebody has
-        self.watchers: weakref.WeakSet[Any] | None = None  # called before somebody may write unseen
+        # who is told, by a function of itself, before somebody may write unseen
+        self.watchers: weakref.WeakKeyDictionary[object, Callable[[Any], None]] | None = None
 
     def hand_out(self) -> Origin:
         """The origin of a new ``.data``."""
         memory = self.memory
-        for watcher in list(memory.watchers or ()):
-            watcher.remember()
+        for watcher, tell in list((memory.watchers or {}).items()):
+            tell(watcher)
         if memory._handed_out is None:
             memory._handed_out = weakref.WeakSet()
         made = Origin(memory)

@@ -27,6 +27,12 @@ def test_programs_differ():
         assert word in words
 
 
+def test_a_lost_write_is_not_inexact():
+    """What a tensor was made of, before it was written, does not excuse it."""
+    lines = ["x1 = tensor((3, 2), at=[Shard(0)])", "y1 = x1 * 2", "y1.mul_(1 if type(x1) is not torch.Tensor else 3)"]
+    assert judge(Program((2,), tuple(lines))).kind == WRONG
+
+
 BROKEN = "# mesh (2,)\nx1 = tensor((3, 2), grad=True, at=[Shard(0)])\n"
 
 

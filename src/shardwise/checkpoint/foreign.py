@@ -84,7 +84,8 @@ class DcpSource(Source):
             raise CheckpointError(f"{folder / error.args[0]}") from None
         except Exception as error:  # a damaged pickle raises anything
             raise CheckpointError(f"{folder / METADATA}: the metadata is damaged: {error}") from error
-        self.entries, self.chunks = {}, dict[str, list[_Chunk]]()
+        self.entries = {}
+        self.chunks: dict[str, list[_Chunk]] = {}
         try:
             flat = flatten(self._read(items, storage))
         except CheckpointError:

@@ -15,7 +15,7 @@ from shardwise.context import of_thread
 from shardwise.engine import autocast
 from shardwise.engine.call_shape import CallShape, asks_for_a_value, numbers_in, op_name, tensors_in
 from shardwise.engine.extremes import pending_or_finished
-from shardwise.engine.fallback import rebound, replicated, written_back
+from shardwise.engine.fallback import NO_RULE, rebound, replicated, written_back
 from shardwise.engine.into_out import into_outs, takes_outs
 from shardwise.engine.keys import ANY_FLOAT
 from shardwise.engine.nothing_here import nothing_here
@@ -63,7 +63,7 @@ def make_plan(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         return plan
     lost = LOST[func]
 
-    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+    def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> object:
         found = lost_argument(func, lost.name)
         if found is None:
             return plan(args, kwargs, local_args, local_kwargs)
@@ -105,8 +105,10 @@ def _plan_of(func: Callable[..., object], call: CallShape) -> Plan:
     return lambda args, kwargs, local_args, local_kwargs: _call_parts(func, args, kwargs)
 
 
-def _gathered(func: Callable[..., object], call: CallShape, *more: Any) -> Plan:
-    plan = replicated(func, call, *more)
+def _gathered(
+    func: Callable[..., object], call: CallShape, reason: str = NO_RULE, check: Callable[..., None] | None = None
+) -> Plan:
+    plan = replicated(func, call, reason, check)
     return watched(plan, call, {i: functools.partial(plan.moved_operand, i) for i in plan.moved})
 
 

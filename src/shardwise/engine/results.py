@@ -142,7 +142,7 @@ class Memory:
         ]
         self.is_known = described is not None
         # which results are views of something that nobody sees
-        self.hidden_views = [base is None and out._is_view() for out, base in zip(flat, bases, strict=True)]
+        self.hidden_views = [base is None and out._base is not None for out, base in zip(flat, bases, strict=True)]
 
     def report(self, result: object, args: Sequence[Wrapper]) -> None:
         """Have the tensors in `result` say so. What has another shape depends on values, and knows itself."""

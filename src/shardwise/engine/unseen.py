@@ -77,8 +77,8 @@ class Unchanged:
         self.before: Wrapper | None = None
         memory = origin_of(tensor).memory
         if memory.watchers is None:
-            memory.watchers = weakref.WeakSet()
-        memory.watchers.add(self)
+            memory.watchers = weakref.WeakKeyDictionary()
+        memory.watchers[self] = Unchanged.remember
         if memory.is_handed_out:
             self.remember()
 
@@ -101,5 +101,5 @@ class Unchanged:
                     raise RuntimeError(self.seen.refusal)
         memory = self.seen.memory()
         if memory is not None and memory.watchers is not None and not keeps_graph():
-            memory.watchers.discard(self)
+            memory.watchers.pop(self, None)
             self.is_done, self.before = True, None

@@ -36,6 +36,8 @@ def attention(
     kernel = attention_by_definition if is_empty else F.scaled_dot_product_attention
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = mask) -> torch.Tensor:
+        if is_empty and mask is not None:
+            mask = mask.detach()  # of nothing, torch has no gradient for it
         return kernel(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     spec = factors(text, operands, "each", joint={2}, call=attend, never_empty=not is_empty, result=_result(*three))

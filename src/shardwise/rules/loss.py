@@ -97,8 +97,13 @@ for _name in (
 
 @loses(F.l1_loss, "weight")
 def weighted_l1_loss(
-    weight: Any, x: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
-) -> Any:
+    weight: Tensor,
+    x: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
     """By its definition, in torch's own order."""
     if weight.size() != x.size():
         raise ValueError("Weights and input must have the same size.")

@@ -30,7 +30,7 @@ def loses(func: Callable[..., Any], name: str) -> Callable[[Function], Function]
     return register
 
 
-def lost_argument(func: Callable[..., Any], name: str) -> Any:
+def lost_argument(func: Callable[..., Any], name: str) -> object:
     """What the call of `func` that is under way was given; None if none is under way."""
     frame = sys._getframe(1)
     code = func.__code__

@@ -92,7 +92,7 @@ torch.repeat_interleave({x},torch.arange({x}.shape[{dim}]),{dim}) torch.atleast_
 {x}.tile(1,2) {x}.broadcast_to((2,)+tuple({x}.shape)).sum(0) torch.stack(list({x})) torch.cat(list({x}.unbind({dim})))
 torch.cat([{x},{x}.new_zeros(0)]) torch.cat(({x},{same},{x}),dim=-1) torch.concat([{x}.float(),{x}],{dim})
 torch.stack([{x}[0],{x}[-1]],-1) torch.cat([{i},{i}.double()],{dim}) torch.hstack([{x}[0],{x}[0]])
-torch.nn.utils.rnn.pad_sequence([{x},{x}[1:]],batch_first=True) torch.tril_indices(3,3) torch.full({x}.shape,2.5)
+torch.nn.utils.rnn.pad_sequence([{x},{x}[1:]],batch_first=True)
 torch.zeros_like({x},dtype=torch.float32) torch.empty_like({f}).fill_(1) {f}.new_tensor([1.0,2.0])
 {f}.new_full((2,),0.5) list({x})[-1] {x}.diag_embed(offset=-1,dim1=0) torch.block_diag({x},{x})
 torch.column_stack([{v},{same}]) torch.dsplit({t},1) {img}.flatten(2).transpose(1,2)
