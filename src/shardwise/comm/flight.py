@@ -281,9 +281,9 @@ def _short(ranks: Sequence[int]) -> list[int]:
 
 
 def memory_in_use() -> int:
-    """Bytes that torch has allocated on this process's GPU, or that the process has in memory."""
-    if torch.cuda.is_initialized():  # quick; whether there is a GPU at all is not
-        return torch.cuda.memory_allocated()
+    """Bytes that torch has allocated on this process's GPU; those that the process has in memory if it uses none."""
+    if torch.cuda.is_initialized() and (used := torch.cuda.memory_allocated()):  # quick; whether there is a GPU is not
+        return used
     if not _statm:
         try:
             _statm.append(os.open("/proc/self/statm", os.O_RDONLY))

@@ -118,6 +118,7 @@ def convolution(
         or any(len(v) != spatial for v in (stride, padding, dilation, extra)) or isinstance(padding[0], str)
         or (bias is not None and tuple(bias.shape) != (weight.shape[1] * groups if transposed else weight.shape[0],))
         or any(map(lambda e, s, d: e >= max(s, d), extra, stride, dilation))
+        or (not transposed and any(map(lambda n, p, e: n + 2 * p <= e, x.shape[c + 1 :], padding, around)))
     )  # fmt: skip
     if refused:
         return None  # torch goes on, or says why
