@@ -127,7 +127,7 @@ def test_a_rerun_after_a_death_goes_on_from_the_checkpoint(tmp_path):
     before, said, codes = train(tmp_path, "dying", tmp_path / "kept", 3)
     assert codes == [1, 1, 1, 3] and len(before) == 3, said
     for rank in said[:3]:
-        assert "FAILED" in rank.said and "; rank 3 died:" in rank.said, rank
+        assert "FAILED" in rank.said and "; rank 3 died" in rank.said, rank
     after, said, codes = train(tmp_path, "again", tmp_path / "kept", -1)
     assert codes == [0] * 4, said
     assert before + after == pytest.approx(list(losses_on_one_device()), rel=0, abs=1e-12)

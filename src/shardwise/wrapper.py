@@ -100,7 +100,7 @@ class Origin:
     """What a tensor has in common with its views. ``.data`` of it, and views of that, have another one, which knows of
     the first: autograd does not see what is written there, so it is counted here (`engine/unseen.py`)."""
 
-    __slots__ = ("__weakref__", "_handed_out", "memory", "unseen_writes", "watchers")
+    __slots__ = ("__weakref__", "_handed_out", "memory", "taken", "unseen_writes", "watchers")
 
     def __init__(self, shown: Origin | None = None) -> None:
         self.memory: Origin = self if shown is None else shown  # the one that stands for the memory
@@ -108,6 +108,8 @@ class Origin:
         self._handed_out: weakref.WeakSet[Origin] | None = None  # those of ``.data`` that somebody has
         # who is told, by a function of itself, before somebody may write unseen
         self.watchers: weakref.WeakKeyDictionary[object, Callable[[Any], None]] | None = None
+        # the local values of views that calls took, by who looks at them later; they live no longer than this memory
+        self.taken: weakref.WeakKeyDictionary[object, LocalValue] | None = None
 
     def hand_out(self) -> Origin:
         """The origin of a new ``.data``."""

@@ -130,5 +130,5 @@ def test_parts_may_be_missing():
 
 
 def test_what_rank_0_hands_round_is_whole():
-    with pytest.raises(ValueError, match="set full_state_dict=True too"):
+    with pytest.raises(ValueError, match="full_state_dict must be True when broadcast_from_rank0"):
         set_model_state_dict(plain(), {}, options=StateDictOptions(broadcast_from_rank0=True))

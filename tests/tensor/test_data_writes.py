@@ -59,6 +59,14 @@ def test_of_many_calls(call, at):
     assert str(found) == RIGHT or "written through .data since" in found.message
 
 
+@pytest.mark.parametrize("at", LAYOUTS)
+@pytest.mark.parametrize("call", ["y1 = x1 @ x2.T", "y1 = x1.T * x2.T", "y1 = x1[1:] * x2[1:]", "y1 = x1.T.exp() @ x2"])
+def test_of_views_that_are_gone(call, at):
+    """The view was moved and nobody has it any more: what the ranks have of it is in the memory of what it is of."""
+    found = judge(program("x2.data.mul_(2)", at, call))
+    assert str(found) == RIGHT or (at in LAYOUTS[3:] and "written through .data since" in found.message)
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_program_raises_if_it_kept_the_old_values(first):
     """A convolution over a cut dim keeps its operand with its neighbours' edges."""

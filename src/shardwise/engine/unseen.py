@@ -11,8 +11,11 @@ from collections.abc import Callable
 
 import torch
 
+from shardwise.engine.aliasing import COPIES
+from shardwise.engine.local_copies import source_of_local_copy
 from shardwise.protocols import LocalValue
 from shardwise.torch_private.autograd import keeps_graph
+from shardwise.torch_private.tensors import storage_id
 from shardwise.wrapper import Wrapper, origin_of, wrap
 
 Again = Callable[[LocalValue], LocalValue]  # moves the local value of an operand as its call did
@@ -33,7 +36,7 @@ class _Seen:
         return replaced or (memory is not None and memory.unseen_writes != self.writes)
 
     def now(self) -> Wrapper:
-        """The tensor as it is; raises if it is another one by now."""
+        """The tensor as it is; raises if it is gone, or another one by now."""
         tensor = self.tensor()
         if tensor is None or tensor._layout is not self.layout:
             raise RuntimeError(self.refusal)
@@ -49,23 +52,38 @@ class _Seen:
 
 
 class TakenAgain:
-    """Called before the gradient of a call is computed that keeps the moved copy of an operand."""
+    """Called before the gradient of a call is computed that keeps the moved copy of an operand. The operand may be gone
+    by then, as `w.t()` is: its memory keeps what the ranks have of it, unless they had copied it."""
 
     def __init__(self, name: str, tensor: Wrapper, moved: LocalValue, again: Again) -> None:
-        self.seen, self.again = _Seen(name, tensor), again
-        self.moved = [weakref.ref(value) for value in tensor._layout.mesh.comm.values(moved)]  # weakly: autograd's own
+        self.seen, self.again, comm = _Seen(name, tensor), again, tensor._layout.mesh.comm
+        self.moved = [weakref.ref(value) for value in comm.values(moved)]  # weakly: autograd's own
+        values = comm.values(tensor._local)
+        if values[0]._base is not None and not any(map(_is_copy, values)):
+            memory = origin_of(tensor).memory
+            if memory.taken is None:
+                memory.taken = weakref.WeakKeyDictionary()
+            memory.taken[self] = comm.rebuild(tensor._local, [value.detach() for value in values])
 
     def __call__(self, _: object) -> None:
         if not self.seen.is_written:
             return
-        tensor = self.seen.now()
-        comm = tensor._layout.mesh.comm
+        memory, tensor, comm = self.seen.memory(), self.seen.tensor(), self.seen.layout.mesh.comm
+        taken = None if tensor is not None or memory is None or memory.taken is None else memory.taken.get(self)
+        local = self.seen.now()._local if taken is None else taken
         with torch.no_grad():
-            fresh = comm.values(self.again(tensor._local))
+            fresh = comm.values(self.again(local))
             for kept, value in zip((ref() for ref in self.moved), fresh, strict=True):
                 if kept is not None:
                     kept.data.copy_(value)
-        self.seen = _Seen(self.seen.name, tensor)
+        if memory is not None:
+            self.seen.writes = memory.unseen_writes
+
+
+def _is_copy(view: torch.Tensor) -> bool:
+    """Whether it had to be copied, and so does not show what is written to what it is a view of."""
+    storage = storage_id(view)
+    return storage in COPIES or source_of_local_copy(storage) != storage
 
 
 class Unchanged:
