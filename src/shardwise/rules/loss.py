@@ -97,13 +97,9 @@ for _name in (
 
 @loses(F.l1_loss, "weight")
 def weighted_l1_loss(
-    weight: Tensor,
-    x: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Tensor:
+    weight: Tensor, x: Tensor, target: Tensor,
+    size_average: bool | None = None, reduce: bool | None = None, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
     """By its definition, in torch's own order."""
     if weight.size() != x.size():
         raise ValueError("Weights and input must have the same size.")
