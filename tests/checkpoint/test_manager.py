@@ -91,6 +91,7 @@ def test_a_replaced_checkpoint_comes_back(tmp_path):
 def test_a_replaced_checkpoint_is_removed_while_the_program_goes_on(tmp_path, monkeypatch):
     go, remove = threading.Event(), shutil.rmtree
     checkpoint.save(tmp_path / "c", {"w": torch.ones(1)})
+    before = set(threading.enumerate())
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", lambda *args, **kwargs: (go.wait(60), remove(*args, **kwargs)))
         checkpoint.save(tmp_path / "c", {"w": torch.full((1,), 2.0)})
@@ -98,9 +99,8 @@ def test_a_replaced_checkpoint_is_removed_while_the_program_goes_on(tmp_path, mo
         checkpoint.load(tmp_path / "c", into)
         assert into["w"].item() == 2 and len(list(tmp_path.glob(".c.*.removed"))) == 1
         go.set()
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join(60)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(60)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 

@@ -123,6 +123,9 @@ take("torch.autograd._engine_run_backward", "hooks on tensors of simulated ranks
 _saved_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = take(
     "torch._C._autograd._top_saved_tensors_default_hooks", "writes around checkpoints"
 )
+enable_saved_hooks: Callable[[], None] = take(
+    "torch._C._autograd._saved_tensors_hooks_enable", "the fuzzer, after errors that leave torch's hooks forbidden"
+)
 keeps_graph: Callable[[], bool] = take(
     "torch._C._autograd._get_current_graph_task_keep_graph", "writes through .data between a call and its gradient"
 )  # whether the backward pass that is under way leaves the graph for another one

@@ -26,6 +26,7 @@ from shardwise.testing.fuzz.setting import plain_torch, samples
 from shardwise.testing.fuzz.slots import Fits, NothingFits, Slots
 from shardwise.testing.spread import is_float, random_placements, reductions_for
 from shardwise.testing.subjects import Operator, subjects
+from shardwise.torch_private.autograd import enable_saved_hooks
 
 MESHES = ((2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (2, 1, 2), (1,), (5,), (2, 2, 2))
 _DTYPES = (
@@ -85,6 +86,7 @@ class Composer:
     # -- running on plain torch ----------------------------------------------------------------------------------
     def restart(self) -> None:
         """Run what is written so far again: a statement that failed may have changed something."""
+        enable_saved_hooks()
         with plain_torch() as words:
             self.space = dict(words)
         lines, self.lines = self.lines, []

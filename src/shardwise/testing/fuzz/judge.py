@@ -19,6 +19,7 @@ from shardwise.testing.fuzz.program import Program, names_made, names_used
 from shardwise.testing.fuzz.setting import Words, on_mesh, plain_torch
 from shardwise.testing.spread import is_float
 from shardwise.testing.trial import TOLERANCE, differ_in_recording
+from shardwise.torch_private.autograd import enable_saved_hooks
 
 RIGHT = "right"
 WRONG = "wrong"  # another value, gradient, shape, dtype, stride or requires_grad, in silence
@@ -67,6 +68,7 @@ class Played:
 def play(program: Program, setting: AbstractContextManager[Words]) -> Played:
     """Run the statements one after another, until one raises."""
     played = Played()
+    enable_saved_hooks()  # torch 2.11 leaves them forbidden after an error inside of torch.func
     with setting as words, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         space = dict(words)
