@@ -44,6 +44,18 @@ def test_all_ranks_raise(name):
     assert run_ranks(raised, 3, name) == [[plain.type.__name__] * 2] * 3
 
 
+def raised_where_one_rank_writes(rank, world_size):
+    mesh = device_mesh((world_size,))
+    x = shardwise.distribute_tensor(torch.ones(6, dtype=torch.complex64), mesh, [Shard(0)])
+    with pytest.raises(NotImplementedError, match="not implemented for 'ComplexFloat'"):
+        x.scatter_reduce(0, torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.complex64), "amax")
+    return x.scatter(0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.complex64)).full_tensor().sum()
+
+
+def test_all_ranks_raise_where_one_has_something_to_write():
+    assert run_ranks(raised_where_one_rank_writes, 3) == [5, 5, 5]
+
+
 def twice_differentiated(rank, world_size):
     """The kernel of attention on CPUs has no second derivative, also where a rank has no batch."""
     mesh = device_mesh((world_size,))

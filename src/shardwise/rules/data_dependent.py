@@ -44,7 +44,7 @@ def nonzero(x: Tensor, *, as_tuple: bool = False) -> Tensor:
     places = [Shard(0) if axis in axes else REPLICATE for axis in range(len(layout.placements))]
     target = layout.replace(shape=(0, x.dim()), dtype=torch.int64, placements=places)
     out = with_counted_size(run_local(find, [x], target, starts), 0, axes)
-    restride(out, (1, out.shape[0]))  # torch finds the indices of one dim after those of another
+    restride(out, (1, max(out.shape[0], out.is_cuda)))  # torch finds the indices of one dim after those of another
     return out.unbind(1) if as_tuple else out
 
 
@@ -54,7 +54,10 @@ stored("nonzero_static", device="cpu")(contiguous)
 @program("nonzero_static")
 def nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
     found = torch.nonzero(x)[:size]
-    return torch.cat([found, found.new_full((size - found.shape[0], x.dim()), fill_value)])
+    out = torch.cat([found, found.new_full((size - found.shape[0], x.dim()), fill_value)])
+    if x.is_cuda:  # as `nonzero` there
+        restride(out, (1, max(size, 1)))
+    return out
 
 
 # -- how often ---------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def as_others_do(
     writes: bool = False,
     asked: list[bool] | None = None,
 ) -> Callable[..., object]:
-    """`func`, called by a rank that holds nothing as if it held something as well.
+    """`func`, called by a rank that has nothing to do as if it had something as well.
 
     Args:
         func: The local call.
@@ -130,6 +130,8 @@ def as_others_do(
     done = [] if asked is None else asked
 
     def call(*args: object, **kwargs: object) -> object:
+        if done and writes:
+            return func(*args, **kwargs)
         given = [x for x in tree_leaves((args[: len(args) - len(last)], kwargs)) if isinstance(x, torch.Tensor)]
         recorded = not writes and torch.is_grad_enabled() and any(x.requires_grad for x in given)
         known = len(given) == len(shapes) and not is_transforming() and not any(map(is_abstract, given))
@@ -194,13 +196,14 @@ _known: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}  # as many as 
 
 
 def _numbers(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers between 0.5 and 2.5, to be read only. They are kept: to compute them takes longer than most functions of
+    """Numbers between 0.2 and 0.8, to be read only. They are probabilities, because CUDA ends a process that gives
+    anything else to a function of probabilities. They are kept: to compute them takes longer than most functions of
     them, and the others would wait for this rank."""
     known = _known.get((dtype, device))
     if known is None or len(known) < min(n, _PERIOD):
         count = min(max(2 * n, 1024), _PERIOD)
         with unwritten(), torch.inference_mode(False):  # they outlive the call
-            fresh = torch.arange(count, dtype=torch.float64, device=device).square_().sin_().add_(1.5)
+            fresh = torch.arange(count, dtype=torch.float64, device=device).square_().sin_().mul_(0.3).add_(0.5)
             known = _known[dtype, device] = fresh.to(dtype)
     return known[:n] if n <= len(known) else known.repeat(-(-n // len(known)))[:n]
 

@@ -14,6 +14,7 @@ from shardwise.comm.capturing import tape_here, tapes, unwritten
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, count
 from shardwise.move.pack import BITS
+from shardwise.strategy.empty_ranks import as_others_do
 from shardwise.strategy.program import padded
 from shardwise.strategy.spec import Assignment, Factors, LocalCall, MakeLocal, Operand, PerCoords
 from shardwise.torch_private.tensors import assert_async, is_abstract
@@ -132,6 +133,19 @@ class Written(Factors):
         write.__name__ = "write" + suffix  # as torch marks what writes into its first argument
         if assignment is not None:
             layout = operands[0].layout.replace(placements=assignment.inputs[0])
-            if any(map(layout.is_cut, self.dims)):
-                assignment.local = by_holders(self.dims, write, write)
+            cut = [layout.is_cut(d) for d in self.dims]
+            if any(cut):
+                mine = write if any(0 in op.shape for op in operands) else self._asking(write, operands, cut)
+                assignment.local = by_holders(self.dims, mine, write)
         return assignment
+
+    def _asking(
+        self, write: Callable[..., Any], operands: Sequence[Operand], cut: Sequence[bool]
+    ) -> Callable[..., Any]:
+        """`write`, which on its first call also writes one element into another tensor of one. Where nothing is to be
+        written, torch does not say that a kernel is missing, and the ranks that have something to write would raise
+        alone."""
+        one = tuple(((0, 1),) if c else None for c in cut)
+        asking = as_others_do(write, [(1,) * op.ndim for op in operands], (one,), writes=True)
+        asking.__name__ = write.__name__
+        return asking

@@ -8,8 +8,10 @@ import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from shardwise.argument_types import MeshArgument
 from shardwise.mesh import as_mesh, simulate
@@ -96,31 +98,59 @@ def judge(program: Program, mesh: MeshArgument | None = None, strides: bool = Tr
         What was found, RIGHT if nothing.
     """
     mesh = simulate(program.mesh) if mesh is None else mesh
-    device = as_mesh(mesh).device.type
+    where = as_mesh(mesh)
+    device, told = where.device.type, _itself if where.comm.simulated else _told_by_all
     plain = play(program, plain_torch(device=device))
     ours = play(program, on_mesh(mesh))
     if plain.error is not None and "MKL" in str(plain.error):  # a size that one library on this machine does not take
         return Verdict(RIGHT)
-    found = _errors(program, ours, plain) or _first_difference(ours, plain, program, strides)
-    if found is not None and found.kind == WRONG and _inexact(program, ours, plain, found.name, device):
+    ends = told(f"line {ours.line + 1}: {type(ours.error).__name__}" if ours.error else "the end")
+    if len(set(ends)) > 1:
+        return Verdict(WRONG, f"the ranks do not end alike: {', '.join(ends)}")
+    # Kernels of GPUs do not give the same each time, so that one rank may find a difference and another none. All compare
+    # everything, which communicates, and agree afterwards.
+    found = _first(told(_errors(program, ours, plain) or _first_difference(ours, plain, program, strides)))
+    if found is None:
+        return Verdict(RIGHT)
+    if found.kind == WRONG and any(told(_inexact(program, ours, plain, found.name, device))):
         return Verdict(INEXACT, found.message, found.name)
-    if found is not None and (reason := _torchs_own(program, ours, found, strides, device)):
-        return Verdict(TORCHS, reason, found.name)
-    return found or Verdict(RIGHT)
+    reason = _first(told(_torchs_own(program, ours, found, strides, device)))
+    return Verdict(TORCHS, reason, found.name) if reason else found
+
+
+T = TypeVar("T")
+
+
+def _itself(found: T) -> list[T]:
+    return [found]
+
+
+def _told_by_all(found: T) -> list[T]:
+    """What every rank found."""
+    everyone: list[T] = [found] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return everyone
+
+
+def _first(found: Iterable[T]) -> T | None:
+    """The first that is something."""
+    return next(filter(None, found), None)
 
 
 def _torchs_own(program: Program, ours: Played, found: Verdict, strides: bool, device: str) -> str:
     """The defect of torch that explains what was found; empty if none does."""
+    explained = []
     for defect in defects(program):
         if defect.says:
             if found.kind == NO_ERROR and re.search(defect.says, found.message):
-                return defect.reason
+                explained.append(defect.reason)
             continue
         mended = defect.mended(program)
         plain = play(mended, plain_torch(device=device))
-        if _errors(mended, ours, plain) is None and _first_difference(ours, plain, mended, strides) is None:
-            return defect.reason
-    return ""
+        differs = _first_difference(ours, plain, mended, strides)
+        if differs is None and _errors(mended, ours, plain) is None:
+            explained.append(defect.reason)
+    return explained[0] if explained else ""
 
 
 def _errors(program: Program, ours: Played, plain: Played) -> Verdict | None:
@@ -147,21 +177,23 @@ def _kind_of(error: Exception) -> type[BaseException]:
 
 def _first_difference(ours: Played, plain: Played, program: Program, strides: bool) -> Verdict | None:
     least_exact = max((TOLERANCE.get(x.dtype, 0.0) for x in _tensors(plain.variables.values())), default=0.0)
-    gradients = _gradients(program)
+    gradients, differences = _gradients(program), []
     shared = _share_gradients(plain.variables.values())
     for name, want in plain.variables.items():
         if name not in ours.variables:
-            return Verdict(WRONG, f"{name} is missing", name)
+            differences.append(Verdict(WRONG, f"{name} is missing", name))
+            continue
         try:
             with_strides, with_grads = strides and name not in gradients, plain.error is None and not shared
             found = different(ours.variables[name], want, least_exact, with_strides, with_grads)
         except Exception as error:
             if _raises(want):
                 continue
-            return Verdict(RAISED, f"{type(error).__name__} when {name} is read: {error}")
+            differences.append(Verdict(RAISED, f"{type(error).__name__} when {name} is read: {error}"))
+            continue
         if found:
-            return Verdict(WRONG, f"{name}: {found}", name)
-    return None
+            differences.append(Verdict(WRONG, f"{name}: {found}", name))
+    return differences[0] if differences else None
 
 
 def _gradients(program: Program) -> set[str]:
@@ -205,13 +237,13 @@ def different(got: object, want: object, least_exact: float, strides: bool, grad
     """How a variable differs from plain torch's; empty if it does not. `grads`: whether ``.grad`` counts."""
     if isinstance(want, torch.nn.Module) and isinstance(got, torch.nn.Module):
         mine, theirs = got.state_dict(keep_vars=True), want.state_dict(keep_vars=True)
-        pairs = ((name, different(mine[name], theirs[name], least_exact, strides, grads)) for name in theirs)
+        pairs = [(name, different(mine[name], theirs[name], least_exact, strides, grads)) for name in theirs]
         return next((f"{name}: {found}" for name, found in pairs if found), "")
     if isinstance(want, (tuple, list)) and not isinstance(want, torch.Size):
         if not isinstance(got, (tuple, list)) or len(got) != len(want):
             return f"{got!r} instead of {len(want)} results"
-        each = enumerate(different(g, w, least_exact, strides, grads) for g, w in zip(got, want, strict=True))
-        return next((f"[{i}]: {found}" for i, found in each if found), "")
+        each = [different(g, w, least_exact, strides, grads) for g, w in zip(got, want, strict=True)]
+        return next((f"[{i}]: {found}" for i, found in enumerate(each) if found), "")
     if not isinstance(want, torch.Tensor):
         return _different_value(got, want, least_exact)
     if not isinstance(got, torch.Tensor):
@@ -250,15 +282,18 @@ def _different_tensor(got: torch.Tensor, want: torch.Tensor, least_exact: float,
         warnings.simplefilter("ignore")
         full = DTensor.full_tensor(got.detach()) if isinstance(got, DTensor) else got.detach()  # type: ignore[arg-type]
         found = _different_numbers(full, want.detach(), least_exact)
-        if found:
-            return found
         # how far a backward pass came that raised is nobody's business
         if grads and (want.is_leaf or want.retains_grad) and want.grad is not None:
-            if got.grad is None:
-                return "" if not want.grad.any() else "grad: None instead of a tensor"
-            found = _different_tensor(got.grad, want.grad, least_exact, False, False)
-            return f"grad: {found}" if found else ""
-    return ""
+            in_gradient = _different_gradient(got.grad, want.grad, least_exact)
+            return found or in_gradient
+        return found
+
+
+def _different_gradient(got: torch.Tensor | None, want: torch.Tensor, least_exact: float) -> str:
+    if got is None:
+        return "" if not want.any() else "grad: None instead of a tensor"
+    found = _different_tensor(got, want, least_exact, False, False)
+    return f"grad: {found}" if found else ""
 
 
 def _different_numbers(got: torch.Tensor, want: torch.Tensor, least_exact: float) -> str:
@@ -282,14 +317,13 @@ def _inexact(program: Program, ours: Played, plain: Played, name: str, device: s
     dtypes = {x.dtype for x in _tensors(plain.variables.values())}
     jitter = max((bits for dtype, bits in _LAST_BITS.items() if dtype in dtypes), default=1e-13)
     least_exact = max((TOLERANCE.get(x.dtype, 0.0) for x in _tensors(plain.variables.values())), default=0.0)
-    for seed in range(_SHAKES):
-        shaken = play(program, plain_torch(jitter, device, seed))
-        if different(shaken.variables.get(name), plain.variables[name], least_exact / 10, True):
-            return True
-    if _follows(program, ours, plain, name, least_exact, device):
-        return True
+    follows = _follows(program, ours, plain, name, least_exact, device)
     before = itertools.takewhile(lambda made: made != name, plain.variables)
-    return any(_other_zeros(ours.variables.get(made), plain.variables[made]) for made in before)
+    other_zeros = [_other_zeros(ours.variables.get(made), plain.variables[made]) for made in before]
+    if follows or any(other_zeros):
+        return True
+    shaken = (play(program, plain_torch(jitter, device, seed)).variables.get(name) for seed in range(_SHAKES))
+    return any(different(found, plain.variables[name], least_exact / 10, True) for found in shaken)
 
 
 def _follows(program: Program, ours: Played, plain: Played, name: str, least_exact: float, device: str) -> bool:
@@ -301,6 +335,10 @@ def _follows(program: Program, ours: Played, plain: Played, name: str, least_exa
     used = {word: ours.variables[word] for word in names_used(made[-1]) if word in ours.variables}
     if len(made) != 1 or not used or not all(isinstance(value, DTensor) for value in used.values()):
         return False
+    got, other = ours.variables[name], plain.variables[name]
+    if not isinstance(got, DTensor) or not isinstance(other, torch.Tensor):
+        return False
+    numbers = DTensor.full_tensor(got.detach())  # type: ignore[arg-type]
     with plain_torch(device=device) as words, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         space = words | {word: DTensor.full_tensor(x.detach()) for word, x in used.items()}  # type: ignore[attr-defined]
@@ -308,10 +346,9 @@ def _follows(program: Program, ours: Played, plain: Played, name: str, least_exa
             exec(compile(made[0], "<line>", "exec"), space)
         except Exception:
             return False
-    got, want, other = ours.variables[name], space[name], plain.variables[name]
-    if not isinstance(got, DTensor) or not isinstance(want, torch.Tensor) or not isinstance(other, torch.Tensor):
+    want = space[name]
+    if not isinstance(want, torch.Tensor):
         return False
-    numbers = DTensor.full_tensor(got.detach())  # type: ignore[arg-type]
     facts_agree = (got.dtype, got.requires_grad) == (other.dtype, other.requires_grad)
     differ = bool(_different_numbers(numbers, other.detach(), least_exact))  # else it is strides that do
     return facts_agree and differ and not _different_numbers(numbers, want.detach(), least_exact)
