@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -44,8 +44,13 @@ def nonzero(x: Tensor, *, as_tuple: bool = False) -> Tensor:
     places = [Shard(0) if axis in axes else REPLICATE for axis in range(len(layout.placements))]
     target = layout.replace(shape=(0, x.dim()), dtype=torch.int64, placements=places)
     out = with_counted_size(run_local(find, [x], target, starts), 0, axes)
-    restride(out, (1, max(out.shape[0], out.is_cuda)))  # torch finds the indices of one dim after those of another
+    _by_columns(out)
     return out.unbind(1) if as_tuple else out
+
+
+def _by_columns(out: Tensor) -> None:
+    """Torch finds the indices of one dim after those of another. Without any, CUDA reports the strides of one row."""
+    restride(out, (1, max(out.shape[0], 1) if out.is_cuda else out.shape[0]))
 
 
 stored("nonzero_static", device="cpu")(contiguous)
@@ -54,9 +59,9 @@ stored("nonzero_static", device="cpu")(contiguous)
 @program("nonzero_static")
 def nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
     found = torch.nonzero(x)[:size]
-    out = torch.cat([found, found.new_full((size - found.shape[0], x.dim()), fill_value)])
-    if x.is_cuda:  # as `nonzero` there
-        restride(out, (1, max(size, 1)))
+    out = cast("Tensor", torch.cat([found, found.new_full((size - found.shape[0], x.dim()), fill_value)]))
+    if x.is_cuda:
+        _by_columns(out)
     return out
 
 

@@ -107,8 +107,8 @@ def judge(program: Program, mesh: MeshArgument | None = None, strides: bool = Tr
     ends = told(f"line {ours.line + 1}: {type(ours.error).__name__}" if ours.error else "the end")
     if len(set(ends)) > 1:
         return Verdict(WRONG, f"the ranks do not end alike: {', '.join(ends)}")
-    # Kernels of GPUs do not give the same each time, so that one rank may find a difference and another none. All compare
-    # everything, which communicates, and agree afterwards.
+    # Kernels of GPUs do not give the same each time, so that one rank may find a difference and another none. All ranks
+    # compare everything, which communicates, and agree afterwards.
     found = _first(told(_errors(program, ours, plain) or _first_difference(ours, plain, program, strides)))
     if found is None:
         return Verdict(RIGHT)
