@@ -15,9 +15,9 @@ from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import AutogradError, LayoutError
 from shardwise.interop import from_torch, is_torchs
 from shardwise.layout import Layout, Partial, Placement, Shard, as_placements
-from shardwise.layout.layout import contiguous_stride, dense_stride
 from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.layout.split import count
+from shardwise.layout.strides import contiguous_stride, dense_stride
 from shardwise.mesh import Mesh, as_mesh
 from shardwise.modules import unchanged_on_error
 from shardwise.move import plan_steps

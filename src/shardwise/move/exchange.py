@@ -24,7 +24,7 @@ from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.reduction import REDUCTIONS
 from shardwise.errors import MoveError
 from shardwise.layout import Layout, Partial, Placement, Region, Shard
-from shardwise.layout.layout import holders_of
+from shardwise.layout.holders import holders_of
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.region import region_shape, smallest_around, within
 from shardwise.layout.split import count, intersect

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from shardwise.context import relaxed
 from shardwise.errors import RuleError
 from shardwise.layout import Partial, contiguous_stride
-from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import REPLICATE
+from shardwise.layout.strides import dense_stride
 from shardwise.strategy import Tensor, run_local, whole
 from shardwise.strategy.registry import program, refused
 from shardwise.wrapper import Wrapper, origin_of, rebind, restride, shares_memory, wrap

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.layout import Layout
-from shardwise.layout.layout import parent_sets
+from shardwise.layout.nesting import parent_sets
 from shardwise.layout.split import Intervals, count
 from shardwise.rules.view import dims_of
 from shardwise.strategy import Algorithm, Factors, Operand, Tensor, factors, needs_grad, run_local, whole

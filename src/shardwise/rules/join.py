@@ -12,7 +12,7 @@ import torch
 
 from shardwise.errors import dim_from_front
 from shardwise.layout import Layout, Shard
-from shardwise.layout.layout import shards_from_table
+from shardwise.layout.nesting import shards_from_table
 from shardwise.layout.split import Intervals, normalize, shift
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, operands_in
 from shardwise.strategy.program import constant, leaves_empty, padded

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.layout.layout import dense_stride
+from shardwise.layout.strides import dense_stride
 from shardwise.strategy import Answer, Factors, Gathered, Operand, Tensor, factors, line, operands_in, run_local, whole
 from shardwise.strategy.memory import formatted, restrided, stored
 from shardwise.strategy.registry import program, rule

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.errors import dim_from_front
 from shardwise.layout import Partial
-from shardwise.layout.layout import parent_sets
+from shardwise.layout.nesting import parent_sets
 from shardwise.layout.split import count
 from shardwise.strategy import Algorithm, Answer, Operand, Tensor, line, needs_grad, reduced, run_local
 from shardwise.strategy.program import sum_dtype

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.context import relaxed
 from shardwise.layout import Shard
-from shardwise.layout.layout import shards_from_table
+from shardwise.layout.nesting import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import sizes_to_pieces
 from shardwise.strategy.program import Tensor, run_local, whole

@@ -14,7 +14,7 @@ from shardwise.comm.outside import held_of
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, running_op
 from shardwise.layout import Layout, Partial, Shard
-from shardwise.layout.layout import parent_sets
+from shardwise.layout.nesting import parent_sets
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, count
 from shardwise.move import plan_steps

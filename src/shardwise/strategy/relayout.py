@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.layout import Layout, Placement, Shard
-from shardwise.layout.layout import shards_from_table
+from shardwise.layout.nesting import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, count, intersect, normalize
 from shardwise.strategy.set_maps import Carried, Range, SetMap, unchanged

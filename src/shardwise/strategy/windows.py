@@ -18,7 +18,7 @@ import torch
 
 from shardwise.comm.base import Coords
 from shardwise.layout import Layout
-from shardwise.layout.layout import parent_sets, shards_from_table
+from shardwise.layout.nesting import parent_sets, shards_from_table
 from shardwise.layout.split import Interval, Intervals, chunk_pieces, intersect, normalize
 from shardwise.strategy.program import Windowed
 
