@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 from shardwise.errors import MoveError
 from shardwise.layout import Layout
-from shardwise.move.exchange import Exchange, largest_bytes
+from shardwise.layout.local_sizes import largest_bytes
+from shardwise.move.exchange import Exchange
 
 _SMALL_ROUND = 1 << 18  # bytes of buffers below which another round costs more than it saves
 _FEW = 8  # ranks of an exchange whose buffers are counted exactly

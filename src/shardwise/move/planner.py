@@ -18,10 +18,11 @@ from functools import lru_cache, partial
 
 from shardwise.errors import MoveError
 from shardwise.layout import Layout, Partial, Shard
+from shardwise.layout.local_sizes import largest_bytes
 from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.move.cost import CostModel, cost_of
-from shardwise.move.exchange import Exchange, largest_bytes
+from shardwise.move.exchange import Exchange
 from shardwise.move.limit import budget, rounds_for
 from shardwise.move.steps import AllReduce, Mean, MeshStep, Pad, Padded, Spread, Steps, ToPartial
 
