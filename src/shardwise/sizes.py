@@ -27,8 +27,8 @@ from shardwise.errors import DimError, LayoutError, out_of_range
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.nesting import shards_from_table
 from shardwise.layout.placement import StridedShard, check_reductions
+from shardwise.layout.shapes import dense_stride
 from shardwise.layout.split import Intervals, count
-from shardwise.layout.strides import dense_stride
 from shardwise.mesh import DeviceMesh, Mesh
 from shardwise.protocols import LocalValue
 

@@ -25,7 +25,7 @@ from shardwise.engine.call import SPECIAL, call_function, call_overload
 from shardwise.errors import LayoutError, RuleError, dim_from_front
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
 from shardwise.layout.picture import picture_of
-from shardwise.layout.placement import REPLICATE, _rebuild_shard
+from shardwise.layout.placement import _rebuild_shard, placements_on
 from shardwise.mesh import DeviceMesh, SimulatedMesh, _submesh, as_mesh
 from shardwise.move import limit, move, run_move, start_move
 from shardwise.move.arrival import Arrival, versions_of
@@ -172,7 +172,7 @@ class DTensor(Wrapper):
             raise LayoutError(f"the local_tensor argument only accepts torch.Tensor but got {type(local)} value")
         check_dense(local)
         mesh = as_mesh(device_mesh, outside=True)
-        places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
+        places = placements_on(mesh, placements)
         of_leaves = are_leaves(local)
         local, layout = layout_of_locals(local, mesh, places, shape, stride, run_check, assume_even)
         if grad_placements is not None:
@@ -279,7 +279,7 @@ class DTensor(Wrapper):
             grad_placements: How the gradient that flows back is laid out; by default replicated.
         """
         layout = self._layout
-        whole = layout.replace(placements=(REPLICATE,) * len(layout.placements), stride=None)
+        whole = layout.replicated(stride=None)
         comm = layout.mesh.comm
         if grad_placements is not None and is_recorded(self):
             theirs = checked_grad_layout(whole, grad_placements)

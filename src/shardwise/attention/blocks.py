@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwise.attention.kernels import Part, fused_kernel
+from shardwise.layout.shapes import dense_stride
 from shardwise.layout.split import Interval, Intervals
-from shardwise.layout.strides import dense_stride
 from shardwise.strategy.program import sum_dtype
 
 _MOST_SCORES = 1 << 22  # elements of a block of scores alive at a time, where no fused kernel fits

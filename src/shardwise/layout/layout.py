@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
+import torch
+
 from shardwise.errors import LayoutError
 from shardwise.layout.checks import check_placements, check_sizes, checked_values
-from shardwise.layout.placement import Placement, Shard, as_placements
+from shardwise.layout.placement import REPLICATE, Placement, Shard, as_placements
 from shardwise.layout.region import Region
+from shardwise.layout.shapes import contiguous_stride
 from shardwise.layout.split import Intervals, compose, count, normalize
-from shardwise.layout.strides import contiguous_stride
 from shardwise.layout.tiles import Tile
 from shardwise.protocols import MeshLike
 
@@ -38,8 +40,8 @@ class Layout:
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: Any
-    device: Any
+    dtype: torch.dtype
+    device: torch.device
     _repr_html_: Callable[[], str]  # `picture.py`
     __rich__: Callable[[], str]
     _sets: dict[Any, Intervals]  # what `held` has found
@@ -51,9 +53,9 @@ class Layout:
         mesh: MeshLike,
         placements: Iterable[Any],
         shape: Sequence[int],
-        dtype: Any,
+        dtype: torch.dtype,
         stride: Sequence[int] | None = None,
-        device: Any = None,
+        device: torch.device | None = None,
     ) -> Layout:
         """Return the one layout with these values.
 
@@ -109,6 +111,14 @@ class Layout:
         """
         places = tuple(changes.get(axis, p) for axis, p in enumerate(self.placements))
         return self if places == self.placements else self.replace(placements=places)
+
+    def replicated(self, **changes: Any) -> Layout:
+        """Return the layout in which every rank holds the whole tensor.
+
+        Args:
+            **changes: Other new values, as of `replace`.
+        """
+        return self.replace(placements=(REPLICATE,) * len(self.placements), **changes)
 
     # -- who holds what -------------------------------------------------------------------------------------
     @property

@@ -11,20 +11,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from shardwise.layout.shapes import contiguous_stride
 from shardwise.layout.split import Intervals, compose, count, is_contiguous, normalize, positions
-from shardwise.layout.strides import contiguous_stride
 
 Region = tuple[Intervals, ...]
-
-
-def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape that these broadcast to. (torch has one too, which imports sympy first.)
-
-    >>> broadcast_shape((2, 1, 4), (3, 1))
-    (2, 3, 4)
-    """
-    columns = itertools.zip_longest(*map(reversed, shapes), fillvalue=1)
-    return tuple(next((n for n in column if n != 1), 1) for column in columns)[::-1]
 
 
 def region_shape(region: Region) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardwise.layout.region import Region, View, box_at, cut_region, region_shape, run_start, view_of, whole_region
-from shardwise.layout.strides import contiguous_stride
+from shardwise.layout.shapes import contiguous_stride
 
 Member = Any  # who takes part: coordinates on a mesh, or a global rank
 Shape = tuple[int, ...]

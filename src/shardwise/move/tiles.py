@@ -26,7 +26,7 @@ from shardwise.comm.guard import Guard
 from shardwise.comm.messages import Group, along_group
 from shardwise.comm.record import Note, recorders
 from shardwise.errors import MoveError
-from shardwise.layout.strides import contiguous_stride
+from shardwise.layout.shapes import contiguous_stride
 from shardwise.layout.tiles import TileLike, Tiles, as_tuples, cells_of, expand, first_overlap, meetings
 from shardwise.layout.tileset import TileSet
 from shardwise.move.run import run_now, run_steps

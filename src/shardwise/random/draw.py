@@ -14,7 +14,7 @@ from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.context import relaxed
 from shardwise.layout import Layout, Partial
 from shardwise.layout.placement import REPLICATE
-from shardwise.layout.strides import dense_stride, is_dense
+from shardwise.layout.shapes import dense_stride, is_dense
 from shardwise.mesh import Mesh
 from shardwise.random import torch_stream
 from shardwise.random.agreement import note_draw

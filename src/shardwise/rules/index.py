@@ -12,9 +12,8 @@ import numpy
 import torch
 
 from shardwise.errors import dim_from_front
-from shardwise.layout.region import broadcast_shape
+from shardwise.layout.shapes import broadcast_shape, contiguous_stride
 from shardwise.layout.split import Intervals
-from shardwise.layout.strides import contiguous_stride
 from shardwise.rules.data_dependent import select_masked
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.view import clipped, select, slice_, unsqueeze

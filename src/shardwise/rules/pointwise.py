@@ -11,7 +11,7 @@ import torch
 
 from shardwise.errors import dim_from_front
 from shardwise.layout.placement import Partial
-from shardwise.layout.strides import dense_stride
+from shardwise.layout.shapes import dense_stride
 from shardwise.rules.order import added, falling, rising, rising_alone, rising_by, rising_threshold, scaled
 from shardwise.strategy import Algorithm, Factors, Operand, Order, Result, factors, line, operands_in, unfinished
 from shardwise.strategy.memory import contiguous, like_a_sum, restrided, stored

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from shardwise.errors import dim_from_front
-from shardwise.layout import Partial
 from shardwise.layout.nesting import parent_sets
 from shardwise.layout.split import count
 from shardwise.strategy import Algorithm, Answer, Operand, Tensor, line, needs_grad, reduced, run_local
-from shardwise.strategy.program import sum_dtype
+from shardwise.strategy.program import sum_dtype, without_dims
 from shardwise.strategy.registry import rule
 from shardwise.strategy.two_stages import whole_along
 
@@ -83,8 +82,7 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
             return torch.cat([linked(scan, p, dim, neutral).narrow(dim, 1, p.shape[dim] - 1) for p in parts], dim)
 
         shape = (*x.shape[:dim], len(starts), *x.shape[dim + 1 :])
-        places = [Partial() if p.is_shard(dim) else p for p in layout.placements]
-        rows = run_local(totals, [x], layout.replace(shape=shape, placements=places), pieces_at)
+        rows = run_local(totals, [x], without_dims(layout, (dim,), True).replace(shape=shape), pieces_at)
         return run_local(scanned, [x, reduced(rows)], layout.replace(shape=layout.shape), pieces_at).to(kept)
 
 

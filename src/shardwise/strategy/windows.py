@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardwise.comm.base import Coords
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Placement
 from shardwise.layout.nesting import parent_sets, shards_from_table
 from shardwise.layout.split import Interval, Intervals, chunk_pieces, intersect, normalize
 from shardwise.strategy.program import Windowed
+from shardwise.strategy.spec import Result
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,9 @@ def windowed(x: torch.Tensor, halos: Halos) -> Windowed:
     return Windowed(x, {dim: halo.needs for dim, halo in halos.items()})
 
 
-def cut_like(layout: Layout, halos: Halos, result: Any, placements: Any = None) -> Layout:
+def cut_like(
+    layout: Layout, halos: Halos, result: Result | torch.Tensor, placements: Sequence[Placement] | None = None
+) -> Layout:
     """The layout of a result: as `layout` is, except for the sliding dims, which are split as the outputs are."""
     places = list(placements or layout.placements)
     for halo in halos.values():

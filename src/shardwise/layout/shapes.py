@@ -1,9 +1,20 @@
-"""Strides of tensors without holes."""
+"""Shapes and strides: of broadcasting, and of tensors without holes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+
+
+def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that these broadcast to. (torch has one too, which imports sympy first.)
+
+    >>> broadcast_shape((2, 1, 4), (3, 1))
+    (2, 3, 4)
+    """
+    columns = itertools.zip_longest(*map(reversed, shapes), fillvalue=1)
+    return tuple(next((n for n in column if n != 1), 1) for column in columns)[::-1]
 
 
 @lru_cache(maxsize=4096)
@@ -35,6 +46,15 @@ def dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
         stride[dim] = step
         step *= max(shape[dim], 1)
     return tuple(stride)
+
+
+def outermost_first(stride: Sequence[int], dims: Iterable[int] | None = None) -> list[int]:
+    """Dims (None: all) in the order in which they lie in memory; among equal strides as they are given.
+
+    >>> outermost_first((1, 12, 4))
+    [1, 2, 0]
+    """
+    return sorted(range(len(stride)) if dims is None else dims, key=lambda d: -stride[d])
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
