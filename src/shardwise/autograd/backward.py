@@ -11,10 +11,10 @@ from torch.autograd.graph import GradientEdge
 
 from shardwise.autograd.gradients import (
     as_gradient,
-    check_is_told,
     distributed_gradient,
     finished_but_sums,
     from_gradient,
+    refuse_pending_product,
 )
 from shardwise.autograd.leaves import first_leaf, leaf_values
 from shardwise.comm.rank_tensor import RankTensor, unique
@@ -111,7 +111,7 @@ def _watched(
     for tensor in inputs:
         before_watching(tensor, what)
         if isinstance(tensor, Wrapper) and not first_leaf(tensor).is_leaf:
-            check_is_told(tensor._layout, what)
+            refuse_pending_product(tensor._layout, what)
     values = lambda x: tuple(unique(x.ranks)) if isinstance(x, RankTensor) else (x,)  # noqa: E731
     return [leaf_values(tensor) if isinstance(tensor, Wrapper) else values(tensor) for tensor in inputs]
 

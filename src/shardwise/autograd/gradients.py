@@ -35,8 +35,8 @@ def as_gradient(layout: Layout, local: LocalValue) -> Wrapper:
     return wrap(local, result if dtype == result.dtype else result.replace(dtype=dtype))
 
 
-def check_is_told(layout: Layout, what: str) -> None:
-    """Raise if somebody asks for the gradient of a pending product: those of its factors do not tell it."""
+def refuse_pending_product(layout: Layout, what: str) -> None:
+    """Raise where a pending product is asked for its gradient, which does not follow from those of its factors."""
     if any(p.is_partial("product") for p in layout.placements):
         raise AutogradError(
             f"{what}: the gradient of a tensor laid out [{', '.join(map(str, layout.placements))}] cannot be told from "

@@ -62,7 +62,7 @@ class replicated:
         self.written = _written_paths(func, call)
         self.viewed = _viewed_path(func, call) if self.moves else None
         self.invoke = self.comm.bind(func)
-        self.memory = Memory(call, call.told())
+        self.memory = Memory(call, call.meta_result())
         strides = {i: copied_stride(self.whole[i].shape, self.whole[i].stride) for i in self.moved}
         self.in_order = {
             i: self.comm.bind(functools.partial(_stored, stride=stride))

@@ -96,7 +96,7 @@ def _plan_of(func: Callable[..., object], call: CallShape) -> Plan:
         if call.mesh.comm.outside:
             return nothing_here(func, None, call, writes_first(func))
         in_aten = getattr(func, "impl_aten", None)  # a primitive of torch's says which other function it is
-        if in_aten is not None and call.told() is not None:
+        if in_aten is not None and call.meta_result() is not None:
             return lambda args, kwargs, local_args, local_kwargs: in_aten(*args, **kwargs)
         return _gathered(func, call)
     casts = autocast.casts_of(call) if autocast.is_on() else None
