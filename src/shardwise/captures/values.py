@@ -6,16 +6,29 @@ from __future__ import annotations
 import contextvars
 import decimal
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from shardwise.captures.walk import Walk
+from shardwise.captures.readings import Values
 from shardwise.protocols import Item
 
 _STATES = frozenset({"getstate", "get_state", "bit_generator"})  # attributes of streams that every draw changes
 _NOTHING = "nothing yet"
+
+
+class Walk(Protocol):
+    """What is told of a value."""
+
+    known: frozenset[str]  # attributes that the code names
+    streams: list[Any]
+
+    def watch(self, name: str, read: Callable[[], Values], labels: Iterable[str] = ()) -> None: ...
+    def visit(self, item: Item, name: str) -> None: ...
+    def refuse(self, reason: str) -> None: ...
+    def fits(self, items: Values, name: str) -> bool: ...
 
 
 def behind_reference(walk: Walk, found: weakref.ref[Any], name: str) -> None:
