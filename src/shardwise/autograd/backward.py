@@ -78,8 +78,8 @@ def grad(
 
 
 def _recorded_alike(values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The gradients of simulated ranks, all of them recorded if one is: torch drops the graph of some empty ones. A
-    process knows its own gradient only; there, local calls see to it (`strategy/empty_ranks.py`)."""
+    """The gradients of simulated ranks, all recorded if one of them is: torch drops the graph of some empty gradients.
+    A process knows its own gradient only; there, local calls see to it (`strategy/empty_ranks.py`)."""
     if len(values) == 1 or not any(grad is not None and grad.requires_grad for grad in grads):
         return list(grads)
     return [
@@ -149,8 +149,8 @@ def _leaves_of(roots: Sequence[torch.Tensor | GradientEdge]) -> Iterator[torch.T
 def _gathered_up(
     tensor: torch.Tensor, group: tuple[torch.Tensor, ...], grads: list[torch.Tensor | None], batch: int | None
 ) -> torch.Tensor | None:
-    """The gradient of an input, from those of its plain tensors, the `group`. On some simulated ranks there may be
-    none: it is zero."""
+    """The gradient of an input, from those of its plain tensors, the `group`. A simulated rank without a gradient
+    counts as zeros."""
     if not isinstance(tensor, (RankTensor, Wrapper)) or all(grad is None for grad in grads):
         return grads[0]
     zeros = lambda value: value.new_zeros(value.shape if batch is None else (batch, *value.shape))  # noqa: E731

@@ -146,9 +146,9 @@ def to_its_end(program: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def no_views(result: object, args: Sequence[Any], memory: Memory | None = None) -> None:
-    """Have the local values of new tensors be views of nothing, unless plain torch's are: autograd gives a view its
-    graph from what it is a view of when that is written, and a view that becomes a leaf, and is written then, loses the
-    gradients of its own views. Views of the arguments `args`, and of copies of those, stay what they are."""
+    """Have the local values of new tensors be no views, unless plain torch's results are views. If a view is written,
+    autograd takes its graph from its base; and a view that becomes a leaf, and is written then, loses the gradients of
+    its own views. Views of the arguments `args`, and of copies of those, stay views."""
     given: set[int] | None = None
     made = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
     known = memory is not None and memory.is_known and len(memory.hidden_views) == len(made)

@@ -45,8 +45,8 @@ _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x2": "other"}  # which to
 
 
 def planned(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
-    """The plan of a call, made outside of inference mode and of torch.func: a plan outlives them, and tensors made
-    there know no bases and may not meet those of autograd."""
+    """The plan of a call. It is made outside of inference mode and of torch.func, because it outlives them: tensors
+    that are made inside know no bases, and autograd refuses some of them."""
     if are_transforms_active():
         with without_transforms():
             return planned(func, args, kwargs)

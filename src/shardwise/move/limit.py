@@ -76,7 +76,7 @@ def rounds_for(step: Exchange, room: int, capped: bool) -> int:
 
 
 def _most_buffers(step: Exchange) -> int:
-    """No rank's buffers take more, whoever sends what to whom."""
+    """An upper bound of the buffers of any rank, whatever the ranks send each other."""
     shape, source, target = step.src.mesh.shape, largest_bytes(step.src), largest_bytes(step.dst)
     parts = math.prod(shape[a] for a in step.reduces)
     copies = math.prod(

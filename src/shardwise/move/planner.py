@@ -338,7 +338,7 @@ def _has_pieces(layout: Layout) -> bool:
 
 @lru_cache(maxsize=256)
 def sample_coords(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """All ranks of a small mesh; of a larger one a few that stand for all, on its diagonal and off it: corners."""
+    """All ranks of a small mesh; of a larger one a few of its corners, which stand for all ranks."""
     if math.prod(shape) <= 8:
         return tuple(itertools.product(*map(range, shape)))
     first, last = tuple(0 for _ in shape), tuple(k - 1 for k in shape)

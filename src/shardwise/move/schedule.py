@@ -162,11 +162,9 @@ class Round:
 
 
 def round_of(routes: Routes, me: Member, peers: Sequence[Member], number: int, rounds: int, separate: bool) -> Round:
-    """Round `number` of an exchange in `rounds` for one rank.
-
-    With `separate` messages every peer is sent to by itself. Else what is sent is one run, cut up in the order of
-    `peers`, and so is what is received: what stays here may then travel along, where that saves a buffer.
-    """
+    """Round `number` of an exchange in `rounds`, for one rank. With `separate`, every peer gets a message of its own.
+    Without, all that is sent is one run of memory, cut up in the order of `peers`, and so is all that is received.
+    Elements that stay on this rank may then be part of the run, if that saves a buffer."""
     alone = _Sides(routes, me, peers, number, rounds, own=False)
     if separate:
         return alone.one_by_one()

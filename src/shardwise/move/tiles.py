@@ -201,7 +201,7 @@ class TilePlan(Exchanged):
         return kept[before & after]
 
     def _are_whole(self, rows: np.ndarray, side: TileSet, tiles: np.ndarray) -> np.ndarray:
-        """Whether the boxes of these rows are all of a tensor that is one of these tiles."""
+        """Whether each of these rows moves all of a tensor that is exactly one of these tiles."""
         return (side.places is None) & (self.rows.volumes[rows] == side.tiles.take(tiles).volumes)
 
     def _pieces(self, rows: np.ndarray, side: TileSet, tiles: np.ndarray, tensors: Sequence[Shape]) -> Pieces:

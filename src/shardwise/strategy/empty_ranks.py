@@ -179,8 +179,8 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _as_large_as(shape: Sequence[int], x: torch.Tensor) -> torch.Tensor:
-    """A tensor of this shape, made from `x`, whose gradient is zeros whatever comes. Its numbers are in no order, so
-    that matrices have inverses; indices are 0."""
+    """A tensor of this shape, whose gradient reaches `x` as zeros. Its numbers are in no order, so that matrices have
+    inverses; indices are 0."""
     if not x.is_floating_point() and not x.is_complex():
         return x.new_zeros(tuple(shape))
     numbers = _numbers(_numel(shape), x.dtype, x.device).view(tuple(shape))

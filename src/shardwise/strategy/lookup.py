@@ -33,7 +33,7 @@ def sum_of(x: Operand) -> str:
 
 
 def is_any(outside: torch.Tensor) -> bool:
-    """Whether any is true; where a program is captured, each run of it looks, and raises if one is."""
+    """Whether any element is true. Where a program is captured, each run of it looks again, and raises if one is."""
     if not tapes or tape_here() is None:
         return bool(outside.any())
     with unwritten():

@@ -126,7 +126,8 @@ class Halo:
         return intersect(windows, normalize([(0, self.reach.n)]))
 
     def edges(self, coords: Coords) -> tuple[int, int, int]:
-        """Rows of padding before and after what a rank gets, and where its outputs begin in those of its window."""
+        """How many rows of padding come before and after the window of a rank, and where its outputs begin among those
+        that it computes from the window."""
         made, got, reach = self.made(coords), self.needs(coords), self.reach
         if not made:
             return 0, 0, 0
