@@ -1,4 +1,4 @@
-"""Copies of a distributed tensor; and what a pickle holds, from which one is made again."""
+"""Copies of a distributed tensor, and what it is made of again after pickling."""
 
 from __future__ import annotations
 
