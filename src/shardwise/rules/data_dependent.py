@@ -22,7 +22,7 @@ from shardwise.wrapper import restride
 
 
 # -- where a mask is true ----------------------------------------------------------------------------------
-def select_masked(x: object, mask: object, at: int) -> Any:
+def select_masked(x: Tensor, mask: Tensor, at: int) -> Tensor:
     """x[:, ..., mask], the mask from dim `at` on."""
     return chosen_along(lambda v, m: v[(*(slice(None),) * at, m)], x, mask, at)
 
