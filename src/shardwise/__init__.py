@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 from shardwise.imports import without_collection
 
 with without_collection():
-    from shardwise import compiling, custom_function, dynamo, optim, random, recomputation, sharded, torch_paths  # noqa: F401  (random: an attribute)
+    from shardwise import (  # noqa: F401  (random: an attribute)
+        compiling,
+        custom_function,
+        dynamo,
+        optim,
+        random,
+        recomputation,
+        sharded,
+        tensor_functions,
+        torch_paths,
+    )
     from shardwise.api import distribute_module, distribute_tensor
     from shardwise.autograd import nodes
     from shardwise.caches import cache_info, clear_caches
@@ -54,6 +64,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+tensor_functions.take_functions()
 dynamo.keep_out()
 compiling.take_compile()
 guards.guard()

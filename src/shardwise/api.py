@@ -14,9 +14,9 @@ from shardwise.boundary import check_dense
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import AutogradError, LayoutError
 from shardwise.interop import from_torch, is_torchs
-from shardwise.layout import Layout, Partial, Placement, Shard, as_placements
-from shardwise.layout.layout import contiguous_stride, dense_stride
-from shardwise.layout.placement import REPLICATE, check_reductions
+from shardwise.layout import Layout, Partial, Placement, Shard
+from shardwise.layout.placement import check_reductions, placements_on
+from shardwise.layout.shapes import contiguous_stride, dense_stride
 from shardwise.layout.split import count
 from shardwise.mesh import Mesh, as_mesh
 from shardwise.modules import unchanged_on_error
@@ -62,13 +62,13 @@ def distribute_tensor(
     if not isinstance(tensor, torch.Tensor):
         raise LayoutError(f"distribute_tensor: tensor must be a torch.Tensor, got {type(tensor).__name__}")
     mesh = as_mesh(device_mesh, outside=True)
-    places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
+    places = placements_on(mesh, placements)
     if is_torchs(tensor):
         tensor = from_torch(tensor)
     if isinstance(tensor, DTensor):
         return _already(tensor, mesh, places)
     if are_transforms_active() or (is_transforming() and forward_ad.unpack_dual(tensor).tangent is not None):
-        return DTensor.from_local(tensor, mesh, [REPLICATE] * len(mesh.shape)).redistribute(placements=places)
+        return DTensor.from_local(tensor, mesh).redistribute(placements=places)
     _check_plain(tensor)
     stride = torch.empty_like(tensor, device="meta").stride()  # a clone's: no holes, channels_last stays so
     device = tensor.device if tensor.device.type in ("meta", mesh.device.type) else mesh.device
@@ -139,7 +139,7 @@ def lay_out(value: torch.Tensor, layout: Layout, source: int | None) -> LocalVal
     if not comm.simulated and source is not None and value.device.type != "meta":
         return _send_parts(value, layout, source)
     value = value if value.device.type == layout.device.type else value.to(layout.device)
-    whole = layout.replace(placements=(REPLICATE,) * len(layout.placements))
+    whole = layout.replicated()
     local = comm.shared(value)
     for step in plan_steps(whole, layout):
         local = step.run(comm, local)
@@ -175,8 +175,8 @@ def _send_parts(value: torch.Tensor, layout: Layout, source: int) -> torch.Tenso
 
 def _as_partial(value: torch.Tensor, layout: Layout, axis: int) -> torch.Tensor:
     """This rank's part of a pending reduction along one axis, of a value that all ranks hold."""
-    whole = layout.replace(placements=(REPLICATE,) * len(layout.placements))
-    one = whole.replace(placements=[p if a == axis else REPLICATE for a, p in enumerate(layout.placements)])
+    whole = layout.replicated()
+    one = whole.placed({axis: layout.placements[axis]})
     for step in plan_steps(whole, one):
         value = step.run(layout.mesh.comm, value)
     return value

@@ -46,7 +46,7 @@ class PlanCache(dict):
 
 
 class PlanCaches:
-    """Caches that die with whoever has them (a mesh), seen as one."""
+    """The plan caches of all meshes, seen as one cache. Each lives as long as its mesh."""
 
     def __init__(self, maxsize: int) -> None:
         self.maxsize, self.count = maxsize, itertools.count()

@@ -13,7 +13,7 @@ from shardwise.context import is_strict
 from shardwise.engine.aliasing import COPIES, copied_from, note_view
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
-from shardwise.layout.layout import checked_values
+from shardwise.layout.checks import checked_values
 from shardwise.layout.placement import check_reductions
 from shardwise.mesh import Mesh, UserMesh, as_mesh
 from shardwise.protocols import Structure

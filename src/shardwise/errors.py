@@ -70,7 +70,7 @@ def out_of_range(dim: int, ndim: int) -> str:
 
 
 def dim_from_front(dim: int, ndim: int) -> int:
-    """A dim counted from the front; IndexError in torch's words where there is none."""
+    """A dim counted from the front. IndexError, in torch's words, if there is no such dim."""
     try:
         return range(ndim or 1)[dim]
     except IndexError:

@@ -11,8 +11,8 @@ from shardwise.api import check_strided
 from shardwise.argument_types import MeshArgument, Placements
 from shardwise.comm.outside import held_of
 from shardwise.errors import LayoutError, check_type
-from shardwise.layout import Layout, as_placements
-from shardwise.layout.placement import REPLICATE, check_reductions
+from shardwise.layout import Layout
+from shardwise.layout.placement import check_reductions, placements_on
 from shardwise.mesh import as_mesh
 from shardwise.random import distributions as draws
 from shardwise.random.draw import drawn
@@ -231,7 +231,7 @@ def _layout_for(
         if not isinstance(n, int) or n < 0:
             raise LayoutError(f"size: must be ints >= 0, got {shape}")
     mesh = as_mesh(device_mesh, outside=True)
-    places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
+    places = placements_on(mesh, placements)
     dtype = dtype or torch.get_default_dtype()
     if parts:
         check_reductions(places, dtype)

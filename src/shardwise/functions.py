@@ -87,7 +87,7 @@ def _is_tagged(func: object, tag: str) -> bool:
 
 
 def written(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that a call writes into, and what to call each in a message; those of a list one by one."""
+    """The tensors that a call writes into, with a name for each that messages can use; tensors in lists one by one."""
     schema, found = schema_of(func), []
     if schema is not None:
         where = enumerate(schema.arguments)

@@ -16,7 +16,7 @@ from shardwise.comm.shown import Wanted, numbers_of, picked, readable
 from shardwise.drawing import rank_names
 from shardwise.errors import AutogradError
 from shardwise.layout import Layout, Partial, Placement
-from shardwise.layout.layout import holders_of
+from shardwise.layout.holders import holders_of
 from shardwise.layout.split import Intervals, positions
 from shardwise.layout.tiles import Tile
 from shardwise.protocols import LocalValue

@@ -46,7 +46,7 @@ class SimulatedMesh:
 
     @property
     def mesh(self) -> torch.Tensor:
-        """The ranks, as a DeviceMesh has them; of a sub-mesh, those of its first group."""
+        """The ranks in the form that DeviceMesh has; on a sub-mesh, those of its first group."""
         return torch.tensor(self.ranks, device="cpu").view(self.shape)
 
     @property

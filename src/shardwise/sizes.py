@@ -25,8 +25,9 @@ import torch.distributed as dist
 from shardwise.comm.base import Comm, Coords
 from shardwise.errors import DimError, LayoutError, out_of_range
 from shardwise.layout import Layout, Placement, Shard
-from shardwise.layout.layout import dense_stride, shards_from_table
+from shardwise.layout.nesting import shards_from_table
 from shardwise.layout.placement import StridedShard, check_reductions
+from shardwise.layout.shapes import dense_stride
 from shardwise.layout.split import Intervals, count
 from shardwise.mesh import DeviceMesh, Mesh
 from shardwise.protocols import LocalValue

@@ -11,7 +11,7 @@ import torch
 
 from shardwise import checkpoint_protocol
 from shardwise.argument_types import MeshArgument, Placements
-from shardwise.autograd import attributes, backward, forward, hooks
+from shardwise.autograd import attributes, backward, hooks
 from shardwise.autograd.leaves import first_leaf, leaf_values
 from shardwise.autograd.nodes import node_of
 from shardwise.boundary import are_leaves, check_dense, checked_grad_layout, enter, held_outside, other_side
@@ -21,11 +21,11 @@ from shardwise.context import is_strict, of_thread, refuse_in_program, relaxed
 from shardwise.copies import deep_copy, pickled, shallow_copy, unpickled
 from shardwise.drawing import figure, markup
 from shardwise.engine import reduce_to_parts
-from shardwise.engine.call import SPECIAL, call_function, call_overload
+from shardwise.engine.call import call_function, call_overload
 from shardwise.errors import LayoutError, RuleError, dim_from_front
 from shardwise.layout import Layout, Partial, Placement, Replicate, as_placements
 from shardwise.layout.picture import picture_of
-from shardwise.layout.placement import REPLICATE, _rebuild_shard
+from shardwise.layout.placement import _rebuild_shard, placements_on
 from shardwise.mesh import DeviceMesh, SimulatedMesh, _submesh, as_mesh
 from shardwise.move import limit, move, run_move, start_move
 from shardwise.move.arrival import Arrival, versions_of
@@ -35,7 +35,7 @@ from shardwise.showing import text_of
 from shardwise.sizes import layout_of_locals
 from shardwise.spec import Spec
 from shardwise.torch_private.autograd import is_recorded
-from shardwise.torch_private.tensors import make_dual, make_wrapper, unpack_dual, use_list_ops_for
+from shardwise.torch_private.tensors import make_wrapper, use_list_ops_for
 from shardwise.wrapper import Wrapper, wrap
 
 _REDISTRIBUTE = Note("redistribute")
@@ -172,7 +172,7 @@ class DTensor(Wrapper):
             raise LayoutError(f"the local_tensor argument only accepts torch.Tensor but got {type(local)} value")
         check_dense(local)
         mesh = as_mesh(device_mesh, outside=True)
-        places = as_placements(placements) if placements is not None else (REPLICATE,) * len(mesh.shape)
+        places = placements_on(mesh, placements)
         of_leaves = are_leaves(local)
         local, layout = layout_of_locals(local, mesh, places, shape, stride, run_check, assume_even)
         if grad_placements is not None:
@@ -279,7 +279,7 @@ class DTensor(Wrapper):
             grad_placements: How the gradient that flows back is laid out; by default replicated.
         """
         layout = self._layout
-        whole = layout.replace(placements=(REPLICATE,) * len(layout.placements), stride=None)
+        whole = layout.replicated(stride=None)
         comm = layout.mesh.comm
         if grad_placements is not None and is_recorded(self):
             theirs = checked_grad_layout(whole, grad_placements)
@@ -472,27 +472,6 @@ def _rebuild(*state: Any) -> DTensor:
     """A pickled tensor again. Files name this function, so it stays here."""
     return unpickled(*state)
 
-
-# Functions of torch that the class answers by a method or attribute of its own: torch.Tensor.item(x) is x.item().
-_METHODS = (
-    "__repr__ __deepcopy__ __reduce_ex__ __array__ __bool__ __int__ __float__ __index__ __complex__ __format__ "
-    "backward requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook detach_ item tolist numpy "
-    "is_conj is_neg get_device"
-).split()
-
-
-def _method(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **kwargs: getattr(self, name)(*args, **kwargs)
-
-
-SPECIAL.update({torch.autograd.backward: backward.backward, torch.autograd.grad: backward.grad})
-SPECIAL.update({make_dual: forward.make_dual, unpack_dual: forward.unpack_dual})
-SPECIAL.update({torch.is_conj: _method("is_conj"), torch.is_neg: _method("is_neg")})
-SPECIAL.update({getattr(torch.Tensor, name): _method(name) for name in _METHODS})
-for _name in "requires_grad grad grad_fn is_leaf retains_grad data _version".split():
-    SPECIAL[getattr(torch.Tensor, _name).__get__] = operator.attrgetter(_name)
-for _name in "requires_grad grad data".split():
-    SPECIAL[getattr(torch.Tensor, _name).__set__] = lambda self, value, name=_name: setattr(self, name, value)
 
 # What a pickled tensor is made of: torch.load(weights_only=True) may build these.
 torch.serialization.add_safe_globals([_rebuild, _rebuild_shard, Replicate, Partial, _submesh, DeviceMesh])

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardwise import checkpoint
 from shardwise.checkpoint import CheckpointError, Map, blocks, transpose
-from shardwise.checkpoint.mapping import MappedSource
+from shardwise.checkpoint.mapped_source import MappedSource
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.rewrite import rewrite
 from tests.checkpoint.test_protocol import LAYOUTS, check, device_mesh, state, targets

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardwise import Partial, Replicate, Shard, simulate
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, Tile, contiguous_stride
-from shardwise.layout.layout import shards_from_table
+from shardwise.layout.nesting import shards_from_table
 from shardwise.mesh import as_mesh
 from tests.layout.brute import Dealt, chunked, deal, deterministic, grid, mesh_shapes, rngs, runs, shapes, spell
 
@@ -28,7 +28,7 @@ def test_a_layout_that_is_there_is_not_checked_again(monkeypatch):
     mesh, pieces = as_mesh(simulate(2)), [[[(0, 1), (3, 4)], [(1, 3)]]]
     given = [Shard(-1, pieces=pieces)], (4,), torch.float32
     first = Layout.make(mesh, *given)
-    monkeypatch.setattr("shardwise.layout.layout._check_pieces", None)  # which would take long on many ranks
+    monkeypatch.setattr("shardwise.layout.checks._check_pieces", None)  # which would take long on many ranks
     assert Layout.make(mesh, first.placements, (4,), torch.float32) is first.replace(dtype=torch.float32) is first
     with pytest.raises(TypeError):  # what is new is checked
         Layout.make(mesh, first.placements, (5,), torch.float32)

@@ -136,6 +136,9 @@ def test_counts_add_up():
     assert out.tolist() == torch.bincount(IDS).tolist()
     with pytest.raises(RuntimeError, match="non-negative"):
         torch.bincount(x - 1)
+    for bad in (x, x[:0]):
+        with pytest.raises(RuntimeError, match="minlength should be >= 0"):
+            torch.bincount(bad, minlength=-1)
 
 
 def same_everywhere(rank, world_size):

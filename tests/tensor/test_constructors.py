@@ -14,7 +14,7 @@ from shardwise import (
     debug,
     distribute_tensor,
 )
-from shardwise.layout.layout import dense_stride
+from shardwise.layout.shapes import dense_stride
 from shardwise.testing.spread import Parts
 from tests.random.common import as_torch_draws
 from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, locals_of, on_one_axis, same, x

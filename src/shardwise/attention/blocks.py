@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.attention.kernels import Part, fused_kernel
-from shardwise.layout.layout import dense_stride
+from shardwise.layout.shapes import dense_stride
 from shardwise.layout.split import Interval, Intervals
 from shardwise.strategy.program import sum_dtype
 

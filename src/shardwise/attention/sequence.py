@@ -20,8 +20,9 @@ from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program
 from shardwise.errors import RuleError
 from shardwise.layout import Layout, Placement, contiguous_stride
+from shardwise.layout.local_sizes import largest_bytes
 from shardwise.move import plan_steps, run_move
-from shardwise.move.limit import current_cap, largest_bytes
+from shardwise.move.limit import current_cap
 from shardwise.strategy.memory import copied_stride
 from shardwise.strategy.spec import Factors, Operand, fitting
 from shardwise.wrapper import Wrapper, wrap

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.autograd.gradients import as_gradient, check_is_told, distributed_gradient, grad_layout
+from shardwise.autograd.gradients import as_gradient, distributed_gradient, grad_layout, refuse_pending_product
 from shardwise.autograd.leaves import leaf_values
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program
@@ -31,7 +31,7 @@ def set_requires_grad(tensor: Wrapper, flag: bool = True) -> None:
     """
     values = leaf_values(tensor)
     if flag and not values[0].requires_grad:
-        check_is_told(tensor._layout, "requires_grad_")
+        refuse_pending_product(tensor._layout, "requires_grad_")
     for value in values:
         value.requires_grad_(flag)
 
@@ -41,7 +41,7 @@ def retain_grad(tensor: Wrapper) -> None:
     before_watching(tensor, "retain_grad")
     values = leaf_values(tensor)
     if not values[0].is_leaf:
-        check_is_told(tensor._layout, "retain_grad")
+        refuse_pending_product(tensor._layout, "retain_grad")
     for value in values:
         value.retain_grad()
 

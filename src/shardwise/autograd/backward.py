@@ -11,10 +11,10 @@ from torch.autograd.graph import GradientEdge
 
 from shardwise.autograd.gradients import (
     as_gradient,
-    check_is_told,
     distributed_gradient,
     finished_but_sums,
     from_gradient,
+    refuse_pending_product,
 )
 from shardwise.autograd.leaves import first_leaf, leaf_values
 from shardwise.comm.rank_tensor import RankTensor, unique
@@ -78,8 +78,8 @@ def grad(
 
 
 def _recorded_alike(values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The gradients of simulated ranks, all of them recorded if one is: torch drops the graph of some empty ones. A
-    process knows its own gradient only; there, local calls see to it (`strategy/empty_ranks.py`)."""
+    """The gradients of simulated ranks, all recorded if one of them is: torch drops the graph of some empty gradients.
+    A process knows its own gradient only; there, local calls see to it (`strategy/empty_ranks.py`)."""
     if len(values) == 1 or not any(grad is not None and grad.requires_grad for grad in grads):
         return list(grads)
     return [
@@ -111,7 +111,7 @@ def _watched(
     for tensor in inputs:
         before_watching(tensor, what)
         if isinstance(tensor, Wrapper) and not first_leaf(tensor).is_leaf:
-            check_is_told(tensor._layout, what)
+            refuse_pending_product(tensor._layout, what)
     values = lambda x: tuple(unique(x.ranks)) if isinstance(x, RankTensor) else (x,)  # noqa: E731
     return [leaf_values(tensor) if isinstance(tensor, Wrapper) else values(tensor) for tensor in inputs]
 
@@ -149,8 +149,8 @@ def _leaves_of(roots: Sequence[torch.Tensor | GradientEdge]) -> Iterator[torch.T
 def _gathered_up(
     tensor: torch.Tensor, group: tuple[torch.Tensor, ...], grads: list[torch.Tensor | None], batch: int | None
 ) -> torch.Tensor | None:
-    """The gradient of an input, from those of its plain tensors, the `group`. On some simulated ranks there may be
-    none: it is zero."""
+    """The gradient of an input, from those of its plain tensors, the `group`. A simulated rank without a gradient
+    counts as zeros."""
     if not isinstance(tensor, (RankTensor, Wrapper)) or all(grad is None for grad in grads):
         return grads[0]
     zeros = lambda value: value.new_zeros(value.shape if batch is None else (batch, *value.shape))  # noqa: E731

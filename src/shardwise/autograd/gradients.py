@@ -35,8 +35,8 @@ def as_gradient(layout: Layout, local: LocalValue) -> Wrapper:
     return wrap(local, result if dtype == result.dtype else result.replace(dtype=dtype))
 
 
-def check_is_told(layout: Layout, what: str) -> None:
-    """Raise if somebody asks for the gradient of a pending product: those of its factors do not tell it."""
+def refuse_pending_product(layout: Layout, what: str) -> None:
+    """Raise where a pending product is asked for its gradient, which does not follow from those of its factors."""
     if any(p.is_partial("product") for p in layout.placements):
         raise AutogradError(
             f"{what}: the gradient of a tensor laid out [{', '.join(map(str, layout.placements))}] cannot be told from "
@@ -45,8 +45,8 @@ def check_is_told(layout: Layout, what: str) -> None:
 
 
 def finished_but_sums(tensor: Wrapper) -> Wrapper:
-    """The tensor with every Partial that is not a sum reduced, differentiably: the gradient of such a result does not
-    tell those of its parts."""
+    """The tensor with every Partial that is not a sum reduced, differentiably: the gradients of such parts do not
+    follow from that of the value."""
     layout = tensor._layout
     pending = unsummed_axes(layout)
     if not pending:
@@ -56,8 +56,8 @@ def finished_but_sums(tensor: Wrapper) -> Wrapper:
 
 
 def gradient_of_parts(layout: Layout, parts: LocalValue, grad: torch.Tensor, what: str) -> LocalValue:
-    """`from_gradient` for a tensor whose parts are known: those of an average get equal shares, those of a maximum
-    that are it share the gradient, the factors of a product get what torch gives them."""
+    """`from_gradient` for a tensor whose parts are known. The parts of an average get equal shares. Of a maximum, the
+    parts that equal it share the gradient. The factors of a product get what torch computes for them."""
     if not unsummed_axes(layout):
         return from_gradient(layout, grad, what)
     comm = layout.mesh.comm

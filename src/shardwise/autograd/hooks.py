@@ -9,7 +9,13 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.autograd.gradients import as_gradient, check_is_told, from_gradient, gradient_of_parts, unsummed_axes
+from shardwise.autograd.gradients import (
+    as_gradient,
+    from_gradient,
+    gradient_of_parts,
+    refuse_pending_product,
+    unsummed_axes,
+)
 from shardwise.autograd.leaves import first_leaf, leaf_values
 from shardwise.autograd.meeting import meeting_of
 from shardwise.comm.rank_surface import Handles
@@ -26,7 +32,7 @@ def register_hook(tensor: Wrapper, hook: Hook) -> RemovableHandle:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
     before_watching(tensor, "register_hook")
     layout, comm = tensor._layout, tensor._layout.mesh.comm
-    check_is_told(layout, "register_hook")
+    refuse_pending_product(layout, "register_hook")
     held = _Held(tensor) if unsummed_axes(layout) else None
 
     def on_local(local: LocalValue | None) -> LocalValue | None:

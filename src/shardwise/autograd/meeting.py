@@ -205,7 +205,7 @@ def _search(roots: Roots, seeds: Grads, stack: ExitStack) -> dict[Meeting, _Pass
 
 
 def _add_hook(node: Node, hook: Callable[[Grads, Grads], None]) -> RemovableHandle:
-    """A hook on the plain gradients that a node passes on; those of a user's Function show distributed ones."""
+    """Put a hook on the plain gradients that a node passes on; the nodes of a user's Function show distributed ones."""
     kind = BackwardCFunction if isinstance(node, BackwardCFunction) else type(node)
     return kind.register_hook(node, hook)
 

@@ -3,7 +3,8 @@
 from shardwise.checkpoint.api import load, plan_load, save
 from shardwise.checkpoint.background import SaveHandle
 from shardwise.checkpoint.manager import Manager
-from shardwise.checkpoint.mapping import Map, drop, join, rename, split, stack, transpose
+from shardwise.checkpoint.map_lines import drop, join, rename, split, stack, transpose
+from shardwise.checkpoint.mapping import Map
 from shardwise.checkpoint.plan import LoadPlan
 from shardwise.checkpoint.presets import preset
 from shardwise.checkpoint.read import Loaded

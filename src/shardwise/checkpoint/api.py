@@ -22,7 +22,8 @@ from shardwise.checkpoint.background import (
     wait_for_all,
 )
 from shardwise.checkpoint.files import MOST_FILE_BYTES
-from shardwise.checkpoint.mapping import Map, MappedSource
+from shardwise.checkpoint.mapped_source import MappedSource
+from shardwise.checkpoint.mapping import Map
 from shardwise.checkpoint.opening import VERIFY, open_source
 from shardwise.checkpoint.plan import MEMORY, LoadPlan
 from shardwise.checkpoint.read import Loaded

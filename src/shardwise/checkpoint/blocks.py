@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardwise.layout.region import contiguous_stride
+from shardwise.layout.shapes import contiguous_stride
 from shardwise.layout.tiles import Tile
 
 LEAST_BLOCK = 1 << 20

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.checkpoint.mapping import Map, join, rename, stack, transpose
+from shardwise.checkpoint.map_lines import join, rename, stack, transpose
+from shardwise.checkpoint.mapping import Map
 from shardwise.errors import CheckpointError
 
 PRESETS = ("llama", "gpt2", "mixtral")

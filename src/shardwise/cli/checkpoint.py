@@ -21,7 +21,8 @@ from shardwise.checkpoint.commit import is_checkpoint
 from shardwise.checkpoint.files import MOST_FILE_BYTES
 from shardwise.checkpoint.foreign import whole_tensors
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.checkpoint.mapping import Map, MappedSource
+from shardwise.checkpoint.mapped_source import MappedSource
+from shardwise.checkpoint.mapping import Map
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.presets import PRESETS, preset
 from shardwise.checkpoint.rewrite import rewrite

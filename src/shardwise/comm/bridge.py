@@ -71,7 +71,7 @@ class _Entered(torch.autograd.Function):
 
 
 def entered(value: torch.Tensor) -> torch.Tensor:
-    """A leaf of the user's as a tensor that may be written: gradients of what it is then go back to the leaf."""
+    """A leaf of the user's as a tensor that may be written. Gradients of that tensor go back to the leaf."""
     return _Entered.apply(value)
 
 
@@ -302,6 +302,6 @@ class _Nothing(torch.autograd.Function):
 
 
 def nothing_of(x: torch.Tensor) -> torch.Tensor:
-    """Zeros that autograd takes for a function of `x`, as it does their gradients, which are zeros whatever comes: a
-    product with 0 would keep NaNs. Nothing is saved, so a graph that may be used twice stays so."""
+    """Zeros that are a function of `x` for autograd. Their gradients are zeros, too, whatever comes in (a product with
+    0 would keep NaNs). Nothing is saved for the backward pass, so a graph that may be used twice stays so."""
     return _Nothing.apply(x)

@@ -1,4 +1,5 @@
-"""Captures under way: whoever does something that ops on local tensors do not show tells the tape about it.
+"""Captures under way. What ops on local tensors do not show (moves, random fills, steps of optimizers) is reported to
+the tape here by the code that does it.
 
 A tape (`captures/tape.py`) is a dispatch mode, so the stack of modes says which one a thread writes on; autograd takes
 the stack along to its own threads.

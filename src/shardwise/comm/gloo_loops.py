@@ -20,8 +20,9 @@ _NAME = "gloo_tcp_loop"  # what gloo calls the thread
 
 
 def keep_loops_from_preempting() -> None:
-    """Let the event loops that there are by now push no other thread off its core. Does nothing where the system has
-    no such policy, or where somebody chose another one."""
+    """Make the scheduler treat gloo's event loops as batch work, so that they push no other thread off its core.
+    Applies to the loops that exist now. Does nothing where the system has no such policy, or where another one was
+    chosen."""
     if not hasattr(os, "SCHED_BATCH") or not _TASKS.exists():
         return
     for task in _TASKS.iterdir():

@@ -118,8 +118,8 @@ class Guard:
         raise CommError(f"{self.name} failed{self.at}{lost}") from error
 
     def meet(self) -> None:
-        """Wait until the rank before this one is at the same collective too. Backends do not look what a collective
-        is: they would mix it with another, or end the process where the sizes differ."""
+        """Wait until the rank before this one is at the same collective, too. Backends do not check that: they would
+        mix two collectives, or end the process if their sizes differ."""
         along = self.along
         if along.backend != "gloo" or of_thread.has_met:
             return

@@ -128,8 +128,8 @@ def start_sends(out: Ends, into: Ends, along: Along) -> Work:
 
 
 class _All:
-    """Several works as one. Those that nobody waits for are kept until the group sends again: a message that is not
-    taken would be mistaken for the next one."""
+    """Several works as one. If nobody waits for them, they are kept until the group sends again: a message that is
+    never received would be mistaken for the next one."""
 
     def __init__(self, works: Sequence[Work], group: Group) -> None:
         self.works, self.group = list(works), group

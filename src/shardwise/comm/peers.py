@@ -104,7 +104,7 @@ _boards: list[Board] = []  # the last one
 
 
 def board() -> Board | None:
-    """The board of the present world; None where there is none, as in a group that plays ranks that there are not."""
+    """The board of the present world; None if it has none, as for a group that only stands for processes."""
     if _boards and _boards[0].is_current:
         return _boards[0]
     if not dist.is_initialized() or dist.get_backend() in ("fake", "threaded"):

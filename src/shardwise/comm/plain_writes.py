@@ -123,10 +123,8 @@ def run_unknown(func: object, runs: Mapping[Hashable, Run], plain: Sequence[torc
 
 # -- functions of the program, which may write into tensors that they were not given -------------------------------
 class Watch(TorchFunctionMode):
-    """Sees the writes of a function that is run for one rank after the other, into what is not a rank's own.
-
-    A rank's own is what it was given and what the function made.
-    """
+    """Sees the writes of a function, run for one rank after the other, into tensors that are not the rank's own. A
+    rank's own tensors are those that it was given and those that the function made."""
 
     def __init__(self, func: object) -> None:
         super().__init__()

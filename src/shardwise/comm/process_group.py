@@ -307,7 +307,7 @@ class ProcessGroupComm(PlainComm):
     def _start_pair(
         self, mine: torch.Tensor, axes: Sequence[int], reduce_op: str
     ) -> tuple[torch.Tensor, Callable[[], Any], list[Work]]:
-        """In pieces, so that one is reduced while the next travels."""
+        """An all-reduce in pieces, so that one piece is reduced while the next one travels."""
         along, reduce = self.along(axes), REDUCTIONS[reduce_op]
         other = 1 - dist.get_rank(along.group)
         mine = mine.resolve_conj().resolve_neg().contiguous()

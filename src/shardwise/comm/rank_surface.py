@@ -49,8 +49,8 @@ def _size(self: RankTensor, dim: int | None = None) -> torch.Size | int:
 
 
 def _is_stager(frame: FrameType) -> bool:
-    """Whether torch's asynchronous checkpoint asks. It makes a tensor of that size and gives it all attributes of this
-    one, copied: a copy of every rank's tensor."""
+    """Whether torch's asynchronous checkpoint is the caller. It makes a tensor of that size and copies all attributes
+    of this one to it, and so copies every rank's tensor."""
     return frame.f_globals.get("__name__") == "torch.distributed.checkpoint._state_dict_stager"
 
 

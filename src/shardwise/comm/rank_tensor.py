@@ -219,8 +219,8 @@ def _run_writes(
     tensors: Sequence[RankTensor],
     may_part: bool,
 ) -> Done:
-    """The calls of an op that writes. Where ranks share what they write into, they must write the same, or they part:
-    each gets its own, if nobody else has the memory."""
+    """The calls of an op that writes. Ranks that share what they write into must write the same. If they do not, and
+    nobody else uses that memory, each rank gets a copy of its own."""
     calls = {
         key: (functools.partial(run, rank), [(what, _at(t, rank)) for what, t in targets])
         for key, rank in first.items()
@@ -240,7 +240,7 @@ def _run_writes(
 
 
 def _is_alone(target: RankTensor) -> bool:
-    """Whether nobody but these ranks has the memory of what they hold."""
+    """Whether only these ranks use the memory of what they hold."""
     values = unique(target.ranks)
     return all(storage_users(v) == 1 for v in values)
 
@@ -251,7 +251,8 @@ def _as_copies(call: object, taken: set[int]) -> Any:
 
 
 class _Copy(torch.autograd.Function):
-    """What another call has taken already: of gradients that are equal one is passed on."""
+    """A copy of a tensor that another call has taken already, without a gradient: of equal gradients, one is passed
+    on."""
 
     generate_vmap_rule = True
 

@@ -258,8 +258,8 @@ def told(mode: Absent, value: torch.Tensor) -> torch.Tensor:
 
 
 class Elsewhere(TorchFunctionMode):
-    """Inside, tensors that the program wants on one kind of device are made on another, which stands for it; autocast
-    for the one is that of the other."""
+    """Inside, tensors that the program asks for on one kind of device are made on another kind, which stands for it.
+    The same holds for autocast."""
 
     def __init__(self, asked: str, stands: torch.device) -> None:
         super().__init__()

@@ -119,9 +119,9 @@ class CallShape:
 
     def check(self) -> object:
         """Raise torch's own error if torch refuses the call for its shapes or dtypes. The result on meta tensors; None
-        where torch cannot tell it."""
+        where torch cannot compute it."""
         if not {"device", "generator"}.isdisjoint(self.kwargs):
-            return self.told()
+            return self.meta_result()
         try:
             return self._run_meta_or_raise()
         except NotImplementedError:
@@ -133,8 +133,8 @@ class CallShape:
                 self.refuse(error)
             return None
 
-    def told(self) -> object:
-        """The result on meta tensors; None where torch cannot tell it: the call itself says then what is wrong."""
+    def meta_result(self) -> object:
+        """The result on meta tensors; None where torch cannot compute it: if the call is wrong, it raises by itself."""
         if "out" in self.kwargs:
             return None
         given, self.kwargs = self.kwargs, {k: v for k, v in self.kwargs.items() if k != "generator"}

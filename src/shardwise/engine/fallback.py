@@ -34,7 +34,6 @@ from shardwise.engine.results import Memory
 from shardwise.errors import AutogradError
 from shardwise.functions import writes_first
 from shardwise.layout import contiguous_stride
-from shardwise.layout.placement import REPLICATE
 from shardwise.move import plan_steps, run_move
 from shardwise.protocols import LocalValue
 from shardwise.strategy.memory import copied_stride
@@ -56,14 +55,14 @@ class replicated:
         self.func, self.name, self.paths, self.now = func, call.name, call.paths, call.layouts
         self.mesh, self.comm = call.mesh, call.mesh.comm
         self.reason, self.check, self.note = reason, check, Note(call.name, reason)
-        self.whole = [layout.replace(placements=(REPLICATE,) * len(layout.placements)) for layout in call.layouts]
+        self.whole = [layout.replicated() for layout in call.layouts]
         moves = [(i, plan_steps(a, b), False) for i, (a, b) in enumerate(zip(self.now, self.whole, strict=True))]
         self.moves = [(i, steps, flag) for i, steps, flag in moves if steps]
         self.moved = {i: steps for i, steps, _ in self.moves}
         self.written = _written_paths(func, call)
         self.viewed = _viewed_path(func, call) if self.moves else None
         self.invoke = self.comm.bind(func)
-        self.memory = Memory(call, call.told())
+        self.memory = Memory(call, call.meta_result())
         strides = {i: copied_stride(self.whole[i].shape, self.whole[i].stride) for i in self.moved}
         self.in_order = {
             i: self.comm.bind(functools.partial(_stored, stride=stride))

@@ -15,7 +15,7 @@ from shardwise.engine.call_shape import CallShape, op_name
 from shardwise.engine.fallback import replicated
 from shardwise.engine.plan import Plan
 from shardwise.errors import LayoutError, RuleError
-from shardwise.layout.layout import dense_stride
+from shardwise.layout.shapes import dense_stride
 from shardwise.rules.as_strided import is_part
 from shardwise.torch_private.tensors import OpOverload, schema_of
 from shardwise.wrapper import Wrapper, rebind, storage_id_of

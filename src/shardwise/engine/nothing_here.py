@@ -61,7 +61,7 @@ def _program(algorithm: Algorithm, name: str, guess: Plan) -> Plan:
 
 def _guess(call: CallShape) -> Plan:
     """Results of the sizes that torch tells, Replicate."""
-    described = call.told()
+    described = call.meta_result()
     flat, tree = tree_flatten(described)
     if not flat or not all(isinstance(out, torch.Tensor) for out in flat):
         error = MeshError(

@@ -80,7 +80,7 @@ def reads_what_it_writes(func: Callable[..., object], lying: Lying) -> bool:
     places = {_place(target) for target in targets}
     alike = not crossing and all(_place(t) in places for t in met)
     indices = [t for t in lying.tensors if memory_of(t) not in shared and _may_be_index(t)]
-    return not alike or bool(indices) or _differs(func, lying, targets)
+    return not alike or bool(indices) or _differs(func, lying)
 
 
 def may_read_what_it_writes(func: Callable[..., object], lying: Lying) -> bool:
@@ -159,7 +159,7 @@ def _draws(func: Callable[..., object], lying: Lying) -> bool:
     return not torch.equal(before, torch.get_rng_state())
 
 
-def _differs(func: Callable[..., object], lying: Lying, targets: Sequence[Wrapper]) -> bool:
+def _differs(func: Callable[..., object], lying: Lying) -> bool:
     """Whether torch gives something else where the tensors share memory than where each has its own; found with random
     numbers."""
     plain = lying.in_rooms(lying.rooms())
@@ -169,10 +169,10 @@ def _differs(func: Callable[..., object], lying: Lying, targets: Sequence[Wrappe
         _write(tensor, drawn > 0.5 if tensor.dtype is torch.bool else drawn * 100)
     args, kwargs = tree_map_only(torch.Tensor, torch.clone, lying.call_with(plain))
     func(*args, **kwargs)
-    apart = [t.clone() for t in _targets(func, args, kwargs)]
+    separate = [t.clone() for t in _targets(func, args, kwargs)]
     args, kwargs = lying.call_with(plain)
     func(*args, **kwargs)
-    return not all(map(_same, apart, _targets(func, args, kwargs)))
+    return not all(map(_same, separate, _targets(func, args, kwargs)))
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

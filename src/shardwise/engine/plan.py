@@ -31,11 +31,11 @@ from shardwise.move import plan_steps, run_move
 from shardwise.move.steps import MeshStep, Spread
 from shardwise.protocols import LocalValue
 from shardwise.strategy.empty_ranks import (
-    as_others_do,
     as_views_of_nothing,
+    imitating,
     in_new_memory_if_empty,
     is_empty_here_alone,
-    rank_to_play,
+    rank_to_imitate,
 )
 from shardwise.strategy.program import leaves_empty
 from shardwise.strategy.spec import Algorithm, LocalCall, PerCoords, Spec
@@ -51,8 +51,8 @@ Moves = list[tuple[int, tuple[MeshStep, ...], bool]]  # of operands that change:
 def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape, in_place: bool) -> Plan | None:
     """The plan that a rule's answer leads to; None where the result cannot be written into the first operand."""
     if isinstance(spec, Algorithm):
-        told = call.check() if spec.is_checked else None
-        memory = Memory(call, None if spec.knows_memory else told)
+        result = call.check() if spec.is_checked else None
+        memory = Memory(call, None if spec.knows_memory else result)
         run = _run_program(spec, func, call.name, memory)
         return None if in_place and not spec.writes else watched(run, call, None)
     results = Results(spec, call, in_place)
@@ -83,7 +83,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     if assignment.around is not None and any(map(leaves_empty, inputs)):
         local = changed(local, assignment.around)
     if results.base is None or in_place:
-        local = changed(playing(local, inputs, outputs, in_place), change)
+        local = changed(imitating_others(local, inputs, outputs, in_place), change)
     else:
         local = changed(local, change, as_views_of_nothing if is_empty_here_alone([*inputs, *outputs]) else as_it_is)
     invoke = bind_local(call.mesh.comm, local, split, len(inputs))
@@ -146,9 +146,9 @@ def to_its_end(program: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def no_views(result: object, args: Sequence[Any], memory: Memory | None = None) -> None:
-    """Have the local values of new tensors be views of nothing, unless plain torch's are: autograd gives a view its
-    graph from what it is a view of when that is written, and a view that becomes a leaf, and is written then, loses the
-    gradients of its own views. Views of the arguments `args`, and of copies of those, stay what they are."""
+    """Have the local values of new tensors be no views, unless plain torch's results are views. If a view is written,
+    autograd takes its graph from its base; and a view that becomes a leaf, and is written then, loses the gradients of
+    its own views. Views of the arguments `args`, and of copies of those, stay views."""
     given: set[int] | None = None
     made = [out for out in tree_flatten(result)[0] if isinstance(out, Wrapper)]
     known = memory is not None and memory.is_known and len(memory.hidden_views) == len(made)
@@ -279,15 +279,15 @@ def changed(local: LocalCall, *changes: Change) -> LocalCall:
     return local
 
 
-def playing(local: LocalCall, inputs: Sequence[Layout], outputs: Sequence[Layout], writes: bool) -> LocalCall:
-    """The local call; that of a rank that holds nothing, which plays one that holds something."""
+def imitating_others(local: LocalCall, inputs: Sequence[Layout], outputs: Sequence[Layout], writes: bool) -> LocalCall:
+    """The local call; on a rank without elements, one that imitates a rank that has some."""
     layouts = [*inputs, *outputs]
-    coords = rank_to_play(layouts) if is_empty_here_alone(layouts) else None
+    coords = rank_to_imitate(layouts) if is_empty_here_alone(layouts) else None
     if coords is None:
         return local
     shapes = [layout.local_shape_at(coords) for layout in inputs]
     last = (local.value_at(coords),) if isinstance(local, PerCoords) else ()
-    return changed(local, lambda func: as_others_do(func, shapes, last, writes))
+    return changed(local, lambda func: imitating(func, shapes, last, writes))
 
 
 def as_it_is(func: Callable[..., object]) -> Callable[..., object]:

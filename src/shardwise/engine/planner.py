@@ -45,8 +45,8 @@ _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x2": "other"}  # which to
 
 
 def planned(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
-    """The plan of a call, made outside of inference mode and of torch.func: a plan outlives them, and tensors made
-    there know no bases and may not meet those of autograd."""
+    """The plan of a call. It is made outside of inference mode and of torch.func, because it outlives them: tensors
+    that are made inside know no bases, and autograd refuses some of them."""
     if are_transforms_active():
         with without_transforms():
             return planned(func, args, kwargs)
@@ -96,7 +96,7 @@ def _plan_of(func: Callable[..., object], call: CallShape) -> Plan:
         if call.mesh.comm.outside:
             return nothing_here(func, None, call, writes_first(func))
         in_aten = getattr(func, "impl_aten", None)  # a primitive of torch's says which other function it is
-        if in_aten is not None and call.told() is not None:
+        if in_aten is not None and call.meta_result() is not None:
             return lambda args, kwargs, local_args, local_kwargs: in_aten(*args, **kwargs)
         return _gathered(func, call)
     casts = autocast.casts_of(call) if autocast.is_on() else None

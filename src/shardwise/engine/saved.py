@@ -141,8 +141,8 @@ def watched_from_before(
 
 
 def _nodes_of(local: torch.Tensor, given: set[int]) -> Iterator[Node]:
-    """The nodes that compute the gradient of a result. Where it is a view of what the call made, torch gives it another
-    node when it is written; that of what it is a view of stays."""
+    """The nodes that compute the gradient of a result. If the result is a view of a tensor that the call made, torch
+    gives it another node when it is written, but keeps the node of that tensor."""
     if local.grad_fn is not None:
         yield local.grad_fn
     base = local._base
@@ -189,7 +189,7 @@ def _local(tensor: Wrapper) -> torch.Tensor:
 
 
 def _in_memory(local: torch.Tensor) -> torch.Tensor:
-    """The tensor that lives as long as somebody can write to this one: where it is a view, what it is a view of."""
+    """The tensor that lives as long as somebody can write to this one: its base if it is a view, else itself."""
     return local if local._base is None else local._base
 
 

@@ -11,7 +11,7 @@ from shardwise.errors import LayoutError, MeshError
 from shardwise.interop.adoption import loaded_original, original, ready_originals
 from shardwise.layout import Layout, Placement, Shard, StridedShard
 from shardwise.layout.gradient import grad_placements
-from shardwise.layout.layout import parent_sets
+from shardwise.layout.nesting import parent_sets
 from shardwise.layout.split import count
 from shardwise.mesh import as_mesh
 from shardwise.protocols import MeshLike

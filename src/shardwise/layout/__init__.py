@@ -2,7 +2,8 @@
 
 from shardwise.layout.layout import Layout
 from shardwise.layout.placement import Partial, Placement, Replicate, Shard, StridedShard, as_placement, as_placements
-from shardwise.layout.region import Region, contiguous_stride
+from shardwise.layout.region import Region
+from shardwise.layout.shapes import contiguous_stride
 from shardwise.layout.tiles import Tile
 
 __all__ = [

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from shardwise.layout.layout import Layout, is_dense
+from shardwise.layout.layout import Layout
 from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.layout.placement import REPLICATE, Partial, Placement
+from shardwise.layout.shapes import is_dense
 
 
 def grad_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:

@@ -16,42 +16,17 @@ from zlib import crc32
 
 import torch
 
-from shardwise.errors import DimError, LayoutError, out_of_range
-from shardwise.layout.placement import Partial, Placement, Shard, StridedShard, as_placements
-from shardwise.layout.region import Region, contiguous_stride
-from shardwise.layout.split import Intervals, chunk_pieces, chunk_size, compose, count, intersect, normalize, positions
+from shardwise.errors import LayoutError
+from shardwise.layout.checks import check_placements, check_sizes, checked_values
+from shardwise.layout.placement import REPLICATE, Placement, Shard, as_placements
+from shardwise.layout.region import Region
+from shardwise.layout.shapes import contiguous_stride
+from shardwise.layout.split import Intervals, compose, count, normalize
 from shardwise.layout.tiles import Tile
 from shardwise.protocols import MeshLike
 
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Layout] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
-
-
-def dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """Strides without holes, with the dims in memory in the order they have under the strides `like`.
-
-    >>> dense_stride((2, 3, 4), like=(20, 1, 5))
-    (12, 1, 3)
-    """
-    stride, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
-        stride[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(stride)
-
-
-def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether these strides leave no holes and repeat nothing; dims of one index do not count.
-
-    >>> is_dense((2, 1, 3), (1, 9, 2)), is_dense((2, 3), (6, 2)), is_dense((2, 3), (0, 1))
-    (True, False, False)
-    """
-    step = 1
-    for s, n in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n != 1):
-        if n and s != step:
-            return False
-        step *= n
-    return True
 
 
 class Layout:
@@ -65,8 +40,8 @@ class Layout:
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: Any
-    device: Any
+    dtype: torch.dtype
+    device: torch.device
     _repr_html_: Callable[[], str]  # `picture.py`
     __rich__: Callable[[], str]
     _sets: dict[Any, Intervals]  # what `held` has found
@@ -78,9 +53,9 @@ class Layout:
         mesh: MeshLike,
         placements: Iterable[Any],
         shape: Sequence[int],
-        dtype: Any,
+        dtype: torch.dtype,
         stride: Sequence[int] | None = None,
-        device: Any = None,
+        device: torch.device | None = None,
     ) -> Layout:
         """Return the one layout with these values.
 
@@ -107,7 +82,7 @@ class Layout:
         with _lock:
             found = _interned.get(key)
             if found is None:
-                _check_sizes(shape, stride)
+                check_sizes(shape, stride)
                 found = Layout.__new__(Layout)
                 found.mesh, found.placements, found.shape = mesh, placements, shape
                 found.stride, found.dtype, found.device = stride, dtype, device
@@ -136,6 +111,14 @@ class Layout:
         """
         places = tuple(changes.get(axis, p) for axis, p in enumerate(self.placements))
         return self if places == self.placements else self.replace(placements=places)
+
+    def replicated(self, **changes: Any) -> Layout:
+        """Return the layout in which every rank holds the whole tensor.
+
+        Args:
+            **changes: Other new values, as of `replace`.
+        """
+        return self.replace(placements=(REPLICATE,) * len(self.placements), **changes)
 
     # -- who holds what -------------------------------------------------------------------------------------
     @property
@@ -293,6 +276,11 @@ class Layout:
         return _rebuild_layout, (self.mesh, self.placements, self.shape, self.dtype, self.stride, self.device)
 
 
+def living_layouts() -> list[Layout]:
+    """Every layout that somebody uses now."""
+    return list(_interned.values())
+
+
 def _rebuild_layout(
     mesh: object, placements: Iterable[object], shape: object, dtype: object, stride: object, device: object
 ) -> Layout:
@@ -300,198 +288,3 @@ def _rebuild_layout(
     if not isinstance(mesh, MeshLike):
         raise LayoutError(f"layout: mesh must be a mesh, got {mesh!r} ({type(mesh).__name__})")
     return Layout.make(mesh, placements, *checked_values(shape, dtype, stride, device))
-
-
-def checked_values(
-    shape: object, dtype: object, stride: object, device: object
-) -> tuple[tuple[int, ...], torch.dtype, tuple[int, ...], torch.device]:
-    """What a layout says of the global tensor, from a file or another process; LayoutError where it makes no sense."""
-    shape, stride = _checked_ints("shape", shape), _checked_ints("stride", stride)
-    if not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"layout: dtype must be a torch.dtype, got {dtype!r}")
-    if not isinstance(device, torch.device):
-        raise LayoutError(f"layout: device must be a torch.device, got {device!r}")
-    return shape, dtype, stride, device
-
-
-def _checked_ints(name: str, sizes: object) -> tuple[int, ...]:
-    if not isinstance(sizes, (tuple, list)) or not all(type(n) is int and 0 <= n < 2**63 for n in sizes):
-        raise LayoutError(f"layout: {name} must be ints from 0 to 2**63 - 1, got {sizes!r}")
-    return tuple(sizes)
-
-
-# -- checks ------------------------------------------------------------------------------------------------
-def _check_sizes(shape: tuple[Any, ...], stride: tuple[Any, ...]) -> None:
-    if not all(isinstance(n, int) and n >= 0 for n in shape):
-        raise LayoutError(f"shape = {shape}: sizes must be ints >= 0")
-    if len(stride) != len(shape):
-        raise LayoutError(f"stride = {stride}: {len(stride)} strides for a shape of {len(shape)} dims {shape}")
-
-
-def check_placements(
-    mesh: MeshLike, placements: tuple[Placement, ...], shape: tuple[int, ...]
-) -> tuple[Placement, ...]:
-    """The placements in canonical form: dims counted from the front, explicit splits that equal chunks as chunks."""
-    if len(placements) != len(mesh.shape):
-        raise LayoutError(
-            f"`placements` must have the same length as `device_mesh.ndim`! Found placements length: "
-            f"{len(placements)}, and device_mesh.ndim: {len(mesh.shape)}. Given were "
-            f"({', '.join(map(repr, placements))}) for a mesh of shape {tuple(mesh.shape)}"
-        )
-    _check_reductions_commute(mesh, placements)
-    if not any(
-        (isinstance(p, Shard) and (p.pieces is not None or p.dim < 0 or p.dim >= len(shape)))
-        or isinstance(p, StridedShard)
-        for p in placements
-    ):
-        return placements
-    out: list[Placement] = []
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, (Shard, StridedShard)):
-            dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
-            if not 0 <= dim < len(shape):
-                raise DimError(
-                    f"placements[{axis}] = {placement!r}: dim {placement.dim} is out of range for a tensor of shape "
-                    f"{shape}; "
-                    + (f"use {-len(shape)} to {len(shape) - 1}" if shape else "it has no dim to shard")
-                    + f". {out_of_range(placement.dim, len(shape))}"
-                )
-            placement = placement.at(dim)
-            if isinstance(placement, StridedShard):
-                parents = parent_sets(mesh, out, dim, shape[dim])
-                rows = [placement.row(count(parent), mesh.shape[axis]) for parent in parents]
-                placement = Shard(dim, pieces=rows)
-            if placement.pieces is not None:
-                placement = _check_pieces(mesh, tuple(out), axis, placement, shape)
-        out.append(placement)
-    return tuple(out)
-
-
-def _check_reductions_commute(mesh: MeshLike, placements: tuple[Placement, ...]) -> None:
-    """The order in which axes are reduced must not matter: sums and averages mix, others only with themselves."""
-    ops = {p.reduce_op: axis for axis, p in enumerate(placements) if isinstance(p, Partial) and mesh.shape[axis] > 1}
-    if len(ops) > 1 and not ops.keys() <= {"sum", "avg"}:
-        pair = ", ".join(f"placements[{axis}] = {placements[axis]!r}" for axis in sorted(ops.values()))
-        raise LayoutError(
-            f"{pair}: these reductions do not commute, so the value would depend on their order; reduce one first"
-        )
-
-
-def _check_pieces(
-    mesh: MeshLike, outer: tuple[Placement, ...], axis: int, shard: Shard, shape: tuple[int, ...]
-) -> Shard:
-    """Each row must deal out exactly what its parent holds; equal to a chunk split, it becomes one."""
-    parts = mesh.shape[axis]
-    parents = parent_sets(mesh, outer, shard.dim, shape[shard.dim])
-    pieces = shard.pieces
-    assert pieces is not None
-    if len(pieces) == 1 and len(parents) > 1:
-        pieces = pieces * len(parents)
-    if len(pieces) != len(parents):
-        raise LayoutError(
-            f"placements[{axis}] = {shard!r}: {len(pieces)} rows of sizes, but the axes before it cut dim {shard.dim} "
-            f"into {len(parents)} parts; give {len(parents)} rows, or one for all"
-        )
-    for parent, row in zip(parents, pieces, strict=True):
-        if len(row) != parts:
-            raise LayoutError(
-                f"placements[{axis}] = {shard!r}: {len(row)} sizes for a mesh axis of {parts} ranks; give {parts}"
-            )
-        n, given = count(parent), sum(map(count, row))
-        if given != n:
-            raise LayoutError(
-                f"placements[{axis}] = {shard!r}: the sizes {tuple(map(count, row))} add up to {given}, but there are "
-                f"{n} indices of dim {shard.dim} of shape {shape} to deal out"
-            )
-        if normalize(part for r in row for part in r) != normalize([(0, n)]):
-            raise LayoutError(
-                f"placements[{axis}] = {shard!r}: the pieces overlap or leave holes; they must deal out each of "
-                f"the {n} indices [0, {n}) of dim {shard.dim} of shape {shape} once"
-            )
-    if all(row == chunk_pieces(count(parent), parts) for parent, row in zip(parents, pieces, strict=True)):
-        return Shard(shard.dim)
-    return Shard(shard.dim, pieces=pieces)
-
-
-def parent_sets(mesh: MeshLike, outer: Sequence[Placement], dim: int, n: int) -> list[Intervals]:
-    """For each coordinate of the axes in `outer` that cut `dim` (in mesh order), the indices it holds."""
-    sets = [normalize([(0, n)])]
-    for axis, placement in enumerate(outer):
-        if placement.is_shard(dim):
-            parts = mesh.shape[axis]
-            sets = [
-                compose(held, part)
-                for i, held in enumerate(sets)
-                for part in placement.row(count(held), parts, i)  # type: ignore[attr-defined]
-            ]
-    return sets
-
-
-# -- from a table of sets back to one placement per axis ----------------------------------------------------
-def living_layouts() -> list[Layout]:
-    """Every layout that somebody uses now."""
-    return list(_interned.values())
-
-
-def shards_from_table(
-    axis_sizes: Sequence[int], n: int, table: Callable[[tuple[int, ...]], Intervals], dim: int
-) -> tuple[Shard, ...]:
-    """The nested Shards on `dim` under which the coordinate tuple c of these axes holds the indices table(c).
-
-    The sets must be disjoint and cover [0, n). This is how a view op says where the pieces went.
-    """
-    leaves: dict[tuple[int, ...], Intervals] = {c: table(c) for c in itertools.product(*(range(k) for k in axis_sizes))}
-    unions = leaves
-    levels = [leaves]
-    for _ in axis_sizes:
-        merged: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for c, held in unions.items():
-            merged.setdefault(c[:-1], []).extend(held)
-        unions = {c: normalize(parts) for c, parts in merged.items()}
-        levels.append(unions)
-    levels.reverse()  # levels[t] is keyed by the first t coordinates
-    if levels[0][()] != normalize([(0, n)]):
-        raise LayoutError(f"the parts cover {levels[0][()]} of the {n} indices of dim {dim}")
-    shards = []
-    for t, parts in enumerate(axis_sizes):
-        rows, regular = [], True
-        for c, parent in levels[t].items():
-            row = tuple(positions(parent, levels[t + 1][(*c, i)]) for i in range(parts))
-            regular = regular and row == chunk_pieces(count(parent), parts)
-            rows.append(row)
-        shards.append(Shard(dim) if regular else Shard(dim, pieces=tuple(rows)))
-    return tuple(shards)
-
-
-# -- who holds what of a set of indices: the work grows with the holders found, not with the ranks there are ----
-Spot = tuple[tuple[int, int], ...]  # (axis, coordinate) for each axis that cuts the dim
-
-
-def holders_of(layout: Layout, dim: int, wanted: Intervals, pinned: Mapping[int, int]) -> list[tuple[Spot, Intervals]]:
-    """The coordinates, on the axes that cut `dim`, of those who hold some of `wanted`, and what they hold of it.
-
-    On the axes in `pinned` only that coordinate is looked at.
-    """
-    found: list[tuple[Spot, int, Intervals]] = [((), 0, normalize([(0, layout.shape[dim])]))]
-    for axis in layout.axes_of(dim):
-        parts = layout.mesh.shape[axis]
-        shard = layout.placements[axis]
-        inner = []
-        for spot, outer, held in found:
-            n = count(held)
-            asked = positions(held, intersect(held, wanted))
-            for i in (pinned[axis],) if axis in pinned else _asked(shard, asked, n, parts, outer):
-                part = shard.part(n, parts, outer, i)  # type: ignore[attr-defined]
-                inner.append(((*spot, (axis, i)), outer * parts + i, compose(held, part)))
-        found = inner
-    pairs = [(spot, intersect(held, wanted)) for spot, _, held in found]
-    return [(spot, common) for spot, common in pairs if common]
-
-
-def _asked(shard: object, asked: Intervals, n: int, parts: int, outer: int) -> list[int]:
-    """The coordinates that may hold some of the positions `asked` of a parent of `n`."""
-    if shard.pieces is not None:  # type: ignore[attr-defined]
-        row = shard.row(n, parts, outer)  # type: ignore[attr-defined]
-        return [i for i, part in enumerate(row) if intersect(part, asked)]
-    size = chunk_size(n, parts)
-    return sorted({i for a, b in asked for i in range(a // size, (b - 1) // size + 1)})

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from shardwise.drawing import Box, Panel, Picture, figure, markup
 from shardwise.drawing.picture import Range, shown_of
-from shardwise.layout.layout import Layout, Spot, holders_of
+from shardwise.layout.holders import Spot, holders_of
+from shardwise.layout.layout import Layout
 
 _MOST_STRIPES = 12  # of one dim
 _MOST_PANELS = 6

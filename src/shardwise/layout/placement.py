@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from shardwise.errors import LayoutError
 from shardwise.layout.split import Intervals, chunk_bounds, chunk_pieces, compose, count, normalize, sizes_to_pieces
+from shardwise.protocols import MeshLike
 
 _ALIASES = {"prod": "product"}  # the name that torch.Tensor has for it
 _MOST_SIZES = 64  # that a placement lists in words
@@ -347,7 +350,12 @@ def as_placements(values: Iterable[Any] | Any) -> tuple[Placement, ...]:
     return tuple(as_placement(value, f"placements[{axis}]") for axis, value in enumerate(values))
 
 
-def check_reductions(placements: Sequence[Placement], dtype: Any) -> None:
+def placements_on(mesh: MeshLike, placements: Iterable[Any] | None) -> tuple[Placement, ...]:
+    """As `as_placements`; where none are given, Replicate on every axis of the mesh."""
+    return (REPLICATE,) * len(mesh.shape) if placements is None else as_placements(placements)
+
+
+def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> None:
     """Raise where a Partial's reduction makes no sense for the dtype."""
     for axis, p in enumerate(placements):
         if isinstance(p, Partial):

@@ -9,39 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
+from shardwise.layout.shapes import contiguous_stride
 from shardwise.layout.split import Intervals, compose, count, is_contiguous, normalize, positions
 
 Region = tuple[Intervals, ...]
-
-
-@lru_cache(maxsize=4096)
-def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """
-    >>> contiguous_stride((2, 3, 4))
-    (12, 4, 1)
-    """
-    return _contiguous_stride(tuple(shape))
-
-
-def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape that these broadcast to. (torch has one too, which imports sympy first.)
-
-    >>> broadcast_shape((2, 1, 4), (3, 1))
-    (2, 3, 4)
-    """
-    columns = itertools.zip_longest(*map(reversed, shapes), fillvalue=1)
-    return tuple(next((n for n in column if n != 1), 1) for column in columns)[::-1]
 
 
 def region_shape(region: Region) -> tuple[int, ...]:

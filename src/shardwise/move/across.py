@@ -28,12 +28,12 @@ from shardwise.layout import Layout
 from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.layout.placement import REPLICATE, Partial
 from shardwise.layout.tileset import TileSet
-from shardwise.move.exchange import Whole
 from shardwise.move.planner import plan_steps, without_sums
 from shardwise.move.run import run_move, run_steps
 from shardwise.move.steps import Step, Steps
 from shardwise.move.tiles import TilePlan
 from shardwise.move.transfer import Transfer
+from shardwise.move.whole import Whole
 from shardwise.protocols import Holder, LocalValue, MeshLike
 
 

@@ -1,4 +1,4 @@
-"""A move under way: waited for once, by whoever needs the values first. What went wrong then is said to all who ask."""
+"""A move under way. Whoever needs the values first waits for it; an error is raised to all who ask."""
 
 from __future__ import annotations
 

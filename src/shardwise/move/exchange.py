@@ -21,43 +21,22 @@ from shardwise.comm.base import Coords
 from shardwise.comm.messages import WIRE, Along, begun, waited_for
 from shardwise.comm.outline import OutlineComm
 from shardwise.comm.process_group import ProcessGroupComm
-from shardwise.comm.reduction import REDUCTIONS
 from shardwise.errors import MoveError
 from shardwise.layout import Layout, Partial, Placement, Region, Shard
-from shardwise.layout.layout import holders_of
+from shardwise.layout.holders import holders_of
+from shardwise.layout.local_sizes import is_even, largest_bytes
 from shardwise.layout.placement import REPLICATE
-from shardwise.layout.region import region_shape, smallest_around, within
+from shardwise.layout.region import region_shape, within
 from shardwise.layout.split import count, intersect
 from shardwise.move.pack import pick, place
 from shardwise.move.schedule import Pieces, Route, Routes, Shape, round_of
 from shardwise.move.steps import Begun, MeshStep
 from shardwise.move.transfer import Exchanged, Native, Transfer, gather_in_order, reduce_and_scatter
+from shardwise.move.whole import Whole
 from shardwise.protocols import LocalValue
 
 _SEPARATE_BYTES = 1 << 16  # bytes of a rank's tensor
 _SENDING_BACKENDS = ("gloo", "nccl")  # backends that are known to send from rank to rank
-
-
-class Whole:
-    """What all ranks of this process hold of a tensor, in one: everyone takes its own out of it, so that the work grows
-    with the number of ranks and not with its square."""
-
-    def __init__(self, regions: Sequence[Region], like: torch.Tensor, zeros: bool) -> None:
-        self.region = smallest_around(regions)
-        self.tensor = (like.new_zeros if zeros else like.new_empty)(region_shape(self.region))
-
-    def put(self, region: Region, value: torch.Tensor, reduce_op: str | None = None) -> None:
-        """Write what a rank holds to its place, or reduce it with what is there."""
-        at = within(self.region, region)
-        place(self.tensor, at, value if reduce_op is None else REDUCTIONS[reduce_op](pick(self.tensor, at), value))
-
-    def view(self, region: Region) -> torch.Tensor:
-        """What stands at a region; it may share the memory of the whole."""
-        return pick(self.tensor, within(self.region, region))
-
-    def take(self, region: Region) -> torch.Tensor:
-        """A tensor of its own with what stands at a region."""
-        return self.view(region).clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, eq=False)
@@ -446,36 +425,3 @@ class Exchange(RoutedStep):
         changes = ", ".join(f"{self.src.placements[a]} -> {self.dst.placements[a]}" for a in self.axes)
         rounds = f" in {self.rounds} rounds" if self.rounds > 1 else ""
         return f"{'slice' if self.kind == 'local' else self.kind} on {self.where} ({changes}){rounds}"
-
-
-def largest_bytes(layout: Layout) -> int:
-    """Bytes of the largest local tensor; the same number on all ranks."""
-    n = layout.dtype.itemsize
-    for dim, size in enumerate(layout.shape):
-        axes = layout.axes_of(dim)
-        if axes and any(layout.placements[a].pieces is not None for a in axes):  # type: ignore[attr-defined]
-            spots = math.prod(layout.mesh.shape[a] for a in axes)
-            n *= max(_held_at(layout, dim, axes, i) for i in range(spots))
-        else:
-            for axis in axes:
-                size = -(-size // layout.mesh.shape[axis])
-            n *= size
-    return n
-
-
-def _held_at(layout: Layout, dim: int, axes: tuple[int, ...], i: int) -> int:
-    coords = [0] * len(layout.mesh.shape)
-    for axis in reversed(axes):
-        i, coords[axis] = divmod(i, layout.mesh.shape[axis])
-    return count(layout.held(dim, coords))
-
-
-def is_even(layout: Layout) -> bool:
-    """Whether every rank holds a tensor of the same shape."""
-    for dim, n in enumerate(layout.shape):
-        for axis in layout.axes_of(dim):
-            k = layout.mesh.shape[axis]
-            if layout.placements[axis].pieces is not None or n % k:  # type: ignore[attr-defined]
-                return False
-            n //= k
-    return True

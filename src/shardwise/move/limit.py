@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 from shardwise.errors import MoveError
 from shardwise.layout import Layout
-from shardwise.move.exchange import Exchange, largest_bytes
+from shardwise.layout.local_sizes import largest_bytes
+from shardwise.move.exchange import Exchange
 
 _SMALL_ROUND = 1 << 18  # bytes of buffers below which another round costs more than it saves
 _FEW = 8  # ranks of an exchange whose buffers are counted exactly
@@ -75,7 +76,7 @@ def rounds_for(step: Exchange, room: int, capped: bool) -> int:
 
 
 def _most_buffers(step: Exchange) -> int:
-    """No rank's buffers take more, whoever sends what to whom."""
+    """An upper bound of the buffers of any rank, whatever the ranks send each other."""
     shape, source, target = step.src.mesh.shape, largest_bytes(step.src), largest_bytes(step.dst)
     parts = math.prod(shape[a] for a in step.reduces)
     copies = math.prod(

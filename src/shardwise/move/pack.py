@@ -52,27 +52,28 @@ def take(x: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
 # -- along all dims ----------------------------------------------------------------------------------------
 def pick(x: torch.Tensor, region: Region) -> torch.Tensor:
     """What `x` has at these positions: a view where each side is one interval."""
-    for dim, side in enumerate(region):
-        if is_contiguous(side):
-            a, b = side[0] if side else (0, 0)
-            if b - a != x.shape[dim]:
-                x = x.narrow(dim, a, b - a)
+    x = _narrowed(x, region)
     for dim, side in enumerate(region):
         if not is_contiguous(side):
             x = _selected(x, dim, side)
     return x
 
 
-def place(x: torch.Tensor, region: Region, part: torch.Tensor) -> None:
-    """Write `part` to these positions of `x`."""
-    broken = [dim for dim, side in enumerate(region) if not is_contiguous(side)]
-    view = _bits(x) if broken else x
-    part = _bits(part) if broken else part
+def _narrowed(x: torch.Tensor, region: Region) -> torch.Tensor:
+    """`x` within the sides that are one interval."""
     for dim, side in enumerate(region):
         if is_contiguous(side):
             a, b = side[0] if side else (0, 0)
-            if b - a != view.shape[dim]:
-                view = view.narrow(dim, a, b - a)
+            if b - a != x.shape[dim]:
+                x = x.narrow(dim, a, b - a)
+    return x
+
+
+def place(x: torch.Tensor, region: Region, part: torch.Tensor) -> None:
+    """Write `part` to these positions of `x`."""
+    broken = [dim for dim, side in enumerate(region) if not is_contiguous(side)]
+    view = _narrowed(_bits(x) if broken else x, region)
+    part = _bits(part) if broken else part
     if not broken:
         view.copy_(part)
     elif len(broken) == 1:

@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.drawing import Picture, figure, markup, page_table
 from shardwise.errors import MoveError, check_type
 from shardwise.layout import Layout
-from shardwise.layout.layout import holders_of
+from shardwise.layout.holders import holders_of
 from shardwise.layout.picture import picture_of
 from shardwise.layout.split import count, normalize
 from shardwise.move.across import CrossStep, plan_across

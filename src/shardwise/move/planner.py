@@ -18,10 +18,11 @@ from functools import lru_cache, partial
 
 from shardwise.errors import MoveError
 from shardwise.layout import Layout, Partial, Shard
+from shardwise.layout.local_sizes import largest_bytes
 from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.layout.placement import REPLICATE, check_reductions
 from shardwise.move.cost import CostModel, cost_of
-from shardwise.move.exchange import Exchange, largest_bytes
+from shardwise.move.exchange import Exchange
 from shardwise.move.limit import budget, rounds_for
 from shardwise.move.steps import AllReduce, Mean, MeshStep, Pad, Padded, Spread, Steps, ToPartial
 
@@ -337,7 +338,7 @@ def _has_pieces(layout: Layout) -> bool:
 
 @lru_cache(maxsize=256)
 def sample_coords(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """All ranks of a small mesh; of a larger one a few that stand for all, on its diagonal and off it: corners."""
+    """All ranks of a small mesh; of a larger one a few of its corners, which stand for all ranks."""
     if math.prod(shape) <= 8:
         return tuple(itertools.product(*map(range, shape)))
     first, last = tuple(0 for _ in shape), tuple(k - 1 for k in shape)

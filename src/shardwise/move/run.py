@@ -248,9 +248,9 @@ def move(local: Value, src: Layout, dst: Layout, note: Note, spread: tuple[int, 
 
 
 def start_move(local: Value, src: Layout, dst: Layout, note: Note, *, owned: bool = False) -> Begun:
-    """A move begun but not waited for: the local value there will be, and what waits for it. Where the ranks live in
-    this process, or a reduction needs its gradient worked out, it is done at once. An `owned` source is nobody else's:
-    it may be reduced in place."""
+    """A move that is begun but not waited for: the local value that there will be, and what waits for it. It is done at
+    once where the ranks live in this process, or where the gradient of a reduction must be worked out. Nobody else uses
+    an `owned` source, so it may be reduced in place."""
     comm, steps = src.mesh.comm, plan_steps(src, dst, memory=current_cap())
     is_other = any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps)
     if comm.simulated or is_other or is_transforming() or (tapes and tape_here() is not None):

@@ -16,17 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardwise.layout.region import (
-    Region,
-    View,
-    box_at,
-    contiguous_stride,
-    cut_region,
-    region_shape,
-    run_start,
-    view_of,
-    whole_region,
-)
+from shardwise.layout.region import Region, View, box_at, cut_region, region_shape, run_start, view_of, whole_region
+from shardwise.layout.shapes import contiguous_stride
 
 Member = Any  # who takes part: coordinates on a mesh, or a global rank
 Shape = tuple[int, ...]
@@ -171,11 +162,9 @@ class Round:
 
 
 def round_of(routes: Routes, me: Member, peers: Sequence[Member], number: int, rounds: int, separate: bool) -> Round:
-    """Round `number` of an exchange in `rounds` for one rank.
-
-    With `separate` messages every peer is sent to by itself. Else what is sent is one run, cut up in the order of
-    `peers`, and so is what is received: what stays here may then travel along, where that saves a buffer.
-    """
+    """Round `number` of an exchange in `rounds`, for one rank. With `separate`, every peer gets a message of its own.
+    Without, all that is sent is one run of memory, cut up in the order of `peers`, and so is all that is received.
+    Elements that stay on this rank may then be part of the run, if that saves a buffer."""
     alone = _Sides(routes, me, peers, number, rounds, own=False)
     if separate:
         return alone.one_by_one()

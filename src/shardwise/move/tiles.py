@@ -26,7 +26,7 @@ from shardwise.comm.guard import Guard
 from shardwise.comm.messages import Group, along_group
 from shardwise.comm.record import Note, recorders
 from shardwise.errors import MoveError
-from shardwise.layout.region import contiguous_stride
+from shardwise.layout.shapes import contiguous_stride
 from shardwise.layout.tiles import TileLike, Tiles, as_tuples, cells_of, expand, first_overlap, meetings
 from shardwise.layout.tileset import TileSet
 from shardwise.move.run import run_now, run_steps
@@ -201,7 +201,7 @@ class TilePlan(Exchanged):
         return kept[before & after]
 
     def _are_whole(self, rows: np.ndarray, side: TileSet, tiles: np.ndarray) -> np.ndarray:
-        """Whether the boxes of these rows are all of a tensor that is one of these tiles."""
+        """Whether each of these rows moves all of a tensor that is exactly one of these tiles."""
         return (side.places is None) & (self.rows.volumes[rows] == side.tiles.take(tiles).volumes)
 
     def _pieces(self, rows: np.ndarray, side: TileSet, tiles: np.ndarray, tensors: Sequence[Shape]) -> Pieces:

@@ -105,7 +105,8 @@ class WindowBack(Window):
         return self._routes(member, sends, [(takers, cell) for cell, takers in self._cells(member)])
 
     def _cells(self, coords: Coords) -> list[tuple[Intervals, tuple[Coords, ...]]]:
-        """What a rank has, cut so that the same ranks got all of a cell; cells that nobody got are left out."""
+        """What a rank has, cut into cells: the same ranks got all elements of a cell. Cells that no rank got are left
+        out."""
         has, others = self.has(coords), self.others(coords)
         asked = {other: intersect(has, self.needs(other)) for other in others}
         edges = sorted({edge for part in asked.values() for interval in part for edge in interval})

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.layout import Placement
-from shardwise.layout.layout import shards_from_table
+from shardwise.layout.nesting import shards_from_table
 from shardwise.layout.region import whole_region
 from shardwise.mesh import Mesh
 from shardwise.tensor import DTensor

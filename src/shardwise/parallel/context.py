@@ -23,7 +23,7 @@ from shardwise.attention.sequence import set_sequence_exchange
 from shardwise.context import relaxed
 from shardwise.errors import LayoutError, MeshError, RuleError, check_type
 from shardwise.layout import Placement, Shard
-from shardwise.layout.layout import shards_from_table
+from shardwise.layout.nesting import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, normalize
 from shardwise.mesh import DeviceMesh, Mesh, SimulatedMesh, as_mesh

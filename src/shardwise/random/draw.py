@@ -13,8 +13,8 @@ from shardwise.comm.capturing import tape_here, tapes
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.context import relaxed
 from shardwise.layout import Layout, Partial
-from shardwise.layout.layout import dense_stride, is_dense
 from shardwise.layout.placement import REPLICATE
+from shardwise.layout.shapes import dense_stride, is_dense
 from shardwise.mesh import Mesh
 from shardwise.random import torch_stream
 from shardwise.random.agreement import note_draw

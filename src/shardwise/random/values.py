@@ -12,6 +12,7 @@ from shardwise.comm.capturing import tape_here, tapes
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import Mesh
+from shardwise.protocols import LocalValue
 from shardwise.random import distributions as draws
 from shardwise.random.draw import common_key, drawn, note_torch_draw
 from shardwise.random.generator import TORCH, stream
@@ -55,7 +56,7 @@ def _whole_local(x: object) -> Any:
     return x._layout.mesh.comm.bind(lambda v: v if v.stride() == stride else stored(v))(whole(x)._local)
 
 
-def _replicated(local: Any, mesh: Mesh) -> Wrapper:
+def _replicated(local: LocalValue, mesh: Mesh) -> Wrapper:
     first = mesh.comm.first(local)
     places = [REPLICATE] * len(mesh.shape)
     return wrap(local, Layout.make(mesh, places, tuple(first.shape), first.dtype, first.stride(), first.device))
@@ -132,7 +133,7 @@ def _look_up(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 def permuted(layout: Layout, *, generator: Drawer = None) -> Any:
     """The numbers 0 to n - 1 in a random order."""
-    everywhere = layout.replace(placements=[REPLICATE] * len(layout.placements))
+    everywhere = layout.replicated()
     comm, n = layout.mesh.comm, layout.shape[0]
     if stream() == TORCH:
         note_torch_draw(layout.mesh, generator)

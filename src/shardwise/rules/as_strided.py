@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from shardwise.context import relaxed
 from shardwise.errors import RuleError
 from shardwise.layout import Partial, contiguous_stride
-from shardwise.layout.layout import dense_stride
-from shardwise.layout.placement import REPLICATE
+from shardwise.layout.shapes import dense_stride, outermost_first
 from shardwise.strategy import Tensor, run_local, whole
 from shardwise.strategy.registry import program, refused
 from shardwise.wrapper import Wrapper, origin_of, rebind, restride, shares_memory, wrap
@@ -48,8 +47,7 @@ def viewed(x: Tensor, size: Sizes, stride: Sizes, storage_offset: int | None = N
 
 def in_memory_order(x: Tensor) -> Tensor:
     """A view whose dims are in the order in which they lie in memory."""
-    stride = x._layout.stride
-    return x.permute(sorted(range(x.dim()), key=lambda d: (-stride[d], d)))
+    return x.permute(outermost_first(x._layout.stride))
 
 
 @program("as_strided_copy", is_checked=False)
@@ -59,7 +57,7 @@ def picked(x: Tensor, size: Sizes, stride: Sizes, storage_offset: int | None = N
     if (tuple(size), tuple(stride), storage_offset) == own:
         return x.clone(memory_format=torch.contiguous_format)
     at = places(x, size, stride, storage_offset)
-    layout = x._layout.replace(shape=tuple(size), placements=[REPLICATE] * len(x.placements))
+    layout = x._layout.replicated(shape=tuple(size))
     return run_local(lambda v: v.reshape(-1)[at.to(v.device)], [whole(x)], layout)
 
 
@@ -78,7 +76,7 @@ def overwritten(x: Tensor, src: Tensor, size: Sizes, stride: Sizes, storage_offs
         stored = torch.empty_strided(v.shape, x._layout.stride, dtype=v.dtype, device=v.device).copy_(v)
         return torch.as_strided_scatter(stored, s, size, stride, start)  # torch's own, for its gradients
 
-    out = run_local(put, [whole(x), whole(src)], x._layout.replace(placements=[REPLICATE] * len(x.placements)))
+    out = run_local(put, [whole(x), whole(src)], x._layout.replicated())
     restride(out, x._layout.stride, x._offset)
     return out
 

@@ -19,7 +19,7 @@ from shardwise.layout.split import Intervals, count
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, PerCoords, Result, Tensor, factors, run_local, whole
 from shardwise.strategy.lookup import pointable
 from shardwise.strategy.memory import correct_thin, meta_like, restrided, suggested
-from shardwise.strategy.program import indices, leaves_empty, padded
+from shardwise.strategy.program import indices, leaves_empty, padded, without_dims
 from shardwise.strategy.registry import rule
 from shardwise.strategy.windows import Halo, Halos, Reach, Scatter, cut_like, each, windowed
 
@@ -225,8 +225,7 @@ def fold(x: Operand, output_size: Any, kernel_size: Any, dilation: Any, padding:
         if x._layout.is_cut(c + 1) or any(p.is_partial() and p != Partial() for p in x.placements):
             x = whole(x, (c + 1,))
         layout = x._layout
-        places = [Partial() if p.is_shard(c + 2) else p for p in layout.placements]
-        output = layout.replace(shape=(*layout.shape[: c + 1], *each(output_size, 2)), placements=places)
+        output = without_dims(layout, (c + 2,), True).replace(shape=(*layout.shape[: c + 1], *each(output_size, 2)))
         return run_local(add_up, [x], output, lambda coords: layout.held(c + 2, coords))
 
     return Algorithm(run)

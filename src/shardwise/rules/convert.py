@@ -41,7 +41,7 @@ def _keeps_order(dtype: torch.dtype, to: torch.dtype) -> bool:
     return to.is_floating_point and to.itemsize > 1 and not dtype.is_complex
 
 
-def cast_to(dtype: torch.dtype, x: Operand, *args: object, **kwargs: object) -> Any:
+def cast_to(dtype: torch.dtype, x: Operand, *args: object, **kwargs: object) -> Answer:
     return cast(x, dtype)
 
 

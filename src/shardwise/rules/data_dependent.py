@@ -11,19 +11,18 @@ from typing import Any, cast
 import torch
 
 from shardwise.context import relaxed
-from shardwise.layout import Partial, Shard
-from shardwise.layout.placement import REPLICATE
-from shardwise.layout.region import broadcast_shape
+from shardwise.layout import Shard
+from shardwise.layout.shapes import broadcast_shape
 from shardwise.strategy import Algorithm, Answer, Named, Operand, Tensor, reduced, run_local, whole
 from shardwise.strategy.counted_sizes import chosen_along, in_order, with_counted_size
 from shardwise.strategy.memory import contiguous, stored
-from shardwise.strategy.program import constant
+from shardwise.strategy.program import constant, without_dims
 from shardwise.strategy.registry import program, rule
 from shardwise.wrapper import restride
 
 
 # -- where a mask is true ----------------------------------------------------------------------------------
-def select_masked(x: object, mask: object, at: int) -> Any:
+def select_masked(x: Tensor, mask: Tensor, at: int) -> Tensor:
     """x[:, ..., mask], the mask from dim `at` on."""
     return chosen_along(lambda v, m: v[(*(slice(None),) * at, m)], x, mask, at)
 
@@ -41,8 +40,7 @@ def nonzero(x: Tensor, *, as_tuple: bool = False) -> Tensor:
     layout, axes = x._layout, x._layout.axes_of(lead)
     starts = lambda coords: tuple(layout.offset_at(d, coords) for d in range(layout.ndim))
     find = lambda v, starts: torch.nonzero(v) + torch.tensor(starts, dtype=torch.int64, device=v.device)
-    places = [Shard(0) if axis in axes else REPLICATE for axis in range(len(layout.placements))]
-    target = layout.replace(shape=(0, x.dim()), dtype=torch.int64, placements=places)
+    target = layout.replicated(shape=(0, x.dim()), dtype=torch.int64).placed(dict.fromkeys(axes, Shard(0)))
     out = with_counted_size(run_local(find, [x], target, starts), 0, axes)
     _by_columns(out)
     return out.unbind(1) if as_tuple else out
@@ -81,35 +79,36 @@ def _repeat(x: Any, repeats: Any = None, dim: Any = None, *, output_size: Any = 
     return chosen_along(lambda v, r: v.repeat_interleave(r, d), x, repeats, d)
 
 
+def _edges(x: Tensor, classes: int = -1) -> tuple[int, int]:
+    """The least and the greatest value; on a mesh without values, where the program says how many classes there are,
+    those of the first and the last class."""
+    with relaxed():  # as in with_counted_size
+        edges = x.aminmax()
+        if x._layout.mesh.comm.outlined and classes != -1:
+            for edge in edges:
+                edge.full_tensor()  # ranks with values exchange them
+            return 0, classes - 1
+        lowest, highest = (int(edge) for edge in edges)
+    return lowest, highest
+
+
 @program("bincount")
 def bincount(x: Tensor, weights: Any = None, minlength: int = 0) -> Tensor:
     """The largest value on any rank says how many bins there are; the counts of all ranks add up."""
-    x, size = reduced(x), minlength
-    if x.numel():
-        with relaxed():  # as in with_counted_size
-            size, lowest = max(minlength, int(x.max()) + 1), int(x.min())
-        if lowest < 0:
-            raise RuntimeError(f"bincount only supports 1-d non-negative integral inputs, got {lowest}")
+    x = reduced(x)
+    lowest, highest = _edges(x) if x.numel() else (0, -1)
+    if lowest < 0:
+        raise RuntimeError(f"bincount only supports 1-d non-negative integral inputs, got {lowest}")
+    size = max(minlength, highest + 1)
     operands = [x] if weights is None else [x, weights.detach().redistribute(placements=x._layout.placements)]
     count: Any = torch.bincount
-    dtype = count(*(torch.zeros(min(x.numel(), 1), dtype=t.dtype) for t in operands)).dtype
-    places = [Partial() if p.is_shard() else p for p in x._layout.placements]
-    target = x._layout.replace(shape=(size,), placements=places, dtype=dtype)
+    few = [torch.zeros(min(x.numel(), 1), dtype=t.dtype) for t in operands]
+    dtype = count(*few, minlength=min(minlength, 0)).dtype  # torch raises for a negative one
+    target = without_dims(x._layout, (0,), True).replace(shape=(size,), dtype=dtype)
     return run_local(lambda *held: count(*held, minlength=size).to(dtype), operands, target)
 
 
 stored("one_hot")(contiguous)
-
-
-def _edges(x: Tensor, classes: int) -> tuple[int, int]:
-    """The least and the greatest class; without values, and where the program says how many there are, these."""
-    edges = x.aminmax()
-    if x._layout.mesh.comm.outlined and classes != -1:
-        for edge in edges:
-            edge.full_tensor()  # ranks with values exchange them
-        return 0, classes - 1
-    lowest, highest = (int(edge) for edge in edges)
-    return lowest, highest
 
 
 @program("one_hot")
@@ -119,8 +118,7 @@ def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
         raise RuntimeError(f"one_hot is only applicable to index tensor of type LongTensor, got {x.dtype}")
     x = reduced(x)
     if x.numel():
-        with relaxed():  # as in with_counted_size
-            lowest, highest = _edges(x, num_classes)
+        lowest, highest = _edges(x, num_classes)
         if lowest < 0:
             raise RuntimeError("Class values must be non-negative.")
         num_classes = highest + 1 if num_classes == -1 else num_classes
@@ -172,10 +170,10 @@ def distinct(func: Callable[..., Any], x: Tensor, dim: int | None, where: bool =
     x = x if dim is None else whole(x.movedim(dim, 0), range(1, x.dim()))
     find = functools.partial(func, return_inverse=True, return_counts=True, dim=None if dim is None else 0)
     layout, axes = x._layout, [a for a, p in enumerate(x._layout.placements) if p.is_shard()]
-    chunks = [Shard(0) if a in axes else REPLICATE for a in range(len(layout.placements))]
-    values = layout.replace(shape=(0, *(x.shape[1:] if dim is not None else ())), placements=chunks)
+    rows = layout.replicated(shape=(0, *(x.shape[1:] if dim is not None else ())))
+    values = rows.placed(dict.fromkeys(axes, Shard(0)))
     places = layout.replace(shape=x.shape[: None if dim is None else 1], dtype=torch.int64)
-    counts = layout.replace(shape=(0,), placements=chunks, dtype=torch.int64)
+    counts = values.replace(shape=(0,), dtype=torch.int64)
     found = run_local(find, [x], [values, places, counts])
     merged, inverse, many = with_counted_size(found[0], 0, axes), found[1], with_counted_size(found[2], 0, axes)
     if axes:  # once more, of the values that all ranks found

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.layout import Layout
-from shardwise.layout.layout import parent_sets
+from shardwise.layout.nesting import parent_sets
 from shardwise.layout.split import Intervals, count
 from shardwise.rules.view import dims_of
 from shardwise.strategy import Algorithm, Factors, Operand, Tensor, factors, needs_grad, run_local, whole
@@ -31,7 +31,7 @@ def diagonal(x: Operand, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Relay
     where = {d: i for i, d in enumerate(rest)} | dict.fromkeys(starts, len(rest))
     on_it = lambda start: lambda held: sliced(start, start + length, 1)(held) if len(held) < 2 else None
 
-    def corner(source: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> Any:
+    def corner(source: Layout, outputs: list[Layout], coords: tuple[int, ...]) -> tuple[int, ...]:
         mine = outputs[0].held(len(rest), coords)
         first = mine[0][0] if mine else 0
         return count(mine), *(first + at - source.offset_at(d, coords) if mine else 0 for d, at in starts.items())

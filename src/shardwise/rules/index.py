@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from shardwise.errors import dim_from_front
-from shardwise.layout.region import broadcast_shape, contiguous_stride
+from shardwise.layout.shapes import broadcast_shape, contiguous_stride
 from shardwise.layout.split import Intervals
 from shardwise.rules.data_dependent import select_masked
 from shardwise.rules.pointwise import broadcast
@@ -84,7 +84,7 @@ def basic_actions(entries: Sequence[Any], shape: Sequence[int], keep: bool = Fal
     return actions, left
 
 
-def viewed(x: object, actions: Sequence[Action]) -> Any:
+def viewed(x: Tensor, actions: Sequence[Action]) -> Tensor:
     return functools.reduce(lambda view, action: action[1](view, *action[2]), actions, x)
 
 
@@ -103,7 +103,7 @@ def asks_whether(index: object) -> bool:
     return any(is_mask(e) and e.dtype is torch.uint8 and not e.ndim for e in entries)
 
 
-def take_item(x: Any, index: Any) -> Any:
+def take_item(x: Tensor, index: Any) -> Tensor:
     actions, left = basic_actions(spelled_out(index, x.dim()), x.shape)
     view = viewed(x, actions)
     at = [e if e is None else torch.as_tensor(e, device=x.device) for e in left]
@@ -183,7 +183,7 @@ def index(x: Operand, indices: Sequence[Any]) -> Factors | Algorithm | None:
     return Factors([mine, *at.index_names], [at.result], "each", frozenset({0}), reduce=reduce, local=local)
 
 
-def _index_by_masks(x: object, indices: Sequence[Any]) -> Any:
+def _index_by_masks(x: Tensor, indices: Sequence[Any]) -> Tensor:
     at = [d for d, i in enumerate(indices) if i is not None]
     if len(at) == 1:
         return select_masked(x, indices[at[0]].bool(), at[0])
@@ -236,7 +236,7 @@ def take(x: Operand, index: Operand) -> Factors | Algorithm:
     return factors("*x!, *i -> *i", [x, index], "each", joint={0})
 
 
-def unravelled(index: Any, shape: Sequence[int]) -> list[Any]:
+def unravelled(index: Tensor, shape: Sequence[int]) -> list[Any]:
     """One index per dim for indices into the flattened tensor; those out of bounds are so in the first dim."""
     n = math.prod(shape)
     index = torch.where(index < 0, index + n, index)
@@ -250,6 +250,6 @@ def masked_index(x: Tensor, mask: Tensor, indices: Sequence[Any], fill: object) 
     return torch.ops.aten.index(x, clamped(x, indices)).masked_fill(~mask, fill)
 
 
-def clamped(x: Any, indices: Sequence[Any]) -> list[Any]:
+def clamped(x: Tensor, indices: Sequence[Any]) -> list[Any]:
     """Indices under a mask may point anywhere where it is False."""
     return [i if i is None else i.clamp(-n, n - 1) for i, n in zip(indices, x.shape, strict=False)]

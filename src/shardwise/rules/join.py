@@ -12,7 +12,7 @@ import torch
 
 from shardwise.errors import dim_from_front
 from shardwise.layout import Layout, Shard
-from shardwise.layout.layout import shards_from_table
+from shardwise.layout.nesting import shards_from_table
 from shardwise.layout.split import Intervals, normalize, shift
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, operands_in
 from shardwise.strategy.program import constant, leaves_empty, padded
@@ -94,7 +94,7 @@ def stack(tensors: Sequence[Operand], dim: int = 0) -> Answer:
 
 
 @program("pad_sequence")
-def in_rows(sequences: Tensor, batch_first: bool = False, padding_value: Any = 0.0, padding_side: str = "right") -> Any:
+def in_rows(sequences: Tensor, batch_first: bool = False, padding_value: float = 0, padding_side: str = "right") -> Any:
     most, left = max(map(len, sequences)), padding_side == "left"
     sides = [(most - len(s), 0) if left else (0, most - len(s)) for s in sequences]
     rows = [padded(s, {0: side}, padding_value) for s, side in zip(sequences, sides)]
@@ -106,7 +106,7 @@ def chunk_cat(tensors: Any, dim: int, num_chunks: int) -> Algorithm:
     """Every tensor padded along `dim` to `num_chunks` equal chunks; the n-th chunks of all, flat, are row n."""
     dim = dim_from_front(dim, next(operands_in(tensors)).ndim)
 
-    def chunks(x: Any) -> Any:
+    def chunks(x: Tensor) -> Tensor:
         x = padded(x, {dim: (0, -x.shape[dim] % num_chunks)})
         return x.unflatten(dim, (num_chunks, -1)).flatten(dim + 1)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from shardwise.layout.layout import dense_stride
+from shardwise.layout.shapes import dense_stride, outermost_first
 from shardwise.strategy import Answer, Factors, Gathered, Operand, Tensor, factors, line, operands_in, run_local, whole
 from shardwise.strategy.memory import formatted, restrided, stored
+from shardwise.strategy.reading import dims_named
 from shardwise.strategy.registry import program, rule
 
 # results that have no cut factor are the same on all ranks (the factorization behind a solve) and carry no gradient
@@ -52,14 +53,8 @@ def by_columns(shape: Sequence[int]) -> tuple[int, ...]:
     return dense_stride(shape, (*range(len(shape), 2, -1), 1, 2))
 
 
-@stored("linalg_eig", device="cpu")
-def of_eig(result: Sequence[torch.Tensor], x: object) -> None:
-    restrided(result[1], by_columns(result[1].shape))
-
-
-@stored("linalg_svd _linalg_svd", device="cpu")
-def of_svd(result: Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
-    restrided(result[2], by_columns(result[2].shape))
+for _names, _at in (("linalg_eig", 1), ("linalg_svd _linalg_svd", 2)):
+    stored(_names, "cpu")(lambda result, *_, at=_at, **__: restrided(result[at], by_columns(result[at].shape)))
 
 
 @stored("svd", device="cpu")
@@ -122,19 +117,19 @@ def transformed(result: torch.Tensor, x: torch.Tensor, dims: Sequence[int]) -> N
     n = x.dim() - len(dims)
     late = [d for d in range(n, x.dim()) if d not in dims]
     rest = [late.pop() if d in dims else d for d in range(n)]
-    order = [*sorted(rest, key=lambda d: -x.stride()[d]), *dims]
+    order = [*outermost_first(x.stride(), rest), *dims]
     restrided(result, dense_stride(result.shape, [-order.index(d) for d in range(x.dim())]))
 
 
 @stored("_fft_c2c", device="cpu")
 def of_c2c(result: torch.Tensor, x: torch.Tensor, dim: Sequence[int], *_: object, **__: object) -> None:
-    transformed(result, x, sorted((range(x.dim())[d] for d in dim), key=lambda d: -x.stride()[d]))
+    transformed(result, x, outermost_first(x.stride(), dims_named(dim, x.dim())))
 
 
 @stored("_fft_r2c", device="cpu")
 def of_r2c(result: torch.Tensor, x: torch.Tensor, dim: Sequence[int], *_: object, **__: object) -> None:
-    dims = [range(x.dim())[d] for d in dim]
-    transformed(result, x, [*sorted(dims[:-1], key=lambda d: -x.stride()[d]), dims[-1]])
+    *others, last = dims_named(dim, x.dim())
+    transformed(result, x, [*outermost_first(x.stride(), others), last])
 
 
 @stored("_fft_c2r", device="cpu")
@@ -144,4 +139,4 @@ def of_c2r(result: torch.Tensor, x: torch.Tensor, dim: Sequence[int], *_: object
         halfway = torch.empty_like(x)
         of_c2c(halfway, x, dim[:-1])
         x = halfway
-    transformed(result, x, [range(x.dim())[dim[-1]]])
+    transformed(result, x, dims_named(dim[-1], x.dim()))

@@ -161,17 +161,16 @@ def together(
         tensors, found = [reduced(t) if t._layout.is_partial else t for t in tensors], [None] * len(tensors)
         for (axes, own), positions in groups.items():
             layout, values = tensors[positions[0]]._layout, [tensors[i]._local for i in positions]
-            comm, everywhere, kind = layout.mesh.comm, [REPLICATE] * len(layout.placements), (dtype or own).to_real()
+            comm, kind = layout.mesh.comm, (dtype or own).to_real()
             if axes:
                 parts = comm.bind(part, axes)(values)
-                places = [Partial(reduce_op) if a in axes else REPLICATE for a in range(len(everywhere))]
-                vector = layout.replace(shape=(len(values),), placements=places, dtype=comm.first(parts).dtype)
-                whole = wrap(parts, vector).redistribute(placements=everywhere)
+                vector = layout.replicated(shape=(len(values),), dtype=comm.first(parts).dtype)
+                whole = reduced(wrap(parts, vector.placed(dict.fromkeys(axes, Partial(reduce_op)))))
                 finish = lambda sums, kind=kind: (after(sums) if after else sums).to(kind).unbind()  # noqa: E731
                 numbers = comm.bind(finish)(whole._local)
             else:
                 numbers = comm.bind(op)(values)
-            one = wrapper_of(layout.replace(shape=(), placements=everywhere, dtype=kind))
+            one = wrapper_of(layout.replicated(shape=(), dtype=kind))
             for i, number in zip(positions, numbers, strict=True):
                 found[i] = one(number)
         return tuple(found)

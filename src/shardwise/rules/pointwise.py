@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from shardwise.errors import dim_from_front
-from shardwise.layout.layout import dense_stride
 from shardwise.layout.placement import Partial
+from shardwise.layout.shapes import dense_stride
 from shardwise.rules.order import added, falling, rising, rising_alone, rising_by, rising_threshold, scaled
 from shardwise.strategy import Algorithm, Factors, Operand, Order, Result, factors, line, operands_in, unfinished
 from shardwise.strategy.memory import contiguous, like_a_sum, restrided, stored

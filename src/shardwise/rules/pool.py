@@ -31,7 +31,7 @@ ATEN = torch.ops.aten
 Sizes = int | Sequence[int]
 
 
-def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], Units], linear: str = "none") -> Any:
+def spatial(x: Operand, dims: int, call: Any, reach: Callable[[int, int, int], Units], linear: str = "none") -> Answer:
     """An op on the last `dims` dims: call(x, sizes), with () for the sizes the call asks for, and reach(i, n, outputs)
     for the i-th of these dims. Of two results the second has flat positions in a plane of x."""
     planes = range(x.ndim - dims, x.ndim)

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from shardwise.errors import dim_from_front
-from shardwise.layout import Partial
-from shardwise.layout.layout import parent_sets
+from shardwise.layout.nesting import parent_sets
 from shardwise.layout.split import count
 from shardwise.strategy import Algorithm, Answer, Operand, Tensor, line, needs_grad, reduced, run_local
-from shardwise.strategy.program import sum_dtype
+from shardwise.strategy.program import sum_dtype, without_dims
 from shardwise.strategy.registry import rule
 from shardwise.strategy.two_stages import whole_along
+
+Pieces = tuple[tuple[int, ...], tuple[int, ...]]  # their numbers and their sizes
 
 # torch's gradient of an empty tensor is that tensor itself
 line("cummax cummin", "*d!dim -> *d, *d", takes="x dim", never_empty=True)
@@ -52,7 +53,7 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
             return whole_along(x, (along,), True, never_empty=True)
         return whole_along(x, (along,), True, linear=linear)
 
-    def by_pieces(x: Tensor, dim: int, kept: Any) -> Tensor:
+    def by_pieces(x: Tensor, dim: int, kept: torch.dtype) -> Tensor:
         whole_numbers = not (kept.is_floating_point or kept.is_complex)  # torch's sums of these are int64
         x = reduced(x).to(kept).to(torch.int64 if whole_numbers else sum_dtype(kept))
         if scan is torch.cumprod and needs_grad(x):  # behind a zero torch has no gradient, not even of NaNs
@@ -63,18 +64,18 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
         starts = sorted(start for held in sets for start, _ in held)
         number = {start: i for i, start in enumerate(starts)}
 
-        def pieces_at(coords: tuple[int, ...]) -> Any:
+        def pieces_at(coords: tuple[int, ...]) -> Pieces:
             """The numbers and the sizes of the pieces that a rank holds."""
             held = layout.held(dim, coords)
             return tuple(number[start] for start, _ in held), tuple(stop - start for start, stop in held)
 
-        def totals(v: torch.Tensor, held: Any) -> torch.Tensor:
+        def totals(v: torch.Tensor, held: Pieces) -> torch.Tensor:
             numbers, sizes = held
             mine = torch.cat([total(part, dim) for part in v.split(sizes, dim)], dim) if sizes else v
             where = torch.tensor(numbers, dtype=torch.long, device=v.device)
             return v.new_zeros((*v.shape[:dim], len(starts), *v.shape[dim + 1 :])).index_copy(dim, where, mine)
 
-        def scanned(v: torch.Tensor, rows: torch.Tensor, held: Any) -> torch.Tensor:
+        def scanned(v: torch.Tensor, rows: torch.Tensor, held: Pieces) -> torch.Tensor:
             numbers, sizes = held if held[0] else ((0,), (0,))  # of nothing, one piece
             first = v.new_full((*v.shape[:dim], 1, *v.shape[dim + 1 :]), neutral)
             before = torch.cat([first, linked(scan, rows, dim, neutral)], dim)
@@ -83,8 +84,7 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
             return torch.cat([linked(scan, p, dim, neutral).narrow(dim, 1, p.shape[dim] - 1) for p in parts], dim)
 
         shape = (*x.shape[:dim], len(starts), *x.shape[dim + 1 :])
-        places = [Partial() if p.is_shard(dim) else p for p in layout.placements]
-        rows = run_local(totals, [x], layout.replace(shape=shape, placements=places), pieces_at)
+        rows = run_local(totals, [x], without_dims(layout, (dim,), True).replace(shape=shape), pieces_at)
         return run_local(scanned, [x, reduced(rows)], layout.replace(shape=layout.shape), pieces_at).to(kept)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import dim_from_front
-from shardwise.layout.region import broadcast_shape, contiguous_stride
+from shardwise.layout.shapes import broadcast_shape, contiguous_stride
 from shardwise.rules.index import Indexed, clamped, is_mask, unravelled, without_masks
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, needs_grad
 from shardwise.strategy.lookup import Written, located, located_all, places_of_mine

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from shardwise.layout import Partial
-from shardwise.layout.placement import REPLICATE
 from shardwise.protocols import Ctx
 from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, factors, line, operands_in
 from shardwise.strategy.memory import contiguous, meta_like, stored
-from shardwise.strategy.program import Tensor, constant, needs_grad, reduced, run_local, sum_dtype, whole
+from shardwise.strategy.program import Tensor, constant, needs_grad, reduced, run_local, sum_dtype, whole, without_dims
 from shardwise.strategy.registry import program, rule
 from shardwise.strategy.two_stages import Dims, gather_parts, reduced_dims, shared_extreme, staged, whole_along
 from shardwise.torch_private.tensors import are_transforms_active
@@ -176,9 +174,8 @@ def histogram(x: Tensor, bins: Any, *, weight: Tensor = None, density: bool = Fa
     elif span.get("range") is None and x.numel():
         span["range"] = [edge.item() for edge in x.aminmax()]
     weight = weight if weight is None else weight.detach().redistribute(placements=x.placements)
-    places = [p if p.is_replicate() else Partial() for p in x.placements]
-    hist = x._layout.replace(shape=(n,), placements=places)
-    edges = hist.replace(shape=(n + 1,), placements=[REPLICATE] * len(places))
+    hist = without_dims(x._layout, range(x.dim()), False).replace(shape=(n,))
+    edges = hist.replicated(shape=(n + 1,))
     count = lambda v, bins, weight: torch.histogram(v, bins, weight=weight, **span)
     found, at = run_local(count, [x, bins, weight], [hist, edges])
     found = found / (found.sum() * at.diff()) if density else found

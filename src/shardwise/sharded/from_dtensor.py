@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, Shard
-from shardwise.layout.layout import Tile
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import count
+from shardwise.layout.tiles import Tile
 from shardwise.layout.tileset import TileSet
 from shardwise.mesh import Mesh
 from shardwise.sharded.groups import Group, as_group, rank_of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shardwise.comm.record import Note
 from shardwise.errors import MeshError
 from shardwise.layout import Layout, Placement, Shard
-from shardwise.layout.layout import shards_from_table
+from shardwise.layout.nesting import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, count, normalize
 from shardwise.layout.tiles import Tiles

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.context import relaxed
 from shardwise.layout import Shard
-from shardwise.layout.layout import shards_from_table
+from shardwise.layout.nesting import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import sizes_to_pieces
 from shardwise.strategy.program import Tensor, run_local, whole
@@ -39,8 +39,7 @@ def with_counted_size(out: Tensor, dim: int, axes: Sequence[int]) -> Tensor:
     layout, mesh = out._layout, out._layout.mesh
     sizes = [mesh.shape[a] for a in axes]
     cells = list(itertools.product(*map(range, sizes)))
-    places = [Shard(0) if a in axes else REPLICATE for a in range(len(mesh.shape))]
-    one_each = layout.replace(shape=(len(cells),), dtype=torch.int64, placements=places)
+    one_each = layout.replicated(shape=(len(cells),), dtype=torch.int64).placed(dict.fromkeys(axes, Shard(0)))
     with relaxed(), torch.no_grad():  # under strict() too: such an op is nothing without this exchange
         counts = whole(run_local(lambda v: torch.tensor([v.shape[dim]], device=v.device), [out], one_each))
         alike = [mesh.comm.first(out._local).shape[dim]] * len(cells)  # without values, all are taken to find as many

@@ -1,7 +1,7 @@
-"""Local calls of ranks that hold nothing. They must build the same graph as the other ranks and raise what these raise,
-and torch's own functions take short cuts for empty tensors: a kernel that there is not is not missed, a gradient is a
-constant. So a rank that holds nothing *plays* one that holds something: it calls the same function on tensors of that
-rank's sizes, too. Of what that gives nothing is kept but the graph, through which no gradient but zeros goes.
+"""Local calls of ranks that hold no elements. Such a rank must build the same graph as the other ranks and raise what
+they raise. Torch's functions do not see to that: of empty tensors some gradients are constants, and a missing kernel
+raises no error. So a rank without elements *imitates* one that has some: it also calls the function on made-up tensors
+of that rank's sizes. Of the result it keeps nothing but the graph, through which only zeros flow.
 """
 
 from __future__ import annotations
@@ -81,8 +81,7 @@ def of_one_each(
 
 
 def never_empty(x: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
-    """`x`, which autograd goes on to take for what it is, with `sizes[d]` elements along each of its empty dims d that
-    is among them."""
+    """`x` with `sizes[d]` made-up elements along each of its empty dims d that `sizes` names; gradients reach `x`."""
     shape = [n or sizes.get(d, 0) for d, n in enumerate(x.shape)]
     if shape == list(x.shape):
         return x
@@ -100,9 +99,8 @@ def is_empty_here_alone(layouts: Sequence[Layout]) -> bool:
     return not comm.simulated and not comm.outside and _is_empty_at(comm.coords_here()[0], layouts)
 
 
-def rank_to_play(layouts: Sequence[Layout]) -> Coords | None:
-    """Where the rank stands that one plays which holds nothing: the first that holds something of every tensor, if
-    there is such a rank."""
+def rank_to_imitate(layouts: Sequence[Layout]) -> Coords | None:
+    """The coordinates of the first rank that holds elements of every tensor; None if there is no such rank."""
     everyone = itertools.product(*map(range, layouts[0].mesh.shape))
     return next((coords for coords in everyone if not _is_empty_at(coords, layouts)), None)
 
@@ -111,19 +109,19 @@ def _is_empty_at(coords: Coords, layouts: Sequence[Layout]) -> bool:
     return any(0 in layout.local_shape_at(coords) for layout in layouts)
 
 
-def as_others_do(
+def imitating(
     func: Callable[..., object],
     shapes: Sequence[Sequence[int]],
     last: tuple[object, ...] = (),
     writes: bool = False,
     asked: list[bool] | None = None,
 ) -> Callable[..., object]:
-    """`func`, called by a rank that has nothing to do as if it had something as well.
+    """`func`, for a rank without elements: it also makes the call of a rank that has some.
 
     Args:
         func: The local call.
-        shapes: The sizes that the rank which is played has of each tensor among the arguments.
-        last: The last argument on that rank, where it is another one on each.
+        shapes: The local shapes, on the rank that is imitated, of the tensors among the arguments.
+        last: The last argument on that rank, if each rank has its own.
         writes: Whether `func` writes into an argument.
         asked: Not empty if torch was asked already whether there is a kernel.
     """
@@ -137,24 +135,24 @@ def as_others_do(
         known = len(given) == len(shapes) and not is_transforming() and not any(map(is_abstract, given))
         if not known or (done and not recorded):
             return func(*args, **kwargs)
-        played = _play(func, (*args[: len(args) - len(last)], *last), kwargs, shapes, recorded)
+        made_up = _with_sizes(func, (*args[: len(args) - len(last)], *last), kwargs, shapes, recorded)
         done.append(True)  # it did not raise
         result = func(*args, **kwargs)
-        return _tied(result, played) if recorded and played is not None else result
+        return _tied(result, made_up) if recorded and made_up is not None else result
 
     return call
 
 
-def _play(
+def _with_sizes(
     func: Callable[..., object],
     args: tuple[object, ...],
     kwargs: dict[str, object],
     shapes: Sequence[Sequence[int]],
     recorded: bool,
 ) -> object:
-    """What `func` gives on tensors of these shapes. Raise if torch has no kernel for this call: it says so of tensors
-    with elements only, which other ranks hold, and a rank that went on would wait for them. None if it raises anything
-    else, as it may because of what the numbers are."""
+    """What `func` gives on made-up tensors of these shapes. Raise if torch has no kernel for this call: torch says so
+    only for tensors with elements, so the other ranks raise, and this one would wait for them. None if it raises
+    anything else, as it may because of the made-up numbers."""
     if not recorded and sum(map(_numel, shapes)) > _MOST:
         return None
     following = iter(shapes)
@@ -181,8 +179,8 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _as_large_as(shape: Sequence[int], x: torch.Tensor) -> torch.Tensor:
-    """A tensor of this shape, made from `x`, whose gradient is zeros whatever comes. Its numbers are in no order, so
-    that matrices have inverses; indices are 0."""
+    """A tensor of this shape, whose gradient reaches `x` as zeros. Its numbers are in no order, so that matrices have
+    inverses; indices are 0."""
     if not x.is_floating_point() and not x.is_complex():
         return x.new_zeros(tuple(shape))
     numbers = _numbers(_numel(shape), x.dtype, x.device).view(tuple(shape))
@@ -218,10 +216,10 @@ def _to(shape: Sequence[int], x: torch.Tensor) -> list[int]:
     return [n for d in reversed(range(x.dim())) for n in (0, shape[d] - x.shape[d])]
 
 
-def _tied(result: object, played: object) -> object:
-    """`result`, which autograd takes for a function of all that `played` is one of."""
+def _tied(result: object, made_up: object) -> object:
+    """`result`, which autograd takes for a function of all that `made_up` is a function of."""
     flat, tree = tree_flatten(result)
-    others, same = tree_flatten(played)
+    others, same = tree_flatten(made_up)
     if tree != same:
         return result
     return tree_unflatten([_tie(mine, other) for mine, other in zip(flat, others, strict=True)], tree)

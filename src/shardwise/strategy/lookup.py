@@ -14,7 +14,7 @@ from shardwise.comm.capturing import tape_here, tapes, unwritten
 from shardwise.layout import Layout
 from shardwise.layout.split import Intervals, count
 from shardwise.move.pack import BITS
-from shardwise.strategy.empty_ranks import as_others_do
+from shardwise.strategy.empty_ranks import imitating
 from shardwise.strategy.program import padded
 from shardwise.strategy.spec import Assignment, Factors, LocalCall, MakeLocal, Operand, PerCoords
 from shardwise.torch_private.tensors import assert_async, is_abstract
@@ -33,7 +33,7 @@ def sum_of(x: Operand) -> str:
 
 
 def is_any(outside: torch.Tensor) -> bool:
-    """Whether any is true; where a program is captured, each run of it looks, and raises if one is."""
+    """Whether any element is true. Where a program is captured, each run of it looks again, and raises if one is."""
     if not tapes or tape_here() is None:
         return bool(outside.any())
     with unwritten():
@@ -146,6 +146,6 @@ class Written(Factors):
         written, torch does not say that a kernel is missing, and the ranks that have something to write would raise
         alone."""
         one = tuple(((0, 1),) if c else None for c in cut)
-        asking = as_others_do(write, [(1,) * op.ndim for op in operands], (one,), writes=True)
+        asking = imitating(write, [(1,) * op.ndim for op in operands], (one,), writes=True)
         asking.__name__ = write.__name__
         return asking

@@ -59,9 +59,9 @@ def correct_memory(
 def correct_thin(
     func: Callable[..., object], device: str, result: object, args: Sequence[object], kwargs: dict[str, Any]
 ) -> None:
-    """Give results with dims of size 0 or 1, whose strides follow no rule that meta kernels know, those of torch's
-    other kernels: on small tensors these cost next to nothing. On large ones such strides, which say nothing about
-    where elements are, stay what the meta kernels say."""
+    """Correct the strides of results with dims of size 0 or 1. Meta kernels follow no known rule there, so torch's
+    other kernels are asked: on small tensors this costs next to nothing. For large tensors the strides of meta kernels
+    stay; they do not say where elements are, since such a dim has one element at most."""
     thin = [out for out in tensors_among(result) if not {0, 1}.isdisjoint(out.shape)]
     if not any(device == "cpu" or not out.numel() for out in thin):
         return

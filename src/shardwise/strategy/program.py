@@ -14,14 +14,14 @@ from shardwise.comm.outside import held_of
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, running_op
 from shardwise.layout import Layout, Partial, Shard
-from shardwise.layout.layout import parent_sets
+from shardwise.layout.nesting import parent_sets
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, count
 from shardwise.move import plan_steps
 from shardwise.move.pack import take
 from shardwise.move.run import run_steps
 from shardwise.move.window import Needs, windows_of
-from shardwise.strategy.empty_ranks import as_others_do, is_empty_here_alone, rank_to_play
+from shardwise.strategy.empty_ranks import imitating, is_empty_here_alone, rank_to_imitate
 from shardwise.torch_private.autograd import is_recorded
 from shardwise.torch_private.tensors import is_any_autocast_enabled
 from shardwise.wrapper import Wrapper, wrap
@@ -63,28 +63,28 @@ def run_local(
     if value_at is not None:
         values.append(mesh.comm.per_rank(value_at))
     if not mesh.comm.simulated:
-        func = _playing(func, operands, [*layouts, *wanted], value_at)
+        func = _imitating(func, operands, [*layouts, *wanted], value_at)
     result = mesh.comm.bind(func, split)(*values)
     if isinstance(outputs, Layout):
         return _wrapped(result, outputs)
     return tuple(_wrapped(local, layout) for local, layout in zip(result, wanted, strict=True))
 
 
-def _playing(
+def _imitating(
     func: Callable[..., Any],
     operands: Sequence[object],
     layouts: Sequence[Layout],
     value_at: Callable[[Coords], Any] | None,
 ) -> Callable[..., Any]:
-    """`func`; of a rank that holds nothing of tensors with these layouts, playing one that holds something."""
+    """`func`; on a rank without elements of tensors with these layouts, one that imitates a rank that has some."""
     tried, key = layouts[0].mesh.tried, (running_op(), *layouts)
     if key not in tried:
-        tried.add(key, (rank_to_play(layouts) if is_empty_here_alone(layouts) else None, []))
+        tried.add(key, (rank_to_imitate(layouts) if is_empty_here_alone(layouts) else None, []))
     coords, asked = tried[key]
     if coords is None:
         return func
     shapes = [_shape_at(op, coords) for op in operands if isinstance(op, (torch.Tensor, Windowed))]
-    return as_others_do(func, shapes, () if value_at is None else (value_at(coords),), asked=asked)
+    return imitating(func, shapes, () if value_at is None else (value_at(coords),), asked=asked)
 
 
 def _shape_at(operand: torch.Tensor | Windowed, coords: Coords) -> tuple[int, ...]:

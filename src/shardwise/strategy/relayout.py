@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.layout import Layout, Placement, Shard
-from shardwise.layout.layout import shards_from_table
+from shardwise.layout.nesting import shards_from_table
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.split import Intervals, count, intersect, normalize
 from shardwise.strategy.set_maps import Carried, Range, SetMap, unchanged
@@ -44,8 +44,8 @@ class Relayout(Spec):
         return Assignment([source.placements], outs, self.local)
 
     def _checked(self, layout: Layout, dim: int) -> list[tuple[_Cut, list[Carried]]] | None:
-        """Where the cut of `dim` goes, if it can for every rank: whole, or each axis's part of it by itself (a rank
-        holds what is in all of its parts, since every index has one holder)."""
+        """Where the cut of `dim` goes, if every rank can follow it: as a whole, or the part of each axis by itself (a
+        rank holds what is in all of its parts, since every index has one holder)."""
         axes = layout.axes_of(dim)
         for cuts in ([axes], [(axis,) for axis in axes]):
             parts = [_Cut(layout, dim, some) for some in cuts]
@@ -110,7 +110,8 @@ def _grid(layout: Layout, axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def carried(
     where: Mapping[int, int] | range, local: MakeLocal | None, changes: Mapping[int, SetMap] | None = None
 ) -> Relayout:
-    """Dim d becomes dim where[d], the sets held of it changed by changes[d]; a dim that is not there must be whole."""
+    """Dim d becomes dim where[d], and changes[d] turns the sets that ranks hold of it into those of the result. A dim
+    that is not in `where` must be whole."""
     change = changes or {}
     return Relayout(1, lambda d: [[Carried(where[d], change.get(d, unchanged))] if d in where else []], local)
 

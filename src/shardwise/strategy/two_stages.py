@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.layout.layout import parent_sets, shards_from_table
+from shardwise.layout.nesting import parent_sets, shards_from_table
 from shardwise.layout.split import Intervals, count, normalize
 from shardwise.protocols import Ctx
 from shardwise.strategy.program import Tensor, indices, needs_grad, reduced, run_local, whole

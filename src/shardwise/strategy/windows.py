@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardwise.comm.base import Coords
-from shardwise.layout import Layout
-from shardwise.layout.layout import parent_sets, shards_from_table
+from shardwise.layout import Layout, Placement
+from shardwise.layout.nesting import parent_sets, shards_from_table
 from shardwise.layout.split import Interval, Intervals, chunk_pieces, intersect, normalize
 from shardwise.strategy.program import Windowed
+from shardwise.strategy.spec import Result
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ class Halo:
         return intersect(windows, normalize([(0, self.reach.n)]))
 
     def edges(self, coords: Coords) -> tuple[int, int, int]:
-        """Rows of padding before and after what a rank gets, and where its outputs begin in those of its window."""
+        """How many rows of padding come before and after the window of a rank, and where its outputs begin among those
+        that it computes from the window."""
         made, got, reach = self.made(coords), self.needs(coords), self.reach
         if not made:
             return 0, 0, 0
@@ -140,7 +143,9 @@ def windowed(x: torch.Tensor, halos: Halos) -> Windowed:
     return Windowed(x, {dim: halo.needs for dim, halo in halos.items()})
 
 
-def cut_like(layout: Layout, halos: Halos, result: Any, placements: Any = None) -> Layout:
+def cut_like(
+    layout: Layout, halos: Halos, result: Result | torch.Tensor, placements: Sequence[Placement] | None = None
+) -> Layout:
     """The layout of a result: as `layout` is, except for the sliding dims, which are split as the outputs are."""
     places = list(placements or layout.placements)
     for halo in halos.values():

@@ -12,6 +12,7 @@ from shardwise.context import of_thread, strict
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.layout import Layout, Partial, Placement, Shard, as_placements
 from shardwise.layout.placement import REPLICATE
+from shardwise.layout.shapes import dense_stride
 from shardwise.mesh import DeviceMesh, as_mesh
 from shardwise.spec import Spec
 from shardwise.tensor import DTensor
@@ -95,11 +96,7 @@ def compute_global_tensor_shape(shape: torch.Size, mesh: DeviceMesh, placements:
 
 def compute_local_stride(global_stride: Sequence[int], local_shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of memory without holes whose dims lie in the order that these strides say."""
-    stride, step = [0] * len(local_shape), 1
-    for dim in sorted(range(len(local_shape)), key=lambda d: (global_stride[d], -d)):
-        stride[dim] = step
-        step *= max(local_shape[dim], 1)
-    return tuple(stride)
+    return dense_stride(local_shape, like=global_stride)
 
 
 def normalize_to_torch_size(size: int | Sequence[int | Sequence[int]]) -> torch.Size:

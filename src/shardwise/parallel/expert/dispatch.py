@@ -138,7 +138,7 @@ def _exchanged_counts(chosen: DTensor, experts: int) -> torch.Tensor:
     table = layout.replace(shape=(len(pieces) * most, experts), placements=evenly)
     count = lambda local, held: _counted(local, experts, held, most)
     counts = run_local(count, [chosen], table, lambda coords: layout.held(0, coords))
-    whole = table.replace(placements=[REPLICATE] * len(table.placements))
+    whole = table.replicated()
     known = mesh.comm.agreed(move(counts._local, table, whole, Note("dispatch", "sizes")), "tokens per expert")
     if is_abstract(known):  # a rank looks at the counts here every time, and waits for its device
         assumption_of(known, "experts", _ASKS)
