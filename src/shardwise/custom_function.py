@@ -44,7 +44,8 @@ from shardwise.torch_private.tensors import (
 from shardwise.wrapper import Wrapper, wrap
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, list, tuple, dict, type(None)})
-_torchs_apply = Function.apply.__func__  # type: ignore[attr-defined]
+_torchs_apply: Callable[..., Any] = inspect.getattr_static(Function, "apply")
+_torchs_apply = getattr(_torchs_apply, "__func__", _torchs_apply)  # a classmethod; from torch 2.14 on a method of C++
 
 
 def take_functions() -> None:
