@@ -39,7 +39,7 @@ with without_collection():
         ShardwiseError,
         StrictError,
     )
-    from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
+    from shardwise.factories import empty, full, linspace, logspace, ones, rand, randint, randn, randperm, zeros
     from shardwise.interop import guards
     from shardwise.layout import Layout, Partial, Placement, Replicate, Shard
     from shardwise.layout import StridedShard as _StridedShard  # noqa: F401  (torch's private names: for its own modules)
@@ -81,7 +81,8 @@ placement_types: ModuleType
 __all__ = [
     # tensors, how they are laid out, and where
     "DTensor", "Layout", "Partial", "Placement", "RankTensor", "Replicate", "Shard", "distribute_module",
-    "distribute_tensor", "empty", "full", "materialize", "ones", "rand", "randint", "randn", "randperm", "zeros",
+    "distribute_tensor", "empty", "full", "linspace", "logspace", "materialize", "ones", "rand", "randint", "randn",
+    "randperm", "zeros",
     "DeviceMesh", "device_mesh", "init_device_mesh", "outline", "placement_types", "simulate",
     # what is done with them
     "adopt", "cache_info", "calibrate", "capture", "clear_caches", "context_parallel", "estimate",

@@ -1,8 +1,9 @@
-"""New tensors that are distributed from the start: zeros, ones, empty, full, rand, randn, randint, randperm. No rank
-makes all of one."""
+"""New tensors that are distributed from the start: zeros, ones, empty, full, linspace, logspace, rand, randn, randint,
+randperm."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -118,6 +119,65 @@ def full(
     check_type(dtype, (torch.dtype, type(None)), "full: dtype")
     target = _layout_for((size,), dtype or torch.full((), fill_value).dtype, layout, device_mesh, placements)
     return _filled(lambda shape, **more: torch.full(shape, fill_value, **more), target, requires_grad)
+
+
+def linspace(
+    start: float | torch.Tensor,
+    end: float | torch.Tensor,
+    steps: int,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: MeshArgument | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """Return evenly spaced numbers, like torch.linspace: every rank makes all of them and keeps its own part.
+
+    Args:
+        start, end: The first number and the last, or distributed tensors without dims that hold them.
+        steps: How many numbers there are.
+        dtype: By default that which torch.linspace gives them.
+        layout, requires_grad, device_mesh, placements: As for `zeros`.
+
+    Raises:
+        LayoutError: Arguments are wrong or do not fit each other.
+
+    >>> import shardwise
+    >>> x = shardwise.linspace(0, 1, 5, device_mesh=shardwise.simulate(2), placements=[shardwise.Shard(0)])
+    >>> x.full_tensor()
+    tensor([0.0000, 0.2500, 0.5000, 0.7500, 1.0000])
+    """
+    spaced = functools.partial(torch.linspace, _whole(start), _whole(end))
+    return _spaced(spaced, steps, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def logspace(
+    start: float | torch.Tensor,
+    end: float | torch.Tensor,
+    steps: int,
+    base: float = 10.0,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: MeshArgument | None = None,
+    placements: Placements | None = None,
+) -> DTensor:
+    """Return numbers spaced evenly on a logarithmic scale, like torch.logspace: every rank makes all of them and keeps
+    its own part.
+
+    Args:
+        start, end: The logarithms of the first number and the last, or distributed tensors without dims that hold them.
+        steps: How many numbers there are.
+        base: The base of the logarithms.
+        dtype, layout, requires_grad, device_mesh, placements: As for `linspace`.
+
+    Raises:
+        LayoutError: Arguments are wrong or do not fit each other.
+    """
+    spaced = functools.partial(torch.logspace, _whole(start), _whole(end), base=base)
+    return _spaced(spaced, steps, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def rand(
@@ -253,6 +313,29 @@ def _filled(fill: Callable[..., torch.Tensor], layout: Layout, requires_grad: bo
     make = comm.bind(lambda shape: fill(shape, dtype=layout.dtype, device=layout.device), split)
     made = wrap(make(comm.per_rank(layout.local_shape_at)), layout)
     return made.requires_grad_() if requires_grad else made
+
+
+def _spaced(
+    spaced: Callable[..., torch.Tensor],
+    steps: int,
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    device_mesh: MeshArgument | None,
+    placements: Placements | None,
+) -> DTensor:
+    """A tensor of `steps` numbers, of which each rank makes all and keeps its part."""
+    check_type(steps, int, "steps")
+    dtype = spaced(steps=0, dtype=dtype).dtype  # torch's own default, and its errors
+    target = _layout_for((steps,), dtype, layout, device_mesh, placements)
+    whole = target.replace(placements=(REPLICATE,) * len(target.placements))
+    made = _filled(lambda shape, **more: spaced(steps=steps, **more), whole, False)
+    made = made.redistribute(placements=target.placements)
+    return made.requires_grad_() if requires_grad else made
+
+
+def _whole(number: float | torch.Tensor) -> float | torch.Tensor:
+    return number.full_tensor() if isinstance(number, DTensor) else number
 
 
 def _drawn(

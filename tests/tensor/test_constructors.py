@@ -440,3 +440,21 @@ CHECKS = [
     factories, memory_for_parts, emptied_modules_keep_their_layouts, factory_arguments, new_ones_of_its_own_size, what_torch_calls_it, random_factories_advance_the_stream,
 ]  # fmt: skip
 test_simulated, test_processes = checked_on(__name__, CHECKS)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 11])
+@pytest.mark.parametrize("places", [[Shard(0)], [Shard(0, sizes=(0, 1, 2, 8))], [shardwise.Replicate()]])
+def test_evenly_spaced(steps, places):
+    """The numbers of torch.linspace and torch.logspace; what they refuse is refused with their words."""
+    mesh = shardwise.simulate(4)
+    places = [Shard(0)] if steps != 11 and places[0] != shardwise.Replicate() else places
+    on_mesh = {"device_mesh": mesh, "placements": places}
+    same(shardwise.linspace(-1, 2.5, steps, **on_mesh), torch.linspace(-1, 2.5, steps), str(places))
+    same(shardwise.linspace(0, 7, steps, dtype=torch.int64, **on_mesh), torch.linspace(0, 7, steps, dtype=torch.int64))
+    same(shardwise.logspace(0, 2 + 1j, steps, **on_mesh), torch.logspace(0, 2 + 1j, steps))
+    end = shardwise.distribute_tensor(torch.tensor(3.0, dtype=torch.float64), mesh, [Partial()])
+    made = shardwise.logspace(0, end, steps, 2.0, requires_grad=True, **on_mesh)
+    same(made, torch.logspace(0, 3, steps, 2.0))
+    assert made.requires_grad and made.is_leaf and made.placements == tuple(places)
+    with pytest.raises(shardwise.LayoutError, match=r"size: must be ints >= 0, got \(-1,\)"):
+        shardwise.linspace(0, 1, -1, **on_mesh)

@@ -218,7 +218,7 @@ def aten_ops() -> dict[str, list[Any]]:
     for full in sorted(all_op_names()):
         namespace, _, name = full.partition("::")
         name, _, overload = name.partition(".")
-        if namespace == "aten":
+        if namespace == "aten" and hasattr(torch.ops.aten, name):  # some have a kernel and no schema
             found.setdefault(name, []).append(getattr(getattr(torch.ops.aten, name), overload or "default"))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from shardwise.protocols import Ctx
 from shardwise.torch_private.autograd import DelayedError, function_of, give_node_class
 from shardwise.wrapper import Wrapper
 
-torchs_apply = Function.apply.__func__  # type: ignore[attr-defined]  # before ours takes its place
+_apply = inspect.getattr_static(Function, "apply")  # before ours takes its place
+torchs_apply: Callable[..., Any] = getattr(_apply, "__func__", _apply)  # a classmethod; from torch 2.14 on in C++
 
 
 class FunctionCall:

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.layout.shapes import dense_stride, outermost_first
 from shardwise.strategy import Answer, Factors, Gathered, Operand, Tensor, factors, line, operands_in, run_local, whole
-from shardwise.strategy.memory import formatted, restrided, stored
+from shardwise.strategy.memory import contiguous, formatted, restrided, stored
 from shardwise.strategy.reading import dims_named
 from shardwise.strategy.registry import program, rule
 
@@ -121,18 +121,15 @@ def transformed(result: torch.Tensor, x: torch.Tensor, dims: Sequence[int]) -> N
     restrided(result, dense_stride(result.shape, [-order.index(d) for d in range(x.dim())]))
 
 
-@stored("_fft_c2c", device="cpu")
 def of_c2c(result: torch.Tensor, x: torch.Tensor, dim: Sequence[int], *_: object, **__: object) -> None:
     transformed(result, x, outermost_first(x.stride(), dims_named(dim, x.dim())))
 
 
-@stored("_fft_r2c", device="cpu")
 def of_r2c(result: torch.Tensor, x: torch.Tensor, dim: Sequence[int], *_: object, **__: object) -> None:
     *others, last = dims_named(dim, x.dim())
     transformed(result, x, [*outermost_first(x.stride(), others), last])
 
 
-@stored("_fft_c2r", device="cpu")
 def of_c2r(result: torch.Tensor, x: torch.Tensor, dim: Sequence[int], *_: object, **__: object) -> None:
     """The last dim after all others."""
     if len(dim) > 1:
@@ -140,3 +137,8 @@ def of_c2r(result: torch.Tensor, x: torch.Tensor, dim: Sequence[int], *_: object
         of_c2c(halfway, x, dim[:-1])
         x = halfway
     transformed(result, x, dims_named(dim[-1], x.dim()))
+
+
+# what MKL gives; where torch is built without it, results are contiguous
+for _name, _strides in {"_fft_c2c": of_c2c, "_fft_r2c": of_r2c, "_fft_c2r": of_c2r}.items():
+    stored(_name, device="cpu")(_strides if torch.backends.mkl.is_available() else contiguous)
