@@ -328,8 +328,7 @@ def _spaced(
     check_type(steps, int, "steps")
     dtype = spaced(steps=0, dtype=dtype).dtype  # torch's own default, and its errors
     target = _layout_for((steps,), dtype, layout, device_mesh, placements)
-    whole = target.replace(placements=(REPLICATE,) * len(target.placements))
-    made = _filled(lambda shape, **more: spaced(steps=steps, **more), whole, False)
+    made = _filled(lambda _, **more: spaced(steps=steps, **more), target.replicated(), False)
     made = made.redistribute(placements=target.placements)
     return made.requires_grad_() if requires_grad else made
 
