@@ -30,9 +30,15 @@ class Effort:
     other_layouts: dict[tuple[int, ...], int]
     forms: tuple[str, ...] = tuple(FORMS)
     seconds: int = 90  # an op that takes longer is stopped, and its record says so
+    in_turn: bool = False  # each sample is tried on one of the meshes, the next sample on the next
+
+    def meshes_for(self, form: str, n: int) -> dict[tuple[int, ...], int]:
+        """The shapes of meshes on which the n-th sample is tried in this form of the call, with how many layouts."""
+        meshes = self.layouts if form == "function" else self.other_layouts
+        return dict([list(meshes.items())[n % len(meshes)]]) if self.in_turn else meshes
 
 
-QUICK = Effort(2, 1, {(3,): 1, (2, 2): 1}, {(3,): 1}, ("function", "in-place", "ties", "transposed"), 60)
+QUICK = Effort(2, 1, {(3,): 1, (2, 2): 1}, {(3,): 1}, ("function", "in-place", "ties", "transposed"), 60, True)
 FULL = Effort(24, 4, {(4,): 16, (2, 2): 8}, {(3,): 4, (2, 2): 3})
 
 
@@ -87,11 +93,9 @@ def prove(name: str, effort: Effort = FULL, device: str = "cpu", seed: int = 0) 
     try:
         with _at_most(effort.seconds):
             for form in effort.forms:
-                plain = form == "function"
-                samples = subjects()[name].samples(form, effort.samples if plain else effort.other_samples, device)
-                layouts = effort.layouts if plain else effort.other_layouts
-                for n, sample in enumerate(samples):
-                    _prove_sample(record, form, n, sample, layouts, f"{seed} {name}")
+                most = effort.samples if form == "function" else effort.other_samples
+                for n, sample in enumerate(subjects()[name].samples(form, most, device)):
+                    _prove_sample(record, form, n, sample, effort.meshes_for(form, n), f"{seed} {name}")
     except _OutOfTime:
         record.cut_off = True
     except Exception as error:  # of the database or of the device: the other operators are tried all the same
@@ -110,6 +114,7 @@ def _prove_sample(
         return
     on_cpu = sample.tensors[0].device.type == "cpu"  # elsewhere an index out of range ends the process
     for shape, limit in layouts.items():
+        weighs = form == "function" and len(shape) == 1 and limit >= 12  # fewer trials say little about chances
         mesh = simulate(shape, device=sample.tensors[0].device.type)
         tried: list[Trial] = []
         for i, combination in enumerate(combinations(sample.tensors, shape, limit, f"{seed} {form} {n}")):
@@ -117,11 +122,11 @@ def _prove_sample(
             _note(record, form, n, shape, sample, combination, outcome)
             if outcome.verdict == RIGHT:
                 tried.append((combination, outcome))
-                if form == "function" and len(shape) == 1 and outcome.bytes and is_plain(combination) and on_cpu:
+                if weighs and outcome.bytes and is_plain(combination) and on_cpu:
                     chance = missed_chance(expected, mesh, combination, i)
                     if chance:
                         record.missed[chance] = record.missed.get(chance, 0) + 1
-        if form == "function" and len(shape) == 1 and n < 3 and limit >= 12:
+        if weighs and n < 3:
             _weigh(record, expected, mesh, tried)
 
 
