@@ -186,8 +186,8 @@ class Factors(Spec):
         chosen: list[Choice] = []
         for axis in range(len(operands[0].layout.placements)):
             before = [[choice.inputs[i] for choice in chosen] for i in range(len(operands))]
-            results = [whole_bytes(out) / cuts_of(o, chosen, operands[0].mesh.shape) for o, out in enumerate(outputs)]
-            best = self.choose(operands, axis, before, pinned, kinds, results)
+            sizes = [whole_bytes(out) / cuts_of(o, chosen, operands[0].mesh.shape) for o, out in enumerate(outputs)]
+            best = self.choose(operands, axis, before, pinned, kinds, sizes)
             if best is None:
                 return None
             chosen.append(best)
@@ -203,10 +203,10 @@ class Factors(Spec):
         before: list[list[Placement]],
         pinned: bool,
         kinds: set[torch.dtype],
-        results: Sequence[float],
+        sizes: Sequence[float],
     ) -> Choice | None:
         """The cheapest choice for one axis; among equals one without a pending sum, and then the first. A choice that
-        moves something and ends with a pending sum pays for adding it up, too: the program will. `results`: the local
+        moves something and ends with a pending sum pays for adding it up, too: the program will. `sizes`: the local
         bytes of each result as far as axes are planned."""
         best, best_cost = None, (0.0, 0)
         layouts = [op.layout for op in operands]
@@ -217,7 +217,7 @@ class Factors(Spec):
             moves = Counter(zip(layouts, choice.inputs, strict=True)).items()
             cost = sum(n * move_cost(some[layout], axis, layout.placements[axis], to) for (layout, to), n in moves)
             if cost and choice.makes_parts:
-                parts = [n for n, p in zip(results, choice.outputs, strict=True) if isinstance(p, Partial)]
+                parts = [n for n, p in zip(sizes, choice.outputs, strict=True) if isinstance(p, Partial)]
                 cost += sum(reduction_cost(operands[0], axis, n) for n in parts)
             ranked = (cost, int(any(isinstance(p, Partial) for p in choice.outputs)))
             if best is None or ranked < best_cost:
