@@ -148,6 +148,11 @@ def _of_simulated(source: SimulatedMesh) -> Mesh:
 
 def _of_device_mesh(source: DeviceMesh) -> Mesh:
     coords = source.get_coordinate()
+    if coords is not None and not all(type(c) is int for c in coords):
+        raise MeshError(
+            f"{source} is made in a LocalTensorMode of torch's; to play all ranks in one process, leave that mode and "
+            f"use shardwise.simulate({tuple(source.shape)}) as the mesh"
+        )
     names = tuple(source.mesh_dim_names or map(str, range(source.ndim)))
     groups = _groups_of(source) if coords is not None else (_world(),)
     where = None if coords is None else tuple(coords)  # ranks that are threads share one table

@@ -19,6 +19,7 @@ from shardwise.comm.bridge import collapse, own_each
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, of_thread, refuse_in_program, relaxed
 from shardwise.copies import deep_copy, pickled, shallow_copy, unpickled
+from shardwise.dispatcher import Dispatcher
 from shardwise.drawing import figure, markup
 from shardwise.engine import reduce_to_parts
 from shardwise.engine.call import call_function, call_overload
@@ -118,10 +119,7 @@ class DTensor(Wrapper):
     def _spec(self) -> Spec:
         return Spec.of(self._layout)
 
-    @property
-    def _local_tensor(self) -> torch.Tensor:
-        """The memory of `to_local()` without its graph, for programs that know torch's private name for it."""
-        return self.detach().to_local()  # type: ignore[attr-defined]
+    _local_tensor = property(attributes.get_local, attributes.set_local)
 
     # -- in and out -----------------------------------------------------------------------------------------
     @staticmethod
@@ -428,6 +426,7 @@ class DTensor(Wrapper):
     __get_tensor_shard__ = checkpoint_protocol.tensor_shard
 
     # -- torch comes in here --------------------------------------------------------------------------------
+    _op_dispatcher = Dispatcher()
     __torch_function__: Any = classmethod(call_function)
     __torch_dispatch__: Any = classmethod(call_overload)
 

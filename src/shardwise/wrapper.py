@@ -38,6 +38,7 @@ class Wrapper(torch.Tensor):
     _coming: Any  # while an asynchronous move to it is under way: what waits for the value (`move/arrival.py`)
     _unreduced: bool  # data parallelism: the gradient is this rank's own so far
     _reports: bool  # data parallelism: a hook tells when the gradient is there
+    _is_managed: bool = False  # data parallelism: each rank computes with it on a batch of its own
     _stand_ins: Callable[[], Callable[[], list[torch.Tensor]] | None]  # data parallelism: what forwards compute with
 
     def __init_subclass__(cls) -> None:

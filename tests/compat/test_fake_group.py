@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
-from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor
+from shardwise import DTensor, MeshError, Partial, Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -80,3 +81,8 @@ def test_a_training_step(meshes, fake_values):
         assert out.shape == (2, 8) and held(module[0].weight.grad) == ((16, 8), (4, 8))
         counts = mode.get_comm_counts()
         assert counts[functional.all_gather_into_tensor] == 2 and counts[functional.reduce_scatter_tensor] == 1
+
+
+def test_torchs_local_tensor_mode_names_ours(meshes):
+    with LocalTensorMode(4), pytest.raises(MeshError, match=r"leave that mode and use shardwise.simulate\(\(4,\)\)"):
+        distribute_tensor(torch.randn(8, 4), init_device_mesh("cpu", (4,)), [Shard(0)])

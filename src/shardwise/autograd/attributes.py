@@ -10,6 +10,7 @@ import torch
 
 from shardwise.autograd.gradients import as_gradient, distributed_gradient, grad_layout, refuse_pending_product
 from shardwise.autograd.leaves import leaf_values
+from shardwise.boundary import enter, other_side
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program
 from shardwise.engine.aliasing import COPIES, became, unseen_alias
@@ -19,6 +20,7 @@ from shardwise.layout import Layout
 from shardwise.layout.on_mesh import cached_on_mesh
 from shardwise.move import plan_steps, run_move
 from shardwise.protocols import LocalValue
+from shardwise.sizes import layout_of_locals
 from shardwise.torch_private.tensors import without_torch_function
 from shardwise.wrapper import Wrapper, origin_of, wrap, wrapper_of
 
@@ -143,6 +145,21 @@ def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
         _follow(tensor, value)
     tensor._layout, tensor._offset, tensor._origin = value._layout, value._offset, origin_of(value)
     tensor._spreads = None
+
+
+def get_local(tensor: Wrapper) -> LocalValue:
+    """tensor._local_tensor, torch's private name: the memory of `to_local()` without its graph."""
+    bare: Any = tensor.detach()
+    return other_side(bare._layout.mesh.comm, bare._local)
+
+
+def set_local(tensor: Wrapper, local: torch.Tensor) -> None:
+    """tensor._local_tensor = local: other memory for this rank, of the shape that the layout says."""
+    layout = tensor._layout
+    if not isinstance(local, torch.Tensor) or isinstance(local, Wrapper):
+        raise LayoutError(f"_local_tensor: expected a plain tensor of this rank's, got {type(local).__name__}")
+    held = layout_of_locals(local.detach(), layout.mesh, layout.placements, layout.shape, layout.stride)
+    set_data(tensor, enter(*held))
 
 
 def _follow(tensor: Wrapper, value: Wrapper) -> None:

@@ -25,7 +25,7 @@ from shardwise.engine import autocast
 from shardwise.engine.call_shape import op_name, tensors_in
 from shardwise.engine.into_out import check_not_resized, out_names
 from shardwise.engine.keys import ANY_FLOAT, ODD_FLOATS, NumpyNumberError, PlainTensorError, freeze, freeze_kwargs
-from shardwise.engine.plain_tensors import mesh_in, with_plain_wrapped
+from shardwise.engine.plain_tensors import mesh_in, refuse_own_batches, with_plain_wrapped
 from shardwise.engine.planner import planned
 from shardwise.engine.results import check_shapes
 from shardwise.engine.transforms import call_transformed
@@ -151,6 +151,7 @@ def _call_with_plain_tensors(cls: type, func: Any, types: tuple[type, ...], args
         result = call_transformed(func, args, kwargs)
         if result is not NotImplemented:
             return result
+    refuse_own_batches(func, args, kwargs)
     args, wrapped = with_plain_wrapped(op_name(func), args, kwargs)
     result = call_function(cls, func, types, args, wrapped)
     for name in out_names(func) if kwargs else ():

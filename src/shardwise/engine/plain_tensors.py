@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.boundary import odd_kind
 from shardwise.comm.rank_tensor import RankTensor
-from shardwise.context import refuses_plain
-from shardwise.engine.call_shape import tensors_in
+from shardwise.context import of_thread, refuses_plain
+from shardwise.engine.call_shape import op_name, tensors_in
 from shardwise.errors import LayoutError, MeshError, StrictError
+from shardwise.functions import writes_first
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import Mesh
@@ -28,6 +30,24 @@ def with_plain_wrapped(
     if mesh is None:
         raise MeshError(f"{name}: no distributed tensor among the arguments")
     return tuple(_wrapped(a, mesh) for a in args), {k: _wrapped(v, mesh) for k, v in kwargs.items()}
+
+
+def refuse_own_batches(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+    """Raise where a plain tensor meets a parameter that data parallelism manages, outside of the forward in which it is
+    whole: each rank has a batch of its own there, so that the tensor is not replicated. It may be written into it."""
+    tensors = [t for _, t in tensors_in(args, kwargs or {}, torch.Tensor)]
+    managed = [t for t in tensors if isinstance(t, Wrapper) and t._is_managed and math.prod(t._layout.mesh.shape) > 1]
+    if not managed or of_thread.replicating or (writes_first(func) and args and args[0] is managed[0]):
+        return
+    plain = next((t for t in tensors if not isinstance(t, (Wrapper, RankTensor)) and t.dim()), None)
+    if plain is not None:
+        raise LayoutError(
+            f"{op_name(func)}: got mixed torch.Tensor and DTensor: a plain tensor of shape {tuple(plain.shape)} meets "
+            f"a parameter of shape {managed[0]._layout.shape} that is laid out over the ranks, outside of the forward "
+            f"in which it is whole. Compute with it in its module's forward, or in a method that "
+            f"register_fsdp_forward_method knows; if the tensor is the same on all ranks, inside of "
+            f"`with implicit_replication():`"
+        )
 
 
 def plain_wrapped(name: str, value: torch.Tensor, mesh: Mesh) -> Wrapper:

@@ -136,6 +136,7 @@ class Choice(NamedTuple):
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     name: str
+    makes_parts: bool = False  # of a result, which somebody will have to add up
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,8 @@ class Factors(Spec):
         chosen: list[Choice] = []
         for axis in range(len(operands[0].layout.placements)):
             before = [[choice.inputs[i] for choice in chosen] for i in range(len(operands))]
-            best = self.choose(operands, axis, before, pinned, kinds)
+            sizes = [whole_bytes(out) / cuts_of(o, chosen, operands[0].mesh.shape) for o, out in enumerate(outputs)]
+            best = self.choose(operands, axis, before, pinned, kinds, sizes)
             if best is None:
                 return None
             chosen.append(best)
@@ -201,8 +203,11 @@ class Factors(Spec):
         before: list[list[Placement]],
         pinned: bool,
         kinds: set[torch.dtype],
+        sizes: Sequence[float],
     ) -> Choice | None:
-        """The cheapest choice for one axis; among equals one without a pending sum, and then the first."""
+        """The cheapest choice for one axis; among equals one without a pending sum, and then the first. A choice that
+        moves something and ends with a pending sum pays for adding it up, too: the program will. `sizes`: the local
+        bytes of each result as far as axes are planned."""
         best, best_cost = None, (0.0, 0)
         layouts = [op.layout for op in operands]
         some = {op.layout: op for op in operands}  # one operand of each layout: of many, most are alike
@@ -211,6 +216,9 @@ class Factors(Spec):
                 continue
             moves = Counter(zip(layouts, choice.inputs, strict=True)).items()
             cost = sum(n * move_cost(some[layout], axis, layout.placements[axis], to) for (layout, to), n in moves)
+            if cost and choice.makes_parts:
+                parts = [n for n, p in zip(sizes, choice.outputs, strict=True) if isinstance(p, Partial)]
+                cost += sum(reduction_cost(operands[0], axis, n) for n in parts)
             ranked = (cost, int(any(isinstance(p, Partial) for p in choice.outputs)))
             if best is None or ranked < best_cost:
                 best, best_cost = choice, ranked
@@ -264,7 +272,7 @@ class Factors(Spec):
         at = {names: shard.at(names.index(factor)) for names in set(map(tuple, self.inputs)) if factor in names}
         others = (added if i in self.addends else REPLICATE for i in range(len(self.inputs)))
         ins = tuple(at.get(tuple(names), other) for names, other in zip(self.inputs, others))
-        return Choice(ins, outs, f"cut factor {factor!r}")
+        return Choice(ins, outs, f"cut factor {factor!r}", any(isinstance(p, Partial) for p in outs))
 
 
 def fitting(layout: Layout, axis: int, shard: Shard, before: Sequence[Placement]) -> Shard:
@@ -273,6 +281,22 @@ def fitting(layout: Layout, axis: int, shard: Shard, before: Sequence[Placement]
         return shard
     there = [pair for pair in zip(layout.placements[:axis], before) if any(p.is_shard(shard.dim) for p in pair)]
     return shard if all(now == planned for now, planned in there) else Shard(shard.dim)
+
+
+def reduction_cost(operand: Operand, axis: int, full: float) -> float:
+    """Seconds to add up the parts of a tensor of so many bytes and to cut the sum, on one axis."""
+    k = max(operand.mesh.shape[axis], 2)
+    return cost_of(operand.mesh).along(axis, full * (k - 1) / k)
+
+
+def whole_bytes(described: Described) -> int:
+    return math.prod(described.shape, start=described.dtype.itemsize)
+
+
+def cuts_of(output: int, chosen: Sequence[Choice], mesh_shape: Sequence[int]) -> int:
+    """Into how many parts an output is cut by the axes that are planned."""
+    cut = [isinstance(choice.outputs[output], Shard) for choice in chosen]
+    return math.prod(k for k, is_cut in zip(mesh_shape, cut) if is_cut)
 
 
 def move_cost(operand: Operand, axis: int, now: Placement, to: Placement) -> float:

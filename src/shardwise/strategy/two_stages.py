@@ -40,6 +40,11 @@ def gather_parts(
     shape, places = list(layout.shape), list(layout.placements)
 
     def local(v: torch.Tensor, *more: Any) -> list[torch.Tensor]:
+        found = each(v, *more)
+        alike = len({part.dtype for part in found}) == 1 < len(found)
+        return [torch.stack(found, -1)] if alike else found  # what is of one dtype goes in one exchange
+
+    def each(v: torch.Tensor, *more: Any) -> list[torch.Tensor]:
         if all(v.shape[d] for d in dims):
             return list(func(v, dims, True, *more))
         for d in dims:
@@ -57,6 +62,10 @@ def gather_parts(
     split = tuple(axis for axis, p in enumerate(places) if not p.is_replicate())
     results = comm.bind(local, split)(x._local, *([] if value_at is None else [comm.per_rank(value_at)]))
     stage = layout.replace(shape=tuple(shape), placements=tuple(places))
+    if comm.first(results[0]).dim() > layout.ndim:
+        (packed,), width = results, comm.first(results[0]).shape[-1]
+        packing = stage.replace(shape=(*shape, width), stride=None, dtype=comm.first(packed).dtype)
+        return list(whole(wrap(packed, packing), dims).unbind(-1))
     return [whole(wrap(part, stage.replace(dtype=comm.first(part).dtype)), dims) for part in results]
 
 

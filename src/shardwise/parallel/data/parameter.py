@@ -43,6 +43,7 @@ class ManagedParameter:
         self, param: DTensor, layouts: ParameterLayouts, owners: Owners, dtype: torch.dtype | None, device: torch.device
     ) -> None:
         self.param, self.layouts, self.owners = param, layouts, owners
+        param._is_managed = True
         self.compute_dtype, self.device = dtype, device  # of the leaves; a dtype of None: that of the parameter
         # The gradients that the optimizer sees, and their versions, when `no_sync` left some of a gradient unreduced.
         self.unreduced: list[tuple[torch.Tensor, int]] | None = None
@@ -135,6 +136,7 @@ class ManagedParameter:
         if self.device == was.device:
             self.device = here.device
         self.param, self.layouts = now, moved(self.layouts, here.dtype, here.device)
+        now._is_managed = True
         self.has_new_owners = False
         self.__dict__.pop("leaves", None)
 
