@@ -77,7 +77,7 @@ def wrap(local: LocalValue, layout: Layout, offset: int = 0) -> Any:
 _DECLARED = frozenset({*inspect.get_annotations(Wrapper), "_is_param"})  # the last is nn.Parameter's
 
 
-def notes_of(tensor: Wrapper) -> dict[str, Any]:
+def notes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """The attributes that the program has set on a tensor."""
     return {name: value for name, value in tensor.__dict__.items() if name not in _DECLARED}
 

@@ -383,3 +383,29 @@ def test_eight_shapes_are_eight_programs():
         n = sizes[(i * 5) % 8]
         assert torch.equal(captured(inputs[n]).full_tensor(), want[n])
     assert (captured.captures, captured.replays) == (8, 192)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("make_net", [lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), lambda: nn.Linear(8, 8)])
+def test_autocast_and_a_backward_pass_outside(make_net, inside):
+    """Attention that drops casts in its backward pass too, where that runs inside of autocast."""
+
+    def make():
+        torch.manual_seed(0)
+        net = shardwise.distribute_module(make_net(), MESH)
+
+        def call(f, x):
+            net.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = f(laid_out(x))
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            return loss, [p.grad for p in net.parameters()]
+
+        run = lambda x: net(x).float().square().mean()  # noqa: E731
+        return run, [lambda f, x=x: call(f, x) for x in batches(3, (4, 5, 8))], lambda: ()
+
+    captured = both(make)
+    assert captured.replays == 2 or "autocast changes what the backward pass does" in next(iter(captured.eager))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -149,7 +149,7 @@ def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
 
 def get_local(tensor: Wrapper) -> LocalValue:
     """tensor._local_tensor, torch's private name: the memory of `to_local()` without its graph."""
-    bare: Any = tensor.detach()
+    bare = cast(Wrapper, tensor.detach())
     return other_side(bare._layout.mesh.comm, bare._local)
 
 

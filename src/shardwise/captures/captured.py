@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from shardwise.captures.entry import (
     NotHashable,
     Results,
     as_own_object,
+    attributes_of,
     flatten,
     hand_back_changes,
     hand_back_tensors,
@@ -117,6 +119,10 @@ class Captured:
             del self._kinds[next(iter(self._kinds))]
         return self._write(key, leaves, spec, (args, kwargs))
 
+    def __get__(self, owner: object, kind: type | None = None) -> Item:
+        """A method, where a function of a class is captured."""
+        return self if owner is None else types.MethodType(self, owner)
+
     def _meets_another(self, leaves: Sequence[Any]) -> bool:
         """Whether this call may be differentiated together with an earlier one, or such a call has come before."""
         if not self.is_together and self._sources is not None:
@@ -155,7 +161,8 @@ class Captured:
     # -- capturing --------------------------------------------------------------------------------------------------
     def _write(self, key: Item, leaves: list[Any], spec: Item, passed: Item) -> Item:
         """Run the function as it is, and keep what it did."""
-        surroundings = Surroundings([self._func, *(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))])
+        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        surroundings = Surroundings([self._func, *others, *attributes_of(leaves)])
         if surroundings.refused:
             self._add(key, surroundings.refused)
             return self._run_eagerly(surroundings.refused, *passed)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.captures.program import GetGrad, Program, Ref, SetGrad, Statement
+from shardwise.engine import autocast
 from shardwise.protocols import Item
 from shardwise.torch_private.tensors import below_autograd, set_grad_mode, without_python, without_torch_function
 
@@ -16,9 +17,12 @@ _INDENT = "    "
 
 
 class replaying:
-    """Inside, ops run below autograd, and no tensor class is asked."""
+    """Inside, ops run below autograd and autocast, which have had their say, and no tensor class is asked."""
 
     def __enter__(self) -> None:
+        self._casts = autocast.off() if autocast.is_on() else None
+        if self._casts is not None:
+            self._casts.__enter__()
         self._grad = torch.is_grad_enabled()
         set_grad_mode(False)
         self._below, self._plain = below_autograd(), without_torch_function()
@@ -29,6 +33,8 @@ class replaying:
         self._plain.__exit__(*error)
         self._below.__exit__(None, None, None)
         set_grad_mode(self._grad)
+        if self._casts is not None:
+            self._casts.__exit__(None, None, None)
 
 
 class Code:

@@ -17,6 +17,7 @@ from shardwise.captures.program import Program, Ref, Statement
 from shardwise.captures.pruned import without
 from shardwise.captures.tape import Tape
 from shardwise.captures.together import together
+from shardwise.engine import autocast
 from shardwise.errors import ShardwiseError
 from shardwise.protocols import Ctx, Tensors
 
@@ -73,6 +74,7 @@ def write_backward(tape: Tape, forward: Program, outputs: Sequence[torch.Tensor]
     seed_refs = [tape.add_input(seed) for seed in seeds]
     parts = Parts([*inputs, *leaves], tape.number_of)
     try:
+        outside = _labels_outside_of_autocast(tape, roots, [*inputs, *leaves], seeds) if autocast.is_on() else None
         with tape.writing(), parts.watching(roots, seeds):
             found = torch.autograd.grad(roots, [*inputs, *leaves], seeds, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
@@ -87,6 +89,12 @@ def write_backward(tape: Tape, forward: Program, outputs: Sequence[torch.Tensor]
             del tape.inputs[ref]
     behind = tape.statements[end:]
     del tape.statements[end:]
+    if outside is not None and outside != [s.label for s in behind]:
+        tape.refuse(
+            "autocast changes what the backward pass does, which may run inside of it or outside: capture the whole "
+            "step, with its backward pass"
+        )
+        return None
     known = {ref for s in forward.statements for ref in s.outs if ref is not None} | set(forward.inputs)
     if reason := _cannot_be_added(parts, behind, [None if grad is None else tape.number_of(grad) for grad in found]):
         tape.refuse(reason)
@@ -108,6 +116,18 @@ def write_backward(tape: Tape, forward: Program, outputs: Sequence[torch.Tensor]
     pair.zeros = [partial(torch.zeros, seed.shape, dtype=seed.dtype, device=seed.device) for seed in seeds]
     pair.differentiable = [t.requires_grad and t.grad_fn is not None for t in outputs]
     return pair
+
+
+def _labels_outside_of_autocast(
+    tape: Tape, roots: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]
+) -> list[str]:
+    """What a backward pass does that runs outside of autocast, though the forward pass ran inside."""
+    end = len(tape.statements)
+    with tape.writing(), autocast.off():
+        torch.autograd.grad(roots, sources, seeds, retain_graph=True, allow_unused=True)
+    found = [s.label for s in tape.statements[end:]]
+    del tape.statements[end:]
+    return found
 
 
 def _cannot_be_added(parts: Parts, statements: list[Statement], sums: Sequence[Ref | None]) -> str:

@@ -19,7 +19,7 @@ from shardwise.errors import CaptureError
 from shardwise.protocols import Item
 from shardwise.random.generator import stream
 from shardwise.torch_private.tensors import DeviceMode, attention_kernels, function_modes
-from shardwise.wrapper import Wrapper, wrap, wrapper_of
+from shardwise.wrapper import Wrapper, notes_of, wrap, wrapper_of
 
 
 class NotHashable(Exception):
@@ -28,6 +28,8 @@ class NotHashable(Exception):
 
 def modes() -> tuple[Hashable, ...]:
     """What holds around a call and changes what ops do."""
+    if torch.is_anomaly_enabled():
+        raise NotHashable("anomalies are looked for (torch.autograd.detect_anomaly), where autograd has no part")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -69,8 +71,9 @@ def _key(leaf: Item) -> Hashable:
     kind = type(leaf)
     if isinstance(leaf, Wrapper):
         needs_grad, local = leaf.requires_grad, leaf._layout.mesh.comm.first(leaf._local)
-        grad = needs_grad and (leaf.is_leaf, leaf.is_leaf and leaf.grad is None)
-        return kind, leaf._layout, leaf._offset, grad, local.is_conj(), local.is_neg()
+        grad = (leaf.is_leaf, leaf.is_leaf and leaf.grad is None) if needs_grad else local.grad is None
+        own = _notes(leaf) if len(leaf.__dict__) > _OF_ALL else ()
+        return kind, leaf._layout, leaf._offset, grad, local.is_conj(), local.is_neg(), own
     if isinstance(leaf, RankTensor):
         distinct = unique(leaf.ranks)
         place = {id(value): i for i, value in enumerate(distinct)}
@@ -79,11 +82,29 @@ def _key(leaf: Item) -> Hashable:
         return kind, _plain_key(leaf)
     if kind in _BY_VALUE:
         return kind, leaf
+    found = _key_of_object(leaf)
     try:
-        hash(leaf)
+        hash(found)
     except TypeError:
         raise NotHashable(f"an argument of type {kind.__name__} has no hash") from None
-    return _key_of_object(leaf)
+    return found
+
+
+_OF_ALL = 2  # attributes that every distributed tensor has: its local value and its layout
+
+
+def _notes(tensor: torch.Tensor) -> Hashable:
+    """The attributes that the program has set on a tensor."""
+    return tuple((name, _key_of_note(value)) for name, value in notes_of(tensor).items())
+
+
+def _key_of_note(value: Item) -> Hashable:
+    return _Itself(value) if isinstance(value, torch.Tensor) else _key(value)
+
+
+def attributes_of(leaves: Iterable[Any]) -> list[Any]:
+    """What the attributes hold that the program has set on tensors among the arguments."""
+    return [value for leaf in leaves if isinstance(leaf, torch.Tensor) for value in notes_of(leaf).values()]
 
 
 _BY_VALUE = frozenset(
@@ -131,8 +152,8 @@ def kind_of(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
 
 
 def _plain_key(t: torch.Tensor) -> Hashable:
-    needs_grad = t.requires_grad and (t.is_leaf, t.is_leaf and t.grad is None)
-    return t.shape, t.stride(), t.dtype, t.device, needs_grad, t.is_conj(), t.is_neg()
+    grad = (t.is_leaf, t.is_leaf and t.grad is None) if t.requires_grad else t.grad is None
+    return t.shape, t.stride(), t.dtype, t.device, grad, t.is_conj(), t.is_neg(), _notes(t) if t.__dict__ else ()
 
 
 def plain_of(leaf: Item) -> list[torch.Tensor]:
@@ -156,10 +177,18 @@ def plain_inputs(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def as_own_object(leaf: Item) -> Item:
-    """An argument as an object of its own with the same memory and graph: nothing that is remembered of the argument is
-    found. Leaves that take a gradient are themselves."""
-    if not isinstance(leaf, torch.Tensor) or (leaf.requires_grad and leaf.is_leaf):
+    """An argument as an object of its own with the same memory, graph and attributes of the program's: nothing else
+    that is remembered of the argument is found. Parameters, and leaves that take or have a gradient, are themselves."""
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.Parameter):
         return leaf
+    if leaf.is_leaf and (leaf.requires_grad or leaf.grad is not None):
+        return leaf
+    own = _as_own_object(leaf)
+    own.__dict__.update(notes_of(leaf))
+    return own
+
+
+def _as_own_object(leaf: torch.Tensor) -> torch.Tensor:
     if isinstance(leaf, Wrapper):
         comm = leaf._layout.mesh.comm
         values = [_alias(value) for value in comm.values(leaf._local)]
@@ -326,6 +355,9 @@ def hand_back_tensors(own: Sequence[Any], given: Sequence[Any]) -> str:
     for mine, leaf in zip(own, given, strict=True):
         if not isinstance(leaf, torch.Tensor) or mine is leaf:
             continue
+        if notes_of(mine) != notes_of(leaf):
+            leaf.__dict__.update(notes_of(mine))
+            reason = f"an attribute of an argument of shape {tuple(leaf.shape)} is set in the call"
         if _shape_of(mine) != _shape_of(leaf) or (mine.requires_grad and not mine.is_leaf and not leaf.requires_grad):
             raise CaptureError(
                 f"capture: an argument of shape {tuple(leaf.shape)} gets another shape or layout in the call, or the "

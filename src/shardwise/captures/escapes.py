@@ -47,6 +47,7 @@ class Writer(Protocol):
     is_zeroing: bool
 
     def refuse(self, reason: str) -> None: ...
+    def forget(self) -> None: ...
     def set_grad(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None: ...
     def note_read(self, leaf: torch.Tensor, grad: torch.Tensor | None) -> None: ...
     def note_no_gradients(self, tensors: Iterable[torch.Tensor]) -> None: ...
@@ -124,8 +125,9 @@ class _Replacements:
             for cls, parameters in _ZEROED:
                 self._replaced.append((cls, "zero_grad", cls.zero_grad))
                 cls.zero_grad = _zeroing(cls.zero_grad, parameters)
-            self._replaced.append((builtins, "print", print))
-            builtins.print = functools.partial(_print, print)
+            for owner, name, stand_in in ((torch.utils, "swap_tensors", _swap), (builtins, "print", _print)):
+                self._replaced.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, functools.partial(stand_in, getattr(owner, name)))
 
     def leave(self) -> None:
         """Take them away with the last one that needed them."""
@@ -192,6 +194,15 @@ def _print(printing: Callable[..., None], *args: Item, **kwargs: Item) -> None:
         again()
     else:
         tape.region("print", again)
+
+
+def _swap(swapping: Callable[..., None], *args: Item, **kwargs: Item) -> None:
+    """Tensors become others without an op, also in torch's own code that loads or casts a module."""
+    tape = _writer()
+    if tape is not None:
+        tape.refuse("a tensor is swapped with another (torch.utils.swap_tensors), which no op shows")
+        tape.forget()
+    swapping(*args, **kwargs)
 
 
 def _is_of_library(frame: FrameType) -> bool:

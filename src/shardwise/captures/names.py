@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
@@ -11,6 +12,17 @@ _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_F
 _BY_TEXT = ("getattr", "hasattr", "setattr", "vars", "delattr", "attrgetter", "methodcaller")
 _CALL = "PRECALL" if "PRECALL" in dis.opmap else "CALL"  # the first instruction behind the arguments of a call
 _WITH_TEXT = ("getattr", "hasattr")  # whose second argument is a name, mostly a constant
+_OPERATORS = dict(  # the methods that stand behind signs
+    zip(
+        "+ - * @ / // % ** << >> & | ^".split(),
+        "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor".split(),
+        strict=True,
+    )
+)
+_COMPARED = {"<": ("lt", "gt"), "<=": ("le", "ge"), "==": ("eq",), "!=": ("ne",)}
+_COMPARED |= {">": _COMPARED["<"], ">=": _COMPARED["<="]}
+_SIGNS = {"UNARY_NEGATIVE": "neg", "UNARY_INVERT": "invert", "BINARY_SUBSCR": "getitem", "STORE_SUBSCR": "setitem"}
+_SIGNS |= {"CONTAINS_OP": "contains", "BINARY_SLICE": "getitem", "STORE_SLICE": "setitem"}
 _WHOLE = frozenset({"vars", "dir", "__dict__", "__getattribute__", "attrgetter", "methodcaller"})
 _SHOWING = frozenset({"str", "repr", "format", "print"})
 _SHOWN = frozenset({"__str__", "__repr__", "__format__"})
@@ -55,6 +67,7 @@ def names_in(code: CodeType) -> Names:
             variables.add(step.argval)
         elif isinstance(step.argval, str) and ("ATTR" in step.opname or "METHOD" in step.opname):
             (perhaps if step.opname == "STORE_ATTR" else attributes).add(step.argval)
+        attributes.update(_methods_of(step))
         before = [before[-1], step.argval]
     named = variables | attributes
     if not named.isdisjoint(_BY_TEXT):
@@ -72,6 +85,19 @@ def names_in(code: CodeType) -> Names:
             imports |= found.imports
             is_wide = is_wide or found.is_wide
     return Names(frozenset(variables), frozenset(attributes), frozenset(perhaps), frozenset(imports), is_wide)
+
+
+def _methods_of(step: dis.Instruction) -> list[str]:
+    """The methods by which objects answer an operator."""
+    names: Iterable[str] = ()
+    if step.opname == "BINARY_OP":
+        name = _OPERATORS.get(step.argrepr.removesuffix("="), "getitem")
+        names = (name, f"r{name}", f"i{name}")
+    elif step.opname == "COMPARE_OP":
+        names = _COMPARED.get(step.argval, ())
+    elif step.opname in _SIGNS:
+        names = (_SIGNS[step.opname],)
+    return [f"__{name}__" for name in names]
 
 
 def _makes_up_a_name(steps: list[dis.Instruction], at: int) -> bool:

@@ -12,6 +12,16 @@ import torch
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, frozenset)
 
 
+_SIMPLE = frozenset(SIMPLE)
+
+
+def is_simple(value: object) -> bool:
+    """Whether a value is all that can be read of it: an object of a class that a program has made of `float` or `str`
+    may have attributes."""
+    kind = type(value)
+    return kind in _SIMPLE or (isinstance(value, SIMPLE) and kind.__module__.partition(".")[0] in ("numpy", "torch"))
+
+
 class Values(Sized, Iterable[object], Protocol):
     """What a reading reads."""
 
@@ -101,10 +111,10 @@ def are_equal(one: object, other: object) -> bool:
     """Whether two values are the same number, string or tuple of such: 1, 1.0 and True differ, so do 0.0 and -0.0."""
     if type(one) is not type(other):
         return False
-    if isinstance(one, tuple) and isinstance(other, tuple):
+    if type(one) is tuple and isinstance(other, tuple):
         return len(one) == len(other) and all(a is b or are_equal(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, float) and isinstance(other, float):
+    if isinstance(one, float) and isinstance(other, float) and is_simple(one):
         return one.hex() == other.hex()
-    if isinstance(one, complex) and isinstance(other, complex):
+    if isinstance(one, complex) and is_simple(one):
         return repr(one) == repr(other)
-    return isinstance(one, SIMPLE) and one == other
+    return is_simple(one) and one == other

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import contextvars
-import decimal
 import functools
 import operator
 import os
@@ -19,16 +18,15 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from importlib.util import resolve_name
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.captures import values
+from shardwise.captures import torchs, values
 from shardwise.captures.foreign import (
     builtins_of,
     code_of_modules,
@@ -40,16 +38,12 @@ from shardwise.captures.foreign import (
 )
 from shardwise.captures.names import names_in
 from shardwise.captures.outside import COUNTS, asked_by
-from shardwise.captures.readings import SIMPLE, Reading, Tables, Values
-from shardwise.comm.capturing import settings
+from shardwise.captures.readings import Reading, Tables, Values, is_simple
 from shardwise.protocols import Item
-from shardwise.torch_private.autograd import children_of, hook_tables
 from shardwise.torch_private.tensors import tensor_number
-from shardwise.wrapper import Wrapper
+from shardwise.wrapper import notes_of
 
 _MOST = 10_000  # entries of a container that are compared at each call
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
-_RATES = frozenset({"get_last_lr", "last_epoch", "get_lr", "_last_lr"})
 _LOOKING = frozenset({"globals", "eval", "exec", "__import__"})  # ways to variables that no code names
 _SETTINGS = frozenset(  # of torch, that a program may ask for
     {
@@ -65,10 +59,8 @@ _SETTINGS = frozenset(  # of torch, that a program may ask for
 )
 _MAKING = frozenset({"__init__", "__new__", "__post_init__"})  # which run where a class is called
 _SELDOM = _MAKING | {"__init_subclass__", "__repr__", "__str__", "__format__", "__del__"}
-_PARAMETERS = operator.itemgetter("params")
 _PLAIN = (bool, int, float, str)
 _METHODS = (types.FunctionType, classmethod, staticmethod)
-_OF_TENSORS = frozenset(Wrapper.__annotations__)  # what the library keeps on a tensor
 _BEGINNING = ("forward", "__call__", "__getattr__", "__getitem__", "__len__", "__iter__")
 
 
@@ -92,7 +84,7 @@ class Surroundings:
             is_wide = is_wide or walk.is_wide
         walk.finish()
         self._tables, self._readings, self._empty = walk.tables, walk.readings, walk.empty
-        self._memory = list(map(_memory_of, walk.tensors))
+        self._memory, self._notes = list(map(_memory_of, walk.tensors)), list(map(_notes_on, walk.tensors))
         self._alive = walk.alive
         self.tensors, self.refused = walk.tensors, walk.refused
         self._drawn = [(values.state_of(source), source) for source in (random, np.random, *walk.streams)]
@@ -108,9 +100,12 @@ class Surroundings:
         return self._tables.changed() or next((reason for each in self._readings if (reason := each.changed())), "")
 
     def swapped(self) -> str:
-        """Whether a tensor was made another without an op; empty if none was. To be asked right after the call."""
+        """Whether a tensor was made another without an op, or got an attribute; empty if none was. To be asked right
+        after the call."""
         if list(map(_memory_of, self.tensors)) != self._memory:
             return "a tensor is swapped with another (torch.utils.swap_tensors), which no op shows"
+        if list(map(_notes_on, self.tensors)) != self._notes:
+            return "an attribute of a tensor is set"
         return ""
 
     def drawn(self) -> str:
@@ -124,6 +119,10 @@ class Surroundings:
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Which tensor of C++ an object stands for, and which attributes it has."""
     return tensor_number(tensor), id(vars(tensor))
+
+
+def _notes_on(tensor: torch.Tensor) -> list[tuple[str, int]]:
+    return [(name, id(value)) for name, value in notes_of(tensor).items()]
 
 
 class _Walk:
@@ -141,6 +140,7 @@ class _Walk:
         self.objects: list[object] = []  # of the program's classes
         self.tensors: list[torch.Tensor] = []
         self.streams: list[Any] = []
+        self.libraries: set[str] = set()  # whose settings are watched
         self.alive: dict[int, object] = {}
         self.refused = ""
         self.is_wide = False  # whether code asks for attributes by names that it makes up
@@ -166,14 +166,17 @@ class _Walk:
         if isinstance(item, frozenset):
             for each in item:
                 self.visit(each, f"an entry of {name}")
-        if isinstance(item, SIMPLE) or id(item) in self.alive:
+        if is_simple(item) or id(item) in self.alive:
             return
         self.alive[id(item)] = item
+        values.of_library(self, item)
         if not isinstance(item, types.ModuleType):  # of these, the same function must name both
             self._ask(item, self.known)
         for kind, look in _KINDS:
             if isinstance(item, kind):
                 look(self, item, name)
+                if not isinstance(item, _LOOKED_AT) and not is_foreign(type(item)):
+                    self._object(item, name)
                 return
         if hasattr(type(item), "__next__"):
             self.refuse(f"{name} is an iterator, {item!r:.60}: take from it outside and pass what it gives")
@@ -214,7 +217,7 @@ class _Walk:
             self._variables(func, sorted(found.variables))
             self._imports(func, found.imports)
             self.watch(f"defaults of {func.__qualname__}", functools.partial(_defaults_of, func))
-            self._attributes(vars(func), name, self.known & vars(func).keys())
+            self.attributes(vars(func), name, self.known & vars(func).keys())
             if cells:
                 self.watch("around", lambda: [_content(cell) for cell in cells], func.__code__.co_freevars)
         for at, cell in enumerate(cells):
@@ -266,24 +269,20 @@ class _Walk:
 
     # -- things -----------------------------------------------------------------------------------------------------
     def _file(self, module: types.ModuleType, name: str) -> None:
-        if module is os and self.known & {"environ", "getenv"}:
+        if module is os and self.known & {"environ", "environb", "getenv"}:
             self.visit(os.environ, "os.environ")
-        if module is decimal:
-            values.of_decimals(self)
         if module is torch:
             for name_of in sorted(self.known & _SETTINGS):
                 self.watch(f"torch.{name_of}()", functools.partial(_asked, getattr(torch, name_of)))
         if is_foreign_name(module.__name__):
             self._settings(module, name)
         else:
-            self._attributes(vars(module), name)
+            self.attributes(vars(module), name)
             if self._takes_all:
                 self.watch(name, vars(module).values, vars(module))
 
     def _settings(self, owner: object, name: str) -> None:
         """Numbers and flags of a module that is not the program's, such as `torch.backends.cudnn.benchmark`."""
-        if owner is sys and "argv" in self.known:
-            self.visit(sys.argv, "sys.argv")
         found = {key: setting(owner, key) for key in sorted(self.known) if not key.startswith("__")}
         names = [key for key, value in found.items() if isinstance(value, _PLAIN)]
         if names:
@@ -293,10 +292,16 @@ class _Walk:
         for key, value in found.items():
             if isinstance(value, types.ModuleType) or type(value).__module__.startswith("torch.backends"):
                 self.visit(value, f"{name}.{key}")
+            elif isinstance(value, (list, dict, set)) and self.fits(value, f"{name}.{key}"):
+                self.watch(f"{name}.{key}", functools.partial(_held, owner, key))
 
-    def _attributes(self, table: Item, name: str, perhaps: Iterable[str] = ()) -> None:
+    def attributes(self, table: Item, name: str, perhaps: Iterable[str] = ()) -> None:
         """The attributes that the code names; some of them may be missing now."""
-        names = sorted({*(self.known & table.keys()), *perhaps} | self._others(table))
+        self.entries(table, name, {*(self.known & table.keys()), *perhaps} | self._others(table))
+
+    def entries(self, table: Item, name: str, keys: Iterable[str]) -> None:
+        """Some attributes, and what they hold."""
+        names = sorted(keys)
         if names:
             self.tables.add_entries(name, table, names)
         for attribute in names:
@@ -311,25 +316,23 @@ class _Walk:
 
     def _class(self, cls: type, name: str) -> None:
         """A class that code names, so that it may make objects of it."""
-        if cls is decimal.Decimal:
-            values.of_decimals(self)
         for base in cls.__mro__:
             if not is_foreign(base):
                 for key in sorted(_MAKING & vars(base).keys()):
                     self.visit(vars(base)[key], f"{base.__qualname__}.{key}")
-        self._kind(cls)
+        self.kind(cls)
 
-    def _kind(self, cls: type) -> None:
+    def kind(self, cls: type) -> None:
         """The class of an object: what its code reads where nobody makes a new one."""
         if not is_foreign(type(cls)):
-            self._kind(type(cls))
+            self.kind(type(cls))
         own = [base for base in cls.__mro__ if not is_foreign(base)]
         named = {name for base in own for name in self.known & vars(base).keys()}  # which a class below may get later
         if own:
             self.watch(f"what {cls.__qualname__} inherits", lambda: [cls.__mro__, *(len(vars(base)) for base in own)])
         for base in cls.__mro__:
             if not is_foreign(base):
-                self._attributes(vars(base), base.__qualname__, named)
+                self.attributes(vars(base), base.__qualname__, named)
                 for key, method in list(vars(base).items()):  # operators and descriptors, which no code names
                     if key.startswith("__") and isinstance(method, _METHODS) and key not in _SELDOM:
                         self.visit(method, f"{base.__qualname__}.{key}")
@@ -341,9 +344,9 @@ class _Walk:
             self._foreign(item, table, name)
             return
         self.objects.append(item)
-        self._kind(cls)
+        self.kind(cls)
         hidden = {key for base in cls.__mro__ if not is_foreign(base) for key in self.known & vars(base).keys()}
-        self._attributes(table, name, {*self._perhaps, *(hidden if hasattr(item, "__dict__") else ())})
+        self.attributes(table, name, {*self._perhaps, *(hidden if hasattr(item, "__dict__") else ())})
         if hasattr(item, "__dict__"):
             self.watch(f"the number of attributes of {name}", lambda: (len(table),))
         slots = [s for base in cls.__mro__ for s in _slots(base) if s in self.known]
@@ -355,19 +358,15 @@ class _Walk:
     def _foreign(self, item: object, table: dict[str, Any], name: str) -> None:
         top = type(item).__module__.partition(".")[0]
         self.visit(table.get("__wrapped__"), name)
-        if item is os.environ:
-            self.watch(name, lambda: [*os.environ, *os.environ.values()])
+        if isinstance(item, type(os.environ)):
+            self.watch(name, lambda: [*item, *item.values()])
             return
         if type(item).__module__.startswith("torch.backends"):
             self._settings(item, name)
         if top in sys.stdlib_module_names and table:
             self._dict(table, name)
-        elif top == "torch" and not isinstance(item, torch.amp.GradScaler):
-            tensors = [key for key, value in table.items() if isinstance(value, torch.Tensor)]
-            if tensors:
-                self.watch(f"a tensor of {name}", lambda: list(map(table.get, tensors)))
-            for key in tensors:
-                self.visit(table[key], name)
+        elif top == "torch":
+            torchs.of_object(self, item, name)
 
     def _dict(self, table: dict[Any, Any], name: str) -> None:
         if self.fits(table, name):
@@ -396,51 +395,10 @@ class _Walk:
             )
         return len(items) <= _MOST
 
-    # -- torch's ----------------------------------------------------------------------------------------------------
-    def _tensor(self, tensor: torch.Tensor, name: str) -> None:
-        self.tensors.append(tensor)
-        if own := self.known & vars(tensor).keys() - _OF_TENSORS:
-            self.watch(name, lambda: [vars(tensor).get(key) for key in sorted(own)], sorted(own))
-            for key in sorted(own):
-                self.visit(vars(tensor)[key], f"{name}.{key}")
-
-    def _module(self, module: torch.nn.Module, name: str) -> None:
-        table = vars(module)
-        self.modules.append(module)
-        self.tables.add(type(module).__name__, table)
-        for own in (module._parameters, module._buffers, children_of(module)):
-            if own:
-                self.tables.add(type(module).__name__, own)
-            elif own is children_of(module) or not is_foreign(type(module)):
-                self.empty.append(own)
-        for hooks in hook_tables(module):
-            if hooks:
-                self.tables.add(f"a hook of {type(module).__name__}", hooks)
-            else:
-                self.empty.append(hooks)
-        for tell in settings:
-            if tell(module) is not None:
-                self.watch(f"how {type(module).__name__} is set to run", functools.partial(_told, tell, module))
-        self._kind(type(module))
-        own_values = [value for key, value in table.items() if key not in _OF_EVERY_MODULE]
-        inside = [*module._parameters.values(), *module._buffers.values(), *children_of(module).values()]
-        for value in (*own_values, *inside):
-            self.visit(value, f"an attribute of {type(module).__name__}")
-
-    def _optimizer(self, optimizer: torch.optim.Optimizer, name: str) -> None:
-        groups = optimizer.param_groups
-        self.watch(f"the parameters of {name}", lambda: [*chain.from_iterable(map(_PARAMETERS, groups))])
-        if "param_groups" in self.known:
-            self.watch(f"the options of {name}", lambda: [v for g in groups for k, v in g.items() if k != "params"])
-
-    def _scheduler(self, scheduler: LRScheduler, name: str) -> None:
-        if self.known & _RATES:
-            self.watch(f"the rates of {name}", lambda: (scheduler.last_epoch, *scheduler.get_last_lr()))
-
 
 _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
-    (torch.Tensor, _Walk._tensor),
-    (torch.nn.Module, _Walk._module),
+    (torch.Tensor, torchs.of_tensor),
+    (torch.nn.Module, torchs.of_module),
     (types.FunctionType, _Walk._function),
     (types.MethodType, _Walk._method),
     (types.BuiltinFunctionType, _Walk._builtin),
@@ -449,8 +407,8 @@ _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     ((operator.attrgetter, operator.methodcaller), _Walk._getter),
     (property, _Walk._property),
     ((staticmethod, classmethod), _Walk._wrapped),
-    (torch.optim.Optimizer, _Walk._optimizer),
-    (LRScheduler, _Walk._scheduler),
+    (torch.optim.Optimizer, torchs.of_optimizer),
+    (LRScheduler, torchs.of_scheduler),
     (np.ndarray, values.of_array),
     ((random.Random, np.random.Generator, np.random.RandomState), values.of_stream),
     (torch.Generator, values.of_generator),
@@ -459,15 +417,13 @@ _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     (weakref.ref, values.behind_reference),
     (contextvars.ContextVar, values.of_context),
 ]
+# kinds of which the program's own classes are looked at with the rest
+_LOOKED_AT = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, type)
 _CONTAINERS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     ((dict, types.MappingProxyType), _Walk._dict),
     ((list, tuple, deque), _Walk._sequence),
     (set, _Walk._set),
 ]
-
-
-def _told(tell: Callable[[torch.nn.Module], Hashable], module: torch.nn.Module) -> Values:
-    return (tell(module),)
 
 
 def _slots(cls: type) -> Iterable[str]:
@@ -493,6 +449,12 @@ def _content(cell: types.CellType) -> Item:
 
 def _module_of(name: str) -> tuple[object]:
     return (sys.modules.get(name),)
+
+
+def _held(owner: object, key: str) -> Values:
+    """What is in a list or a dict of a library's module."""
+    found: Item = setting(owner, key)
+    return [*found, *found.values()] if isinstance(found, dict) else [*found] if found else ()
 
 
 def _asked(setting: Callable[[], object]) -> tuple[object]:

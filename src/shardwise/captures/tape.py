@@ -130,6 +130,10 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
             self.statements.clear()
 
     # -- tensors ----------------------------------------------------------------------------------------------------
+    def forget(self) -> None:
+        """Know no tensor any more. torch.utils.swap_tensors takes none that anybody has a weak reference to."""
+        self._refs = Numbers()
+
     def _new(self) -> Ref:
         self._count += 1
         return Ref(self._count)
@@ -138,7 +142,7 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
         """A plain tensor of the arguments."""
         ref = self._refs[tensor] = self._new()
         self.inputs[ref] = tensor
-        if tensor.requires_grad and tensor.is_leaf:
+        if tensor.is_leaf and (tensor.requires_grad or tensor.grad is not None):
             self._grads[ref] = tensor.grad
             self._leaves[ref] = tensor
         return ref

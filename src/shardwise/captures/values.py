@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextvars
 import decimal
+import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -12,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from shardwise.captures.readings import Values
+from shardwise.captures.readings import Tables, Values
 from shardwise.protocols import Item
 
 _STATES = frozenset({"getstate", "get_state", "bit_generator"})  # attributes of streams that every draw changes
@@ -23,8 +25,15 @@ class Walk(Protocol):
     """What is told of a value."""
 
     known: frozenset[str]  # attributes that the code names
+    libraries: set[str]
     streams: list[Any]
+    tables: Tables
+    empty: list[dict[Any, Any]]
+    modules: list[torch.nn.Module]
+    tensors: list[torch.Tensor]
 
+    def entries(self, table: Item, name: str, keys: Iterable[str]) -> None: ...
+    def kind(self, cls: type) -> None: ...
     def watch(self, name: str, read: Callable[[], Values], labels: Iterable[str] = ()) -> None: ...
     def visit(self, item: Item, name: str) -> None: ...
     def refuse(self, reason: str) -> None: ...
@@ -74,9 +83,26 @@ def of_lock(walk: Walk, item: Item, name: str) -> None:
         walk.watch(f"whether {name} is locked", lambda: (item.locked(),))
 
 
-def of_decimals(walk: Walk) -> None:
-    """How decimal numbers are rounded."""
-    walk.watch("the context of decimal", lambda: (repr(decimal.getcontext()),))
+_LIBRARIES: dict[str, Callable[[], Values]] = {  # what their functions look up: how they round, warn, print
+    "decimal": lambda: (repr(decimal.getcontext()),),
+    "numpy": lambda: [*np.geterr().values()],
+    "warnings": lambda: warnings.filters,
+}
+_PRINTED: dict[str, Callable[[], Values]] = {"numpy": lambda: [*np.get_printoptions().values()]}
+
+
+def of_library(walk: Walk, item: Item) -> None:
+    """The settings of the library that an object, a function or a module is of."""
+    named = item if isinstance(item, (types.FunctionType, types.BuiltinFunctionType, type)) else type(item)
+    module = item.__name__ if isinstance(item, types.ModuleType) else named.__module__
+    library = (module or "").partition(".")[0].lstrip("_")
+    if library in walk.libraries:
+        return
+    walk.libraries.add(library)
+    if library in _LIBRARIES:
+        walk.watch(f"the settings of {library}", _LIBRARIES[library])
+    if library in _PRINTED and "__str__" in walk.known:
+        walk.watch(f"how {library} prints", _PRINTED[library])
 
 
 # -- random numbers -------------------------------------------------------------------------------------------------

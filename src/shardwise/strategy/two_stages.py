@@ -39,12 +39,12 @@ def gather_parts(
     layout, comm = x._layout, x._layout.mesh.comm
     shape, places = list(layout.shape), list(layout.placements)
 
-    def local(v: torch.Tensor, *more: Any) -> list[torch.Tensor]:
+    def local(v: torch.Tensor, *more: object) -> list[torch.Tensor]:
         found = each(v, *more)
         alike = len({part.dtype for part in found}) == 1 < len(found)
         return [torch.stack(found, -1)] if alike else found  # what is of one dtype goes in one exchange
 
-    def each(v: torch.Tensor, *more: Any) -> list[torch.Tensor]:
+    def each(v: torch.Tensor, *more: object) -> list[torch.Tensor]:
         if all(v.shape[d] for d in dims):
             return list(func(v, dims, True, *more))
         for d in dims:
