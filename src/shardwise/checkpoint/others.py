@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.checkpoint.commit import commit, draft_of, drop_draft, new_draft
+from shardwise.checkpoint.commit import commit, draft_of, drop_draft, folder_of, new_draft
 from shardwise.checkpoint.files import sync_folder
 from shardwise.checkpoint.holders import check_all
 from shardwise.checkpoint.tree import Flat, Value, built, flatten, value_of
@@ -28,7 +28,7 @@ else:
 
 def save(path: str | os.PathLike[str], state: Value, world: World, kind: str) -> None:
     """Save a state as the kind "dcp" (a folder) or "pt" (a file). Every process calls it."""
-    target, flat, error = Path(os.path.abspath(path)), Flat(), None
+    target, flat, error = folder_of(path), Flat(), None
     try:
         flat = flatten(state)
         check_all(flat.tensors, "saving")
