@@ -168,14 +168,19 @@ def _drafted(
     most: int,
     manifest: bool,
 ) -> Draft:
+    entries, tasks = tasks_of(flat, agreed, world)
+    layouts = layouts_json(flat.tensors)
+    return Draft(folder, entries, most, tasks, agreed.tree, layouts, step, random, manifest)
+
+
+def tasks_of(flat: Flat, agreed: Agreed, world: World) -> tuple[list[Entry], list[Task]]:
+    """All tensors, and what this process gives of them: all processes together give each element once."""
     entries = [
         Entry(name, from_short(kinds[0][0].dtype, name), tuple(kinds[0][0].shape))
         for name, kinds in agreed.tensors.items()
     ]
-    layouts = layouts_json(flat.tensors)
     cuts = Cuts(block_bytes_for(sum(entry.nbytes for entry in entries)))
-    tasks = [task.own(cuts) for task in _tasks(flat, agreed, world, entries)]
-    return Draft(folder, entries, most, tasks, agreed.tree, layouts, step, random, manifest)
+    return entries, [task.own(cuts) for task in _tasks(flat, agreed, world, entries)]
 
 
 def _tasks(flat: Flat, agreed: Agreed, world: World, entries: Sequence[Entry]) -> Iterator[Task]:
