@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from shardwise.checkpoint.agreement import Agreed, agree
 from shardwise.checkpoint.commit import commit, draft_of, drop_draft, folder_of, new_draft
 from shardwise.checkpoint.files import Entry, sync_folder
-from shardwise.checkpoint.holders import Held, check_all
+from shardwise.checkpoint.holders import as_bytes, check_all
 from shardwise.checkpoint.loader import inside
 from shardwise.checkpoint.tree import Flat, Node, Value, built, flatten, value_of
 from shardwise.checkpoint.world import World
@@ -68,9 +68,9 @@ def _gathered(path: Path, flat: Flat, agreed: Agreed, world: World) -> dict[str,
     whole, (entries, tasks) = dict[str, torch.Tensor](), tasks_of(flat, agreed, world)
     given = {task.entry.name: dict(task.pieces) for task in tasks}  # by tile: replicas may be in one process
     for entry in entries:
-        mine: list[Held] = []
+        mine: list[tuple[Tile, np.ndarray]] = []
         try:
-            mine = [Held(tile, _copy(values)) for tile, values in given.get(entry.name, {}).items()]
+            mine = [(tile, as_bytes(values)) for tile, values in given.get(entry.name, {}).items()]
         except Exception as raised:  # told to the others below: they wait for a message of this process until then
             error = raised
         told = world.to_first(mine)
@@ -83,18 +83,15 @@ def _gathered(path: Path, flat: Flat, agreed: Agreed, world: World) -> dict[str,
     return whole
 
 
-def _copy(values: torch.Tensor) -> torch.Tensor:
-    return torch.empty(values.shape, dtype=values.dtype).copy_(values.detach())
-
-
-def _put_together(path: Path, entry: Entry, pieces: Sequence[Held]) -> torch.Tensor:
-    if sum(values.numel() for _, values in pieces) != math.prod(entry.shape):
+def _put_together(path: Path, entry: Entry, pieces: Sequence[tuple[Tile, np.ndarray]]) -> torch.Tensor:
+    if sum(data.size for _, data in pieces) != entry.nbytes:
         raise CheckpointError(
             f"{path}: some of tensor {entry.name!r} is held by no process that called save; call it on all ranks of "
             f"the tensor's mesh"
         )
     whole = torch.empty(entry.shape, dtype=entry.dtype)
-    for tile, values in pieces:
+    for tile, data in pieces:
+        values = torch.from_numpy(data).view(entry.dtype).view(tile.sizes)
         inside(whole, Tile((0,) * whole.dim(), entry.shape), tile).copy_(values)
     return whole
 
