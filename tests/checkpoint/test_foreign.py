@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import checkpoint
+from shardwise import Replicate, Shard, checkpoint, distribute_tensor
 from shardwise.checkpoint import CheckpointError, Map, blocks, transpose
 from shardwise.checkpoint.mapped_source import MappedSource
 from shardwise.checkpoint.opening import open_source
@@ -37,6 +38,31 @@ def test_dcp_on_processes(tmp_path):
     into = {name: torch.zeros(7, 10) for name in LAYOUTS}
     checkpoint.load(tmp_path / "c", into, strict=False)
     check(into)
+
+
+def on_other_ranks(rank, world_size, path, format):
+    """Tensors that the first rank has nothing of, and a name that one rank alone has."""
+    far, all_ = DeviceMesh("cpu", [3, 1]), torch.arange(10.0).view(5, 2)
+    tensors = {"far": distribute_tensor(all_, far, [Shard(0)], src_data_rank=None), "count": torch.tensor(7)}
+    tensors["one"] = distribute_tensor(torch.tensor(3), DeviceMesh("cpu", [2]), [Replicate()], src_data_rank=None)
+    tensors["small"] = distribute_tensor(all_.to(torch.float8_e4m3fn), far, [Shard(1)], src_data_rank=None)
+    tensors |= {f"rank {rank}": torch.full((2,), rank), "n": 4} if rank == 2 else {"n": 4}
+    checkpoint.save(path, tensors, format=format)
+    with pytest.raises(CheckpointError, match="'n' differs between ranks"):
+        checkpoint.save(path, {"n": rank}, format=format)
+    with pytest.raises(CheckpointError, match="'x' differs between ranks"):
+        checkpoint.save(path, {"x": torch.full((2,), rank)}, format=format)
+
+
+@pytest.mark.parametrize("format", ["dcp", "pt"])
+def test_what_the_first_rank_does_not_have(tmp_path, format):
+    run_ranks(on_other_ranks, 4, tmp_path / "c", format)
+    into = {"far": torch.zeros(5, 2), "one": torch.tensor(0), "count": torch.tensor(0), "n": 0}
+    into |= {"rank 2": torch.zeros(2, dtype=torch.int64), "small": torch.empty(5, 2, dtype=torch.float8_e4m3fn)}
+    checkpoint.load(tmp_path / "c", into)
+    assert into["far"].equal(torch.arange(10.0).view(5, 2)) and into["rank 2"].tolist() == [2, 2]
+    assert into["small"].float().equal(into["far"])
+    assert (into["one"], into["count"], into["n"]) == (3, 7, 4)
 
 
 @pytest.mark.parametrize("format", ["dcp", "pt"])

@@ -22,6 +22,11 @@ _AT_FDCWD = -100
 _REMOVED = ".removed"  # how the names of replaced checkpoints end while they are removed
 
 
+def folder_of(path: str | os.PathLike[str]) -> Path:
+    """Where a path leads. A draft is made beside that, since a link cannot be exchanged with a folder."""
+    return Path(os.path.realpath(path))
+
+
 def draft_of(path: Path) -> Path:
     """Where a checkpoint is written before it is complete."""
     return path.parent / f".{path.name}.saving"
@@ -117,7 +122,7 @@ def clean(root: Path, under_way: Iterable[str] = ()) -> None:
         under_way: Where this process is saving to now.
     """
     busy = {draft_of(Path(path)) for path in under_way}
-    for left in Path(os.path.abspath(root)).glob(".*.saving"):
+    for left in folder_of(root).glob(".*.saving"):
         if left not in busy:
             shutil.rmtree(left, ignore_errors=True)
     _remove_replaced(root, "*")

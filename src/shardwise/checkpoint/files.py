@@ -163,7 +163,7 @@ def read_header(path: Path) -> Header:
         own = json.loads(beside.get(_BY_MEMORY, "{}"))
         found = {name: _entry(name, at, path, 8 + length, own.get(name)) for name, at in said.items()}
         size_of_block, checksums = _sums(path, begin + text, beside, (entry for entry, _ in found.values()))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: the header is damaged: {error}") from error
     _check_ranges(path, found, 8 + length, size)
     return Header(found, size_of_block, checksums, "manifest" in beside, beside.get(_ALL))

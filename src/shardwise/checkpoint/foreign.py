@@ -113,8 +113,10 @@ class DcpSource(Source):
     def _chunk(self, name: str, chunk: Json, storage: dict[tuple[str, tuple[int, ...]], Json]) -> _Chunk:
         tile = Tile(tuple(chunk.offsets), tuple(chunk.sizes))
         info = storage.get((name, tile.offsets), storage.get((name, ())))
-        if info is None or not (self.path / info.relative_path).exists():
-            raise CheckpointError(f"{self.path}: tensor {name!r}: the part at {tile.offsets} is in no file")
+        file = self.path / (METADATA if info is None else info.relative_path)
+        if info is None or not file.exists():
+            how = "does not say where it is" if info is None else "the file is missing"
+            raise CheckpointError(f"{file}: tensor {name!r}, part at {tile.offsets}: {how}")
         return _Chunk(tile, info.relative_path, info.offset, info.length)
 
     def _check_whole(self, name: str) -> None:
@@ -219,7 +221,8 @@ def _short(error: Exception) -> str:
     """What torch says is wrong, without its advice to run whatever the file holds."""
     lines = str(error).splitlines() or [type(error).__name__]
     found = [line.strip() for line in lines if "WeightsUnpickler error" in line]
-    return found[0] if found else lines[0].split(". ")[0]
+    first = found[0] if found else lines[0].split(". ")[0]
+    return first if " " in first else f"{type(error).__name__} {first}"  # a number alone says nothing
 
 
 # -- writing -------------------------------------------------------------------------------------------------

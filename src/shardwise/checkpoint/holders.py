@@ -87,7 +87,8 @@ def _check(name: str, tensor: torch.Tensor, doing: str) -> None:
 
 def _check_plain(name: str, tensor: torch.Tensor, doing: str) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise CheckpointError(f"{doing} {name!r}: a tensor of layout {tensor.layout} has no tiles; make it dense first")
+        what = "quantized tensor" if tensor.is_quantized else f"tensor of layout {tensor.layout}"
+        raise CheckpointError(f"{doing} {name!r}: a {what} has no tiles; make it dense first")
     if doing == "loading" and any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape)):
         raise CheckpointError(
             f"{doing} {name!r}: elements of the tensor share memory (it was expanded); clone it first"

@@ -65,12 +65,14 @@ class Loader:
 
     def _read(self, read: Read) -> None:
         name, span, source, at = read.name, read.span, self.source, 0
+        room = self._run_of(read) if source.reads_in_place(name) else None
+        if room is not None:
+            source.read_run(name, span.first, span.blocks, room)
+            return
         blocks, dtype = source.blocks(name), source.entries[name].dtype
         for i in range(span.first, span.first + span.blocks):
             tile = blocks[i].tile
             if read.slot is None:
-                if self._read_in_place(read, i, tile):
-                    continue
                 found = source.peek(name, i)
                 values = source.read_block(name, i, self._scratch(source.size(name, i))) if found is None else found
                 for part in read.parts:
@@ -79,27 +81,24 @@ class Loader:
                         self._put(name, part.tile, box, inside(values, tile, box))
                 continue
             size = torch.Size(tile.sizes).numel() * dtype.itemsize
-            room = self.arena[read.slot + at : read.slot + at + size]
-            if source.reads_in_place(name):
-                source.read_block(name, i, room)
-            else:
-                values = source.read_block(name, i, self._scratch(source.size(name, i)))
-                room.view(dtype).view(tile.sizes).copy_(values)
+            values = source.read_block(name, i, self._scratch(source.size(name, i)))
+            self.arena[read.slot + at : read.slot + at + size].view(dtype).view(tile.sizes).copy_(values)
             at += size
 
-    def _read_in_place(self, read: Read, i: int, tile: Tile) -> bool:
-        """Read a block to where it belongs, without a copy; whether that can be: all goes to one run of memory."""
-        parts = [part for part in read.parts if meet(tile, part.box) is not None]
-        if len(parts) != 1 or meet(tile, parts[0].box) != tile or not self.source.reads_in_place(read.name):
-            return False
-        outer, values = self.pieces[read.name][parts[0].tile]
-        room = inside(values, outer, tile)
+    def _run_of(self, read: Read) -> torch.Tensor | None:
+        """The memory that is a span as the file has it: what others take it from, or where all of it belongs; None
+        where its values do not lie so."""
+        if read.slot is not None:
+            return self.arena[read.slot : read.slot + read.span.bytes]
+        if len(read.parts) != 1 or read.parts[0].box != read.span.tile:
+            return None
+        tile, values = self.pieces[read.name][read.parts[0].tile]
+        room = inside(values, tile, read.span.tile)
         if not lies_together(room) or room.is_inference():
-            return False
+            return None
         self.begun[read.name] = None
-        self.source.read_block(read.name, i, room.as_strided((room.numel(),), (1,)).view(torch.uint8))
         increment_version(room)
-        return True
+        return room.as_strided((room.numel(),), (1,)).view(torch.uint8)
 
     def _scratch(self, size: int) -> torch.Tensor:
         if self.scratch.numel() < size:

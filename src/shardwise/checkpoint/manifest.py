@@ -115,7 +115,7 @@ def parse_manifest(text: str, folder: Path) -> Manifest:
                 f"{path}: version {body['version']} of the format, this library reads up to {VERSION}; update it"
             )
         return _parsed(body, folder)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(f"{path}: the manifest is damaged: {error}") from error
 
 

@@ -81,5 +81,8 @@ class MappedSource(Source):
             values = values.narrow(dim, b - a, n)
         return piece.value(values).to(self.entries[name].dtype)
 
+    def read_run(self, name: str, first: int, count: int, room: torch.Tensor) -> None:
+        self.inner.read_run(self.mapped[name].pieces[0].name, first, count, room)
+
     def close(self) -> None:
         self.inner.close()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.checkpoint.commit import recover
+from shardwise.checkpoint.commit import folder_of, recover
 from shardwise.checkpoint.files import INDEX, Entry, Header, Place, read_header
 from shardwise.checkpoint.foreign import METADATA, DcpSource, TorchSource
 from shardwise.checkpoint.manifest import MANIFEST, check_file, parse_manifest
@@ -30,7 +30,14 @@ def open_source(path: str | os.PathLike[str], *, verify: str = "fast") -> Source
         CheckpointError: There is no checkpoint, or its files are damaged.
     """
     found = Path(os.path.abspath(path))
-    recover(found)
+    try:
+        recover(folder_of(path))
+        return _opened(found, verify)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or found}: cannot be read: {error.strerror}") from error
+
+
+def _opened(found: Path, verify: str) -> Source:
     if found.is_file():
         if found.suffix == ".safetensors":
             return _one_file(found, verify)
@@ -114,7 +121,7 @@ def _hugging_face(folder: Path, verify: str) -> Source:
     try:
         weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = dict.fromkeys(weights.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: the index is damaged: {error}") from error
     headers = {}
     for file in files:

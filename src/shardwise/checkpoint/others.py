@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from shardwise.checkpoint.commit import commit, draft_of, drop_draft, new_draft
-from shardwise.checkpoint.files import sync_folder
-from shardwise.checkpoint.holders import check_all
-from shardwise.checkpoint.tree import Flat, Value, built, flatten, value_of
+from shardwise.checkpoint.agreement import Agreed, agree
+from shardwise.checkpoint.commit import commit, draft_of, drop_draft, folder_of, new_draft
+from shardwise.checkpoint.files import Entry, sync_folder
+from shardwise.checkpoint.holders import as_bytes, check_all
+from shardwise.checkpoint.loader import inside
+from shardwise.checkpoint.tree import Flat, Node, Value, built, flatten, value_of
 from shardwise.checkpoint.world import World
+from shardwise.checkpoint.write import tasks_of
 from shardwise.errors import CheckpointError
 from shardwise.imports import later
-from shardwise.sharded.tensor import ShardedTensor
-from shardwise.tensor import DTensor
+from shardwise.layout.tiles import Tile
 
 if TYPE_CHECKING:
     import torch.distributed.checkpoint as dcp
@@ -28,17 +32,17 @@ else:
 
 def save(path: str | os.PathLike[str], state: Value, world: World, kind: str) -> None:
     """Save a state as the kind "dcp" (a folder) or "pt" (a file). Every process calls it."""
-    target, flat, error = Path(os.path.abspath(path)), Flat(), None
+    target, flat, error = folder_of(path), Flat(), None
     try:
         flat = flatten(state)
         check_all(flat.tensors, "saving")
     except Exception as raised:
         error = raised
-    world.agree(error)
+    agreed = agree(flat, world, values=True, also=[os.path.abspath(path), kind], error=error)
     if kind == "dcp":
         _save_dcp(target, flat, world)
     else:
-        _save_pt(target, flat, world)
+        _save_pt(target, agreed.tree, _gathered(target, flat, agreed, world), world)
 
 
 def _save_dcp(folder: Path, flat: Flat, world: World) -> None:
@@ -58,18 +62,46 @@ def _save_dcp(folder: Path, flat: Flat, world: World) -> None:
         raise
 
 
-def _save_pt(path: Path, flat: Flat, world: World) -> None:
-    whole = {}
-    for name, tensor in flat.tensors.items():
-        found = _whole(tensor)  # every process takes part
-        if world.is_first:
-            whole[name] = found
+def _gathered(path: Path, flat: Flat, agreed: Agreed, world: World) -> dict[str, torch.Tensor]:
+    """All tensors as a whole, on the first process; the others send it what it lacks."""
+    error: Exception | None = None
+    whole, (entries, tasks) = dict[str, torch.Tensor](), tasks_of(flat, agreed, world)
+    given = {task.entry.name: dict(task.pieces) for task in tasks}  # by tile: replicas may be in one process
+    for entry in entries:
+        mine: list[tuple[Tile, np.ndarray]] = []
+        try:
+            mine = [(tile, as_bytes(values)) for tile, values in given.get(entry.name, {}).items()]
+        except Exception as raised:  # told to the others below: they wait for a message of this process until then
+            error = raised
+        told = world.to_first(mine)
+        if world.is_first and error is None:
+            try:
+                whole[entry.name] = _put_together(path, entry, [piece for pieces in told for piece in pieces])
+            except Exception as raised:
+                error = raised
+    world.agree(error)
+    return whole
 
+
+def _put_together(path: Path, entry: Entry, pieces: Sequence[tuple[Tile, np.ndarray]]) -> torch.Tensor:
+    if sum(data.size for _, data in pieces) != entry.nbytes:
+        raise CheckpointError(
+            f"{path}: some of tensor {entry.name!r} is held by no process that called save; call it on all ranks of "
+            f"the tensor's mesh"
+        )
+    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    for tile, data in pieces:
+        values = torch.from_numpy(data).view(entry.dtype).view(tile.sizes)
+        inside(whole, Tile((0,) * whole.dim(), entry.shape), tile).copy_(values)
+    return whole
+
+
+def _save_pt(path: Path, tree: Node, whole: dict[str, torch.Tensor], world: World) -> None:
     def write() -> None:
         if path.is_dir():
             raise CheckpointError(f"{path}: is a folder; format='pt' writes one file: give its name")
         draft = path.parent / f".{path.name}.saving"
-        state = built(flat.tree, whole.__getitem__, arrays=False)  # `weights_only` reads no numpy arrays
+        state = built(tree, whole.__getitem__, arrays=False)  # `weights_only` reads no numpy arrays
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(draft, "wb") as file:
@@ -94,8 +126,3 @@ def _cause(error: BaseException) -> str:
     hint = "; is the disk full?" if first is None and "inline_container" in str(error) else ""
     return f"{error if first is None else first}{hint}"
 
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, (DTensor, ShardedTensor)):
-        tensor = tensor.full_tensor()
-    return tensor.detach().cpu().clone()

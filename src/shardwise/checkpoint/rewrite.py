@@ -7,14 +7,13 @@ import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from shardwise.checkpoint import crc
 from shardwise.checkpoint.blocks import Block
-from shardwise.checkpoint.commit import draft_of, drop_draft
+from shardwise.checkpoint.commit import draft_of, drop_draft, folder_of
 from shardwise.checkpoint.holders import Held, as_bytes
 from shardwise.checkpoint.jobs import Writer, jobs_of
 from shardwise.checkpoint.source import Source
@@ -42,7 +41,7 @@ def rewrite(
             f"{source.path}: {next(iter(source.values))!r} is a value, which safetensors files alone cannot hold; "
             f"convert to format shardwise, or leave values out (--drop-values)"
         )
-    folder = Path(os.path.abspath(path))
+    folder = folder_of(path)
     random = None if source.random is None else _text(source.random)
     draft = Draft(folder, entries, most, [], source.tree, {}, source.step, random, manifest)
     alone = World(0, (0,), None)

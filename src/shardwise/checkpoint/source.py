@@ -49,6 +49,11 @@ class Source(ABC):
     def read_block(self, name: str, i: int, room: torch.Tensor) -> torch.Tensor:
         """Block `i` of a tensor, read into `room` (bytes, at least `size` of them); raises where it is damaged."""
 
+    def read_run(self, name: str, first: int, count: int, room: torch.Tensor) -> None:
+        """Some blocks that follow each other, read into `room` (bytes, as many as they have), where `reads_in_place`;
+        raises where one is damaged."""
+        raise NotImplementedError
+
     def same_values(self, one: str, other: str) -> bool:
         """Whether two tensors of one shape and dtype have the same values; reads both."""
         for i, j in zip(range(len(self.blocks(one))), range(len(self.blocks(other))), strict=True):
@@ -177,33 +182,44 @@ class FileSource(Source):
     def peek(self, name: str, i: int) -> torch.Tensor | None:
         block, place, entry = self.blocks(name)[i], self.places[name], self.entries[name]
         size, itemsize = block.stop - block.start, entry.dtype.itemsize
-        found = self._begun(name, place, block)
+        found = self._begun(name, place, block.start, block.stop)
         if found is None or found.size < size or found.ctypes.data % itemsize:
             return None
         self.bytes_read += size
         self._check(name, i, found)
         return torch.from_numpy(found).view(entry.dtype).view(block.tile.sizes)
 
-    def _begun(self, name: str, place: Place, block: Block) -> np.ndarray | None:
+    def _begun(self, name: str, place: Place, start: int, stop: int) -> np.ndarray | None:
         try:
-            return self._ahead.take(place.file, place.start + block.start, place.start + block.stop)
+            return self._ahead.take(place.file, place.start + start, place.start + stop)
         except OSError as error:
-            raise _read_error(place.file, name, place.start + block.start, error) from error
+            raise _read_error(place.file, name, place.start + start, error) from error
 
     def line(self) -> StorageLine:
         largest = max(self.entries, key=lambda name: self.entries[name].nbytes, default=None)
         return StorageLine() if largest is None else measured_storage(self.places[largest].file)
 
     def read_block(self, name: str, i: int, room: torch.Tensor) -> torch.Tensor:
-        block, place, entry = self.blocks(name)[i], self.places[name], self.entries[name]
-        size = block.stop - block.start
-        data = room[:size]
-        self._fill(name, place, block, data)
-        self.bytes_read += size
-        self._check(name, i, data.numpy())
-        if not size:
-            return torch.empty(block.tile.sizes, dtype=entry.dtype)
-        return data.view(entry.dtype).view(block.tile.sizes)
+        block, dtype = self.blocks(name)[i], self.entries[name].dtype
+        data = room[: block.stop - block.start]
+        self.read_run(name, i, 1, data)
+        if not data.numel():
+            return torch.empty(block.tile.sizes, dtype=dtype)
+        return data.view(dtype).view(block.tile.sizes)
+
+    def read_run(self, name: str, first: int, count: int, room: torch.Tensor) -> None:
+        blocks, place, data = self.blocks(name)[first : first + count], self.places[name], room.numpy()
+        start, stop = blocks[0].start, blocks[-1].stop
+        begun = self._begun(name, place, start, stop)
+        for i, block in enumerate(blocks, first):
+            here = slice(block.start - start, block.stop - start)
+            if begun is None or begun.size < here.stop:
+                self._fill(name, place, block, data[here])
+                self._check(name, i, data[here])
+            else:  # checked while it is read for the first time: it is in the processor's cache then
+                self._check(name, i, begun[here])
+                data[here] = begun[here]
+        self.bytes_read += stop - start
 
     def _check(self, name: str, i: int, data: np.ndarray) -> None:
         block, place = self.blocks(name)[i], self.places[name]
@@ -214,12 +230,8 @@ class FileSource(Source):
                 f"file is damaged"
             )
 
-    def _fill(self, name: str, place: Place, block: Block, data: torch.Tensor) -> None:
-        begun = self._begun(name, place, block)
-        if begun is not None:
-            data[: begun.size].numpy()[...] = begun
-        done = 0 if begun is None else begun.size
-        view, at = buffer_of(data[done:].numpy()), place.start + block.start + done
+    def _fill(self, name: str, place: Place, block: Block, data: np.ndarray) -> None:
+        view, at = buffer_of(data), place.start + block.start
         try:
             handle = self._handle(place.file)
             while view:

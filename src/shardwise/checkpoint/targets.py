@@ -27,6 +27,7 @@ from shardwise.checkpoint.tree import (
     walk,
 )
 from shardwise.errors import CheckpointError
+from shardwise.torch_private.loading import loads_itself
 
 _EXTRA = "_extra_state"
 
@@ -43,7 +44,7 @@ class Targets:
     taken: set[str] = field(default_factory=set)
     below: Lookup = field(default_factory=Lookup)
     from_names: dict[str, Node | None] = field(default_factory=dict)  # what `_node` has made
-    copies: dict[str, dict[str, Value]] = field(default_factory=dict)  # states of modules that are not their memory
+    own: dict[str, dict[str, Value]] = field(default_factory=dict)  # states that modules and optimizers load themselves
 
     @cached_property
     def _leaves(self) -> dict[str, Node]:
@@ -111,18 +112,19 @@ class Targets:
             self.collect(item, self.below(node, key), joined(name, key))
 
     def _module(self, module: nn.Module, node: Node | None, name: str) -> None:
-        """The tensors of a module's state dict. Where they are copies (made by hooks, or by the module itself), what is
-        loaded into them goes to the module's own `load_state_dict` afterwards."""
+        """The entries of a module's state dict. Where some are values or copies (made by hooks, or by the module
+        itself), or the module has hooks for loading, all goes to its own `load_state_dict` afterwards."""
         state = module.state_dict()
         for key, item in state.items():
             if key.rpartition(".")[2] == _EXTRA:
                 self._stateful(item, self.below(node, key), joined(name, key))
             else:
                 self.collect(item, self.below(node, key), joined(name, key))
-        own = {memory for tensor in (*module.parameters(), *module.buffers()) for memory in _memories(tensor)}
-        tensors = [item for key, item in state.items() if isinstance(item, torch.Tensor) and not key.endswith(_EXTRA)]
-        if any(memory not in own for tensor in tensors for memory in _memories(tensor)):
-            self.copies[name] = state
+        known = {memory for tensor in (*module.parameters(), *module.buffers()) for memory in _memories(tensor)}
+        items = [item for key, item in state.items() if key.rpartition(".")[2] != _EXTRA]
+        in_place = all(isinstance(item, torch.Tensor) and known.issuperset(_memories(item)) for item in items)
+        if loads_itself(module) or not in_place:
+            self.own[name] = state
 
     def _value(self, name: str, node: Node | None, into: Value) -> None:
         node = self._node(node, name, into)
@@ -134,11 +136,18 @@ class Targets:
         self.taken.update(found)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, node: Node | None, name: str) -> None:
-        """The states there are; those that are not there yet are made as the parameters are laid out."""
+        """The states there are; those that are not there yet are made as the parameters are laid out. An optimizer
+        with more than that, or with hooks for loading, gets all by its own `load_state_dict` afterwards."""
         state = optimizer.state_dict()
+        more = [key for key in state if key not in ("state", "param_groups")]
+        if more or loads_itself(optimizer):
+            self.own[name] = state
+        if not all(isinstance(i, int) for i in state.get("state", {"": None})):
+            self._stateful(state, node, name)
+            return
         node = self._node(node, name, state)
-        for key in [key for key in state if key not in ("state", "param_groups")]:
-            self.collect(state[key], self.below(node, key), joined(name, key))
+        for key in more:
+            self._stateful(state[key], self.below(node, key), joined(name, key))
         params = params_of(optimizer)
         states = self.below(node, "state")
         for i in {**state["state"], **dict.fromkeys(self._keys(states))}:
@@ -168,7 +177,10 @@ class Targets:
                     f"{len(optimizer.param_groups)} in the optimizer"
                 )
             for i, group in enumerate(optimizer.param_groups):
-                self._group(group, self.below(groups, i), joined(joined(name, "param_groups"), i))
+                full, at = joined(joined(name, "param_groups"), i), self.below(groups, i)
+                self._group(group, at, full)
+                if name not in self.own:
+                    self._check_order(group, at, full)
         elif not any(leaf.startswith(joined(name, "param_groups")) for leaf in self.values):
             self.missing.append(joined(name, "param_groups"))
 
@@ -187,6 +199,17 @@ class Targets:
                     whole = isinstance(own, torch.Tensor) and leaf == joined(name, key)
                     made = own if whole else torch.zeros(entry.shape, dtype=entry.dtype)
                     self.tensors[leaf] = cast(torch.Tensor, made)
+
+    def _check_order(self, group: dict[str, Json], node: Node | None, name: str) -> None:
+        """Raise where parameters are known by name, and the states of one would go to another."""
+        saved = self.below(node, "param_names")
+        names = [] if saved is None else list(cast(Sequence[str], built(saved, self.tensors.__getitem__)))
+        for i, own in enumerate(group.get("param_names", ())):
+            if own in names and names[i : i + 1] != [own]:
+                raise CheckpointError(
+                    f"{name!r}: parameter {i} of the optimizer is {own!r}, in the checkpoint that is parameter "
+                    f"{names.index(own)}; give the optimizer its parameters in the order of the checkpoint"
+                )
 
     def _stateful(self, state: Value, node: Node | None, name: str) -> None:
         """Of an object that loads itself, all that the checkpoint has is taken; its own tensors are loaded in place."""
@@ -242,8 +265,8 @@ class Targets:
         return type(into)(*new) if hasattr(into, "_fields") else tuple(new)
 
     def _apply_module(self, module: nn.Module, node: Node | None, name: str) -> None:
-        """What modules keep beside parameters and buffers: extra states, and what they give copies of."""
-        state = self.copies.get(name)
+        """What modules keep beside parameters and buffers: extra states, and what they load themselves."""
+        state = self.own.get(name)
         for prefix, inner in module.named_modules():
             key = joined(prefix, _EXTRA)
             found = self._node(self.below(node, key), joined(name, key), None)
@@ -255,10 +278,18 @@ class Targets:
             else:
                 state[key] = extra
         if state is not None:
+            for key in [key for key in state if key.rpartition(".")[2] != _EXTRA]:
+                state[key] = self.apply(state[key], self.below(node, key), joined(name, key))
             self._load_state(module, state, name)
 
     def _apply_optimizer(self, optimizer: torch.optim.Optimizer, node: Node | None, name: str) -> None:
         node = self._node(node, name, None)
+        if name in self.own:
+            own = self.own[name]
+            nodes = {key: self.below(node, key) for key in own}
+            theirs = {key: built(at, self.tensors.__getitem__) for key, at in nodes.items() if at is not None}
+            self._load_state(optimizer, _over(own, theirs), name)
+            return
         params, states = params_of(optimizer), self.below(node, "state")
         for i in self._keys(states):
             for key in self._keys(self.below(states, i)):
@@ -277,6 +308,13 @@ class Targets:
                     new = built(inside, self.tensors.__getitem__)
                     as_tuple = isinstance(group.get(str(key)), tuple) and isinstance(new, list)
                     group[str(key)] = tuple(new) if as_tuple and isinstance(new, list) else new
+
+
+def _over(old: Value, new: Value) -> Value:
+    """A new value, with what only the old one has where both are dicts."""
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return new
+    return {**old, **{key: _over(old.get(key), value) for key, value in new.items()}}
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

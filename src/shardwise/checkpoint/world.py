@@ -56,6 +56,14 @@ class World:
         """The values of all processes, in the order of `ranks`."""
         return [value] if self.group is None else all_gather_objects(value, self.group)
 
+    def to_first(self, value: T) -> list[T]:
+        """The values of all processes, on the first one; nothing on the others."""
+        if self.group is None:
+            return [value]
+        told: list[T] = [value] * self.size if self.is_first else []
+        dist.gather_object(value, told if self.is_first else None, dst=self.ranks[0], group=self.group)
+        return told
+
     def from_first(self, make: Callable[[], T]) -> T:
         """What the first process makes, on all; what it raises, too."""
         if self.group is None:

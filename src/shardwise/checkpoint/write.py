@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.checkpoint import crc
 from shardwise.checkpoint.agreement import Agreed, agree
 from shardwise.checkpoint.blocks import Block, Cuts, block_bytes_for
-from shardwise.checkpoint.commit import commit, draft_of, drop_draft, new_draft
+from shardwise.checkpoint.commit import commit, draft_of, drop_draft, folder_of, new_draft
 from shardwise.checkpoint.dtypes import from_short
 from shardwise.checkpoint.files import (
     INDEX,
@@ -132,7 +132,7 @@ def prepare(
     Returns:
         None where some process has `failed` before, so that this is not the time for another save.
     """
-    folder = Path(os.path.abspath(path))
+    folder = folder_of(path)
     flat, error = Flat(), None
     try:
         flat = flatten(state)
@@ -146,7 +146,7 @@ def prepare(
     except Exception as raised:  # told to the others, so that they do not wait
         error = raised
     random = random_state()
-    also = [str(folder), step, most, manifest]
+    also = [os.path.abspath(path), step, most, manifest]
     agreed = agree(flat, world, values=True, also=also, error=error, told=(hash_of(random), failed))
     if any(before for _, before in agreed.told):
         return None
@@ -168,14 +168,19 @@ def _drafted(
     most: int,
     manifest: bool,
 ) -> Draft:
+    entries, tasks = tasks_of(flat, agreed, world)
+    layouts = layouts_json(flat.tensors)
+    return Draft(folder, entries, most, tasks, agreed.tree, layouts, step, random, manifest)
+
+
+def tasks_of(flat: Flat, agreed: Agreed, world: World) -> tuple[list[Entry], list[Task]]:
+    """All tensors, and what this process gives of them: all processes together give each element once."""
     entries = [
         Entry(name, from_short(kinds[0][0].dtype, name), tuple(kinds[0][0].shape))
         for name, kinds in agreed.tensors.items()
     ]
-    layouts = layouts_json(flat.tensors)
     cuts = Cuts(block_bytes_for(sum(entry.nbytes for entry in entries)))
-    tasks = [task.own(cuts) for task in _tasks(flat, agreed, world, entries)]
-    return Draft(folder, entries, most, tasks, agreed.tree, layouts, step, random, manifest)
+    return entries, [task.own(cuts) for task in _tasks(flat, agreed, world, entries)]
 
 
 def _tasks(flat: Flat, agreed: Agreed, world: World, entries: Sequence[Entry]) -> Iterator[Task]:

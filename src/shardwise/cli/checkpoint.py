@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.checkpoint import others
-from shardwise.checkpoint.commit import is_checkpoint
+from shardwise.checkpoint.commit import folder_of, is_checkpoint
 from shardwise.checkpoint.files import MOST_FILE_BYTES
 from shardwise.checkpoint.foreign import whole_tensors
 from shardwise.checkpoint.manifest import MANIFEST
@@ -296,8 +295,9 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
     if options.map is not None:
         table = preset(options.map, prefix=options.prefix, heads=options.heads, kv_heads=options.kv_heads)
         source = MappedSource(source, table.inverse if options.inverse else table)
-    if os.path.abspath(options.path) == os.path.abspath(options.target):
-        print("shardwise checkpoint: FROM and TO are the same path", file=sys.stderr)
+    found = folder_of(options.path)
+    if folder_of(options.target) in (found, *found.parents):
+        print("shardwise checkpoint: FROM and TO are the same path, or FROM is in TO", file=sys.stderr)
         return 1
     if options.drop_values:
         source.tree = flat_tree(list(source.entries), {})
