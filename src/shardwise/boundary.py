@@ -10,6 +10,7 @@ import torch
 from shardwise.argument_types import MeshArgument, Placements
 from shardwise.comm.base import Comm
 from shardwise.comm.bridge import entered, share
+from shardwise.comm.capturing import tapes
 from shardwise.comm.rank_tensor import RankTensor
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, as_placements
@@ -86,6 +87,14 @@ def other_side(comm: Comm, local: LocalValue) -> LocalValue:
     if type(local) is not RankTensor:
         return _alias(local)
     return comm.rebuild(local, [_alias(value) for value in comm.values(local)])
+
+
+def lent(tensor: Wrapper) -> LocalValue:
+    """The local value for the user, without a graph. What is written there autograd sees, unless it is ``.data``'s."""
+    comm, origin = tensor._layout.mesh.comm, tensor._origin
+    if origin is not None and origin.memory is not origin and not tapes:  # a captured program keeps nothing of a run
+        origin.lend(comm.values(tensor._local))
+    return other_side(comm, tensor._local)
 
 
 def _alias(value: torch.Tensor) -> torch.Tensor:

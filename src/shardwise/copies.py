@@ -1,4 +1,4 @@
-"""Copies of a distributed tensor, and what it is made of again after pickling."""
+"""Copies of a distributed tensor, as an array too, and what it is made of again after pickling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from shardwise.layout.checks import checked_values
 from shardwise.layout.placement import check_reductions
 from shardwise.mesh import Mesh, UserMesh, as_mesh
 from shardwise.protocols import Structure
-from shardwise.wrapper import Wrapper, is_note, notes_of, origin_of, wrap
+from shardwise.torch_private.tensors import storage_id
+from shardwise.wrapper import Wrapper, is_note, notes_of, origin_of, storage_id_of, wrap
+
+
+def as_array(tensor: Wrapper, whole: torch.Tensor, force: bool) -> object:
+    """``tensor.numpy(force=force)``, whose value is `whole`. In plain torch it shares the tensor's memory; where it
+    cannot, it is read-only: a write to it would be lost."""
+    array = whole.numpy(force=force)
+    if whole.device.type == "cpu" and type(whole) is torch.Tensor and storage_id(whole) != storage_id_of(tensor):
+        array.flags.writeable = False
+    return array
 
 
 def deep_copy(tensor: Wrapper, memo: dict[int, Any]) -> Any:

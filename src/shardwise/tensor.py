@@ -14,11 +14,11 @@ from shardwise.argument_types import MeshArgument, Placements
 from shardwise.autograd import attributes, backward, hooks
 from shardwise.autograd.leaves import first_leaf, leaf_values
 from shardwise.autograd.nodes import node_of
-from shardwise.boundary import are_leaves, check_dense, checked_grad_layout, enter, held_outside, other_side
+from shardwise.boundary import are_leaves, check_dense, checked_grad_layout, enter, held_outside, lent, other_side
 from shardwise.comm.bridge import collapse, own_each
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, of_thread, refuse_in_program, relaxed
-from shardwise.copies import deep_copy, pickled, shallow_copy, unpickled
+from shardwise.copies import as_array, deep_copy, pickled, shallow_copy, unpickled
 from shardwise.dispatcher import Dispatcher
 from shardwise.drawing import figure, markup
 from shardwise.engine import reduce_to_parts
@@ -204,9 +204,9 @@ class DTensor(Wrapper):
         Returns:
             A tensor that shares this one's memory.
         """
-        comm, local = self._layout.mesh.comm, self._local
         if not is_recorded(self):
-            return other_side(comm, local)
+            return lent(self)
+        comm, local = self._layout.mesh.comm, self._local
         if grad_placements is not None:
             return reduce_to_parts.leave_with_gradient(self, checked_grad_layout(self._layout, grad_placements))
         return other_side(comm, own_each(comm, local))
@@ -360,7 +360,7 @@ class DTensor(Wrapper):
     def numpy(self, *, force: bool = False) -> Any:  # type: ignore[override]
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-        return self._whole().numpy(force=force)
+        return as_array(self, self._whole(), force)
 
     def __array__(self, dtype: object = None, copy: bool | None = None) -> Any:  # type: ignore[override]
         value = self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -97,16 +98,21 @@ def storage_id_of(tensor: Wrapper) -> int:
     return storage_id(tensor._layout.mesh.comm.first(tensor._local))
 
 
+_LENT = 64  # local tensors of ``.data`` to which writes are counted
+
+
 class Origin:
     """What a tensor has in common with its views. ``.data`` of it, and views of that, have another one, which knows of
     the first: autograd does not see what is written there, so it is counted here (`engine/unseen.py`)."""
 
-    __slots__ = ("__weakref__", "_handed_out", "memory", "taken", "unseen_writes", "watchers")
+    __slots__ = ("__weakref__", "_handed_out", "_lent", "_lent_before", "memory", "taken", "unseen_writes", "watchers")
 
     def __init__(self, shown: Origin | None = None) -> None:
         self.memory: Origin = self if shown is None else shown  # the one that stands for the memory
         self.unseen_writes = 0
         self._handed_out: weakref.WeakSet[Origin] | None = None  # those of ``.data`` that somebody has
+        self._lent: deque[tuple[torch.Tensor, int]] | None = None  # what `lend` was told of, with its version then
+        self._lent_before = 0  # the writes to what was in there and had to make room
         # who is told, by a function of itself, before somebody may write unseen
         self.watchers: weakref.WeakKeyDictionary[object, Callable[[Any], None]] | None = None
         # the local values of views that calls took, by who looks at them later; they live no longer than this memory
@@ -122,6 +128,20 @@ class Origin:
         made = Origin(memory)
         memory._handed_out.add(made)
         return made
+
+    def lend(self, values: Iterable[torch.Tensor]) -> None:
+        """Count the writes to these local tensors of a ``.data``: the program is given them, and writes go by us."""
+        memory = self.memory
+        lent = memory._lent = deque() if memory._lent is None else memory._lent
+        lent.extend((value, value._version) for value in values if not value.is_inference())
+        while len(lent) > _LENT:
+            value, version = lent.popleft()
+            memory._lent_before += value._version - version
+
+    @property
+    def lent_writes(self) -> int:
+        """How often local tensors of ``.data`` were written, by this process alone."""
+        return self._lent_before + sum(value._version - version for value, version in self._lent or ())
 
     @property
     def is_handed_out(self) -> bool:

@@ -120,3 +120,40 @@ def judged(rank, world_size):
 
 def test_on_processes():
     assert run_ranks(judged, 2) == [[RIGHT] * 20] * 2
+
+
+LOCAL = {
+    "all of it": lambda x: x.data.to_local().mul_(2),
+    "a part": lambda x: x.data[:, 1:].to_local().mul_(2),
+    "torch's private name": lambda x: x.data._local_tensor.mul_(2),
+}
+
+
+@pytest.mark.parametrize("write", LOCAL.values(), ids=LOCAL)
+@pytest.mark.parametrize("call", [lambda x: x @ x, lambda x: torch.layer_norm(x, x.shape)], ids=["moved", "program"])
+def test_writes_to_local_tensors_of_data_raise(call, write):
+    """Autograd does not see them, and other ranks may have written nothing."""
+    x = distribute_tensor(torch.rand(4, 4), simulate(2), [Shard(0)]).requires_grad_()
+    write(x)
+    call(x).sum().backward()
+    given, y = x.data.to_local(), call(x)
+    for _ in range(70):
+        x.data.to_local()
+    y.sum().backward()
+    y = call(x)
+    write(x)
+    with pytest.raises(RuntimeError, match="was written through .data since"):
+        y.sum().backward()
+    assert given.shape == (2, 4)
+
+
+def write_on_one(rank, world_size):
+    x = distribute_tensor(torch.rand(4, 4), device_mesh((world_size,)), [Shard(0)]).requires_grad_()
+    given, y = x.data.to_local(), torch.layer_norm(x, x.shape)
+    given.mul_(2)
+    with pytest.raises(RuntimeError, match="was written through .data since"):
+        y.sum().backward()
+
+
+def test_writes_to_local_tensors_of_data_on_processes():
+    run_ranks(write_on_one, 2)

@@ -310,3 +310,16 @@ def test_a_wrong_call_raises_what_torch_raises():
             call(torch.arange(6.0))
         with pytest.raises(wanted.type):
             call(vector)
+
+
+def test_arrays_are_read_only_where_they_are_copies():
+    mesh = simulate(2)
+    for places in ([Shard(0)], [Partial()]):
+        mine = distribute_tensor(VALUE, mesh, places)
+        for array in (mine.numpy(), np.asarray(mine)):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 1
+    whole = distribute_tensor(VALUE, mesh, [R])
+    whole.numpy()[0] = 7
+    assert bool((whole[0] == 7).all())
+    np.array(distribute_tensor(VALUE, mesh, [Shard(0)]))[0] = 1

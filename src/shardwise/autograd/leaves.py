@@ -20,4 +20,4 @@ def first_leaf(tensor: Wrapper) -> torch.Tensor:
 def loose_writes(tensor: Wrapper) -> int:
     """How often `.data` was handed out, written or replaced: such a write raises no version counter."""
     origin = tensor._origin
-    return tensor._loose_writes + (0 if origin is None else origin.memory.unseen_writes)
+    return tensor._loose_writes + (0 if origin is None else origin.memory.unseen_writes + origin.memory.lent_writes)

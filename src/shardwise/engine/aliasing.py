@@ -22,7 +22,7 @@ from shardwise.context import is_strict
 from shardwise.engine.call_shape import Path, fetch, put
 from shardwise.engine.local_copies import LOCAL_COPIES, after_local_write, source_of_local_copy
 from shardwise.errors import RuleError
-from shardwise.torch_private.autograd import has_gradient_hooks
+from shardwise.torch_private.autograd import has_gradient_hooks, view_anew
 from shardwise.torch_private.tensors import are_transforms_active
 from shardwise.wrapper import Wrapper, origin_of, restride, storage_id_of, storage_of, wrap
 
@@ -230,7 +230,7 @@ def _repeat_on_bases(targets: Sequence[Wrapper]) -> None:
                 (unseen_alias(source) if quiet else source).copy_(_with_view(source, copy.again, whole))
         for whole, copy, quiet in wholes.values():
             if torch.is_grad_enabled() and copy.source.requires_grad and not quiet:
-                _take_again(whole, copy.again(copy.source))  # gradients of the copy reach the base, as in torch
+                _take_again(whole, copy.again(_beside(copy.source)))  # its gradients reach the base, as in torch
 
 
 def _make_copies_again(storage: int, unseen: bool) -> None:
@@ -246,7 +246,7 @@ def _make_copies_again(storage: int, unseen: bool) -> None:
                 _take_again(unseen_alias(tensor), copy.again(copy.source))
         else:
             with _under_way(tensor):
-                _take_again(tensor, copy.again(copy.source))
+                _take_again(tensor, copy.again(_beside(copy.source)))
 
 
 def _is_unseen(target: Wrapper) -> bool:
@@ -262,6 +262,18 @@ def unseen_alias(tensor: Wrapper) -> Wrapper:
     same._origin = origin_of(tensor).hand_out()
     if COPIES:
         note_view(tensor, same)
+    return same
+
+
+def _beside(source: Wrapper) -> Wrapper:
+    """`source`; where that is a view of something, another view of the same. After a write torch takes views of a view
+    from what that one is a view of, so that gradients go there and not through the view."""
+    comm, local = source._layout.mesh.comm, source._local
+    values = comm.values(local)
+    if not torch.is_grad_enabled() or all(v._base is None or not v.requires_grad for v in values):
+        return source
+    same: Wrapper = wrap(comm.rebuild(local, list(map(view_anew, values))), source._layout, source._offset)
+    same._origin = source._origin
     return same
 
 

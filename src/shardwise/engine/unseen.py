@@ -1,7 +1,8 @@
 """Writes through ``.data``: autograd does not see them, and computes gradients with the values that it finds then. A
 call that moved an operand keeps the moved copy, which has the old values. So before its gradient is computed, what was
 written since is moved again, into the copy. A program of several ops keeps whatever it made of its operands; there the
-backward pass raises if the values are not those from before (gradcheck writes, and writes back).
+backward pass raises if the values are not those from before (gradcheck writes, and writes back). It raises in any case
+if the program wrote into the local tensor of ``.data``: other ranks may have written nothing, and would move nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ class _Seen:
     def __init__(self, name: str, tensor: Wrapper) -> None:
         memory = origin_of(tensor).memory
         self.name, self.layout, self.writes = name, tensor._layout, memory.unseen_writes
+        self.lent_writes = memory.lent_writes
         self.tensor, self.memory = weakref.ref(tensor), weakref.ref(memory)
 
     @property
     def is_written(self) -> bool:
+        """Whether it was written unseen; raises if that was by this process alone."""
         tensor, memory = self.tensor(), self.memory()
+        if memory is not None and memory.lent_writes != self.lent_writes:
+            raise RuntimeError(self.refusal)
         replaced = tensor is not None and origin_of(tensor).memory is not memory
         return replaced or (memory is not None and memory.unseen_writes != self.writes)
 

@@ -54,6 +54,16 @@ def original_views() -> AbstractContextManager[None]:
     return _track_views(True)
 
 
+_view_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = take(
+    "torch.Tensor._view_func", "gradients of a copied view of a view after a write"
+)
+
+
+def view_anew(view: torch.Tensor) -> torch.Tensor:
+    """Another view, like this one, of what it is a view of; of what is no view, itself."""
+    return view if view._base is None else _view_func(view, view._base)
+
+
 def is_recorded(value: torch.Tensor) -> bool:
     """Whether autograd sees what is done with a tensor, or may: a transform may differentiate any."""
     return (value.requires_grad and torch.is_grad_enabled()) or is_transforming()
