@@ -9,7 +9,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise
-from shardwise import DTensor, MeshError, OutlineError, RankTensor, Replicate, Shard, distribute_tensor, outline, simulate
+from shardwise import (
+    DTensor,
+    MeshError,
+    OutlineError,
+    RankTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    outline,
+    simulate,
+)
 from shardwise.comm.without_values import device_for
 from shardwise.parallel import data_parallel
 from shardwise.testing.check import as_sample

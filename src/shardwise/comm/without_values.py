@@ -47,7 +47,7 @@ _HINTS = {
 
 @functools.cache
 def _written_lists(func: Op) -> tuple[tuple[int, str], ...]:
-    """Places and names of the lists of tensors that an op writes to. Without values nobody counts these writes, by which
+    """Places and names of the lists of tensors that an op writes to. Nobody counts these writes without values, and by them
     data parallelism sees that an optimizer has stepped."""
     arguments = enumerate(schema_of(func).arguments)
     return tuple((i, a.name) for i, a in arguments if _is_written(a) and str(a.type) == "List[Tensor]")
@@ -85,7 +85,7 @@ class Absent(FakeMode):  # type: ignore[misc]
         try:
             made = super().__torch_dispatch__(func, types, args, kwargs)
             for place, said in _written_lists(func):
-                torch.autograd.graph.increment_version(args[place] if place < len(args) else kwargs[said])
+                torch.autograd.graph.increment_version(args[place] if place < len(args) else (kwargs or {})[said])
             return made if name not in _LOSSES_OF_ROWS else self._loss_of_a_row(made, args)
         except (AsksForValue, HasNoSize):
             pass  # outside of the handler, so that an error of ours is the only one that the program sees
