@@ -47,8 +47,8 @@ _HINTS = {
 
 @functools.cache
 def _written_lists(func: Op) -> tuple[tuple[int, str], ...]:
-    """Places and names of the lists of tensors that an op writes to. Nobody counts these writes without values, and by them
-    data parallelism sees that an optimizer has stepped."""
+    """Places and names of the lists of tensors that an op writes to. Without values nobody counts these writes, by
+    which data parallelism sees that an optimizer has stepped."""
     arguments = enumerate(schema_of(func).arguments)
     return tuple((i, a.name) for i, a in arguments if _is_written(a) and str(a.type) == "List[Tensor]")
 
