@@ -43,10 +43,10 @@ def compare_operators(console, seconds, only=None, fresh=False):
             if time.monotonic() - started > seconds:
                 break
             tried[name] = list(outcomes(name, known[name]))
+            if only is None:  # at once, so that a run which is killed has not been in vain
+                TRIED.parent.mkdir(exist_ok=True)
+                TRIED.write_text(json.dumps(tried))
             progress.advance(task)
-    if only is None:
-        TRIED.parent.mkdir(exist_ok=True)
-        TRIED.write_text(json.dumps(tried))
     console.print(summary(tried, len(known)))
     for name, found in tried.items():
         for verdict, layouts, message in found:

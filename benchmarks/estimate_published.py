@@ -2,8 +2,9 @@
 
 Source: github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (commit 31a17bf), December 2024.
 Their memory is what CUDA's allocator had reserved at most; so is ours, with that allocator played
-(`src/shardwise/forecast/allocator.py`), beside what tensors take. Their machines: 8 H100 of 96 GB
-HBM2e with 2.4 TB/s and 500 W each, NVLink, 400 Gb/s of network a GPU.
+(`src/shardwise/forecast/allocator.py`) as their scripts set it up: expandable segments, and streams of their own for
+what torch's fully_shard gathers and for the gradients that it reduces. Their machines: 8 H100 of 96 GB HBM2e with
+2.4 TB/s and 500 W each, NVLink, 400 Gb/s of network a GPU.
 
 The model is written here, after the description of the architecture: RMSNorm, rotary embeddings in float32, grouped
 keys and values, gated MLP. float8 and torch.compile are not played: those rows are marked.
@@ -196,8 +197,9 @@ def whole_step(row, mesh, layers=None):
     def step():
         with loss_parallel() if is_cut else nullcontext():
             logits = model(tokens)
-            F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
-        del logits
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+            del logits  # as their train.py does
+            loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
@@ -246,6 +248,10 @@ def their_hardware():
     )
 
 
+# PYTORCH_CUDA_ALLOC_CONF in run_llama_train.sh of their commit 9dec370; fully_shard's streams: pytorch/pytorch#129721
+STREAMS = {"gathered parameters": "all-gather", "exchange buffers": "all-gather", "gradients": "reduce-scatter"}
+
+
 def estimated(row, layers=None):
     """Tokens per second of a GPU, the memory that the allocator reserves in GiB, and the report."""
     stages = row.mesh[1]
@@ -258,8 +264,8 @@ def estimated(row, layers=None):
     seconds = report.time.total
     if stages > 1:  # the first stage waits for the others
         seconds *= (row.batch + stages - 1) / micro_batches_played(row)
-    ranks = row.mesh[1] * row.mesh[2]
-    return row.batch * row.length / seconds / ranks, report.memory.reserved / GIB, report
+    ranks, reserved = row.mesh[1] * row.mesh[2], report.memory.reserved_on(STREAMS, is_expandable=True)
+    return row.batch * row.length / seconds / ranks, reserved / GIB, report
 
 
 def compare_published(console, only=None, layers=None):

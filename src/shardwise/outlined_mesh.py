@@ -112,6 +112,7 @@ class OutlinedMesh(SimulatedMesh):
         inside.enter_context(self.mode)
         inside.enter_context(self.mode.swappable())
         inside.enter_context(self.mode.read_by_numpy())
+        inside.enter_context(self.mode.deep_copied())
         kind = torch.device(self.device_type).type
         if kind != "cpu":  # one device stands for all of its kind: there may be fewer here than the program counts on
             inside.enter_context(optimizers_use_list_ops_on(self.device.type))

@@ -1,6 +1,7 @@
 """Estimates of memory, bytes and time, and the questions that they answer."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,11 @@ from torch import nn
 import shardwise
 from shardwise import DTensor, MeshError, OutlineError, Replicate, Shard, cli, outline, simulate
 from shardwise.forecast import Figure, Hardware, compare, every_kind, largest, measuring_host, sweep
-from shardwise.forecast.allocator import reserved_by
+from shardwise.forecast.allocator import played
 from shardwise.forecast.grids import Grid
 from shardwise.forecast.hardware import HardwareError, known
 from shardwise.forecast.kernels import Kernel
-from shardwise.forecast.memory import rounded
+from shardwise.forecast.memory import Block, Change, Memory, rounded
 from shardwise.forecast.progress import Bar
 from shardwise.forecast.timing import Looked, play
 from shardwise.parallel import data_parallel, dispatch
@@ -176,6 +177,8 @@ def test_bad_questions():
     for ask in (lambda m: sweep(linear, [m]), lambda m: largest(linear, m), lambda m: every_kind(linear, m)):
         with pytest.raises(MeshError, match=r"must be what shardwise.outline\(...\) gives, got SimulatedMesh"):
             ask(simulate(2))
+    with pytest.raises(ValueError, match="largest: limit must be a number of bytes or None, got '70 GB'"):
+        largest(linear, mesh, limit="70 GB")
     with pytest.raises(TypeError, match="compare: give two reports"):
         compare(report_of(), 3)
 
@@ -240,6 +243,10 @@ def test_tensors_of_another_mesh_do_not_count():
     assert held.shape == (4096,)
 
 
+def reserved_by(steps, is_expandable=False, room=math.inf):
+    return played([(*step, "")[:3] for step in steps], is_expandable, room).most
+
+
 def test_the_caching_allocator_is_played():
     mib = 1 << 20
     assert reserved_by([("a", 512), ("b", 1 * mib)]) == 2 * mib  # one small segment
@@ -253,6 +260,51 @@ def test_the_caching_allocator_is_played():
     assert reserved_by([*holes, ("d", 0), ("f", 12 * mib)]) == 52 * mib  # fragments do not hold it
     memory = report_of().memory
     assert memory.peak <= memory.reserved
+
+
+def test_streams_and_expandable_segments_are_played():
+    mib = 1 << 20
+    steps = [("a", 40 * mib), ("a", 0)]
+    assert reserved_by([*steps, ("b", 40 * mib, "other")]) == 80 * mib  # no stream uses the memory of another
+    assert reserved_by([*steps, ("b", 60 * mib)]) == 100 * mib
+    assert reserved_by([*steps, ("b", 60 * mib)], is_expandable=True) == 60 * mib  # the end has grown
+    assert reserved_by([("a", 21 * mib)], is_expandable=True) == 40 * mib  # by 20 MiB at a time
+    # a hole is taken before the end, which can grow
+    holes = [("a", 20 * mib), ("b", 20 * mib), ("c", 20 * mib), ("a", 0), ("c", 0), ("d", 18 * mib), ("e", 20 * mib)]
+    assert reserved_by(holes, is_expandable=True) == 60 * mib
+    assert reserved_by([*holes, ("f", 2 * mib)], is_expandable=True) == 60 * mib
+    assert reserved_by([("a", 3 * mib), ("b", 512)], is_expandable=True) == 22 * mib  # small blocks have their own
+
+
+def test_the_state_of_an_optimizer_lies_where_the_first_step_left_room():
+    mib, changes = 1 << 20, []
+    for category, sizes in (("activations", [40]), ("optimizer state", [21, 21]), ("activations", [40])):
+        blocks = [Block(0, category, "", "") for _ in sizes]
+        changes += [Change(1, block, size * mib) for block, size in zip(blocks, sizes, strict=True)]
+        changes += [Change(2, block, -40 * mib) for block in blocks if category == "activations"]
+    assert Memory(changes).peak == Memory(changes, is_warm=True).peak == 82 * mib
+    assert Memory(changes).reserved == (22 + 22 + 40) * mib
+    assert Memory(changes, is_warm=True).reserved == (40 + 22 + 40) * mib  # half of the first segment is left over
+
+
+def test_what_fits_is_what_the_allocator_gets(monkeypatch):
+    mib = 1 << 20
+    assert not played([("a", 40 * mib, ""), ("a", 0, ""), ("b", 60 * mib, "")], room=60 * mib).failed  # given back
+    cut = [("a", 40 * mib, ""), ("b", 20 * mib, ""), ("a", 0, ""), ("c", 2 * mib, ""), ("b", 0, ""), ("d", 40 * mib, "")]
+    assert played(cut, room=64 * mib).failed and not played(cut, room=80 * mib).failed  # "c" holds a segment
+    report = report_of()
+    groups = {entry.axis for entry in report.entries}
+    said = report.hardware.beside
+    assert report.beside.value == said["context"].value + len(groups) * said["communicator"].value
+    assert report.beside.basis == "assumed" and report.fits
+    room = report.beside.value + report.memory.peak
+    small = lambda more: replace(report.hardware, memory=Figure(room + more, "assumed"))
+    report.hardware = small(0)
+    assert not report.fits  # segments are larger than what is in them
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert report.fits
+    report.hardware = small(-1)
+    assert not report.fits
 
 
 def test_grids():

@@ -1,5 +1,7 @@
 """A mesh without values: where its rank stands, what it refuses, what may be assumed."""
 
+import copy
+
 import numpy
 import pytest
 import torch
@@ -7,8 +9,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise
-from shardwise import DTensor, MeshError, OutlineError, RankTensor, Replicate, Shard, distribute_tensor, outline
+from shardwise import (
+    DTensor,
+    MeshError,
+    OutlineError,
+    RankTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    outline,
+    simulate,
+)
 from shardwise.comm.without_values import device_for
+from shardwise.parallel import data_parallel
 from shardwise.testing.check import as_sample
 from shardwise.testing.outlined import ASKS, compare_without_values
 from shardwise.testing.spread import combinations
@@ -186,6 +199,18 @@ def test_modules_are_converted():
         assert weight.dtype == torch.bfloat16 and model.float()[0].weight is weight and weight.dtype == torch.float32
 
 
+def test_deep_copies_are_of_the_same_rank(recwarn):
+    """They meet the tensors that they are copies of, and count as memory."""
+    with outline(2) as mesh:
+        model = data_parallel(nn.Linear(64, 64, bias=False), mesh)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        x = shardwise.ones(4, device_mesh=mesh, placements=[Shard(0)])
+        assert (copy.deepcopy(x) + x + copy.deepcopy(torch.zeros(4))).shape == (4,)
+        memory = shardwise.estimate(lambda: average.update_parameters(model)).memory
+    assert memory.categories["parameters"] == 2 * 64 * 64 * 4
+    assert not [w for w in recwarn if "FakeTensor" in str(w.message)]
+
+
 def test_a_longest_target_is_asked_for():
     logs, targets, lengths = torch.zeros(6, 2, 5), torch.ones(4, dtype=torch.int64), torch.full((2,), 2)
     with pytest.raises(OutlineError, match="'ctc_loss'.*the length of the longest target"):
@@ -203,6 +228,40 @@ def test_a_build_for_cuda_reports_the_gpu_only_where_there_is_one(monkeypatch, g
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: gpus, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert str(device_for("cuda")) == reported
+
+
+def test_writes_of_list_ops_are_counted():
+    """By them data parallelism sees that an optimizer has stepped, and gathers the parameters again."""
+    with outline(2), torch.no_grad():
+        x, y = torch.zeros(3), torch.zeros(3)
+        for count, write in enumerate(
+            (
+                lambda: torch._foreach_add_([x], [y]),
+                lambda: torch._foreach_mul_(self=[x], scalar=2.0),
+                lambda: torch._fused_sgd_([x], [y], [], lr=0.1, momentum=0.0, weight_decay=0.0, dampening=0.0,
+                                          nesterov=False, maximize=False, is_first_step=False),
+                lambda: torch.ops.aten._foreach_add.List_out([y], [y], out=[x]),
+                lambda: x.add_(y),
+            ),
+            start=1,
+        ):  # fmt: skip
+            write()
+            assert x._version == count
+
+
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_parameters_are_gathered_again_after_a_step_of_list_ops(shard, how):
+    gathered = []
+    for mesh in (outline(4), simulate(4)):
+        model = data_parallel(nn.Linear(4, 8), mesh, shard)
+        optimizer = torch.optim.SGD(model.parameters(), **how)
+        with shardwise.debug.ledger() as log:
+            for _ in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+        gathered.append([entry.kind for entry in log].count("all_gather"))
+    assert gathered[0] == gathered[1] == 3
 
 
 def test_optimizers_choose_as_on_the_device_that_is_played():

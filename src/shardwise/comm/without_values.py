@@ -6,6 +6,8 @@ the program's assumptions; without one it raises and says what to assume.
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +21,14 @@ from shardwise.comm.record import user_line
 from shardwise.errors import OutlineError
 from shardwise.protocols import Args, Kwargs, Op, Result
 from shardwise.torch_private.autograd import records_cuda
-from shardwise.torch_private.tensors import AsksForValue, FakeMode, FakeTensor, HasNoSize, without_fake_mode
+from shardwise.torch_private.tensors import (
+    AsksForValue,
+    FakeMode,
+    FakeTensor,
+    HasNoSize,
+    schema_of,
+    without_fake_mode,
+)
 
 Number: TypeAlias = int | float | bool | complex
 Assumed: TypeAlias = Number | str | Callable[[torch.Tensor], Number]
@@ -34,6 +43,18 @@ _HINTS = {
     "experts": "'even': every expert is chosen equally often",
     "ctc_loss": "the length of the longest target, an int",
 }
+
+
+@functools.cache
+def _written_lists(func: Op) -> tuple[tuple[int, str], ...]:
+    """Places and names of the lists of tensors that an op writes to. Without values nobody counts these writes, by
+    which data parallelism sees that an optimizer has stepped."""
+    arguments = enumerate(schema_of(func).arguments)
+    return tuple((i, a.name) for i, a in arguments if _is_written(a) and str(a.type) == "List[Tensor]")
+
+
+def _is_written(argument: torch.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def device_for(kind: str) -> torch.device:
@@ -63,6 +84,8 @@ class Absent(FakeMode):  # type: ignore[misc]
         name = func.overloadpacket.__name__
         try:
             made = super().__torch_dispatch__(func, types, args, kwargs)
+            for place, said in _written_lists(func):
+                torch.autograd.graph.increment_version(args[place] if place < len(args) else (kwargs or {})[said])
             return made if name not in _LOSSES_OF_ROWS else self._loss_of_a_row(made, args)
         except (AsksForValue, HasNoSize):
             pass  # outside of the handler, so that an error of ours is the only one that the program sees
@@ -76,6 +99,10 @@ class Absent(FakeMode):  # type: ignore[misc]
         with self:
             loss = loss.reshape(())
         return (loss, *made[1:]) if isinstance(made, tuple) else loss
+
+    def __deepcopy__(self, memo: object) -> Absent:
+        """Itself: a copy of a tensor is one of the same rank."""
+        return self
 
     def enter(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor of the program, without its values; gradients find their way back to it."""
@@ -112,6 +139,19 @@ class Absent(FakeMode):  # type: ignore[misc]
                 return plain(read, force=force)
 
         with mock.patch.object(torch.Tensor, "numpy", numpy):
+            yield
+
+    @contextmanager
+    def deep_copied(self) -> Iterator[None]:
+        """Inside, nobody is warned that torch asks a tensor without values for its address when it is deep-copied."""
+        plain = torch.Tensor.__deepcopy__
+
+        def deep_copy(tensor: torch.Tensor, memo: dict[int, object]) -> Result:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+                return plain(tensor, memo)
+
+        with mock.patch.object(torch.Tensor, "__deepcopy__", deep_copy):
             yield
 
     def _forget(self, tensor: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from shardwise.forecast.grids import Grid
 
 FOLDER = Path(__file__).parent / "hardware_data"
 BASES = ("exact", "measured", "published", "assumed")
+_PAIRS = ("all_to_all", "send_recv")  # collectives in which ranks send to each other in pairs
 
 
 class HardwareError(ShardwiseError, ValueError):
@@ -61,6 +62,8 @@ class Hardware:
     Attributes:
         name: Of the device.
         memory: Bytes of a device.
+        beside: Bytes that it holds beside the tensors: "context" for kernels and the driver, "communicator" for each
+            group of ranks that communicates, "pairs" for each where ranks send to each other in pairs, too.
         bandwidth: Bytes per second of its memory.
         flops: By dtype ("bfloat16", "float32", ...), floating-point operations per second of matrix products.
         efficiency: By kind of op ("matmul", "attention", "memory"), the share of the peak that kernels reach.
@@ -87,6 +90,7 @@ class Hardware:
     table: dict[str, float] = field(default_factory=dict)
     hosts: dict[str, Figure] = field(default_factory=dict)
     grids: dict[str, Grid] = field(default_factory=dict)
+    beside: dict[str, Figure] = field(default_factory=dict)
 
     @staticmethod
     def load(name: str | Path | Hardware) -> Hardware:
@@ -115,11 +119,26 @@ class Hardware:
             some(said["efficiency"]),
             one(said["launch"]), one(said["host"]), links, dict(said.get("table", {})),
             some(said.get("hosts", {})), {name: Grid.from_json(grid) for name, grid in said.get("grids", {}).items()},
+            some(said.get("beside", {})),
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
         """Write the description to a file that `load` reads."""
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    # -- bytes ------------------------------------------------------------------------------------------------------
+    def bytes_beside(self, groups: Mapping[str, Iterable[str]]) -> Figure:
+        """What the device holds beside the tensors.
+
+        Args:
+            groups: The kinds of collectives, by the group of ranks that communicates.
+        """
+        counts = {"context": 1, "communicator": len(groups)}
+        counts["pairs"] = sum(any(kind in _PAIRS for kind in kinds) for kinds in groups.values())
+        found = {name: (count, self.beside[name]) for name, count in counts.items() if count and name in self.beside}
+        basis = max((figure.basis for _, figure in found.values()), key=BASES.index, default="exact")
+        said = ", ".join(f"{count} x {name}" for name, (count, _) in found.items())
+        return Figure(sum(count * figure.value for count, figure in found.values()), basis, said)
 
     # -- seconds ----------------------------------------------------------------------------------------------------
     def op_seconds(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.without_values import Absent
-from shardwise.forecast.allocator import reserved_by
+from shardwise.forecast.allocator import Step, played
 from shardwise.torch_private.tensors import FakeTensor, storage_number
 from shardwise.wrapper import Wrapper
 
@@ -148,6 +149,11 @@ def _in_order(changes: Iterable[Change]) -> list[Change]:
 class Memory:
     """The memory of one rank over a step.
 
+    Args:
+        changes: In the order of the program.
+        is_warm: Whether the program has stepped before its last step. Then a rank's allocator has the optimizer's state
+            where that order puts it: amid what the first step has left.
+
     Attributes:
         peak: The most bytes that are alive at once.
         moment: When that is: the number of the op.
@@ -158,8 +164,9 @@ class Memory:
         reserved: What CUDA's caching allocator has taken from the device by then, where it is played.
     """
 
-    def __init__(self, changes: Iterable[Change]) -> None:
-        changes = _in_order(changes)
+    def __init__(self, changes: Iterable[Change], is_warm: bool = False) -> None:
+        told = list(changes)
+        changes = _in_order(told)
         alive, self.peak, at = 0, 0, -1
         self.over_time: list[tuple[int, int]] = []
         for i, change in enumerate(changes):
@@ -168,7 +175,7 @@ class Memory:
             if alive > self.peak:
                 self.peak, at = alive, i
         self.end = alive
-        self._changes = changes
+        self._changes = told if is_warm else changes
         self.start = sum(change.delta for change in changes if change.moment < 0)
         self.moment = changes[at].moment if at >= 0 else 0
         sizes: Counter[Block] = Counter()
@@ -186,9 +193,32 @@ class Memory:
     @cached_property
     def reserved(self) -> int:
         """Bytes that CUDA's caching allocator takes from the device for these blocks, by its rules (`allocator.py`)."""
+        return self.reserved_on({}, is_expandable())
+
+    def reserved_on(self, streams: Mapping[str, str], is_expandable: bool) -> int:
+        """The same where blocks of some categories are allocated on streams of their own, whose memory no other uses.
+
+        Args:
+            streams: The streams by category; of the others it is the program's own.
+            is_expandable: Whether the allocator's segments are expandable.
+        """
+        return played(self._blocks(streams), is_expandable).most
+
+    def fits(self, room: float) -> bool:
+        """Whether the allocator gets along with so many bytes of the device. It gives free segments back before it
+        fails, and of expandable ones every free part."""
+        if self.peak > room:
+            return False
+        return is_expandable() or not played(self._blocks({}), False, room).failed
+
+    def _blocks(self, streams: Mapping[str, str]) -> Iterator[Step]:
         sizes: Counter[Block] = Counter()
-        steps: list[tuple[Block, int]] = []
         for change in self._changes:
             sizes[change.block] += change.delta
-            steps.append((change.block, sizes[change.block]))
-        return reserved_by(steps)
+            yield change.block, sizes[change.block], streams.get(change.block.category, "")
+
+
+def is_expandable() -> bool:
+    """Whether the environment asks for expandable segments, as it does on a rank."""
+    said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return "expandable_segments:true" in said.replace(" ", "").lower()

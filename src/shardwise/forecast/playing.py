@@ -87,7 +87,7 @@ def estimate(
         stack.callback(listener.close)
         step(*args, **kwargs)
     time = play(recorder.events[first:], hardware)
-    return Report(mesh, hardware, Memory(recorder.tracker.changes), entries, time, tokens)
+    return Report(mesh, hardware, Memory(recorder.tracker.changes, warmup > 0), entries, time, tokens)
 
 
 def _mesh_of(step: object, arguments: object) -> OutlinedMesh:

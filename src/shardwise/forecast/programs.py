@@ -138,10 +138,8 @@ def estimate_program(
     first, end = found.last()
     time = play(recorder.events[first.events : end.events], hardware)
     made = next(iter(world.meshes.values()), mesh)
-    report = Report(
-        made, hardware, Memory(recorder.tracker.changes), found.entries[first.entries : end.entries], time, tokens
-    )
-    return report, found.ranks
+    memory, entries = Memory(recorder.tracker.changes, len(found.marks) > 1), found.entries[first.entries : end.entries]
+    return Report(made, hardware, memory, entries, time, tokens), found.ranks
 
 
 def _kinds(mesh: OutlinedMesh, world: PlayedWorld) -> list[int]:

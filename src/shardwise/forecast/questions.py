@@ -80,7 +80,7 @@ def largest(
         build: Called as build(mesh, batch=..., **settings) inside of ``with mesh:``; gives the step.
         mesh: An outlined mesh.
         setting: Which setting to grow.
-        limit: Bytes of memory; by default all that the hardware has.
+        limit: Bytes that the tensors may take at the peak; by default what fits into the device (`report.fits`).
         hardware: As for `estimate`.
         start: The smallest value, and the step in which it grows.
 
@@ -90,7 +90,9 @@ def largest(
     _checked(mesh, "largest: mesh")
     if start < 1:
         raise ValueError(f"largest: start must be an int >= 1, got {start}")
-    room = Hardware.load(hardware).memory.value if limit is None else limit
+    if isinstance(limit, bool) or not isinstance(limit, (int, float, type(None))):
+        raise ValueError(f"largest: limit must be a number of bytes or None, got {limit!r}")
+    fits = lambda report: report.fits if limit is None else report.memory.peak <= limit
 
     def tried(value: int) -> Report:
         bar.playing(f"{setting}={value * start}")
@@ -101,12 +103,12 @@ def largest(
     best: tuple[int, Report | None] = (0, None)
     low, high = 0, 1
     with Bar(2) as bar:
-        while (report := tried(high)).memory.peak <= room and high < 1 << 20:
+        while fits(report := tried(high)) and high < 1 << 20:
             best, low, high = (high * start, report), high, high * 2
         while high - low > 1:
             middle = (low + high) // 2
             report = tried(middle)
-            if report.memory.peak <= room:
+            if fits(report):
                 best, low = (middle * start, report), middle
             else:
                 high = middle

@@ -107,8 +107,11 @@ class Recorder(DispatchMode, Watcher):  # type: ignore[misc]
         """Which storages there are, and what for."""
         found = gc.get_objects()
         # by `type`: to ask an object for its class may run code of its own
-        modules = [x for x in found if issubclass(type(x), nn.Module) and "_parameters" in vars(x)]
-        optimizers = [x for x in found if issubclass(type(x), torch.optim.Optimizer) and "param_groups" in vars(x)]
+        kinds = set(map(type, found))
+        of_modules = {kind for kind in kinds if issubclass(kind, nn.Module)}
+        of_optimizers = {kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)}
+        modules = [x for x in found if type(x) in of_modules and "_parameters" in vars(x)]
+        optimizers = [x for x in found if type(x) in of_optimizers and "param_groups" in vars(x)]
         params = [p for module in modules for p in module._parameters.values() if p is not None]
         params += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         self.tracker.claim((p.grad for p in params if p.grad is not None), GRADIENTS)

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
@@ -109,8 +110,16 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the device's memory. (What a driver and fragmentation take is not counted.)"""
-        return self.memory.peak <= self.hardware.memory.value
+        """Whether CUDA's caching allocator gets along with what is left of the device's memory for it."""
+        return self.memory.fits(self.hardware.memory.value - self.beside.value)
+
+    @cached_property
+    def beside(self) -> Figure:
+        """Bytes that the device holds beside the tensors: the CUDA context, and the buffers of NCCL."""
+        groups: dict[str, set[str]] = {}
+        for entry in self.entries:
+            groups.setdefault(entry.axis, set()).add(entry.kind)
+        return self.hardware.bytes_beside(groups)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -131,6 +140,7 @@ class Report:
         found = {
             "peak memory (bytes)": Figure(self.memory.peak, "exact", sizes),
             "reserved memory (bytes)": Figure(self.memory.reserved, "assumed", "rules of CUDA's allocator, one stream"),
+            "beside the tensors (bytes)": self.beside,
             "received (bytes)": Figure(sum(self.bytes.values()), "exact", "moves planned from layouts"),
             "step (s)": Figure(self.time.total, self.time.basis, times),
             "compute (s)": Figure(self.time.compute, self.time.basis, times),
