@@ -24,7 +24,15 @@ from shardwise.context import of_thread
 from shardwise.engine import autocast
 from shardwise.engine.call_shape import op_name, tensors_in
 from shardwise.engine.into_out import check_not_resized, out_names
-from shardwise.engine.keys import ANY_FLOAT, ODD_FLOATS, NumpyNumberError, PlainTensorError, freeze, freeze_kwargs
+from shardwise.engine.keys import (
+    ANY_FLOAT,
+    ODD_FLOATS,
+    NumpyNumberError,
+    PlainTensorError,
+    as_number,
+    freeze,
+    freeze_kwargs,
+)
 from shardwise.engine.plain_tensors import mesh_in, refuse_own_batches, with_plain_wrapped
 from shardwise.engine.planner import planned
 from shardwise.engine.results import check_shapes
@@ -84,7 +92,7 @@ def call_function(cls: type, func: Any, types: tuple[type, ...], args: Sequence[
     except PlainTensorError:
         return _call_with_plain_tensors(cls, func, types, args, kwargs)
     except NumpyNumberError:
-        args, kwargs = tree_map_only(numpy.integer, int, (tuple(args), kwargs or {}))
+        args, kwargs = tree_map_only((numpy.integer, numpy.ndarray), as_number, (tuple(args), kwargs or {}))
         return call_function(cls, func, types, args, kwargs)
     if _is_any_autocast_enabled():
         key.append(autocast.state())

@@ -34,6 +34,16 @@ class NumpyNumberError(Exception):
     """An integer of numpy's is among the arguments, and rules know Python's only."""
 
 
+_TAKE_INDICES = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+
+
+def as_number(value: object) -> object:
+    """An integer of numpy's, or an array that is one (of bytes it would be a mask), as Python's."""
+    if isinstance(value, numpy.ndarray):
+        return int(value) if not value.ndim and value.dtype.kind in "iu" and value.dtype != numpy.uint8 else value
+    return int(value) if isinstance(value, numpy.integer) else value
+
+
 def freeze(arg: Any, func: Callable[..., Any] | None = None) -> Frozen:
     """The stand-in for an argument of `func`, and the argument with local values in place of distributed tensors."""
     kind = type(arg)
@@ -55,7 +65,7 @@ def freeze(arg: Any, func: Callable[..., Any] | None = None) -> Frozen:
     if isinstance(arg, dict):
         pairs = {name: freeze(value, func) for name, value in arg.items()}
         return (dict, *((name, key) for name, (key, _) in pairs.items())), {n: local for n, (_, local) in pairs.items()}
-    if isinstance(arg, numpy.integer):
+    if isinstance(arg, numpy.integer) or (func in _TAKE_INDICES and as_number(arg) is not arg):
         raise NumpyNumberError
     if kind is numpy.ndarray and not arg.dtype.hasobject:
         return (kind, arg.dtype.str, arg.shape, arg.tobytes()), arg

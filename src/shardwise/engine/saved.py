@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardwise.engine.aliasing import COPIES
 from shardwise.engine.call_shape import CallShape, Path, fetch
 from shardwise.engine.unseen import Again, TakenAgain, Unchanged
+from shardwise.functions import written
 from shardwise.layout import Layout
 from shardwise.protocols import LocalValue
 from shardwise.strategy.memory import meta_like
@@ -39,6 +40,7 @@ class Kept(NamedTuple):
     operands: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     nothing: bool = False  # whether it is known to keep no tensor at all, not even one that is neither
+    renewed: frozenset[int] = frozenset()  # operands that the call writes besides: its gradient does not read them
 
 
 class watched:
@@ -92,7 +94,8 @@ class watched:
         given = {storage_id(_local(tensor)) for tensor in operands}
         for node in {node for out in results for node in _nodes_of(_local(out), given)}:
             node.register_prehook(check)
-        for look in self._unseen(operands, kept.operands, entered):  # the ranks' nodes, whichever comes first
+        read = [i for i in kept.operands if i not in kept.renewed]
+        for look in self._unseen(operands, read, entered):  # the ranks' nodes, whichever comes first
             for node in {n for out in results for value in _values(out) for n in _nodes_of(value, given)}:
                 node.register_prehook(look)
 
@@ -250,7 +253,9 @@ def _kept_with(
         saved.update(packed)
     of = lambda tensors: tuple(i for i, x in enumerate(tensors) if storage_id(x) in saved)  # noqa: E731
     results = tuple(i for i in of(outs) if storage_id(outs[i]) not in given)
-    return Kept(of(operands), results, not packed and not saved)
+    besides = {storage_id(x) for _, x in written(func, args, kwargs) if x is not args[0]} if args else set()
+    renewed = frozenset(i for i, x in enumerate(operands) if storage_id(x) in besides)
+    return Kept(of(operands), results, not packed and not saved, renewed)
 
 
 def _saved_by(outs: Sequence[torch.Tensor], inputs: set[Node | None]) -> Iterator[torch.Tensor]:

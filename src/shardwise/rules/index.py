@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy
 import torch
 
 from shardwise.errors import dim_from_front
@@ -18,34 +17,12 @@ from shardwise.rules.data_dependent import select_masked
 from shardwise.rules.pointwise import broadcast
 from shardwise.rules.view import clipped, select, slice_, unsqueeze
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors
+from shardwise.strategy.indices import is_mask, one_number, spelled_out
 from shardwise.strategy.lookup import adds_up, by_holders, located, located_all, pointable, sum_of
 from shardwise.strategy.registry import program, rule
 from shardwise.wrapper import Wrapper, shares_memory
 
 Action = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]  # rule, function, arguments
-
-
-def is_mask(index: Any) -> bool:
-    return isinstance(index, (torch.Tensor, Operand)) and index.dtype in (torch.bool, torch.uint8)
-
-
-def as_index(entry: object) -> Any:
-    """A sequence or an array as the tensor it stands for: a mask, or integers that torch makes of all other numbers."""
-    if isinstance(entry, (list, tuple, range)):
-        entry = numpy.array(entry, dtype=None if len(entry) else int)
-    if not isinstance(entry, numpy.ndarray):
-        return entry
-    found = torch.as_tensor(entry)
-    return found if is_mask(found) else found.long()
-
-
-def spelled_out(index: Any, ndim: int) -> list[Any]:
-    """The index as a list, an entry per dim (besides None). As in torch, a short list not all numbers is a tuple."""
-    short = isinstance(index, list) and len(index) < 32 and not all(isinstance(e, (int, float)) for e in index)
-    entries = [as_index(e) for e in (index if short or isinstance(index, tuple) else (index,))]
-    used = sum(e.ndim if is_mask(e) else 1 for e in entries if e is not None and e is not ... and type(e) is not bool)
-    where = next((i for i, e in enumerate(entries) if e is Ellipsis), len(entries))
-    return [*entries[:where], *[slice(None)] * (ndim - used), *entries[where + 1 :]]
 
 
 def basic_actions(entries: Sequence[Any], shape: Sequence[int], keep: bool = False) -> tuple[list[Action], list[Any]]:
@@ -119,7 +96,10 @@ def put_item(x: Tensor, index: Tensor, value: Tensor) -> Tensor:
     """Write through a view where the index is basic, with index_put_ where it is not."""
     entries = spelled_out(index, x.dim())
     if any(isinstance(entry, torch.Tensor) or type(entry) is bool for entry in entries):
-        entries = [torch.tensor(e, device=x.device) if type(e) is int else e for e in entries]
+        entries = [int(e) if one_number(e) else e for e in entries]
+        picks = [i for i, e in enumerate(entries) if isinstance(e, (torch.Tensor, int))]
+        if picks[-1] - picks[0] == len(picks) - 1:  # side by side, they stay in place; nothing is read to be written
+            entries = [torch.tensor(e, device=x.device) if type(e) is int else e for e in entries]
         actions, left = basic_actions(entries, x.shape)
         view, aten = viewed(x, actions), torch.ops.aten
         value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=x.dtype, device=x.device)

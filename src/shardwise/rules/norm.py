@@ -169,6 +169,7 @@ for _func, _first, _when, _default in (
     (F.batch_norm, 1, "training", False),
     (torch.batch_norm, 3, "training", False),
     (torch.native_batch_norm, 3, "training", False),
+    (torch.ops.aten.native_batch_norm.default, 3, "training", False),
     (F.instance_norm, 1, "use_input_stats", True),
     (torch.instance_norm, 3, "use_input_stats", True),
 ):

@@ -138,10 +138,13 @@ def nearest(name: str, dims: int) -> None:
     def copy_pixels(x: Operand, output_size: Sequence[int], *scales: object) -> Answer:
         if output_size is None:
             return None  # factors instead, which torch makes sizes of
-        dtype, read = torch.promote_types(x.dtype, torch.float32), getattr(ATEN, f"{name}1d")
-        source = lambda n, m, scale: read(torch.arange(n, dtype=dtype).view(1, 1, n), [m], scale).flatten().long()
+        dtype, read = torch.promote_types(x.dtype, torch.float32), getattr(ATEN, f"{name}{dims}d")
+        device = "cpu" if x.layout.mesh.comm.outlined else x.layout.device  # and by their device
+        along = lambda i, one, others: [one if j == i else others for j in range(dims)]  # kernels differ by their dims
+        line = lambda i, n: torch.arange(n, dtype=dtype, device=device).view(1, 1, *along(i, n, 1))
+        source = lambda i, n, m, by: read(line(i, n), along(i, m, 1), *along(i, by, None)).flatten().long().cpu()
         sizes = zip(x.shape[-dims:], output_size, [*scales, None, None, None][:dims], strict=True)
-        return copied(x, {x.ndim - dims + i: source(*along) for i, along in enumerate(sizes)})
+        return copied(x, {x.ndim - dims + i: source(i, *one) for i, one in enumerate(sizes)})
 
 
 def smooth(name: str, dims: int, radius: int, antialias: bool = False) -> None:

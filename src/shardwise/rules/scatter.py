@@ -12,8 +12,9 @@ import torch
 
 from shardwise.errors import dim_from_front
 from shardwise.layout.shapes import broadcast_shape, contiguous_stride
-from shardwise.rules.index import Indexed, clamped, is_mask, unravelled, without_masks
+from shardwise.rules.index import Indexed, clamped, unravelled, without_masks
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors, needs_grad
+from shardwise.strategy.indices import is_mask
 from shardwise.strategy.lookup import Written, located, located_all, places_of_mine
 from shardwise.strategy.registry import program, rule
 

@@ -101,6 +101,7 @@ torch.column_stack([{v},{same}]) torch.dsplit({t},1) {img}.flatten(2).transpose(
 
 PICKED = """
 {x}[{index0},:1] {x}[:1,{index1}] {x}[{index0},...,None] {x}[{mask}.to(torch.uint8)] {x}[torch.arange({x}.shape[0])>0]
+{x}[0,...,[0,-1]] {x}[[0,-1],None,0] {x}[np.array(0)] {x}[...,np.array(-1),None]
 {x}[np.array([0,-1])] {x}[np.int64(0)] {x}[torch.tensor(0)] {x}[torch.tensor([[0],[-1]])] {x}[[0],[0]]
 {x}[{index0}][None] {x}[None,{index0}] {x}[...,{index0}%{x}.shape[-1]] {x}[{index0},{index0}%{x}.shape[1]]
 {x}[{index0},0] {x}[0,{index1}] {x}[{index0}.to(torch.int32)] {x}[({index0},)] {x}[-1,{mask}[0]] {x}[{mask}[0].any()]
@@ -154,6 +155,8 @@ F.conv_transpose1d({t},{shape:b,2,3},{shape:2},stride=2,padding=1) F.max_pool2d(
 F.max_pool1d({t},3,2,1,return_indices=True) F.adaptive_avg_pool2d({img},(None,1))
 F.adaptive_max_pool1d({t},2,return_indices=True) F.avg_pool1d({t},3,2,1,True,False) F.lp_pool2d({img},2,2)
 F.interpolate({t},size=2,mode="nearest-exact") F.interpolate({img},size=(3,2),mode="bilinear",align_corners=True)
+F.interpolate({img},scale_factor=2.3) F.interpolate({t},scale_factor=1.7)
+(lambda m,v: F.batch_norm({t},m,v,training=True)+F.batch_norm(-{t},m,v,training=True))({shape:b}.detach(),{shape:b}**2)
 F.interpolate({img},size=(3,2),mode="bilinear",antialias=True) F.interpolate({img},size=(5,4),mode="area")
 F.pad({img},(0,1,-1,1)) F.pad({f},(1,-1),"constant",0.5) F.pad({img},(1,0,0,1),mode="circular")
 F.softmax({f},{dim},dtype=torch.float32) F.log_softmax({f},{dim},dtype=torch.float64)
@@ -174,6 +177,8 @@ WRITTEN = """
 {w}[{mask}]={w}[{mask}]*2 {w}[{mask}]=torch.tensor(0.5) {w}[{slice}]={w}[{slice}].clone()*2 {w}[-1]={w}[0].clone()
 {w}[...,None,0]=7 {w}[0]=np.float64(3) {w}[{mask}]+=1 {w}[[0,-1]]=2 {w}[{slice},...]*=3 {w}[None,{slice}]=0.5
 {w}[...,{slice}]=2.5 {w}[:,0]=0.25 {w}[{mask}[0].any()]=0.5 {w}[...,-1,None]={w}[...,0,None].clone() {w}[0,...,0]=1
+{w}[0,...,[-1,0]]={w}[-1,...,[0,-1]].clone() {w}[[0,-1],None,-1]=3 {w}[np.array(0)]*=2 {w}[np.array(-1)].add_(1)
+{w}[0,:,{index1}%{w}.shape[-1]]=0.5
 {w}[:1,{index1}]=3 {w}[{index0},0]=2 {w}[np.array([0])]=1.5 {w}[{slice}]={w}[{slice}].flip(0) {w}[::2]+=1
 {w}[...,::2]*=2 {w}.index_put_(({index0},),torch.tensor(1.0,dtype={w}.dtype),accumulate=True)
  {w}.scatter_add_({dim},{gatherindex},{same})
