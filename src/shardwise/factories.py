@@ -148,7 +148,7 @@ def linspace(
     >>> x.full_tensor()
     tensor([0.0000, 0.2500, 0.5000, 0.7500, 1.0000])
     """
-    spaced = functools.partial(torch.linspace, _whole(start), _whole(end))
+    spaced = functools.partial(torch.linspace, _whole(start, "start"), _whole(end, "end"))
     return _spaced(spaced, steps, dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -176,7 +176,8 @@ def logspace(
     Raises:
         LayoutError: Arguments are wrong or do not fit each other.
     """
-    spaced = functools.partial(torch.logspace, _whole(start), _whole(end), base=base)
+    check_type(base, (int, float), "base")
+    spaced = functools.partial(torch.logspace, _whole(start, "start"), _whole(end, "end"), base=base)
     return _spaced(spaced, steps, dtype, layout, requires_grad, device_mesh, placements)
 
 
@@ -333,7 +334,8 @@ def _spaced(
     return made.requires_grad_() if requires_grad else made
 
 
-def _whole(number: float | torch.Tensor) -> float | torch.Tensor:
+def _whole(number: float | torch.Tensor, name: str) -> float | torch.Tensor:
+    check_type(number, (bool, int, float, complex, torch.Tensor), name, "give a number")
     return number.full_tensor() if isinstance(number, DTensor) else number
 
 

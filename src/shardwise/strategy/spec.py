@@ -207,7 +207,7 @@ class Factors(Spec):
     ) -> Choice | None:
         """The cheapest choice for one axis; among equals one without a pending sum, and then the first. A choice that
         moves something and ends with a pending sum pays for adding it up, too: the program will. `sizes`: the local
-        bytes of each result as far as axes are planned."""
+        bytes of each result as far as axes are planned; none where the results are not known, as in list ops."""
         best, best_cost = None, (0.0, 0)
         layouts = [op.layout for op in operands]
         some = {op.layout: op for op in operands}  # one operand of each layout: of many, most are alike
@@ -216,7 +216,7 @@ class Factors(Spec):
                 continue
             moves = Counter(zip(layouts, choice.inputs, strict=True)).items()
             cost = sum(n * move_cost(some[layout], axis, layout.placements[axis], to) for (layout, to), n in moves)
-            if cost and choice.makes_parts:
+            if cost and choice.makes_parts and sizes:
                 parts = [n for n, p in zip(sizes, choice.outputs, strict=True) if isinstance(p, Partial)]
                 cost += sum(reduction_cost(operands[0], axis, n) for n in parts)
             ranked = (cost, int(any(isinstance(p, Partial) for p in choice.outputs)))
