@@ -1,7 +1,6 @@
 """A warm op on a sharded tensor does no Python work that grows with the number of ranks."""
 
-import subprocess
-import sys
+from tests.only_torch import run_with_torch
 
 PROGRAM = """
 import sys
@@ -43,7 +42,7 @@ print({name: [op() is None, op() is None, count_calls(op)][2] for name, op in op
 
 
 def calls(world):
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(world)], capture_output=True, text=True)
+    done = run_with_torch(PROGRAM, ["program", str(world)])
     assert done.returncode == 0, done.stderr
     return eval(done.stdout)
 
