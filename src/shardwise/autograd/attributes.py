@@ -10,7 +10,7 @@ import torch
 
 from shardwise.autograd.gradients import as_gradient, distributed_gradient, grad_layout, refuse_pending_product
 from shardwise.autograd.leaves import leaf_values
-from shardwise.boundary import enter, other_side
+from shardwise.boundary import enter, lent
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program
 from shardwise.engine.aliasing import COPIES, became, unseen_alias
@@ -149,8 +149,7 @@ def set_data(tensor: Wrapper, value: torch.Tensor) -> None:
 
 def get_local(tensor: Wrapper) -> LocalValue:
     """tensor._local_tensor, torch's private name: the memory of `to_local()` without its graph."""
-    bare = cast(Wrapper, tensor.detach())
-    return other_side(bare._layout.mesh.comm, bare._local)
+    return lent(cast(Wrapper, tensor.detach()))
 
 
 def set_local(tensor: Wrapper, local: torch.Tensor) -> None:
