@@ -13,6 +13,7 @@ one rank: peaks beside torch.cuda.max_memory_allocated, times beside the clock. 
 
 import argparse
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def main():
     parser.add_argument("--details", help="for --cuda: a JSON file for what was measured and estimated, op by op")
     parser.add_argument("--seconds", type=float, default=math.inf, help="for operators: stop after so many")
     parser.add_argument("--fresh", action="store_true", help="for operators: forget what was tried")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="for operators: processes")
     parser.add_argument("--only", help="operators, or published rows, with this in their names")
     parser.add_argument("--layers", type=int, help="fewer layers of the published models, for a quick look")
     options = parser.parse_args()
@@ -68,7 +70,7 @@ def main():
     if options.cuda:
         return compare_on_gpu(console, options.hardware, options.details)
     if options.what == "operators":
-        return compare_operators(console, options.seconds, options.only, options.fresh)
+        return compare_operators(console, options.seconds, options.only, options.fresh, options.jobs)
     if options.what == "published":
         return compare_published(console, options.only, options.layers)
     return compare_bytes(console)

@@ -9,10 +9,13 @@ What was tried stands in build/estimate_operators.json, so that a run may be sto
 
 import itertools
 import json
+import multiprocessing
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+import torch
 from rich.progress import Progress
 from rich.table import Table
 
@@ -24,35 +27,48 @@ TRIED = Path("build/estimate_operators.json")
 SHAPES = ((3,), (2, 2))
 
 
-def outcomes(name, subject):
+def outcomes(name):
     """Of each comparison of an operator its verdict, the layouts and what was said."""
-    for sample, shape in itertools.product(subject.samples("function", 2), SHAPES):
+    found = []
+    for sample, shape in itertools.product(subjects()[name].samples("function", 2), SHAPES):
         for layouts in combinations(sample.tensors, shape, limit=3, seed=name):
             outcome = compare_without_values(sample, shape, layouts)
-            yield outcome.verdict, str(layouts), outcome.message[:400]
+            found.append((outcome.verdict, str(layouts), outcome.message[:400]))
+    return found
 
 
-def compare_operators(console, seconds, only=None, fresh=False):
+def compare_operators(console, seconds, only=None, fresh=False, jobs=1):
     """Prints how many comparisons and operators ended how; returns how many comparisons are wrong."""
-    known = {name: subject for name, subject in subjects().items() if only is None or only in name}
+    known = [name for name in subjects() if only is None or only in name]
     tried = json.loads(TRIED.read_text()) if TRIED.exists() and not fresh and only is None else {}
-    started = time.monotonic()
-    with Progress(console=console) as progress:
-        task = progress.add_task("operators", total=len(known), completed=len(tried))
-        for name in (name for name in known if name not in tried):
-            if time.monotonic() - started > seconds:
-                break
-            tried[name] = list(outcomes(name, known[name]))
-            if only is None:  # at once, so that a run which is killed has not been in vain
-                TRIED.parent.mkdir(exist_ok=True)
-                TRIED.write_text(json.dumps(tried))
-            progress.advance(task)
+    for name, found in _tried_now([name for name in known if name not in tried], len(known), seconds, jobs, console):
+        tried[name] = found
+        if only is None:  # at once, so that a run which is killed has not been in vain
+            TRIED.parent.mkdir(exist_ok=True)
+            TRIED.write_text(json.dumps(tried))
     console.print(summary(tried, len(known)))
     for name, found in tried.items():
         for verdict, layouts, message in found:
             if verdict in ("wrong", "asks for values") or only:
                 console.print(f"{name} {layouts}: {verdict} {message}", markup=False, soft_wrap=True)
     return sum(verdict == "wrong" for found in tried.values() for verdict, *_ in found)
+
+
+def _tried_now(names, total, seconds, jobs, console):
+    """Operators and what comes of them, as processes get done; nothing is begun after `seconds`."""
+    started = time.monotonic()
+    spawn, one_thread = multiprocessing.get_context("spawn"), (torch.set_num_threads, (1,))  # they share the machine
+    with Progress(console=console) as progress, ProcessPoolExecutor(jobs, spawn, *one_thread) as pool:
+        bar = progress.add_task("operators", total=total, completed=total - len(names))
+        tasks = {pool.submit(outcomes, name): name for name in names}
+        for task in as_completed(tasks):
+            if task.cancelled():
+                continue
+            yield tasks[task], task.result()
+            progress.advance(bar)
+            if time.monotonic() - started > seconds:
+                for waiting in tasks:
+                    waiting.cancel()
 
 
 RIGHT, NO_GRADIENT = "right", "right, without the gradient, which simulation refuses"
