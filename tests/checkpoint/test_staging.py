@@ -44,7 +44,8 @@ def test_copies_of_all_kinds_of_tensors():
     for task, x in zip(staged, expected, strict=True):
         ((_, copy),) = task.pieces
         assert copy.dtype == x.dtype and torch.equal(copy, x)
-    assert staging.size < sum(x.numel() * x.element_size() for x in values) + 5000
+    # between two tensors that lie on the same page, or on neighbouring ones, there may be almost two pages
+    assert staging.size < sum(x.numel() * x.element_size() for x in values) + 2 * mmap.PAGESIZE * len(values)
 
 
 def test_pages_that_may_be_nobodys_are_not_read():

@@ -31,7 +31,7 @@ OPERATORS = (  # some of each family; `benchmarks/estimate.py operators` has all
     "add", "nn.functional.linear", "cumsum", "softmax", "topk", "index_select", "cat", "std", "bernoulli", "as_strided",
     "nn.functional.embedding_bag", "nn.functional.conv_transpose1d", "min [reduction_no_dim]", "fft.fft", "linalg.lu",
     "_foreach_sqrt", "masked.norm", "nn.functional.interpolate [trilinear]", "nn.BatchNorm3d (train)", "unique",
-    "combinations", "linalg.lstsq", "nn.functional.ctc_loss",
+    "combinations", "linalg.lstsq", "nn.functional.ctc_loss", "nn.TransformerEncoderLayer (train)",
 )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ Assumptions: TypeAlias = Mapping[str, Assumed]
 
 DEVICE = torch.ops.prim.device.default
 _ASKED = {"_local_scalar_dense": "item", "equal": "equal", "allclose": "allclose", "is_nonzero": "item"}
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _LOSSES_OF_ROWS = ("multi_margin_loss", "multilabel_margin_loss_forward")
 _HINTS = {
     "item": "the number that stands for every value that the program looks at",
@@ -87,6 +88,10 @@ class Absent(FakeMode):  # type: ignore[misc]
             for place, said in _written_lists(func):
                 torch.autograd.graph.increment_version(args[place] if place < len(args) else (kwargs or {})[said])
             return made if name not in _LOSSES_OF_ROWS else self._loss_of_a_row(made, args)
+        except ValueError as error:
+            if func in _VIEWS:  # of a tensor that does not lie in memory so; without values torch raises another kind
+                raise RuntimeError(str(error)) from error
+            raise
         except (AsksForValue, HasNoSize):
             pass  # outside of the handler, so that an error of ours is the only one that the program sees
         return self._assumed(name, func, args, kwargs or {})

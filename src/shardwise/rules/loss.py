@@ -165,8 +165,12 @@ def counted_weight(
     target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype | None
 ) -> torch.Tensor:
     counted = target != ignore_index
-    weights = counted if weight is None else weight.detach()[target.masked_fill(~counted, 0)] * counted
+    weights = counted if weight is None else _weights(weight, target, counted) * counted
     return weights.sum().to(dtype)
+
+
+def _weights(weight: torch.Tensor, target: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    return weight.detach().take(target.masked_fill(~counted, 0))  # an index asks one target for its value
 
 
 def per_class(operands: list[Operand], statics: Any, reduction: str) -> Factors | Algorithm | None:
@@ -186,7 +190,7 @@ def per_class(operands: list[Operand], statics: Any, reduction: str) -> Factors 
         _, total, largest = exponentials(x, (dim,))
         logs = total.squeeze(dim).log().masked_fill(~counted, 0)
         if weight is not None:
-            logs = logs * weight.detach()[target.masked_fill(~counted, 0)]
+            logs = logs * _weights(weight, target, counted)
         return pick(x - largest, target, weight) + (logs if reduction == "none" else logs.sum())
 
     if x.layout.is_cut(dim):
