@@ -21,6 +21,7 @@ PAGE = ROOT.parents[1] / "docs" / "architecture.md"
 # Names that lower layers use of objects which are not ours, and that an upper layer happens to define too.
 NOT_OURS = {
     "_replace",
+    "param_groups",  # of torch's optimizers
     "__get__",
     "save_for_backward",
     "saved_tensors",

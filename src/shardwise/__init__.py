@@ -11,6 +11,7 @@ with without_collection():
         compiling,
         custom_function,
         dynamo,
+        flex,
         optim,
         random,
         recomputation,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 tensor_functions.take_functions()
+flex.take_flex_attention()
 dynamo.keep_out()
 compiling.take_compile()
 guards.guard()

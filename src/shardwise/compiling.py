@@ -8,22 +8,24 @@ the ranks do with their local tensors. All other calls are torch's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter
 
+from shardwise.context import of_thread
 from shardwise.errors import CaptureError
+from shardwise.functions import COMPILED_ON_RANKS
 from shardwise.protocols import Item
+from shardwise.reachable import tensors_behind
 from shardwise.torch_private.tensors import compile_backend, has_no_compiler, mark_inline
 from shardwise.wrapper import Wrapper
 
 Function = Callable[..., Any]
 _torchs = torch.compile
-_MANY = 100  # entries of a container that is not looked through
 
 
 def take_compile() -> None:
@@ -54,11 +56,26 @@ def _choosing(func: Function, compiled: Function, options: dict[str, Any]) -> Fu
             return captured[0](*args, **kwargs)
         if not any(isinstance(x, Wrapper) for x in tree_iter((args, kwargs))) and not _holds_distributed(func):
             return compiled(*args, **kwargs)
+        if getattr(func, "__module__", None) in COMPILED_ON_RANKS:
+            with _compiled_on_ranks(func, options):
+                return func(*args, **kwargs)
         captured.append(_captured(func, options))
         return captured[0](*args, **kwargs)
 
     mark_inline(call, func)
     return call
+
+
+@contextmanager
+def _compiled_on_ranks(func: Function, options: dict[str, Any]) -> Iterator[None]:
+    """Inside, what a function of torch's compiles for each rank is compiled as the program asked for. Functions that
+    torch itself defines on the way and compiles change nothing."""
+    outer = of_thread.compiling
+    of_thread.compiling = outer if "<locals>" in func.__qualname__ else options
+    try:
+        yield
+    finally:
+        of_thread.compiling = outer
 
 
 def _captured(func: Function, options: dict[str, Any]) -> Function:
@@ -95,49 +112,4 @@ def _told(backend: Function) -> Function:
 
 def _holds_distributed(func: Function) -> bool:
     """Whether a function knows distributed tensors: as its module's, or by the variables around it."""
-    return any(isinstance(x, Wrapper) for x in _known(func))
-
-
-def _known(func: Item) -> Iterator[torch.Tensor]:
-    for item in (func, getattr(func, "__self__", None)):
-        yield from _tensors_in(item, 2)
-    yield from _tensors_around(getattr(func, "__func__", func), 2)
-
-
-def _tensors_around(func: Item, depth: int) -> Iterator[torch.Tensor]:
-    """Tensors in the variables that a function names."""
-    cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or () if _is_filled(cell)]
-    names = getattr(getattr(func, "__code__", None), "co_names", ())
-    table = getattr(func, "__globals__", {})
-    for value in (*cells, *(table[name] for name in names if name in table)):
-        yield from _tensors_in(value, depth)
-
-
-def _tensors_in(value: Item, depth: int) -> Iterator[torch.Tensor]:
-    """Tensors in a value: a module, an optimizer, a small container, a function, an object of the program's."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, torch.nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
-    elif isinstance(value, torch.optim.Optimizer):
-        yield from (p for group in value.param_groups for p in group["params"])
-    elif depth and not isinstance(value, (type, ModuleType)):
-        inside: Iterable[Item] = ()
-        if isinstance(value, (list, tuple, dict)):
-            inside = (value.values() if isinstance(value, dict) else value) if len(value) <= _MANY else ()
-        elif (getattr(value, "__module__", None) or "torch").partition(".")[0] in ("torch", "shardwise", "builtins"):
-            return
-        elif isinstance(value, FunctionType):
-            yield from _tensors_around(value, depth - 1)
-        else:
-            inside = list(vars(value).values()) if hasattr(value, "__dict__") else ()
-        for item in inside:
-            yield from _tensors_in(item, depth - 1)
-
-
-def _is_filled(cell: Item) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+    return any(isinstance(x, Wrapper) for x in tensors_behind(func))

@@ -17,6 +17,7 @@ class _OfThread(threading.local):
     op: str | None = None  # whose program is running
     replicating = 0  # depth of implicit_replication() blocks
     hidden: list[Any] | None = None  # transforms of torch.func under way that torch does not see at the moment
+    compiling: dict[str, Any] | None = None  # options of torch.compile for what ranks run of a function of torch's
     applying = False  # whether `custom_function`, which knows distributed tensors, is applying an autograd.Function
 
 

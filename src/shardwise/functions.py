@@ -11,6 +11,9 @@ import torch
 
 from shardwise.torch_private.tensors import schema_of
 
+COMPILED_ON_RANKS: set[str] = set()
+"""Modules of torch whose functions compile something themselves: it is compiled for what each rank holds."""
+
 _MADE_FOR_A_CALL = (functools.partial, MethodType)
 _NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__init__", "__iter__"}
 
