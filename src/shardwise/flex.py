@@ -259,8 +259,20 @@ def _attend(
     held: _Held,
 ) -> tuple[torch.Tensor, ...]:
     """The operator, for what one rank holds."""
+    if is_abstract(q):
+        return _without_values(q, k, v, scale, asked)
     if any(held.sets):
         score_mod = traced.scores_of_whole(score_mod, *(_index(some, q.device) for some in held.sets))
-    call = traced.calling(torchs.operator(), asked)
-    run: Callable[..., Any] = call if is_abstract(q) else torchs.compiled(call, of_thread.compiling)
+    run: Callable[..., Any] = torchs.compiled(traced.calling(torchs.operator(), asked), of_thread.compiling)
     return tuple(run(q, k, v, score_mod, mask.part(held.sets, q.shape[2]), scale, options))
+
+
+def _without_values(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, asked: Sequence[int]
+) -> tuple[torch.Tensor, ...]:
+    """On tensors without values: what attention to all keys takes, an upper bound."""
+    grouped = q.shape[1] != k.shape[1]
+    k, v = (t.expand(q.shape[0], *t.shape[1:]) for t in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
+    sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return tuple(out if i == 0 else sums for i in asked)

@@ -148,6 +148,14 @@ def test_compiled_for_each_rank():
     torch.testing.assert_close(got.full_tensor(), flex_attention(q, k, v, **options), rtol=1e-5, atol=1e-5)
 
 
+def test_a_mesh_without_values():
+    mesh = shardwise.outline((64, 4))
+    q, k, v = (shardwise.randn(128, 8, 32, 16, device_mesh=mesh, placements=[Shard(0), Shard(1)]) for _ in range(3))
+    out, aux = flex_attention(q, k[:, ::2], v[:, ::2], enable_gqa=True, return_aux=AuxRequest(lse=True))
+    assert out.placements == (Shard(0), Shard(1)) and tuple(out.to_local().shape) == (2, 2, 32, 16)
+    assert aux.lse.shape == (128, 8, 32)
+
+
 def test_captured_functions_run_it_eagerly_and_say_so():
     q, k, v = qkv()
     tensors = [distribute_tensor(t, simulate(2), [Shard(0)]) for t in (q, k, v)]
