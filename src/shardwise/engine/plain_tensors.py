@@ -66,7 +66,12 @@ def _refuse_if_strict(name: str) -> None:
 
 def mesh_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mesh | None:
     """The mesh of the first distributed tensor among the arguments, lists and tuples looked into."""
-    return next((tensor._layout.mesh for _, tensor in tensors_in(args, kwargs)), None)
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Wrapper):
+            return value._layout.mesh
+        if isinstance(value, (list, tuple)) and (mesh := mesh_in(value, {})) is not None:
+            return mesh
+    return None
 
 
 def _wrapped(value: object, mesh: Mesh) -> Any:
