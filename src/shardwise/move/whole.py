@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from shardwise.comm.reduction import REDUCTIONS
 from shardwise.layout import Region
-from shardwise.layout.region import region_shape, smallest_around, within
+from shardwise.layout.region import region_shape, smallest_around, whole_region, within
 from shardwise.move.pack import pick, place
 
 Room = tuple[tuple[int, ...], Region]  # the shape of a tensor of zeros, and the place in it where something stands
@@ -79,8 +80,14 @@ class Together:
         whole = _new(values[0], self.shape, self.zeros) if self.puts else None
         for put in self.puts:
             put.run(whole, values)  # type: ignore[arg-type]
-        made = [taken.run(whole, values) for taken in self.takes]
-        return [made[number] for number in self.results]
+        made = [whole] if self.is_whole else [taken.run(whole, values) for taken in self.takes]
+        return [made[number] for number in self.results]  # type: ignore[misc]
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether there is one result, and it is the tensor that has everything."""
+        taken = self.takes[0]
+        return len(self.takes) == 1 and taken == Taken(None, whole_region(self.shape), None)
 
 
 def tensor_of_its_own(part: torch.Tensor, room: Room | None) -> torch.Tensor:
