@@ -190,8 +190,10 @@ def _roots(tensor: Wrapper, seed: Any, what: str, batch: int | None) -> tuple[li
         return [tensor._local], [torch.zeros_like(tensor._local)]
     if seed is None and math.prod(layout.shape) != 1 and tensor.requires_grad:  # without, torch has other words
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
-    with torch.enable_grad():  # off in the backward of a checkpoint, which starts a pass of its own
-        whole = finished_but_sums(tensor)
+    whole = tensor
+    if layout.is_partial:
+        with torch.enable_grad():  # off in the backward of a checkpoint, which starts a pass of its own
+            whole = finished_but_sums(tensor)
     if whole is not tensor and tensor.requires_grad and not whole.requires_grad:
         return _roots_of_parts(tensor, seed, what)
     tensor, layout, comm = whole, whole._layout, layout.mesh.comm

@@ -66,11 +66,13 @@ def _refuse_if_strict(name: str) -> None:
 
 def mesh_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mesh | None:
     """The mesh of the first distributed tensor among the arguments, lists and tuples looked into."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Wrapper):
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, (list, tuple)):
+            mesh = mesh_in(value, {})
+            if mesh is not None:
+                return mesh
+        elif isinstance(value, Wrapper):
             return value._layout.mesh
-        if isinstance(value, (list, tuple)) and (mesh := mesh_in(value, {})) is not None:
-            return mesh
     return None
 
 
