@@ -167,9 +167,13 @@ def _starts(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """The plain tensors that a backward pass starts from, and their gradients: `batch` of them, stacked, if it is
     given."""
-    pairs = zip(tensors, grads, strict=True)
-    found = [_roots(t, seed, what, batch) if isinstance(t, Wrapper) else _plain_roots(t, seed) for t, seed in pairs]
-    return [root for roots, _ in found for root in roots], [seed for _, seeds in found for seed in seeds]
+    roots: list[torch.Tensor] = []
+    seeds: list[torch.Tensor | None] = []
+    for tensor, grad in zip(tensors, grads, strict=True):
+        found = _roots(tensor, grad, what, batch) if isinstance(tensor, Wrapper) else _plain_roots(tensor, grad)
+        roots += found[0]
+        seeds += found[1]
+    return roots, seeds
 
 
 def _plain_roots(

@@ -262,7 +262,8 @@ def in_new_memory(func: Callable[..., object]) -> Callable[..., object]:
 
     def call(x: torch.Tensor, *args: object, **kwargs: object) -> object:
         own = lambda out: out.clone() if storage_id(out) == storage_id(x) else out  # noqa: E731
-        return tree_map_only(torch.Tensor, own, func(x, *args, **kwargs))
+        result = func(x, *args, **kwargs)
+        return own(result) if type(result) is torch.Tensor else tree_map_only(torch.Tensor, own, result)
 
     return call
 
