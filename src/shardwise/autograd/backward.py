@@ -167,9 +167,13 @@ def _starts(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """The plain tensors that a backward pass starts from, and their gradients: `batch` of them, stacked, if it is
     given."""
-    pairs = zip(tensors, grads, strict=True)
-    found = [_roots(t, seed, what, batch) if isinstance(t, Wrapper) else _plain_roots(t, seed) for t, seed in pairs]
-    return [root for roots, _ in found for root in roots], [seed for _, seeds in found for seed in seeds]
+    roots: list[torch.Tensor] = []
+    seeds: list[torch.Tensor | None] = []
+    for tensor, grad in zip(tensors, grads, strict=True):
+        found = _roots(tensor, grad, what, batch) if isinstance(tensor, Wrapper) else _plain_roots(tensor, grad)
+        roots += found[0]
+        seeds += found[1]
+    return roots, seeds
 
 
 def _plain_roots(
@@ -190,8 +194,10 @@ def _roots(tensor: Wrapper, seed: Any, what: str, batch: int | None) -> tuple[li
         return [tensor._local], [torch.zeros_like(tensor._local)]
     if seed is None and math.prod(layout.shape) != 1 and tensor.requires_grad:  # without, torch has other words
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
-    with torch.enable_grad():  # off in the backward of a checkpoint, which starts a pass of its own
-        whole = finished_but_sums(tensor)
+    whole = tensor
+    if layout.is_partial:
+        with torch.enable_grad():  # off in the backward of a checkpoint, which starts a pass of its own
+            whole = finished_but_sums(tensor)
     if whole is not tensor and tensor.requires_grad and not whole.requires_grad:
         return _roots_of_parts(tensor, seed, what)
     tensor, layout, comm = whole, whole._layout, layout.mesh.comm

@@ -229,4 +229,4 @@ def _run_late(groups: Sequence[set[Node]], stack: ExitStack) -> None:
             set_number_of_node(node, number)
 
 
-take_backward_passes(meeting, lambda: len(_alive))
+take_backward_passes(meeting, _alive.__len__)

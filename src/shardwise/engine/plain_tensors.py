@@ -66,7 +66,14 @@ def _refuse_if_strict(name: str) -> None:
 
 def mesh_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mesh | None:
     """The mesh of the first distributed tensor among the arguments, lists and tuples looked into."""
-    return next((tensor._layout.mesh for _, tensor in tensors_in(args, kwargs)), None)
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, (list, tuple)):
+            mesh = mesh_in(value, {})
+            if mesh is not None:
+                return mesh
+        elif isinstance(value, Wrapper):
+            return value._layout.mesh
+    return None
 
 
 def _wrapped(value: object, mesh: Mesh) -> Any:

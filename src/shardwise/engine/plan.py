@@ -180,14 +180,14 @@ def _run_direct(
 
     def view(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         result = wrap_one(invoke(local_args[0]), args[0]._offset + behind)
-        result._origin = origin_of(args[0])
+        result._origin = args[0]._origin or origin_of(args[0])
         if COPIES:
             note_view(args[0], result)
         return result
 
     def view_of_call(args: Sequence[Wrapper], _: object, local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         result = wrap_one(invoke(*local_args, **local_kwargs), args[0]._offset + behind)
-        result._origin = origin_of(args[0])
+        result._origin = args[0]._origin or origin_of(args[0])
         if COPIES:
             note_view(args[0], result)
         return result
@@ -262,7 +262,8 @@ def in_new_memory(func: Callable[..., object]) -> Callable[..., object]:
 
     def call(x: torch.Tensor, *args: object, **kwargs: object) -> object:
         own = lambda out: out.clone() if storage_id(out) == storage_id(x) else out  # noqa: E731
-        return tree_map_only(torch.Tensor, own, func(x, *args, **kwargs))
+        result = func(x, *args, **kwargs)
+        return own(result) if type(result) is torch.Tensor else tree_map_only(torch.Tensor, own, result)
 
     return call
 

@@ -33,7 +33,7 @@ class Layout:
     """Where every element of a tensor lives. Make one with `Layout.make`."""
 
     __slots__ = (
-        *("mesh", "placements", "shape", "stride", "dtype", "device", "is_plain"),
+        *("mesh", "placements", "shape", "stride", "dtype", "device", "is_plain", "is_partial"),
         *("_sets", "_digest", "__weakref__"),
     )
     mesh: Any  # has .shape (ints), .axis_names, .coords(rank) and .ranks
@@ -47,6 +47,7 @@ class Layout:
     _sets: dict[Any, Intervals]  # what `held` has found
     _digest: int | None
     is_plain: bool  # every axis of more than one coordinate is Replicate
+    is_partial: bool  # a reduction is pending on some axis
 
     @staticmethod
     def make(
@@ -87,6 +88,7 @@ class Layout:
                 found.mesh, found.placements, found.shape = mesh, placements, shape
                 found.stride, found.dtype, found.device = stride, dtype, device
                 found.is_plain = all(p.is_replicate() or k == 1 for p, k in zip(placements, mesh.shape, strict=True))
+                found.is_partial = any(p.is_partial() for p in placements)
                 found._sets, found._digest = {}, None
                 _interned[key] = found
         return found
@@ -125,11 +127,6 @@ class Layout:
     def ndim(self) -> int:
         """How many dims the tensor has."""
         return len(self.shape)
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether a reduction is pending on some axis."""
-        return any(p.is_partial() for p in self.placements)
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
         """Return the mesh axes that cut a dim, outermost first.

@@ -26,13 +26,13 @@ from shardwise.layout import Layout, Partial, Placement, Region, Shard
 from shardwise.layout.holders import holders_of
 from shardwise.layout.local_sizes import is_even, largest_bytes
 from shardwise.layout.placement import REPLICATE
-from shardwise.layout.region import region_shape, within
+from shardwise.layout.region import region_shape, smallest_around, within
 from shardwise.layout.split import count, intersect
-from shardwise.move.pack import pick, place
+from shardwise.move.pack import pick
 from shardwise.move.schedule import Pieces, Route, Routes, Shape, round_of
 from shardwise.move.steps import Begun, MeshStep
 from shardwise.move.transfer import Exchanged, Native, Transfer, gather_in_order, reduce_and_scatter
-from shardwise.move.whole import Whole
+from shardwise.move.whole import Put, Taken, Together, tensor_of_its_own
 from shardwise.protocols import LocalValue
 
 _SEPARATE_BYTES = 1 << 16  # bytes of a rank's tensor
@@ -74,7 +74,7 @@ class RoutedStep(Exchanged, MeshStep):
         if comm.outlined:
             return self._outlined(comm, local)[1]()
         if self.kind == "local":
-            return self._made(pick(local, self._own(comm.coords)), comm.coords)  # type: ignore[arg-type]
+            return self._made_here(local, comm.coords)
         with comm.guard(self.kind, self.crossed):
             return Transfer(self, (local,), comm.coords, comm.along(self.crossed)).finish()[0]
 
@@ -99,7 +99,7 @@ class RoutedStep(Exchanged, MeshStep):
         me = comm.coords
         if self.kind == "local":
             with comm.making():
-                made = self._made(pick(comm.shared(local), self._own(me)), me)  # type: ignore[arg-type]
+                made = self._made_here(comm.shared(local), me)
             return made, lambda: made
         room = self.room_for(me)
         shape = region_shape(self.needed(me)) if room is None else room[0]
@@ -113,19 +113,15 @@ class RoutedStep(Exchanged, MeshStep):
 
     def _among(self, values: Sequence[torch.Tensor], coords: Sequence[Coords]) -> list[torch.Tensor]:
         """What ranks along the axes hold afterwards, from what they hold before."""
-        made: dict[Any, torch.Tensor] = {}
-        whole: Whole | None = None
-        for value, at in zip(values, coords, strict=True):
-            key = self.shared_by(at)
-            if key in made:
-                continue
-            mine = self._own(at)
-            if mine is not None:
-                made[key] = self._made(pick(value, mine), at)
-            else:
-                whole = whole or self._together(values, coords)
-                made[key] = self._made(whole.view(self.needed(at)), at)
-        return [made[self.shared_by(at)] for at in coords]
+        key = "together", *coords
+        together = self.kept.get(key)
+        if together is None:
+            together = self.kept[key] = self._together(coords)
+        return together.run(values)
+
+    def _made_here(self, local: torch.Tensor, coords: Coords) -> torch.Tensor:
+        """What a rank holds afterwards where nothing travels."""
+        return tensor_of_its_own(pick(local, self._own(coords)), self.room_for(coords))  # type: ignore[arg-type]
 
     def _own(self, coords: Coords) -> Region | None:
         """Where what a rank needs is in its own tensor, if it has all of it."""
@@ -142,23 +138,27 @@ class RoutedStep(Exchanged, MeshStep):
         """The axes whose parts are added up."""
         return ()
 
-    def _together(self, values: Sequence[torch.Tensor], coords: Sequence[Coords]) -> Whole:
-        regions = [self.held(at) for at in coords] + [self.needed(at) for at in coords if self.zeros]
-        whole = Whole(regions, values[0], self.zeros)
-        for value, at in zip(values, coords, strict=True):
+    def _together(self, coords: Sequence[Coords]) -> Together:
+        """What the ranks of a group do in one memory."""
+        takes: dict[Coords, Taken] = {}
+        around = smallest_around([self.held(at) for at in coords] + [self.needed(at) for at in coords if self.zeros])
+        for rank, at in enumerate(coords):
+            key = self.shared_by(at)
+            if key not in takes:
+                own = self._own(at)
+                region = within(around, self.needed(at)) if own is None else own
+                takes[key] = Taken(None if own is None else rank, region, self.room_for(at))
+        numbers = {key: number for number, key in enumerate(takes)}
+        alone = all(taken.rank is not None for taken in takes.values())
+        puts = () if alone else tuple(self._puts(coords, around))
+        results = tuple(numbers[self.shared_by(at)] for at in coords)
+        return Together(region_shape(around), self.zeros, puts, tuple(takes.values()), results)
+
+    def _puts(self, coords: Sequence[Coords], around: Region) -> Iterator[Put]:
+        for rank, at in enumerate(coords):
             number = self.part_number(at)
             if number is not None:
-                whole.put(self.held(at), value, self.reduce_op if number else None)
-        return whole
-
-    def _made(self, part: torch.Tensor, coords: Coords) -> torch.Tensor:
-        """A tensor of its own: the part, or zeros in which it stands."""
-        room = self.room_for(coords)
-        if room is None:
-            return part.clone(memory_format=torch.contiguous_format)
-        out = part.new_zeros(room[0])
-        place(out, room[1], part)
-        return out
+                yield Put(rank, within(around, self.held(at)), self.reduce_op if number else None)
 
 
 @dataclass(frozen=True, eq=False)

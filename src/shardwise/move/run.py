@@ -136,7 +136,7 @@ def _comm_after(comm: Holder, steps: Sequence[Step]) -> Holder:
 
 def run_steps(comm: Holder, steps: Sequence[Step], local: Value, note: Note, run: Run | None = None) -> Value:
     """The local value after the steps; recorded by autograd where its tensors are. `run` is how steps are run: now."""
-    if not steps or (isinstance(steps[0], MeshStep) and comm.outside):
+    if not steps or (comm.outside and isinstance(steps[0], MeshStep)):
         return local
     if is_transforming():
         return run_transformed(comm, steps, local, note)
@@ -252,8 +252,7 @@ def start_move(local: Value, src: Layout, dst: Layout, note: Note, *, owned: boo
     once where the ranks live in this process, or where the gradient of a reduction must be worked out. Nobody else uses
     an `owned` source, so it may be reduced in place."""
     comm, steps = src.mesh.comm, plan_steps(src, dst, memory=current_cap())
-    is_other = any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps)
-    if comm.simulated or is_other or is_transforming() or (tapes and tape_here() is not None):
+    if comm.simulated or not all(step.is_plain for step in steps) or is_transforming() or (tapes and tape_here() is not None):
         return run_move(local, comm, steps, note), is_done
     started = Started(owned)
     return run_steps(comm, steps, local, note, run=started), started.finish
@@ -261,10 +260,10 @@ def start_move(local: Value, src: Layout, dst: Layout, note: Note, *, owned: boo
 
 def run_move(local: Value, comm: Comm, steps: tuple[MeshStep, ...], note: Note) -> Value:
     """The local value after the steps of one plan."""
-    if not any(isinstance(step, AllReduce) and step.reduce_op != "sum" for step in steps):
+    if all([step.is_plain for step in steps]):
         return run_steps(comm, steps, local, note)
     for step in steps:
-        if isinstance(step, AllReduce) and step.reduce_op != "sum" and _needs_grad(comm, local):
+        if isinstance(step, AllReduce) and not step.is_plain and _needs_grad(comm, local):
             if step.reduce_op == "product":  # no partner step: gather the factors and let autograd see the product
                 local = run_steps(comm, (GatherParts(step.layout, step.axes),), local, note)
                 local = comm.bind(_product)(local)

@@ -39,6 +39,7 @@ class Step(ABC):
     kind = "local"  # the collective it is: what the ledger shows
     where: str  # along which axes, as the ledger shows it
     reuses_memory = False  # whether its result is what it was given, or in the same memory
+    is_plain = True  # whether the gradient takes the partner step, and no other way
 
     @abstractmethod
     def run(self, comm: object, local: object) -> Any:
@@ -164,6 +165,10 @@ class AllReduce(MeshStep):
 
     reduce_op: str = "sum"
     kind = "all_reduce"
+
+    @cached_property
+    def is_plain(self) -> bool:  # type: ignore[override]
+        return self.reduce_op == "sum"
 
     def run(self, comm: Comm, local: LocalValue) -> LocalValue:
         return comm.all_reduce(local, self.axes, self.reduce_op)

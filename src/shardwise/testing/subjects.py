@@ -3,7 +3,7 @@ of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -133,21 +133,35 @@ class Operator:
             call = torch.no_grad()(call)
         grad = op.supports_autograd and form not in ("out=", "bfloat16", "nan", "expanded") and is_float(dtype)
         seed_torch()  # the database draws from torch's own stream
-        found = []
+        raws = [raw for raw in database_samples(op, device, dtype) if self._takes(form, raw)]
         more = {"grad": grad, "values": op.name not in _UNINITIALIZED, "holes": form == "holes in memory"}
-        for raw in database_samples(op, device, dtype):
-            if form == "in-place" and raw.broadcasts_input:
-                continue
-            run = _processed(call, raw.output_process_fn_grad)
-            sample = as_sample(run, (raw.input, *raw.args), raw.kwargs, **more)
+        kept = [
+            as_sample(_processed(call, raw.output_process_fn_grad), (raw.input, *raw.args), raw.kwargs, **more)
+            for raw in chosen(raws, limit)
+        ]
+        for sample in kept:
             sample.takes_any_sizes = op.name not in _TRUSTS_SIZES
-            if op.name in _ON_THE_EDGE and len(sample.tensors) > 1:
-                continue
-            if sample.tensors and all(t.layout is torch.strided for t in sample.tensors):
-                found.append(sample)
-        for sample in (kept := chosen(found, limit)):
             sample.tensors = [_of_form(t, form) for t in sample.tensors]
         return kept
+
+    def _takes(self, form: str, raw: Any) -> bool:
+        """Whether a sample of the database can be laid out, and is a call of this form."""
+        if form == "in-place" and raw.broadcasts_input:
+            return False
+        tensors = list(_tensors_in((raw.input, *raw.args, *raw.kwargs.values())))
+        if self.op.name in _ON_THE_EDGE and len(tensors) > 1:
+            return False
+        return bool(tensors) and all(t.layout is torch.strided for t in tensors)
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+        elif isinstance(value, dict):
+            yield from _tensors_in(value.values())
 
 
 def _processed(call: Callable[..., Any], process: Callable[[Any], Any]) -> Callable[..., Any]:

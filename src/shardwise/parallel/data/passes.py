@@ -99,7 +99,8 @@ class DataParallel:
         for other in self.units:  # unsharded by the program, or its forward was interrupted
             other.give_up_forward()
         for p in self._parameters():
-            p.drop_if_cleared()
+            if p.unreduced is not None:
+                p.drop_if_cleared()
         meshes = {x._layout.mesh for x in values_in((args, kwargs)) if isinstance(x, DTensor)}
         for data in {other.data for other in self.units}:
             self._distributed[data] = any(data.numbers_in(mesh) is not None for mesh in meshes)
@@ -254,8 +255,8 @@ class DataParallel:
             self._end_unit(unit)
         self._reduction.finish()
         for unit in self.units:
-            for p in unit.parameters if unit.groups is not None else ():
-                p.unmark() if unit.policy.syncs else p.mark_unreduced()
+            if unit.groups is not None:
+                unit.mark_unreduced(not unit.policy.syncs)
         self._in_backward = False
 
     def _give_up_backward(self) -> None:
@@ -282,7 +283,8 @@ class DataParallel:
         if self._in_backward and self._end_of_backward() is not None:
             raise AutogradError("fully_shard: gradients cannot be reduced in the middle of a backward pass")
         for p in self._parameters():
-            p.drop_if_cleared()
+            if p.unreduced is not None:
+                p.drop_if_cleared()
         self._begin_reduction()
         self._finish_backward()
 

@@ -13,7 +13,13 @@ from typing import Generic, TypeVar
 from shardwise.errors import AutogradError
 
 
-class Use(Enum):
+class Stage(Enum):
+    """A state. There is one object for each, so that it need not be compared by its name."""
+
+    __hash__ = object.__hash__
+
+
+class Use(Stage):
     """What the module of a `Unit` computes with."""
 
     IDLE = "idle"  # its parameters, the DTensors that the optimizer sees
@@ -22,7 +28,7 @@ class Use(Enum):
     BOTH = "in its forward and its backward"  # a repeated forward, or a backward pass that the forward asks for
 
 
-class Memory(Enum):
+class Memory(Stage):
     """Where the values of the parameters of a `LeafGroup` are."""
 
     PARTS = "in parts"  # each rank has what it keeps; the leaves have no memory
@@ -30,7 +36,7 @@ class Memory(Enum):
     WHOLE = "whole"  # the leaves hold the parameters
 
 
-class Gradients(Enum):
+class Gradients(Stage):
     """How far a `GradBucket` is in one backward pass."""
 
     COLLECTING = "collecting gradients"  # those of leaves are taken as they come
@@ -38,7 +44,7 @@ class Gradients(Enum):
     REDUCED = "reduced"  # the parameters have their gradients; nothing more may come in this pass
 
 
-S = TypeVar("S", bound=Enum)
+S = TypeVar("S", bound=Stage)
 Allowed = Mapping[S, frozenset[S]]
 
 USE: Allowed[Use] = {
