@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from shardwise.cli.help import Help
+from shardwise.drawing import size_name
 from shardwise.reports import blame, read_run
 from shardwise.reports.chrome import chrome_trace
 from shardwise.reports.page import page
@@ -68,7 +69,7 @@ def _report(options: argparse.Namespace, console: Console) -> int:
         else:
             out = Path(options.out or Path(options.folder, "report.html"))
             out.write_text(page(run))
-    console.print(f"{out}: {out.stat().st_size / 1e6:.1f} MB, {len(run.ranks)} ranks", highlight=False)
+    console.print(f"{out}: {size_name(out.stat().st_size)}, {len(run.ranks)} ranks", highlight=False)
     return 0
 
 

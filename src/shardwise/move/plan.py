@@ -128,7 +128,8 @@ class MovePlan:
         before, after = map(figure, self._pictures())
         pair = f'<div style="display:flex;flex-wrap:wrap;gap:24px">{before}{after}</div>'
         table = page_table(header, rows, numbers=(1, 2, 3))
-        return f'<div style="font:13px monospace">{escape(title)}</div>{pair}{table}<div>{escape(foot)}</div>'
+        below = f'<div style="font-size:12px">{escape(foot)}</div>'
+        return f'<div style="font:13px monospace">{escape(title)}</div>{pair}{table}{below}'
 
     def __rich__(self) -> str:
         return "\n".join([*map(markup, self._pictures()), repr(self).replace("[", r"\[")])
