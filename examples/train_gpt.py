@@ -168,14 +168,14 @@ def ledger_table(log, received_by):
     total, count = Counter(), Counter()
     for entry in log:
         file, _, line = str(entry.source).rpartition(":")
-        source = f"{Path(file).name}:{line}"
+        source = f"{Path(file).stem}:{line}"  # the table fits into 80 columns
         key = (entry.op, "backward" if entry.backward else "forward", entry.kind, str(entry.axis), source)
         total[key] += entry.bytes
         count[key] += 1
     rows = [(*key[:4], f"{size:,}", count[key], key[4]) for key, size in total.items()]
     caption = f"{sum(total.values()):,} bytes in {sum(count.values())} collectives, received by {received_by}"
-    head = ("op", "pass", "collective", "axis", "bytes", "count", "source line")
-    return table("\nCommunication of one step", *head, rows=rows, right=("bytes", "count"), caption=caption)
+    head = ("op", "pass", "collective", "axis", "bytes", "n", "line")
+    return table("\nCommunication of one step", *head, rows=rows, right=("bytes", "n"), caption=caption)
 
 
 # ------------------------------------------------------------------ one process or many

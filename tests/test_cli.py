@@ -148,3 +148,17 @@ def test_module_and_version():
         [sys.executable, "-m", "shardwise", "--version"], capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout == f"shardwise {shardwise.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[], *([name] for name in ("rules", "run", "checkpoint", "estimate", "calibrate", "report", "blame"))]
+    + [["checkpoint", action] for action in ("ls", "show", "verify", "stats", "diff", "reshard", "merge", "convert")],
+    ids=" ".join,
+)
+def test_help_fits_into_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 4 and max(map(len, lines)) <= 80, lines

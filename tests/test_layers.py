@@ -195,3 +195,24 @@ def test_exceptions_are_still_needed(name):
         unit in ROW and all(ROW.get(owner, -1) < ROW[unit] for owner in defined.get(name, ()))
         for unit, _ in used.get(name, ())
     )
+
+
+def test_the_page_names_every_file_of_its_rooms():
+    """A newcomer finds each file in the list of its room, and no file that is gone."""
+    listed = PAGE.read_text().partition("## The rooms, file by file")[2]
+    wrong = []
+    for part in listed.split("\n### ")[1:]:
+        title, _, text = part.partition("\n")
+        folders = re.findall(r"(\w+)/", title)
+        named = set(re.findall(r"`(\w+\.py)`", text)) - {"__init__.py"}
+        there = {path.name for folder in folders for path in (ROOT / folder).glob("*.py")} - {"__init__.py"}
+        below = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+        wrong += [f"{title}: {name} is not listed" for name in sorted(there - named)]
+        wrong += [f"{title}: {name} is not there" for name in sorted(named - below)]
+    assert not wrong
+
+
+def test_the_table_names_every_unit():
+    table = PAGE.read_text().partition("## Where is what?")[2].partition("\n## ")[0]
+    missing = {unit for unit in ROW if f"`{unit}/`" not in table and f"`{unit}.py`" not in table} - {"shardwise"}
+    assert not missing

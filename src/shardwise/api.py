@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from shardwise.argument_types import MeshArgument, Placements
 from shardwise.boundary import check_dense
 from shardwise.comm.rank_tensor import RankTensor
-from shardwise.errors import AutogradError, LayoutError
+from shardwise.errors import AutogradError, LayoutError, check_type
 from shardwise.interop import from_torch, is_torchs
 from shardwise.layout import Layout, Partial, Placement, Shard
 from shardwise.layout.placement import check_reductions, placements_on
@@ -60,7 +60,10 @@ def distribute_tensor(
     tensor([2, 3])
     """
     if not isinstance(tensor, torch.Tensor):
-        raise LayoutError(f"distribute_tensor: tensor must be a torch.Tensor, got {type(tensor).__name__}")
+        got = type(tensor).__name__
+        raise LayoutError(
+            f"distribute_tensor: tensor must be a torch.Tensor, got {got}; torch.as_tensor(...) makes one"
+        )
     mesh = as_mesh(device_mesh, outside=True)
     places = placements_on(mesh, placements)
     if is_torchs(tensor):
@@ -213,6 +216,8 @@ def distribute_module(
             f"distribute_module should only be called once on a module: the functions of the first call are hooks of "
             f"this {type(module).__name__} already"
         )
+    if partition_fn is not None:
+        _check_function(partition_fn, "partition_fn", "(name, submodule, mesh)")
     prepare_inputs = _with_module("input_fn", input_fn)
     prepare_outputs = _with_module("output_fn", output_fn)
     mesh = as_mesh(device_mesh, outside=True)
@@ -241,10 +246,15 @@ def distribute_module(
     return module
 
 
+def _check_function(value: object, name: str, takes: str) -> None:
+    check_type(value, Callable, f"distribute_module: {name}", f"give a function of {takes}")  # type: ignore[arg-type]
+
+
 def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[[Any, Any, Any], Any] | None:
     """A function that takes (module, values, mesh), from one that does or from the older form (values, mesh)."""
     if function is None:
         return None
+    _check_function(function, name, "(module, values, mesh)")
     for arguments in (3, 2):
         try:
             inspect.signature(function).bind(*range(arguments))

@@ -107,7 +107,10 @@ def as_mesh(mesh: UserMesh | Mesh | None, *, outside: bool = False) -> Mesh:
     if mesh is None:
         mesh = active_mesh() or active_device_mesh()
         if mesh is None:
-            raise MeshError("No device mesh is currently active! Pass a device_mesh, or use `with mesh:`")
+            raise MeshError(
+                "No device mesh is currently active! Pass a device_mesh, or use `with mesh:`; a mesh is made by "
+                "simulate((4,)) in one process, and by init_device_mesh('cpu', (4,)) under torchrun"
+            )
     if isinstance(mesh, Mesh):
         return mesh
     held = getattr(mesh, _HELD, None)
@@ -119,7 +122,10 @@ def as_mesh(mesh: UserMesh | Mesh | None, *, outside: bool = False) -> Mesh:
         with without_fake_mode():  # a mesh is made of tensors, and may be met first in a fake mode
             found = _of_device_mesh(mesh)
     else:
-        raise MeshError(f"device_mesh: expected a DeviceMesh or simulate(...), got {mesh!r} ({type(mesh).__name__})")
+        what = f"device_mesh: expected a DeviceMesh or simulate(...), got {mesh!r} ({type(mesh).__name__})"
+        if isinstance(mesh, (list, tuple)) and any(hasattr(value, "is_replicate") for value in mesh):
+            what += f"; placements without a mesh are given by name: placements={mesh!r}"
+        raise MeshError(what)
     if found.comm.outside and not outside:
         here = torch.distributed.get_rank()
         raise MeshError(f"rank {here} is not in the mesh {mesh}; call this only on the ranks of the mesh")

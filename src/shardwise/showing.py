@@ -90,7 +90,7 @@ def _values(tensor: Wrapper, layout: Layout, indent: int) -> str:
         rank, box = _place(layout, comm.coords_here()[0])
         said = f"rank {rank} holds {box or 'the whole'}"
         if pending:
-            said = _folded([_pending(layout, pending, rank, box), ".full_tensor() gives the value"], "; ", indent)
+            said = _folded([*_pending(layout, pending, rank, box), ".full_tensor() gives the value"], " ", indent)
     return f"{text},\n{' ' * indent}{said}" if said else text
 
 
@@ -110,8 +110,8 @@ def _group(comm: Comm, local: object, layout: Layout) -> str:
     )
 
 
-def _pending(layout: Layout, axes: Sequence[int], rank: int, box: str) -> str:
-    """What a part of a reduction is."""
+def _pending(layout: Layout, axes: Sequence[int], rank: int, box: str) -> tuple[str, str]:
+    """What a part of a reduction is, in pieces that fit into a line."""
     names = " and ".join(repr(layout.mesh.axis_names[a]) for a in axes)
     parts = 1
     for axis in axes:
@@ -119,7 +119,7 @@ def _pending(layout: Layout, axes: Sequence[int], rank: int, box: str) -> str:
     placement = layout.placements[axes[0]]
     op = placement.reduce_op if isinstance(placement, Partial) else "sum"
     where = f" at {box}" if box else ""
-    return f"rank {rank}'s part{where} of a pending {op} over {names} ({parts} parts)"
+    return f"rank {rank}'s part{where}", f"of a pending {op} over {names} ({parts} parts);"
 
 
 def _place(layout: Layout, coords: Sequence[int]) -> tuple[int, str]:

@@ -167,7 +167,10 @@ class DTensor(Wrapper):
             raise LayoutError("from_local: local_tensor and local are two names of one argument; give one of them")
         local = local_tensor if local is None else local
         if isinstance(local, DTensor) or not isinstance(local, torch.Tensor):
-            raise LayoutError(f"the local_tensor argument only accepts torch.Tensor but got {type(local)} value")
+            instead = "its to_local() is one" if isinstance(local, DTensor) else "torch.as_tensor(...) makes one"
+            raise LayoutError(
+                f"the local_tensor argument only accepts torch.Tensor but got {type(local)} value; {instead}"
+            )
         check_dense(local)
         mesh = as_mesh(device_mesh, outside=True)
         places = placements_on(mesh, placements)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardwise import DTensor, Partial, Replicate, Shard, debug, distribute_tensor, plan_move, simulate
+import shardwise
+from shardwise import DTensor, Partial, Replicate, Shard, debug, distribute_tensor, outline, plan_move, simulate
 from shardwise.drawing.picture import colour_of
 from shardwise.layout.picture import picture_of
 from shardwise.sharded import ShardedTensorMetadata, ShardMetadata, TensorProperties
@@ -123,3 +124,38 @@ def test_neighbours_have_different_colours():
     colours = [colour_of(rank) for rank in range(16)]
     assert len(set(colours)) == 16
     assert all(sum(abs(a - b) for a, b in zip(x, y)) > 80 for x, y in zip(colours, colours[1:]))
+
+
+def _labels(html):
+    """The words of a picture with the place of each: x, the letters and where they are anchored."""
+    found = re.findall(r'<text x="([\d.-]+)" y="([\d.-]+)" text-anchor="(\w+)"[^>]*>([^<]*)</text>', html)
+    return [(float(x), float(y), anchor, text) for x, y, anchor, text in found]
+
+
+def test_names_of_indices_are_neither_cut_off_nor_written_over_each_other():
+    grid = outline((512, 128), axis_names=("nodes", "gpus"))
+    with grid as mesh:
+        pictures = [
+            distribute_tensor(torch.zeros(4096, 64), simulate(1024), [Shard(0)])._repr_html_(),
+            shardwise.zeros(1024, 1024, device_mesh=mesh, placements=[Shard(0), Shard(1)])._repr_html_(),
+            mesh._repr_html_(),
+        ]
+    for html in pictures:
+        labels = _labels(html)
+        assert labels and not any("…" in text for *_, text in labels)
+        assert min(x - 6.6 * len(text) for x, _, anchor, text in labels if anchor == "end") >= 0
+        lines = {}
+        for x, y, anchor, text in labels:
+            if anchor == "middle":
+                lines.setdefault(y, []).append((x, 6.6 * len(text)))
+        for line in lines.values():
+            line.sort()
+            assert all(b - a >= (wide + long) / 2 for (a, wide), (b, long) in zip(line, line[1:]))
+    assert "nodes 0" in pictures[2] and "gpus 127" in pictures[2]
+    assert ">0</text>" in simulate((2, 2))._repr_html_()  # axes without names of their own
+
+
+def test_a_ledgers_picture_has_no_empty_column():
+    with debug.ledger() as log:
+        distribute_tensor(torch.zeros(4), simulate(2), [Shard(0)]).full_tensor()
+    assert "reason" not in log._repr_html_()

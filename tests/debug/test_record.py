@@ -234,6 +234,8 @@ def test_on_processes(tmp_path, capsys):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     text = (tmp_path / "report.html").read_text()
     assert "<script src" not in text and "http" not in text.replace("http://www.w3.org", "")
+    assert f"<p>Files are in {os.path.dirname(__file__)}/</p>" in text and ">test_record.py:" in text
+    assert "of it that are there all the time" in text  # the program itself does not hide what the tensors take
     assert main(["blame", str(tmp_path / "nowhere")]) == 2
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, distribute_tensor, plan_move, simulate
-from shardwise.errors import LayoutError, MeshError, MoveError, ShardwiseError
+from shardwise import DTensor, Partial, RankTensor, Replicate, Shard, distribute_tensor, plan_move, simulate, strict
+from shardwise.errors import LayoutError, MeshError, MoveError, ShardwiseError, StrictError
 from shardwise.layout import Layout, as_placements
 from shardwise.mesh import as_mesh
 
@@ -21,12 +21,12 @@ BAD_LAYOUTS = {
     "too few placements": (
         lambda: on((2, 2), [Shard(0)], (4, 4)),
         "`placements` must have the same length as `device_mesh.ndim`! Found placements length: 1, and device_mesh.ndim: 2. "
-        "Given were (Shard(dim=0)) for a mesh of shape (2, 2)",
+        "Given were [Shard(dim=0)] for a mesh of shape (2, 2); give one for each axis, as [Shard(dim=0), Replicate()]",
     ),
     "too many placements": (
         lambda: on((2,), [Shard(0), Replicate()], (4, 4)),
         "`placements` must have the same length as `device_mesh.ndim`! Found placements length: 2, and device_mesh.ndim: 1. "
-        "Given were (Shard(dim=0), Replicate()) for a mesh of shape (2,)",
+        "Given were [Shard(dim=0), Replicate()] for a mesh of shape (2,); give one for each axis, as [Shard(dim=0)]",
     ),
     "dim too large": (
         lambda: on((2, 2), [Replicate(), Shard(2)], (4, 4)),
@@ -173,7 +173,13 @@ def test_meshes():
     fails_with(MeshError, lambda: simulate((2, 2), axis_names=("x", "x")), text)
     text = "device_mesh: expected a DeviceMesh or simulate(...), got 3 (int)"
     fails_with(MeshError, lambda: as_mesh(3), text)
-    text = "No device mesh is currently active! Pass a device_mesh, or use `with mesh:`"
+    text = "device_mesh: expected a DeviceMesh or simulate(...), got [Shard(dim=1)] (list); placements without a mesh are given by name: placements=[Shard(dim=1)]"
+    x = distribute_tensor(torch.ones(4, 4), simulate(2), [Shard(0)])
+    fails_with(MeshError, lambda: x.redistribute([Shard(1)]), text)
+    text = (
+        "No device mesh is currently active! Pass a device_mesh, or use `with mesh:`; a mesh is made by simulate((4,)) in one process, "
+        "and by init_device_mesh('cpu', (4,)) under torchrun"
+    )
     fails_with(MeshError, lambda: as_mesh(None), text)
     text = "mesh axis 'pp' is not one of ('dp', 'tp')"
     fails_with(MeshError, lambda: simulate((2, 2), axis_names=("dp", "tp"))["pp"], text)
@@ -188,6 +194,26 @@ def test_moves():
     fails_with(MoveError, lambda: plan_move(here, wide), f"a move keeps shape and dtype, but {here} and {wide} differ")
     text = "plan_move: dst_layout must be a Layout, got [Replicate()]; a DTensor's is its .layout"
     fails_with(MoveError, lambda: plan_move(here, [Replicate()]), text)
+    x = distribute_tensor(torch.ones(4, 4), simulate(2), [Shard(0)])
+    text = "plan_move: src_layout must be a Layout, got DTensor; a DTensor's is its .layout"
+    fails_with(MoveError, lambda: plan_move(x, here), text)
+
+
+def test_what_simulated_ranks_hold():
+    """torch's error about shapes comes with a note that says whose they are."""
+    part = distribute_tensor(torch.ones(4, 6), simulate(2), [Shard(0)]).to_local()
+    with pytest.raises(RuntimeError, match="The size of tensor a") as error:
+        part + torch.ones(4, 6)
+    assert error.value.__notes__ == [
+        "add: each simulated rank ran it on what it holds itself, a part or a copy; those of rank 0 have the shapes (2, 6), (4, 6). "
+        "To compute with the whole, use the DTensor: a style of parallelize_module returns it with use_local_output=False"
+    ]
+
+
+def test_one_operand_under_strict():
+    x = distribute_tensor(torch.ones(4, 6), simulate(2), [Shard(0)])
+    with strict(), pytest.raises(StrictError, match=r"is laid out \[S\(0\)\] but must be \[R\]: on axis '0' the cheapest way"):
+        torch.sort(x, dim=0)
 
 
 def test_a_bad_call_leaves_its_tensor_alone():

@@ -17,11 +17,13 @@ from shardwise import (
     Replicate,
     Shard,
     ShardwiseError,
+    checkpoint,
     distribute_module,
     distribute_tensor,
     simulate,
 )  # fmt: skip
 from shardwise.parallel import ColwiseParallel, parallelize_module
+from shardwise.parallel.plan import PlanError
 from tests.tensor.common import same, x
 from tests.workers import device_mesh, run_ranks
 
@@ -97,6 +99,8 @@ CASES = {
     "mesh same names": (lambda: simulate((2, 2), axis_names=("a", "a")), MeshError, "must name each of the 2 axes of (2, 2) once"),
     "unknown axis": (lambda: MESH["c"], MeshError, "mesh axis 'c' is not one of ('a', 'b')"),
     "module mesh": (lambda: distribute_module(torch.nn.Linear(2, 2), "cpu"), MeshError, "device_mesh: expected a DeviceMesh"),
+    "plan of a class": (lambda: parallelize_module(torch.nn.Linear(2, 2), LINE, {"": ColwiseParallel}), PlanError, "It is at parallelize_plan[''] = <class 'shardwise.parallel.styles.layers.ColwiseParallel'>; give an instance: ColwiseParallel()"),
+    "plan of words": (lambda: parallelize_module(torch.nn.Linear(2, 2), LINE, {"": "colwise"}), PlanError, "It is at parallelize_plan[''] = 'colwise'; give a style, as ColwiseParallel()"),
     "module type": (lambda: distribute_module(VALUE, LINE), ShardwiseError, "distribute_module: module must be a torch.nn.Module, got Tensor"),
 }  # fmt: skip
 
@@ -107,6 +111,21 @@ def test_message(name):
     with pytest.raises(kind, match=re.escape(text)) as caught:
         make()
     assert isinstance(caught.value, ShardwiseError) and isinstance(caught.value, (ValueError, RuntimeError))
+
+
+OF_TYPES = {
+    "module function": (lambda: distribute_module(torch.nn.Linear(2, 2), LINE, 3), "distribute_module: partition_fn: expected Callable, got 3 (int); give a function of (name, submodule, mesh)"),
+    "module input": (lambda: distribute_module(torch.nn.Linear(2, 2), LINE, input_fn="a"), "distribute_module: input_fn: expected Callable, got 'a' (str); give a function of (module, values, mesh)"),
+    "save nowhere": (lambda: checkpoint.save(None, {"x": VALUE}), "save: path: expected str or PathLike, got None (NoneType); give a folder"),
+    "load from nowhere": (lambda: checkpoint.load(None, {"x": VALUE}), "load: path: expected str or PathLike, got None (NoneType); give a folder or a file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_TYPES)
+def test_message_about_a_type(name):
+    make, text = OF_TYPES[name]
+    with pytest.raises(TypeError, match=re.escape(text)):
+        make()
 
 
 def test_a_failed_call_changes_nothing():

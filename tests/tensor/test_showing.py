@@ -128,6 +128,14 @@ def test_lines_are_as_long_as_torch_is_told(width):
         assert max(map(len, [*others, *placed])) <= width, text
 
 
+def test_a_pending_sum_of_many_dims_fits_into_80_columns():
+    x = distribute_tensor(torch.zeros(12, 11, 10, 9), simulate((2, 2, 2)), [Partial()] * 3)
+    lines = [line for line in repr(x).splitlines() if "placements=" not in line]
+    assert "        rank 0's part at [0:12, 0:11, 0:10, 0:9]" in lines
+    assert "        of a pending sum over '0' and '1' and '2' (8 parts);" in lines
+    assert max(map(len, lines)) <= 80
+
+
 def test_a_sub_mesh_says_whose_values_are_shown():
     parts = RankTensor([torch.full((1,), float(rank)) for rank in range(8)])
     shown = repr(DTensor.from_local(parts, GRID["tp"], [Shard(0)]))

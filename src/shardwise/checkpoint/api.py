@@ -80,6 +80,7 @@ def save(
         TypeError: Something in the state cannot be saved.
     """
     check_arguments(format=format, step=step, max_file_bytes=max_file_bytes, staged_bytes=staged_bytes)
+    check_type(path, (str, os.PathLike), "save: path", "give a folder")
     check_type(async_, bool, "save: async_", "give whether to return before the files are written")
     world = World.of(process_group)
     if format in ("dcp", "pt"):
@@ -153,6 +154,7 @@ def load(
     Raises:
         CheckpointError: On all processes, if a file is missing or damaged, or names, shapes or dtypes differ.
     """
+    check_type(path, (str, os.PathLike), "load: path", "give a folder or a file")
     check_arguments(verify=verify, memory=memory, strict=strict, random=random)
     begin, world = time.perf_counter(), World.of(process_group)
     also = {"path": os.path.abspath(path), "verify": verify, "random": random}
@@ -197,6 +199,7 @@ def plan_load(
     Raises:
         CheckpointError: `load` would not start, as where tensors are missing and `strict` is set.
     """
+    check_type(path, (str, os.PathLike), "plan_load: path", "give a folder or a file")
     check_arguments(memory=memory, strict=strict)
     world = World.of(process_group)
     also = {"path": os.path.abspath(path)}

@@ -9,11 +9,13 @@ from rich.console import Console
 
 import shardwise
 from shardwise.cli import calibrate, checkpoint, estimate, recorded, rules, run
+from shardwise.cli.help import Help
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="shardwise", description="Distributed tensors for PyTorch.")
+    about = "Distributed tensors for PyTorch."
+    parser = argparse.ArgumentParser(prog="shardwise", description=about, formatter_class=Help)
     parser.add_argument("--version", action="version", version=f"shardwise {shardwise.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     rules.add_to(commands)

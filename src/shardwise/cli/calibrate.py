@@ -11,6 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import nn
 
+from shardwise.cli.help import Help
 from shardwise.forecast.hardware import Hardware, HardwareError, known
 from shardwise.forecast.measuring import measured
 from shardwise.mesh import UserMesh
@@ -18,7 +19,9 @@ from shardwise.parallel import data_parallel
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("calibrate", help="measure this machine for estimates", description=__doc__)
+    parser = commands.add_parser(
+        "calibrate", help="measure this machine for estimates", description=__doc__, formatter_class=Help
+    )
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
     parser.add_argument("--like", help=f"take the links between devices from one of {', '.join(known())}")
     parser.add_argument("--save", default="hardware.json", help="the file to write (default: hardware.json)")

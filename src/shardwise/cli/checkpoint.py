@@ -29,18 +29,21 @@ from shardwise.checkpoint.source import Source
 from shardwise.checkpoint.tree import Json, built, flat_tree, value_of
 from shardwise.checkpoint.verify import check_blocks
 from shardwise.checkpoint.world import World
+from shardwise.cli.help import Help
 from shardwise.errors import ShardwiseError
 
 _EXAMPLES = """examples:
   shardwise checkpoint ls runs/7                    the checkpoints of a folder
   shardwise checkpoint show runs/7/step-00000100    its tensors and values
-  shardwise checkpoint verify PATH                  every byte against its checksum
-  shardwise checkpoint diff A B                     names, shapes and values that differ
+  shardwise checkpoint verify PATH                  compare all checksums
+  shardwise checkpoint diff A B                     what differs
+  shardwise checkpoint stats PATH                   least, greatest, mean values
   shardwise checkpoint reshard A B --max-file-size 5GiB
   shardwise checkpoint merge A B                    all tensors in one file
-  shardwise checkpoint convert A B --format safetensors --map llama --inverse --heads 32 --kv-heads 8
-  shardwise checkpoint stats PATH                   smallest, largest and mean value of each tensor
+  shardwise checkpoint convert A B --format safetensors \\
+      --map llama --inverse --heads 32 --kv-heads 8
 """
+_ANY = "a checkpoint of any format"
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -50,7 +53,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="look at, check and convert checkpoints",
         description=__doc__,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     for name, action, text in (
@@ -60,7 +63,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         ("stats", _stats, "the smallest, largest and mean value of each tensor"),
     ):
         one = actions.add_parser(name, help=text)
-        one.add_argument("path", metavar="PATH")
+        one.add_argument("path", metavar="PATH", help="a folder of checkpoints" if name == "ls" else _ANY)
         one.set_defaults(run=_guarded(action))
     diff = actions.add_parser("diff", help="what differs between two checkpoints")
     for name, text in (
@@ -69,8 +72,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         ("convert", "another format, or other names"),
     ):
         one = actions.add_parser(name, help=text)
-        one.add_argument("path", metavar="FROM")
-        one.add_argument("target", metavar="TO")
+        one.add_argument("path", metavar="FROM", help=_ANY)
+        one.add_argument("target", metavar="TO", help="what to write")
         one.set_defaults(
             run=_guarded(_convert),
             format=None,
@@ -86,8 +89,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             one.add_argument("--max-file-size", type=_bytes, default=MOST_FILE_BYTES, metavar="SIZE", help="as 5GiB")
         if name == "convert":
             _add_format(one)
-    diff.add_argument("path", metavar="A")
-    diff.add_argument("target", metavar="B")
+    diff.add_argument("path", metavar="A", help=_ANY)
+    diff.add_argument("target", metavar="B", help="the one that it is compared with")
     diff.set_defaults(run=_guarded(_diff))
 
 
@@ -97,8 +100,8 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--map", choices=PRESETS, help="a table of names")
     parser.add_argument("--inverse", action="store_true", help="the table from the program's names to those of files")
     parser.add_argument("--prefix", default="", help="what stands before names on the program's side")
-    parser.add_argument("--heads", type=int, default=1)
-    parser.add_argument("--kv-heads", type=int, default=None)
+    parser.add_argument("--heads", type=int, default=1, help="of the model, for a table that asks for them")
+    parser.add_argument("--kv-heads", type=int, default=None, help="heads of keys and values, if they are fewer")
 
 
 def _bytes(text: str) -> int:

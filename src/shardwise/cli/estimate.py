@@ -18,6 +18,7 @@ from unittest import mock
 from rich.console import Console
 
 from shardwise.cli import as_main
+from shardwise.cli.help import Help
 from shardwise.errors import ShardwiseError
 from shardwise.forecast import Report, estimate, estimate_program, every_kind
 from shardwise.forecast.hardware import known
@@ -27,10 +28,11 @@ from shardwise.mesh import OutlinedMesh, outline
 from shardwise.protocols import Result
 from shardwise.torch_paths.adopting import adopt, release
 
-_EXAMPLES = """SCRIPT is a training script as you run it under torchrun. Its init_process_group, init_device_mesh
-and DeviceMesh are played, with as many ranks as --mesh says; torch.distributed.tensor and fully_shard are shardwise's,
-as under `shardwise run`. Two steps of its optimizer are played, and the script is ended. Or SCRIPT has a function that
-gives the step, as
+_EXAMPLES = """SCRIPT is a training script as you run it under torchrun. Its init_process_group, init_device_mesh and
+DeviceMesh are played, with as many ranks as --mesh says; torch.distributed.tensor and fully_shard are shardwise's, as
+under `shardwise run`. Two steps of its optimizer are played, and the script is ended.
+
+Or SCRIPT has a function that gives the step:
   def build(mesh, batch=8):
       model = ...
       def step(): ...
@@ -38,8 +40,9 @@ gives the step, as
 
 examples:
   shardwise estimate train.py --mesh 512x128 --args="--lr 0.1"
-  shardwise estimate train.py --mesh 64x8 --axes dp,tp --set batch=4 --hardware h200-sxm --save report.json
-  shardwise estimate train.py --mesh 8 --kinds          one rank of each kind; the worst one is shown
+  shardwise estimate train.py --mesh 64x8 --axes dp,tp --set batch=4 \\
+      --hardware h200-sxm --save report.json
+  shardwise estimate train.py --mesh 8 --kinds    the worst kind of rank
 """
 
 
@@ -49,13 +52,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="what a training step will cost on a mesh of any size",
         description=__doc__,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("script", metavar="SCRIPT", help="a training script, or one with build(mesh, **settings)")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module that is run, not a file")
     parser.add_argument("--args", default="", type=shlex.split, help="the script's own arguments, in one string")
-    parser.add_argument("--steps", default=2, type=int, help="of the script to play; the last counts (default: 2)")
-    parser.add_argument("--tokens", type=int, help="that all ranks process in a step, for tokens per second")
+    parser.add_argument("--steps", default=2, type=int, help="steps to play; the last one counts (default: 2)")
+    parser.add_argument("--tokens", type=int, help="tokens of all ranks in a step, for tokens per second")
     parser.add_argument("--mesh", required=True, type=_shape, help="ranks along each axis, as 512x128")
     parser.add_argument("--axes", type=lambda text: text.split(","), help="their names, as dp,tp")
     parser.add_argument("--device", default="cuda", help="the kind of device of the ranks (default: cuda)")
@@ -64,10 +67,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("--play", type=int, default=0, help="the rank to play (default: 0)")
     parser.add_argument("--kinds", action="store_true", help="play one rank of each kind")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", type=_setting, help="for build")
-    parser.add_argument(
-        "--assume", action="append", default=[], metavar="NAME=VALUE", type=_setting, help="for outline"
-    )
+    for name, text in (("--set", "an argument of build"), ("--assume", "a value that the program asks for")):
+        parser.add_argument(name, action="append", default=[], metavar="NAME=VALUE", type=_setting, help=text)
     parser.add_argument("--function", default="build", help="another name than build")
     parser.add_argument("--save", help="write the report: .json, .trace.json (Chrome), else text")
     parser.set_defaults(run=run)

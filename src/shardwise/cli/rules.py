@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.derive import Blank, Derivation, NoSample, derive
+from shardwise.cli.help import Help
 from shardwise.strategy import registry
 from shardwise.strategy.registry import Rule
 from shardwise.strategy.spec import Gathered
@@ -37,7 +38,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="how ops may be split",
         description=__doc__,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("op", nargs="?", help="the op to explain, as mm or aten::mm; without one, a list of all")
     parser.add_argument(

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from shardwise.cli import as_main
+from shardwise.cli.help import Help
 from shardwise.torch_paths.adopting import adopt
 
 _EXAMPLES = """examples:
-  shardwise run train.py --lr 0.1            like python train.py --lr 0.1
-  shardwise run -m package.train --lr 0.1    like python -m package.train --lr 0.1
+  shardwise run train.py --lr 0.1        like python train.py --lr 0.1
+  shardwise run -m package.train         like python -m package.train
   torchrun --nproc-per-node 4 -m shardwise run train.py --lr 0.1
 """
 
@@ -23,7 +24,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="run a program written for torch.distributed.tensor",
         description=__doc__,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, not a file")
     parser.add_argument("program", metavar="PROGRAM", help="a Python file, a folder with a __main__.py, or a module")

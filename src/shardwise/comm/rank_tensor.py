@@ -71,7 +71,11 @@ class RankTensor(torch.Tensor):
             return NotImplemented  # a distributed tensor says what it thinks of meeting a local one
         if is_list_op(func) and writes_first(func):
             return _write_positions(func, args, kwargs or {})
-        return map_ranks(func, args, kwargs or {})
+        try:
+            return map_ranks(func, args, kwargs or {})
+        except Exception as error:
+            _say_whose(error, func, (args, kwargs))
+            raise
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
@@ -98,6 +102,20 @@ class RankTensor(torch.Tensor):
 
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_WHOSE = "each simulated rank ran it on what it holds itself"
+
+
+def _say_whose(error: Exception, func: object, given: object) -> None:
+    """A note to torch's error about shapes, which says whose shapes they are."""
+    if any(_WHOSE in note for note in getattr(error, "__notes__", ())):
+        return
+    tensors = [x for x in tree_flatten(given)[0] if isinstance(x, torch.Tensor)]
+    here = [x.ranks[0] if isinstance(x, RankTensor) else x for x in tensors]
+    shapes = ", ".join(str(tuple(x.shape)) for x in here if x is not None)
+    error.add_note(
+        f"{getattr(func, '__name__', func)}: {_WHOSE}, a part or a copy; those of rank 0 have the shapes {shapes}. To "
+        f"compute with the whole, use the DTensor: a style of parallelize_module returns it with use_local_output=False"
+    )
 
 
 def _check_ranks(ranks: object) -> None:

@@ -16,6 +16,7 @@ from shardwise.drawing import page_table, size_name
 HEADER = ("op", "collective", "axis", "pass", "count", "bytes", "source", "reason")
 _SHOWN = 30  # rows that a repr has
 _MOST_ROWS = 200  # that a notebook shows
+_SMALL = 'style="font-size:13px"'
 
 
 class Ledger:
@@ -69,7 +70,7 @@ class Ledger:
             most: How many of them; the others are counted in the last line.
         """
         rows = self.rows()
-        columns = len(HEADER) if any(row[-1] for row in rows) else len(HEADER) - 1  # reasons only where there are some
+        columns = _columns(rows)
         out = Table()
         for name in HEADER[:columns]:  # in a narrow terminal, lines and reasons are folded, and nothing is cut off
             out.add_column(name, overflow="fold", no_wrap=name not in ("source", "reason"))
@@ -81,9 +82,12 @@ class Ledger:
 
     def _repr_html_(self) -> str:
         rows = self.rows()
-        table = page_table(HEADER, rows[:_MOST_ROWS], numbers=(4, 5)) if rows else ""
+        columns = _columns(rows)
+        table = (
+            page_table(HEADER[:columns], [row[:columns] for row in rows[:_MOST_ROWS]], numbers=(4, 5)) if rows else ""
+        )
         more = f"<div>... and {len(rows) - _MOST_ROWS:,} more rows</div>" if len(rows) > _MOST_ROWS else ""
-        return f"<div>{len(self)} communications, {size_name(self.total_bytes)}</div>{table}{more}"
+        return f"<div {_SMALL}>{len(self)} communications, {size_name(self.total_bytes)}{table}{more}</div>"
 
     def __rich__(self) -> Table:
         return self.table(_SHOWN)
@@ -95,6 +99,11 @@ class Ledger:
         out = io.StringIO()
         Console(width=min(160, get_terminal_size((160, 24)).columns), file=out).print(self.table(_SHOWN))
         return f"{head}\n{out.getvalue()}"
+
+
+def _columns(rows: list[tuple[str, ...]]) -> int:
+    """How many columns say something: reasons are shown only where there are some."""
+    return len(HEADER) if any(row[-1] for row in rows) else len(HEADER) - 1
 
 
 def ledger() -> Ledger:

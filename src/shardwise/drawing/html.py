@@ -12,7 +12,8 @@ from shardwise.drawing.picture import Box, Panel, Picture, Range, hex_of
 _WIDTH, _HEIGHT = 440, 250  # of the boxes of a panel, in pixels, unless many need more
 _LEFT, _TOP = 64, 34  # for indices
 _LEAST_WIDTH, _LEAST_HEIGHT = 34, 20  # of a box
-_LETTER = 6.2
+_LETTER = 6.7
+_MOST_NAMES = 1000  # pixels that columns may take so that their names have room
 _ids = count()
 
 
@@ -44,19 +45,23 @@ def _panel(panel: Panel) -> str:
     rows, columns = panel.rows(), panel.columns()
     if not rows or not columns:
         return ""
-    xs = _edges(columns, _WIDTH, _LEAST_WIDTH)
+    above, beside = (
+        [_index(name, r) for r in at] for name, at in ((panel.columns_name, columns), (panel.rows_name, rows))
+    )
+    names = [*above, *(box.label for box in panel.boxes if box.count == 1)]
+    xs = _edges(columns, _WIDTH, max(_LEAST_WIDTH, min(_MOST_NAMES // len(columns), _width(names))))
     ys = _edges(rows, _HEIGHT if panel.rows_name else 44, _LEAST_HEIGHT)
-    left = _LEFT if panel.rows_name else 8
+    left = max(_LEFT, _width(beside)) if panel.rows_name else 8
     top = _TOP + (16 if panel.title else 0)
     width, height = left + max(xs.values()) + 6, top + max(ys.values()) + 6
     name = f"shardwise-pending-{next(_ids)}"
     parts = [_hatch(name)]
     if panel.title:
         parts.append(_text(left, 12, panel.title, weight="bold"))
-    for c in columns:
-        parts.append(_text(left + _middle(xs, c), top - 6, _fit(_range(c), xs[c[1]] - xs[c[0]] + 4), "middle"))
+    for c, said in zip(columns, above, strict=True):
+        parts.append(_text(left + _middle(xs, c), top - 6, _fit(said, xs[c[1]] - xs[c[0]]), "middle"))
     if panel.rows_name:
-        parts += [_text(left - 6, top + _middle(ys, r) + 4, _range(r), "end") for r in rows]
+        parts += [_text(left - 6, top + _middle(ys, r) + 4, said, "end") for r, said in zip(rows, beside, strict=True)]
     parts += [_box(box, left, top, xs, ys, name) for box in panel.boxes]
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
     style = "max-width:100%;height:auto;font:11px monospace"
@@ -79,9 +84,16 @@ def _middle(edges: dict[int, float], stripe: Range) -> float:
     return (edges[stripe[0]] + edges[stripe[1]]) / 2
 
 
-def _range(indices: Range) -> str:
+def _index(name: str, indices: Range) -> str:
+    """Indices, after the name of the mesh axis that they are of."""
     first, last = indices[0], indices[1] - 1
-    return str(first) if first == last else f"{first}-{last}"
+    said = str(first) if first == last else f"{first}-{last}"
+    return said if name in ("", "Row", "Col") else f"{name} {said}"
+
+
+def _width(labels: Sequence[str]) -> int:
+    """What the longest of some labels takes."""
+    return math.ceil(max(map(len, labels)) * _LETTER) + 12
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal") -> str:
@@ -100,7 +112,8 @@ def _box(box: Box, left: float, top: float, xs: dict[int, float], ys: dict[int, 
     width, height = left + xs[box.columns[1]] - x, top + ys[box.rows[1]] - y
     place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
     if box.is_gap:
-        label = _text(x + width / 2, y + height / 2 + 4, _fit(box.label, width), "middle")
+        said = box.label if len(box.label) * _LETTER + 2 <= width else "..."
+        label = _text(x + width / 2, y + height / 2 + 4, said, "middle")
         return f'<rect {place} fill="none" stroke="currentColor" stroke-dasharray="3 3" stroke-opacity=".5"/>{label}'
     fill = hex_of(box.ranks[0])
     title = f"<title>{escape(box.words + (': ' + box.note if box.note else ''))}</title>"

@@ -25,9 +25,14 @@ def mesh_picture(title: str, shape: Sequence[int], names: Sequence[str], ranks: 
             for column in shown_of(columns, _MOST_STRIPES)
         ]
         where = ", ".join(f"{name}={c}" for name, c in zip(names, coords, strict=False))
-        panels.append(Panel(boxes, where, names[-2] if len(shape) > 1 else "", names[-1]))
+        panels.append(Panel(boxes, where, _name(names[-2], "Row") if len(shape) > 1 else "", _name(names[-1], "Col")))
     left_out = math.prod(outer) - len(panels)
     return Picture(title, panels, (f"... and {left_out:,} more slices",) if left_out else ())
+
+
+def _name(axis: str, side: str) -> str:
+    """What coordinates stand behind: the name of their axis, if it has more than a number."""
+    return side if axis.isdigit() else axis
 
 
 def _box(row: int | None, column: int | None, ranks: Sequence[int], place: tuple[int, int, int]) -> Box:

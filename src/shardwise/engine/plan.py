@@ -362,11 +362,12 @@ def refuse(name: str, moves: Moves, now: Sequence[Layout], need: Sequence[Layout
         if any(step.kind != "local" for step in steps):
             here, there = now[i], need[i]
             others = ", ".join(f"operand {j}: {_places(layout)}" for j, layout in enumerate(now))
+            meeting = f" to meet the others ({others})" if len(now) > 1 else ""
             axes = zip(here.mesh.axis_names, here.placements, there.placements, reasons, strict=False)
             why = "; ".join(f"on axis {a!r} the cheapest way is to {reason}" for a, p, q, reason in axes if p != q)
             raise StrictError(
                 f"{name} would communicate under strict(): operand {i} of shape {here.shape} is laid out "
-                f"{_places(here)} but must be {_places(there)} to meet the others ({others})"
+                f"{_places(here)} but must be {_places(there)}{meeting}"
                 f"{': ' + why if why else ''}. Ask for it: "
                 f"x.redistribute(placements=[{', '.join(map(repr, there.placements))}])"
             )

@@ -38,6 +38,12 @@ def check_sizes(shape: tuple[Any, ...], stride: tuple[Any, ...]) -> None:
         raise LayoutError(f"stride = {stride}: {len(stride)} strides for a shape of {len(shape)} dims {shape}")
 
 
+def _as_many(mesh: MeshLike, placements: tuple[Placement, ...]) -> list[str]:
+    """Placements for an error to show: those that were given, and Replicate() for axes without."""
+    shown = list(map(repr, placements[: len(mesh.shape)]))
+    return shown + ["Replicate()"] * (len(mesh.shape) - len(shown))
+
+
 def check_placements(
     mesh: MeshLike, placements: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> tuple[Placement, ...]:
@@ -46,7 +52,8 @@ def check_placements(
         raise LayoutError(
             f"`placements` must have the same length as `device_mesh.ndim`! Found placements length: "
             f"{len(placements)}, and device_mesh.ndim: {len(mesh.shape)}. Given were "
-            f"({', '.join(map(repr, placements))}) for a mesh of shape {tuple(mesh.shape)}"
+            f"[{', '.join(map(repr, placements))}] for a mesh of shape {tuple(mesh.shape)}; give one for each axis, as "
+            f"[{', '.join(_as_many(mesh, placements))}]"
         )
     _check_reductions_commute(mesh, placements)
     if not any(

@@ -128,7 +128,8 @@ class MovePlan:
         before, after = map(figure, self._pictures())
         pair = f'<div style="display:flex;flex-wrap:wrap;gap:24px">{before}{after}</div>'
         table = page_table(header, rows, numbers=(1, 2, 3))
-        return f'<div style="font:13px monospace">{escape(title)}</div>{pair}{table}<div>{escape(foot)}</div>'
+        below = f'<div style="font-size:12px">{escape(foot)}</div>'
+        return f'<div style="font:13px monospace">{escape(title)}</div>{pair}{table}{below}'
 
     def __rich__(self) -> str:
         return "\n".join([*map(markup, self._pictures()), repr(self).replace("[", r"\[")])
@@ -150,7 +151,8 @@ def plan_move(src_layout: Layout, dst_layout: Layout, *, memory: int | None = No
     """
     for name, layout in (("src_layout", src_layout), ("dst_layout", dst_layout)):
         if not isinstance(layout, Layout):
-            raise MoveError(f"plan_move: {name} must be a Layout, got {layout!r}; a DTensor's is its .layout")
+            got = type(layout).__name__ if hasattr(layout, "layout") else repr(layout)  # no page of a tensor's numbers
+            raise MoveError(f"plan_move: {name} must be a Layout, got {got}; a DTensor's is its .layout")
     if memory is not None:
         check_type(memory, int, "plan_move: memory", "give a number of bytes")
     if src_layout.mesh is not dst_layout.mesh:

@@ -65,6 +65,15 @@ def parallelize_module(
     return module
 
 
+def _instead(path: object, style: object) -> str:
+    """What to write for an entry that is no name and style."""
+    if not isinstance(path, str):
+        return "keys are paths of modules, as 'layers.0.up'"
+    if isinstance(style, type) and issubclass(style, ParallelStyle):
+        return f"give an instance: {style.__name__}()"
+    return "give a style, as ColwiseParallel()"
+
+
 def _resolve(module: nn.Module, plan: object) -> Iterator[tuple[nn.Module, ParallelStyle]]:
     if isinstance(plan, ParallelStyle):
         plan = {"": plan}
@@ -77,7 +86,7 @@ def _resolve(module: nn.Module, plan: object) -> Iterator[tuple[nn.Module, Paral
         if not isinstance(path, str) or not isinstance(style, ParallelStyle):
             raise PlanError(
                 f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {type(style)} found! It "
-                f"is at parallelize_plan[{path!r}]"
+                f"is at parallelize_plan[{path!r}] = {style!r}; {_instead(path, style)}"
             )
         found = _matching(module, path)
         if not found:

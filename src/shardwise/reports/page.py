@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from base64 import b64encode
 from html import escape
@@ -60,10 +61,18 @@ def _overview(found: Summary) -> str:
     )
 
 
+def _common_folder(found: Summary) -> str:
+    """The folder of all files of the program that the tables name, with a slash; or nothing."""
+    folders = [os.path.dirname(cost["name"].split("  ")[0]) for cost in (*found["by_line"], *found["ops"])]
+    folders = [folder for folder in folders if folder.startswith("/")]
+    return os.path.commonpath(folders).rstrip("/") + "/" if folders else ""
+
+
 def _tables(found: Summary) -> str:
-    parts = []
+    parts, folder = [], _common_folder(found)
     for title, rows in (("line", found["by_line"]), ("axis", found["by_axis"]), ("module", found["by_module"])):
-        parts.append(f"<h2>Communication by {title}</h2>" + _costs(title, rows))
+        where = f"<p>Files are in {escape(folder)}</p>" if folder and title == "line" else ""
+        parts.append(f"<h2>Communication by {title}</h2>" + where + _costs(title, rows, folder))
     parts.append("<h2>Slow ranks</h2>")
     parts.append("<p>Which rank comes last to collectives, and how long the others waited for it.</p>")
     slow = [
@@ -75,7 +84,7 @@ def _tables(found: Summary) -> str:
     parts.append("<h2>Memory by rank</h2>" + _chart(found["memory"], found["seconds"]))
     parts.append("<h2>Memory by category</h2>" + _areas(found["memory_by_category"], found["seconds"]))
     if found["ops"]:
-        cells = [(op["name"], f"{op['count']:,}", f"{op['seconds']:.3f}") for op in found["ops"]]
+        cells = [(op["name"].removeprefix(folder), f"{op['count']:,}", f"{op['seconds']:.3f}") for op in found["ops"]]
         said = "<p>Ops of the forward pass, including the time they communicated. The backward pass is torch's own.</p>"
         parts.append("<h2>Ops by line</h2>" + said + page_table(("line", "count", "seconds, all ranks"), cells, (1, 2)))
     laid_out = [[str(cell) for cell in row] for row in found["parameters"]]
@@ -85,8 +94,10 @@ def _tables(found: Summary) -> str:
     return "".join(parts)
 
 
-def _costs(title: str, rows: list[Cost]) -> str:
-    cells = [(r["name"], f"{r['count']:,}", size_name(r["bytes"]), f"{r['seconds']:.3f}") for r in rows]
+def _costs(title: str, rows: list[Cost], folder: str) -> str:
+    cells = [
+        (r["name"].removeprefix(folder), f"{r['count']:,}", size_name(r["bytes"]), f"{r['seconds']:.3f}") for r in rows
+    ]
     return page_table((title, "count", "received", "seconds, all ranks"), cells, (1, 2, 3))
 
 
@@ -99,15 +110,17 @@ def _chart(memory: dict[str, list[list[float]]], seconds: float) -> str:
     if not points:
         return "<p>not measured</p>"
     longest, most = max(seconds, max(p[0] for p in points)) or 1.0, max(p[1] for p in points) or 1.0
+    least = min(p[1] for p in points)
+    least = least if least > most / 2 else 0  # lines close together at the top would say nothing
     parts = []
     for i, (name, rows) in enumerate(memory.items()):
-        line = " ".join(_point(at / longest, y / most) for at, y in rows)
+        line = " ".join(_point(at / longest, (y - least) / ((most - least) or 1)) for at, y in rows)
         shape = f'<polyline points="{line}" fill="none" stroke="{hex_of(i)}" stroke-width="1.5"/>'
         parts.append(f"<g>{shape}<title>{escape(name)}</title></g>")
     shown = list(memory)[:_MOST_NAMED]
     names = "".join(f"{_key(i)}{escape(name)} " for i, name in enumerate(shown))
     names += f"and {len(memory) - len(shown)} more " if len(memory) > len(shown) else ""
-    return f"<p>{names}</p>" + _drawn(parts, longest, most)
+    return f"<p>{names}</p>" + _drawn(parts, longest, least, most)
 
 
 def _areas(memory: ByCategory, seconds: float) -> str:
@@ -116,18 +129,23 @@ def _areas(memory: ByCategory, seconds: float) -> str:
     if not rows:
         return "<p>not measured: no module was called</p>"
     longest, most = max(seconds, rows[-1][0]) or 1.0, max(sum(row[1:]) for row in rows) or 1.0
+    always = min(row[-1] for row in rows)  # of the rest: on a CPU, the program itself
+    always = always if always > most / 2 else 0
+    span = (most - always) or 1.0
     below, parts, names = [0.0] * len(rows), [], []
     for i, category in enumerate(memory["categories"]):
-        above = [y + row[i + 1] for y, row in zip(below, rows)]
+        less = always if i == len(rows[0]) - 2 else 0
+        above = [y + row[i + 1] - less for y, row in zip(below, rows)]
         edge = [*_steps(rows, above, longest), *_steps(rows, below, longest)[::-1]]
-        corners = " ".join(_point(at / longest, y / most) for at, y in edge)
+        corners = " ".join(_point(at / longest, y / span) for at, y in edge)
         shape = f'<polygon points="{corners}" fill="{hex_of(i)}" stroke="{hex_of(i)}"/>'
         parts.append(f"<g>{shape}<title>{category}</title></g>")
         names.append(f"{_key(i)}{category} (up to {size_name(int(max(row[i + 1] for row in rows)))})")
         below = above
     said = f"Rank {memory['rank']}, which used most: {', '.join(names)}. "
     rest = "The rest is activations and buffers, and on a CPU the program itself. It is measured in some steps only."
-    return f"<p>{said}{rest}</p>" + _drawn(parts, longest, most)
+    rest += f" Not drawn are the {size_name(int(always))} of it that are there all the time." if always else ""
+    return f"<p>{said}{rest}</p>" + _drawn(parts, longest, 0, most - always)
 
 
 def _point(x: float, y: float) -> str:
@@ -135,12 +153,13 @@ def _point(x: float, y: float) -> str:
     return f"{x * _WIDTH:.1f},{_HEIGHT - y * (_HEIGHT - 2):.1f}"
 
 
-def _drawn(parts: list[str], longest: float, most: float) -> str:
-    """The chart with what its sides mean: bytes from 0 to the most there were, seconds from the first event on."""
+def _drawn(parts: list[str], longest: float, least: float, most: float) -> str:
+    """The chart with what its sides mean: bytes from the least to the most, seconds from the first event on."""
     base = f'<path d="M0 {_HEIGHT}H{_WIDTH}M0 2H{_WIDTH}" stroke="currentColor" stroke-opacity=".4"/>'
     drawn = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none">{"".join([*parts, base])}</svg>'
     # the words stand outside of what is stretched, and stay readable on a narrow page
-    times = f"<div><span>0 s</span><span>{longest:.1f} s</span></div>"
+    low = f"{size_name(int(least))}, " if least else ""
+    times = f"<div><span>{low}0 s</span><span>{longest:.1f} s</span></div>"
     return f'<div class="chart"><div>{size_name(int(most))}</div>{drawn}{times}</div>'
 
 

@@ -52,6 +52,17 @@ function layout() {
   return y;
 }
 
+// Round times in what is shown, at most so many; in the unit that suits the distance between them.
+function ticks(most) {
+  const long = (to - from) * data.unit, rough = long / most, power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((k) => k * power >= rough * 0.999);
+  const [name, size] = step >= 0.1 ? ["s", 1] : step >= 1e-4 ? ["ms", 1e-3] : ["us", 1e-6];
+  const found = [], digits = Math.max(0, -Math.floor(Math.log10(step / size) + 1e-9));
+  for (let k = Math.ceil((from * data.unit) / step - 1e-9); k * step <= to * data.unit; k++)
+    found.push([(k * step) / data.unit, `${((k * step) / size).toFixed(digits)} ${name}`]);
+  return found;
+}
+
 function draw() {
   const height = layout(), width = canvas.parentNode.clientWidth, ratio = window.devicePixelRatio || 1;
   canvas.width = width * ratio; canvas.height = height * ratio; canvas.style.height = height + "px";
@@ -60,10 +71,12 @@ function draw() {
   pen.font = "11px monospace";
   const ink = getComputedStyle(document.body).color, scale = (width - LEFT) / (to - from);
   pen.fillStyle = ink;
-  const ticks = Math.max(1, Math.min(6, Math.floor((width - LEFT) / 110)));
-  for (let i = 0; i <= ticks; i++) {
-    const at = from + ((to - from) * i) / ticks;
-    pen.fillText((at * data.unit).toPrecision(5) + " s", Math.min(LEFT + (at - from) * scale, width - 64), 12);
+  for (const [at, label] of ticks(Math.max(1, Math.floor((width - LEFT) / 110)))) {
+    const x = LEFT + (at - from) * scale;
+    pen.globalAlpha = 0.15;
+    pen.fillRect(x, 16, 1, height - 16);
+    pen.globalAlpha = 1;
+    pen.fillText(label, Math.min(x, width - 6.7 * label.length), 12);
   }
   for (const r of ranks) {
     pen.fillStyle = ink;

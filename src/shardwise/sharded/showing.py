@@ -19,7 +19,7 @@ def text_of(kind: str, metadata: ShardedTensorMetadata, shards: Sequence[Shard])
     owners = sorted({tile.placement.rank() for tile in tiles if tile.placement is not None})  # type: ignore[type-var]
     on = f" on {rank_names(owners)}" if owners else ""  # type: ignore[arg-type]
     grad = ", requires_grad=True" if properties.requires_grad else ""
-    count = f"{len(tiles):,} tile{'' if len(tiles) == 1 else 's'}"
+    count = _tiles(len(tiles))
     head = f"{kind}(shape={tuple(metadata.size)}, dtype={properties.dtype}, {count}{on}{grad}"
     lines = [_line(tile) for tile in tiles[:_SHOWN]]
     if len(tiles) > _SHOWN:
@@ -35,6 +35,10 @@ def box_of(tile: ShardMetadata) -> str:
     """The indices of a tile, as they are sliced."""
     sides = zip(tile.shard_offsets, tile.shard_sizes, strict=True)
     return "[" + ", ".join(f"{start}:{start + size}" for start, size in sides) + "]"
+
+
+def _tiles(count: int) -> str:
+    return f"{count:,} tile{'' if count == 1 else 's'}"
 
 
 def _line(tile: ShardMetadata) -> str:
@@ -60,5 +64,5 @@ def picture_of(metadata: ShardedTensorMetadata) -> Picture:
         panels.setdefault(title, []).append(box)
     names = ("Row", "Col") if len(metadata.size) >= 2 else ("", "Row")
     notes = [f"... and {left_out:,} more tiles"] * bool(left_out) + [f"{empty:,} tiles are empty"] * bool(empty)
-    title = f"ShardedTensor of shape {tuple(metadata.size)}, {len(metadata.shards_metadata):,} tiles"
+    title = f"ShardedTensor of shape {tuple(metadata.size)}, {_tiles(len(metadata.shards_metadata))}"
     return Picture(title, [Panel(boxes, title, *names) for title, boxes in panels.items()], notes)
