@@ -48,8 +48,7 @@ def correct_memory(
     """Give the results of a call on meta tensors the strides that they have on this kind of device."""
     schema = schema_of(func)
     name = schema.name.removeprefix("aten::") if schema is not None else getattr(func, "__name__", "")
-    name = SPELLINGS.get(name, name).removeprefix("special_")
-    kept = _corrections.get(name)
+    kept = _corrections.get(name) or _corrections.get(SPELLINGS.get(name, name).removeprefix("special_"))
     if kept is not None and kept.device in (None, device):
         kept.correct(result, *args, **kwargs)
     if schema is None or schema.name.startswith("aten::"):
