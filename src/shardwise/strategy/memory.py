@@ -105,6 +105,41 @@ def copied_stride(
     return like.clone(memory_format=memory_format or torch.preserve_format).stride()
 
 
+def iterated(shape: Sequence[int], operands: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The strides of what one of torch's elementwise kernels makes: the order of its dims in memory is that of the
+    first operand that tells two of them apart.
+
+    Args:
+        shape: Of the result.
+        operands: The strides of each operand, for every dim of the result: 0 where it is broadcast.
+
+    >>> iterated((2, 3), [(0, 0), (1, 2)])
+    (1, 2)
+    """
+
+    def comes_after(a: int, b: int) -> int:
+        for stride in operands:
+            if stride[a] and stride[b]:
+                if stride[a] != stride[b]:
+                    return 1 if stride[a] > stride[b] else -1
+                if shape[a] > shape[b]:
+                    return 1
+        return 0
+
+    order = list(range(len(shape)))[::-1]  # the innermost first
+    for i in range(1, len(order)):
+        for before in range(i - 1, -1, -1):
+            says = comes_after(order[before], order[i])
+            if says > 0:
+                order[before], order[i], i = order[i], order[before], before  # noqa: PLW2901
+            elif says < 0:
+                break
+    strides, step = [0] * len(shape), 1
+    for dim in order:
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)
+
+
 def suggested(x: torch.Tensor) -> torch.memory_format:
     """The memory format that torch's kernels see in strides (`suggest_memory_format` in C++)."""
     order = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(len(x.shape))
