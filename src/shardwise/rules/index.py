@@ -19,6 +19,7 @@ from shardwise.rules.view import clipped, select, slice_, unsqueeze
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Tensor, factors
 from shardwise.strategy.indices import is_mask, one_number, spelled_out
 from shardwise.strategy.lookup import adds_up, by_holders, located, located_all, pointable, sum_of
+from shardwise.strategy.memory import iterated, restrided, stored
 from shardwise.strategy.registry import program, rule
 from shardwise.wrapper import Wrapper, shares_memory
 
@@ -161,6 +162,30 @@ def index(x: Operand, indices: Sequence[Any]) -> Factors | Algorithm | None:
     reduce = {at.names[d]: sum_of(x) for d in at.dims}
     mine = at.names if adds_up(x) else tuple(None if d in at.dims else n for d, n in enumerate(at.names))
     return Factors([mine, *at.index_names], [at.result], "each", frozenset({0}), reduce=reduce, local=local)
+
+
+@stored("index _unsafe_index")
+def of_index(result: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> None:
+    """In the order of x, and then in that of the indices, also where these are no rows."""
+    found = [i for i in indices if i is not None]
+    dims = [d for d, i in enumerate(indices) if i is not None]
+    if not found or any(map(is_mask, found)):
+        return
+    shape, kept = broadcast_shape(*(i.shape for i in found)), [d for d in range(x.dim()) if d not in dims]
+    before = dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
+    strides = [x.stride(d) for d in kept]
+    operands = [(*strides[:before], *(0,) * len(shape), *strides[before:])]
+    for i in found:
+        looked = i.expand(shape).stride()
+        operands.append((*(0,) * before, *looked, *(0,) * (len(kept) - before)))
+    restrided(result, iterated(result.shape, operands))
+
+
+@stored("__getitem__")
+def of_item(result: torch.Tensor, x: torch.Tensor, index: Any) -> None:
+    actions, left = basic_actions(spelled_out(index, x.dim()), x.shape)
+    if any(entry is not None for entry in left):
+        of_index(result, viewed(x, actions), [e if e is None else torch.as_tensor(e) for e in left])
 
 
 def _index_by_masks(x: Tensor, indices: Sequence[Any]) -> Tensor:

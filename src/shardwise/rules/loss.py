@@ -16,7 +16,7 @@ from shardwise.rules.softmax import exponentials
 from shardwise.strategy import Algorithm, Answer, Factors, Operand, Result, factors, operands_in
 from shardwise.strategy.lookup import by_holders, located, pointable
 from shardwise.strategy.lost import loses
-from shardwise.strategy.memory import contiguous, stored
+from shardwise.strategy.memory import contiguous, copied_stride, restrided, stored
 from shardwise.strategy.program import Tensor, reduced, sum_dtype
 from shardwise.strategy.registry import program, rule
 from shardwise.torch_private.tensors import schema_of
@@ -34,7 +34,8 @@ def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | N
     def loss(*args: object, reduction: object = None, **kwargs: object) -> Answer:
         operands = list(operands_in((*args, *kwargs.values())))
         if not isinstance(reduction, str):
-            return Algorithm(by_number)
+            given = reduction is not None or len(args) > parameters().index("reduction")
+            return Algorithm(by_number) if given else None  # what it then is, torch's C functions and aten differ about
         if name in _TYPED_BY_INPUT and operands[0].dtype != operands[1].dtype:
             return Algorithm(in_dtype_of_input)
         old = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
@@ -46,10 +47,17 @@ def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | N
             return factors("*x!, .. -> ", operands)
         return Algorithm(functools.partial(mean, func) if mean else by_parts)
 
+    @rule(" ".join(f"aten::{each}" for each in names.split()))
+    def of_aten(*args: object, **kwargs: object) -> Answer:
+        return Algorithm(by_number)
+
+    def parameters() -> list[str]:
+        overloads = getattr(torch.ops.aten, name)
+        return [a.name for a in schema_of(getattr(overloads, overloads.overloads()[0])).arguments]
+
     def by_number(*args: object, **kwargs: object) -> Any:
         """aten's spelling, with a number for the reduction, as a call of torch.nn.functional's."""
-        overloads = getattr(torch.ops.aten, name)
-        names = [a.name for a in schema_of(getattr(overloads, overloads.overloads()[0])).arguments]
+        names = parameters()
         arguments = dict(zip(names, args)) | kwargs
         reduction = REDUCTIONS[arguments.pop("reduction", 1)]
         return func(arguments.pop(names[0]), arguments.pop(names[1]), reduction=reduction, **arguments)
@@ -93,6 +101,13 @@ for _name in (
     "soft_margin_loss poisson_nll_loss"
 ).split():
     loss_rule(_name, lambda operands, *settings: broadcast(operands))
+
+
+@stored("binary_cross_entropy", device="cpu")
+def of_binary_cross_entropy(result: torch.Tensor, x: torch.Tensor, *args: object, **kwargs: object) -> None:
+    """Values for each element lie like the input."""
+    if result.shape == x.shape:
+        restrided(result, copied_stride(x.shape, x.stride()))
 
 
 @loses(F.l1_loss, "weight")

@@ -52,12 +52,13 @@ pointwise(
     keeps_float=True,
 )
 pointwise(
-    "asinh atan arcsinh arctan ceil erf exp exp2 expm1 fix floor hardshrink hardsigmoid hardtanh log_sigmoid "
-    "logsigmoid relu relu6 selu sigmoid sinh softshrink tanh trunc ndtr expit clip clamp clamp_min "
+    "asinh atan arcsinh arctan ceil erf exp exp2 expm1 fix floor hardshrink hardsigmoid hardtanh "
+    "relu relu6 selu sigmoid sinh softshrink tanh trunc ndtr expit clip clamp clamp_min "
     "clamp_max",
     keeps_float=True,
     order=Order(rising),
 )
+pointwise("log_sigmoid logsigmoid", order=Order(rising))
 pointwise("round", keeps_float=True, order=Order(rising_alone))
 pointwise("leaky_relu elu celu", keeps_float=True, order=Order(rising_by))
 pointwise("threshold", keeps_float=True, order=Order(rising_threshold))
@@ -81,6 +82,23 @@ stored(_LIKE_A_SUM + "native_dropout_backward true_divide xlog1py xlogy")(like_a
 def of_angle(result: object, x: torch.Tensor) -> None:
     if x.dtype.is_complex:
         contiguous(result)
+
+
+@stored("pow float_power")
+def of_power(result: object, base: object, exponent: object) -> None:
+    """Powers of one number lie row by row."""
+    if not isinstance(base, torch.Tensor):
+        contiguous(result)
+
+
+@stored("__rpow__")
+def of_power_of_number(result: object, exponent: object, base: object) -> None:
+    of_power(result, base, exponent)
+
+
+@stored("logsigmoid log_sigmoid log_sigmoid_forward", device="cpu")
+def of_log_sigmoid(result: object, *args: object, **kwargs: object) -> None:
+    contiguous(result)
 
 
 pointwise("maximum", order=Order(rising, in_each=True, together=Partial("max")))

@@ -107,7 +107,7 @@ def draw_bernoulli(x: Tensor, p: Any = None, *, generator: torch.Generator | Non
 
 value_rule("bernoulli", draw_bernoulli)
 value_rule("normal", values.normal_of)
-stored("normal")(contiguous)
+stored("normal _standard_gamma _sample_dirichlet")(contiguous)
 value_rule("multinomial", values.multinomial_of)
 for _name in ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"):
     value_rule(_name)
@@ -122,7 +122,7 @@ def dropout(x: Operand, p: float = 0.5, training: bool = True, inplace: bool = F
 def run_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **aten: object) -> Tensor:
     if not aten.get("train", training) or p == 0.0 or not x.numel():
         return x
-    noise = drawn(x._layout, draws.dropout(p)) if p < 1 else 0.0
+    noise = drawn(x._layout, draws.dropout(p)) if p < 1 else x.detach().new_zeros(())  # of its dtype, also an integer
     return x.mul_(noise) if inplace else x * noise
 
 

@@ -48,8 +48,7 @@ def correct_memory(
     """Give the results of a call on meta tensors the strides that they have on this kind of device."""
     schema = schema_of(func)
     name = schema.name.removeprefix("aten::") if schema is not None else getattr(func, "__name__", "")
-    name = SPELLINGS.get(name, name).removeprefix("special_")
-    kept = _corrections.get(name)
+    kept = _corrections.get(name) or _corrections.get(SPELLINGS.get(name, name).removeprefix("special_"))
     if kept is not None and kept.device in (None, device):
         kept.correct(result, *args, **kwargs)
     if schema is None or schema.name.startswith("aten::"):
@@ -104,6 +103,41 @@ def copied_stride(
     """The strides of a clone of a tensor."""
     like = torch.empty_strided(shape, stride, device="meta")
     return like.clone(memory_format=memory_format or torch.preserve_format).stride()
+
+
+def iterated(shape: Sequence[int], operands: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The strides of what one of torch's elementwise kernels makes: the order of its dims in memory is that of the
+    first operand that tells two of them apart.
+
+    Args:
+        shape: Of the result.
+        operands: The strides of each operand, for every dim of the result: 0 where it is broadcast.
+
+    >>> iterated((2, 3), [(0, 0), (1, 2)])
+    (1, 2)
+    """
+
+    def comes_after(a: int, b: int) -> int:
+        for stride in operands:
+            if stride[a] and stride[b]:
+                if stride[a] != stride[b]:
+                    return 1 if stride[a] > stride[b] else -1
+                if shape[a] > shape[b]:
+                    return 1
+        return 0
+
+    order = list(range(len(shape)))[::-1]  # the innermost first
+    for i in range(1, len(order)):
+        for before in range(i - 1, -1, -1):
+            says = comes_after(order[before], order[i])
+            if says > 0:
+                order[before], order[i], i = order[i], order[before], before  # noqa: PLW2901
+            elif says < 0:
+                break
+    strides, step = [0] * len(shape), 1
+    for dim in order:
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)
 
 
 def suggested(x: torch.Tensor) -> torch.memory_format:
