@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.calls import Group, entered, forks, threads
-from shardwise.comm.messages import clocks
+from shardwise.comm.messages import clocks, on_new_clock
 from shardwise.comm.peers import (
     PATIENCE_SECONDS,
     Board,
@@ -295,6 +295,7 @@ def sign_in() -> None:
         watch.start()
 
 
+on_new_clock.append(sign_in)  # ranks that communicate without a mesh, too
 _registered = [-1]  # the number of forks at which the end of this process was seen to
 
 
