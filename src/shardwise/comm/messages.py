@@ -46,6 +46,7 @@ class Along(NamedTuple):
     backend: str
     in_order: bool = True  # whether ranks ascend with coordinates
     clock: Clock | None = None  # counts their exchanges
+    digest: int = 0  # who is where: meshes that have the same ranks in another order have another one
 
 
 def world_of(ranks: Sequence[int], like: Group | None = None) -> Group | None:
