@@ -64,7 +64,7 @@ class Guard:
     """One collective. It is entered when it begins, and again to wait for it where it was only begun."""
 
     __slots__ = (
-        ("along", "at", "begun", "clock", "digest", "kind", "note", "number", "outer", "step", "tag")
+        ("along", "also", "at", "begun", "clock", "digest", "kind", "note", "number", "outer", "step", "tag")
         + ("slot", "trouble", "turn", "where")
     )  # fmt: skip
 
@@ -73,6 +73,7 @@ class Guard:
     ) -> None:
         self.along, self.kind, self.where, self.at = along, kind, where, at
         self.number = 0
+        self.also = ""
         self.begun = False
         self.trouble = ""  # what keeps it from ending, once that was found out
         self.note: Note = note or of_thread.note or _UNKNOWN
@@ -165,6 +166,10 @@ class Guard:
             came.wait()
             sent.wait()
 
+    def carries(self, what: str) -> None:
+        """Say more of what travels: it must be the same on all ranks."""
+        self.also, self.digest = f" of {what}", hash((self.digest, crc(what)))
+
     # -- for people -----------------------------------------------------------------------------------------
     @property
     def name(self) -> str:
@@ -176,7 +181,10 @@ class Guard:
     def describe(self) -> str:
         """The same with what moves."""
         step = "" if self.step is None else self.step.describe()
-        return self.name + (f", {step}" if step else "") + f" (number {self.number})"
+        order = ""
+        if not self.along.in_order:
+            order = f", ranks in the order {[rank for _, rank in sorted(zip(self.along.peers, self.along.ranks))]}"
+        return f"{self.name}{f', {step}' if step else ''}{self.also}{order} (number {self.number})"
 
     def line(self, frame: FrameType | None = None) -> str:
         """The line of the user's program that it is for; `frame` is where its thread is, if that is not this one."""
