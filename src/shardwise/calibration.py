@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.caches import clear_caches
+from shardwise.comm.group_calls import group_call
 from shardwise.errors import MeshError
 from shardwise.mesh import Mesh, UserMesh, as_mesh
 from shardwise.move.cost import AxisCost, CostModel, cost_of, set_cost
@@ -78,7 +79,8 @@ def _measure(mesh: Mesh, axis: int) -> AxisCost:
     def seconds(nbytes: int) -> float:
         mine = torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)
         everyone = [torch.empty_like(mine) for _ in range(k)]
-        return _best(lambda: dist.all_gather(everyone, mine, group=group), mesh.device)
+        with group_call(group, "calibrate", "all_gather", mine.device.type):
+            return _best(lambda: dist.all_gather(everyone, mine, group=group), mesh.device)
 
     latency, loaded = seconds(_SMALL), seconds(_LARGE)
     return AxisCost(latency, (k - 1) * (_LARGE - _SMALL) / max(loaded - latency, 1e-9))
@@ -108,7 +110,9 @@ def _largest(mesh: Mesh, numbers: list[list[float]]) -> list[list[float]]:
     table = torch.tensor(numbers, dtype=torch.float64, device=mesh.device)
     for axis, k in enumerate(mesh.shape):
         if k > 1:
-            dist.all_reduce(table, dist.ReduceOp.MAX, group=mesh.comm.group(axis))  # type: ignore[attr-defined]
+            group = mesh.comm.group(axis)  # type: ignore[attr-defined]
+            with group_call(group, "calibrate", "all_reduce", table.device.type):
+                dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
     return table.tolist()
 
 

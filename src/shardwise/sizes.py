@@ -17,12 +17,14 @@ its device. On a group of NCCL alone they travel between the devices.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm.base import Comm, Coords
+from shardwise.drawing import rank_names
 from shardwise.errors import DimError, LayoutError, out_of_range
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.nesting import shards_from_table
@@ -128,10 +130,19 @@ def exchange_kinds(local: torch.Tensor, mesh: Mesh) -> Kinds:
     dtype, some = next(iter(kinds.values()))
     for coords, (other, shape) in kinds.items():
         if len(shape) != len(some):
-            raise LayoutError(f"from_local: the ranks differ in dims: {some} and, at {coords}, {shape}")
+            odd = _odd_ones(mesh, {c: len(held) for c, (_, held) in kinds.items()})
+            raise LayoutError(f"from_local: the ranks differ in dims: {some} and, at {coords}, {shape} ({odd})")
         if other != dtype:
-            raise LayoutError(f"from_local: the ranks differ in dtype: {dtype} and, at {coords}, {other}")
+            odd = _odd_ones(mesh, {c: name for c, (name, _) in kinds.items()})
+            raise LayoutError(f"from_local: the ranks differ in dtype: {dtype} and, at {coords}, {other} ({odd})")
     return kinds
+
+
+def _odd_ones(mesh: Mesh, facts: Mapping[Coords, object]) -> str:
+    """Which ranks have something that fewest have."""
+    counts = Counter(facts.values())
+    least = min(counts.values())
+    return rank_names([r for r in mesh.ranks if counts[facts[mesh.coords(r)]] == least])
 
 
 def _check_grad_flags(local: torch.Tensor, mesh: Mesh) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardwise.captures.program import Move, Program
 from shardwise.comm.capturing import unwritten
+from shardwise.comm.group_calls import group_call
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.comm.record import Note, of_thread
 from shardwise.errors import RanksDifferError
@@ -126,7 +127,7 @@ def compare_ranks(programs: Sequence[Program]) -> None:
         return
     mine = [line for program in programs for line in ("program", *lines_of(program))]
     everyone: list[Any] = [None] * dist.get_world_size()
-    with unwritten():
+    with unwritten(), group_call(None, "capture", "all_gather"):
         dist.all_gather_object(everyone, mine)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:

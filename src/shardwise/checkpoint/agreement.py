@@ -11,6 +11,7 @@ from typing import TypeAlias
 from shardwise.checkpoint.holders import Kind, kinds_of
 from shardwise.checkpoint.tree import Flat, Json, Node
 from shardwise.checkpoint.world import World, as_error
+from shardwise.drawing import rank_names
 from shardwise.errors import CheckpointError
 
 Kinds: TypeAlias = dict[str, Kind]
@@ -58,7 +59,12 @@ def agree(
         return Agreed(alike, flat.values, flat.tree, True, beside)
     all_of = world.gather((mine, flat.values if values else dict.fromkeys(flat.values), flat.tree, also))
     if any(other != all_of[0][3] for *_, other in all_of):
-        raise CheckpointError(f"the arguments differ: {dict(zip(world.ranks, (other for *_, other in all_of)))}")
+        given: dict[str, list[int]] = {}
+        for rank, (*_, other) in zip(world.ranks, all_of, strict=True):
+            given.setdefault(repr(other), []).append(rank)
+        few_first = sorted(given.items(), key=lambda item: len(item[1]))
+        words = "; ".join(f"{rank_names(ranks)} gave {other}" for other, ranks in few_first)
+        raise CheckpointError(f"the arguments differ between ranks: {words}")
     tensors: dict[str, list[tuple[Kind, list[int]]]] = {}
     said: dict[str, tuple[int, Json]] = {}
     tree: Node | None = None

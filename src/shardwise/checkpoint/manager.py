@@ -25,6 +25,7 @@ from shardwise.checkpoint.plan import MEMORY
 from shardwise.checkpoint.read import Loaded
 from shardwise.checkpoint.tree import Value
 from shardwise.checkpoint.world import World
+from shardwise.comm.peers import ranks_that_differ
 from shardwise.errors import CheckpointError, check_type
 
 _NAME = re.compile(r"step-(\d+)")
@@ -134,7 +135,10 @@ class Manager:
         """Whether some process is told to stop, which stops all, and whether this step is due. One small message."""
         lowest, stays, highest, asked = world.lowest([step, int(not self.stopping), -step, int(not force)])
         if lowest != -highest:
-            raise CheckpointError(f"Manager.save: the ranks differ: steps {lowest} to {-highest}; give all the same")
+            raise CheckpointError(
+                f"Manager.save: the ranks differ: steps {lowest} to {-highest}"
+                f"{ranks_that_differ(str(step), world.ranks)}; give all the same"
+            )
         stop = not stays
         due = not asked or self.every is None or step % self.every == 0 or (stop and not self._stop_saved)
         return stop, due

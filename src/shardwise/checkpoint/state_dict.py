@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from shardwise.api import distribute_tensor
+from shardwise.comm.group_calls import group_call
 from shardwise.errors import LayoutError
 from shardwise.interop import adoption
 from shardwise.materialize import with_memory
@@ -200,7 +201,8 @@ def _cut(value: Any, like: DTensor | None) -> Any:
 def _from_rank0(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """What rank 0 was given, everywhere: first what it is like, with tensors on "meta", then tensor by tensor."""
     said = [tree_map_only(torch.Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), given)]
-    dist.broadcast_object_list(said, src=0)
+    with group_call(None, "set_state_dict", "broadcast"):
+        dist.broadcast_object_list(said, src=0)
     leaves, shape = tree_flatten(said[0])
     mine = tree_leaves(given) if _rank() == 0 else leaves
     return tree_unflatten([_sent(leaf, says, device) for leaf, says in zip(mine, leaves, strict=True)], shape)
@@ -210,7 +212,8 @@ def _sent(leaf: Any, says: Any, device: torch.device) -> Any:
     if not isinstance(says, torch.Tensor):
         return says
     tensor = leaf.detach().to(device).contiguous() if _rank() == 0 else torch.empty_like(says, device=device)
-    dist.broadcast(tensor, src=0)
+    with group_call(None, "set_state_dict", "broadcast", tensor.device.type):
+        dist.broadcast(tensor, src=0)
     return tensor
 
 

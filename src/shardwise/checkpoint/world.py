@@ -10,12 +10,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.group_calls import group_call
 from shardwise.comm.messages import Along, along_group
 from shardwise.errors import CheckpointError
 from shardwise.sharded.groups import Group, all_gather_objects, as_group, ranks_of
 from shardwise.torch_private.distributed import named_gloo_group
 
 T = TypeVar("T")
+_OP = "checkpoint"  # what the exchanges of its processes are called in errors
 _side_groups: dict[int, tuple[Group, Group]] = {}  # of a group (kept alive with it): one of gloo for CPU memory
 
 
@@ -54,14 +56,15 @@ class World:
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes, in the order of `ranks`."""
-        return [value] if self.group is None else all_gather_objects(value, self.group)
+        return [value] if self.group is None else all_gather_objects(value, self.group, _OP)
 
     def to_first(self, value: T) -> list[T]:
         """The values of all processes, on the first one; nothing on the others."""
         if self.group is None:
             return [value]
         told: list[T] = [value] * self.size if self.is_first else []
-        dist.gather_object(value, told if self.is_first else None, dst=self.ranks[0], group=self.group)
+        with group_call(self.group, _OP, "gather"):
+            dist.gather_object(value, told if self.is_first else None, dst=self.ranks[0], group=self.group)
         return told
 
     def from_first(self, make: Callable[[], T]) -> T:
@@ -71,7 +74,7 @@ class World:
         if not self.is_first:
             made, error = self._told(None)
             if error is not None:
-                raise error
+                raise _of_rank(self.ranks[0], error)
             return made  # type: ignore[return-value]
         try:
             made = make()
@@ -83,7 +86,8 @@ class World:
 
     def _told(self, what: tuple[T | None, Exception | None] | None) -> tuple[T | None, Exception | None]:
         said = [what]
-        dist.broadcast_object_list(said, src=self.ranks[0], group=self.group)
+        with group_call(self.group, _OP, "broadcast"):
+            dist.broadcast_object_list(said, src=self.ranks[0], group=self.group)
         assert said[0] is not None
         return said[0]
 
@@ -97,7 +101,7 @@ class World:
             raise own
         for rank, theirs in zip(self.ranks, errors, strict=True):
             if theirs is not None:
-                raise type(theirs)(f"rank {rank}: {theirs}") if type(theirs) is CheckpointError else theirs
+                raise _of_rank(rank, theirs)
 
     def all_well(self, well: bool) -> bool:
         """Whether all processes are well: one small message."""
@@ -108,12 +112,18 @@ class World:
         if self.group is None:
             return numbers
         told = torch.tensor(numbers)
-        dist.all_reduce(told, dist.ReduceOp.MIN, group=self.group)
+        with group_call(self.group, _OP, "all_reduce"):
+            dist.all_reduce(told, dist.ReduceOp.MIN, group=self.group)
         return told.tolist()
 
     def along(self) -> Along:
         assert self.group is not None
         return along_group(self.group, torch.device("cpu"))
+
+
+def _of_rank(rank: int, error: Exception) -> Exception:
+    """The error of another process, which says whose it is."""
+    return type(error)(f"rank {rank}: {error}")
 
 
 def as_error(error: Exception) -> Exception:
@@ -128,7 +138,7 @@ def _said(error: Exception) -> str:
 def _beside(group: Group, ranks: tuple[int, ...]) -> Group:
     found = _side_groups.get(id(group))
     if found is None or found[0] is not group:
-        name = all_gather_objects(f"shardwise-checkpoint-{uuid.uuid4().hex}", group)[0]
+        name = all_gather_objects(f"shardwise-checkpoint-{uuid.uuid4().hex}", group, _OP)[0]
         made = named_gloo_group(list(ranks), name)
         found = _side_groups[id(group)] = (group, made)
     return found[1]

@@ -33,6 +33,7 @@ from shardwise.checkpoint.jobs import Job, Known, Task, Written, create, jobs_of
 from shardwise.checkpoint.manifest import MANIFEST, manifest_text, random_state
 from shardwise.checkpoint.tree import Flat, Json, Node, Value, flatten
 from shardwise.checkpoint.world import World
+from shardwise.comm.group_calls import group_call
 from shardwise.errors import CheckpointError
 from shardwise.layout import Layout
 from shardwise.tensor import DTensor
@@ -244,8 +245,9 @@ def _together(written: Written, world: World) -> tuple[np.ndarray, int]:
     if world.group is None:
         return written.checksums, written.bytes
     sums, total = torch.from_numpy(written.checksums.astype(np.int32)), torch.tensor([written.bytes])
-    dist.all_reduce(sums, dist.ReduceOp.BXOR, group=world.group)
-    dist.all_reduce(total, group=world.group)
+    with group_call(world.group, "checkpoint", "all_reduce"):
+        dist.all_reduce(sums, dist.ReduceOp.BXOR, group=world.group)
+        dist.all_reduce(total, group=world.group)
     return sums.numpy().astype(np.int64) & 0xFFFFFFFF, int(total.item())
 
 

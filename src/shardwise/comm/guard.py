@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import get_ident
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
@@ -16,7 +16,7 @@ from shardwise.comm.capturing import tape_here, tapes
 from shardwise.comm.flight import flights
 from shardwise.comm.messages import Along, clock_of
 from shardwise.comm.peers import is_of_peers, who_is_lost
-from shardwise.comm.record import Note, of_thread, user_line
+from shardwise.comm.record import Described, Note, of_thread, user_line
 from shardwise.comm.watch import errors
 from shardwise.errors import CommError
 from shardwise.torch_private.tensors import tracing_mode
@@ -44,22 +44,41 @@ def refuse_tracing(kind: str, where: str) -> NoReturn:
     )
 
 
+class Sent(NamedTuple):
+    """What a collective that is no step of a move carries, in words that are the same on all its ranks."""
+
+    words: str
+
+    @property
+    def digest(self) -> int:
+        return crc(self.words)
+
+    def describe(self) -> str:
+        return self.words
+
+    def bytes_here(self) -> int:
+        return 0
+
+
 class Guard:
     """One collective. It is entered when it begins, and again to wait for it where it was only begun."""
 
     __slots__ = (
-        ("along", "at", "begun", "clock", "digest", "kind", "note", "number", "outer", "step", "tag")
+        ("along", "also", "at", "begun", "clock", "digest", "kind", "note", "number", "outer", "step", "tag")
         + ("slot", "trouble", "turn", "where")
     )  # fmt: skip
 
-    def __init__(self, along: Along, kind: str, where: str, at: str, note: Note | None = None) -> None:
+    def __init__(
+        self, along: Along, kind: str, where: str, at: str, note: Note | None = None, what: Sent | None = None
+    ) -> None:
         self.along, self.kind, self.where, self.at = along, kind, where, at
         self.number = 0
+        self.also = ""
         self.begun = False
         self.trouble = ""  # what keeps it from ending, once that was found out
         self.note: Note = note or of_thread.note or _UNKNOWN
-        self.step = of_thread.step if note is None else None
-        self.digest: int = of_thread.digest if note is None else 0
+        self.step: Described | None = of_thread.step if note is None else what
+        self.digest: int = of_thread.digest if note is None else 0 if what is None else what.digest
 
     def __enter__(self) -> Guard:
         if tracing_mode() is not None:
@@ -91,10 +110,26 @@ class Guard:
                 f"{self.name}: this process was forked from a rank after the mesh was made; it is no rank itself and "
                 f"shares the rank's connections. Communicate in the rank only, or start the process with 'spawn'"
             )
+        if entered and self.along.backend == "gloo":
+            self._refuse_other_threads()
         clock.count += 1
         self.number = clock.count
-        op, kind = crc(self.note.op), crc(self.kind)
-        self.tag = hash((op, self.note.backward, kind, self.digest, self.number, len(compare))) & _TAGS
+        op, kind, who = crc(self.note.op), crc(self.kind), self.along.digest
+        self.tag = hash((op, self.note.backward, kind, self.digest, who, self.number, len(compare))) & _TAGS
+
+    def _refuse_other_threads(self) -> None:
+        """Raise where another thread is just beginning a collective of the same ranks: which of the two comes first is
+        chance, and another chance on the other ranks, so they would take each other's values."""
+        mine = get_ident()
+        for thread, guard in list(entered.items()):
+            if thread != mine and guard.clock is self.clock and not guard.begun:
+                error = CommError(
+                    f"{self.name}: another thread is in {guard.name}. Two threads that communicate over one process "
+                    f"group at the same time take each other's values; give each a mesh with a group of its own "
+                    f"(DeviceMesh.from_group(dist.new_group(), ...)), or let one wait for the other"
+                )
+                errors.add(self.name, error, inside=True, own=True)
+                raise error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -131,6 +166,10 @@ class Guard:
             came.wait()
             sent.wait()
 
+    def carries(self, what: str) -> None:
+        """Say more of what travels: it must be the same on all ranks."""
+        self.also, self.digest = f" of {what}", hash((self.digest, crc(what)))
+
     # -- for people -----------------------------------------------------------------------------------------
     @property
     def name(self) -> str:
@@ -142,7 +181,10 @@ class Guard:
     def describe(self) -> str:
         """The same with what moves."""
         step = "" if self.step is None else self.step.describe()
-        return self.name + (f", {step}" if step else "") + f" (number {self.number})"
+        order = ""
+        if not self.along.in_order:
+            order = f", ranks in the order {[rank for _, rank in sorted(zip(self.along.peers, self.along.ranks))]}"
+        return f"{self.name}{f', {step}' if step else ''}{self.also}{order} (number {self.number})"
 
     def line(self, frame: FrameType | None = None) -> str:
         """The line of the user's program that it is for; `frame` is where its thread is, if that is not this one."""

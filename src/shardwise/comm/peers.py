@@ -143,7 +143,8 @@ def _who(here: Board, ranks: Iterable[int], error: BaseException) -> str:
                 break
             time.sleep(0.02)
         found = "; " + ", ".join(causes) if causes else _silent(here, ranks, error)
-        here.correct(found.removeprefix("; "))
+        if found:
+            here.correct(found.removeprefix("; "))
     except RuntimeError:
         return "; the store of the process group is lost as well: the process that holds it, often rank 0, has died"
     return found

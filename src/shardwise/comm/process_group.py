@@ -14,7 +14,7 @@ from shardwise.comm.base import Comm, Coords
 from shardwise.comm.bridge import replaced
 from shardwise.comm.calls import Group
 from shardwise.comm.capturing import unwritten
-from shardwise.comm.guard import Guard, refuse_tracing
+from shardwise.comm.guard import Guard, Sent, crc, refuse_tracing
 from shardwise.comm.messages import (
     ALL_GATHER,
     WIRE,
@@ -138,7 +138,8 @@ class ProcessGroupComm(PlainComm):
         wire = as_wire(local.detach()).clone()
         note = Note("broadcast")
         record(self, "broadcast", axis, 0 if self.coords[axis] == source else wire.nbytes, note)
-        with self.guard("broadcast", (axis,), note) as guard:
+        what = Sent(f"{local.dtype} {tuple(local.shape)} from coordinate {source}")
+        with self.guard("broadcast", (axis,), note, what) as guard:
             guard.meet()
             dist.broadcast(wire, group=self.group(axis), group_src=self._place(axis, source))
         return from_wire(wire, local.dtype, local.shape)
@@ -165,7 +166,8 @@ class ProcessGroupComm(PlainComm):
         mine = math.prod(shapes[me])
         note = Note("distribute_tensor")
         record(self, "scatter", axis, 0 if me == source else mine * like.itemsize, note)
-        with self.guard("scatter", (axis,), note) as guard:
+        what = Sent(f"{like.dtype} parts of {sorted(set(shapes))[:4]} from coordinate {source}")
+        with self.guard("scatter", (axis,), note, what) as guard:
             guard.meet()
             dist.scatter(wire, parts, group=self.group(axis), group_src=self._place(axis, source))
         return from_wire(wire[: mine * itemwidth], like.dtype, shapes[me])
@@ -188,8 +190,9 @@ class ProcessGroupComm(PlainComm):
             ranks = tuple(dist.get_process_group_ranks(group) if group else sorted(spots))
             peers = tuple(spots[r] for r in ranks)
             backend = dist.get_backend(group or self.group(key[0]))
+            in_order, digest = list(peers) == sorted(peers), crc(repr((peers, ranks)))
             found = self._alongs[key] = Along(
-                peers, ranks, group, backend, list(peers) == sorted(peers), clock_of(group, ranks)
+                peers, ranks, group, backend, in_order, clock_of(group, ranks), digest
             )
         return found
 
@@ -214,7 +217,7 @@ class ProcessGroupComm(PlainComm):
         ranges = [range(k) if a in axes else (self.coords[a],) for a, k in enumerate(self.shape)]
         return list(itertools.product(*ranges))
 
-    def guard(self, kind: str, axes: Sequence[int], note: Note | None = None) -> Guard:
+    def guard(self, kind: str, axes: Sequence[int], note: Note | None = None, what: Sent | None = None) -> Guard:
         """What a collective on these axes runs inside of; without a note, on behalf of the step that runs now."""
         key = tuple(axes)
         found = self._places.get(key)
@@ -226,7 +229,7 @@ class ProcessGroupComm(PlainComm):
             where = f"mesh axis {names!r} ({len(along.ranks)} ranks)"
             found = self._places[key] = along, where, f" at coordinates {self.coords}"
         along, where, at = found
-        return Guard(along, kind, where, at, note)
+        return Guard(along, kind, where, at, note, what)
 
     # -- collectives ----------------------------------------------------------------------------------------
     def each(

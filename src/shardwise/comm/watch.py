@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.calls import Group, entered, forks, threads
-from shardwise.comm.messages import clocks
+from shardwise.comm.messages import clocks, on_new_clock
 from shardwise.comm.peers import (
     PATIENCE_SECONDS,
     Board,
@@ -63,10 +63,11 @@ class Errors:
         self.text, self.at = "", 0.0
         self.last = 0  # the id of the error
 
-    def add(self, op: str, error: BaseException, inside: bool = False) -> None:
+    def add(self, op: str, error: BaseException, inside: bool = False, own: bool = False) -> None:
         """Take note of an error of an op, and let the others know. They act on it if they wait for this rank in vain
-        for a while; on one `inside` of a collective, at once."""
-        if watch.thread is None or isinstance(error, CommError) or id(error) == self.last:
+        for a while; on one `inside` of a collective, at once. A CommError is mostly the fault of others, unless it is
+        this rank's `own`."""
+        if watch.thread is None or (isinstance(error, CommError) and not own) or id(error) == self.last:
             return
         self.count, self.last = self.count + 1, id(error)
         self.text, self.at, self.standing = text_of(error, op), time.monotonic(), True
@@ -165,7 +166,8 @@ class Watch:
             for thread, guard in blocked.items()
         ]
         alive = {thread.ident for thread in threading.enumerate()}
-        alone = len(threads & alive) <= 1  # another thread might yet do what others wait for
+        rest = (threads & alive) - set(blocked)  # another thread might yet do what others wait for
+        alone = len(rest) <= (1 if not blocked else 0)
         counts = {clock.name: clock.count for clock in clocks.values()}
         here.set("waits", json.dumps([self._beat, alone, calls, counts]))
         self._told = True
@@ -251,10 +253,10 @@ def _place(guard: Guard, frame: FrameType | None) -> str:
 def _has_come(call: Sequence[Any], calls: Sequence[Sequence[Any]], counts: Mapping[str, int]) -> bool:
     """Whether a rank with these calls and counts has done, or is doing, its part of a call."""
     clock, number, tag = call[:3]
-    if counts.get(clock, 0) != number:
-        return counts.get(clock, 0) > number
     same = [other for other in calls if other[0] == clock and other[1] == number]
-    return not same or any(other[2] == tag for other in same)
+    if same:
+        return any(other[2] == tag for other in same)
+    return counts.get(clock, 0) >= number
 
 
 watch = Watch()
@@ -295,6 +297,7 @@ def sign_in() -> None:
         watch.start()
 
 
+on_new_clock.append(sign_in)  # ranks that communicate without a mesh, too
 _registered = [-1]  # the number of forks at which the end of this process was seen to
 
 
@@ -331,6 +334,8 @@ def _tell_end(error: BaseException | None) -> None:
     if here is None or here.size == 1:
         return
     if isinstance(error, RuntimeError) and not isinstance(error, CommError) and is_of_peers(error):
+        with suppress(RuntimeError):
+            here.end("noticed", text_of(error))  # in a collective that the program makes itself: others hear where
         error.add_note("shardwise: " + who_is_lost(error, range(here.size)).removeprefix("; "))
     if here.ended:
         return

@@ -62,6 +62,13 @@ class CrossStep(Step):
             return self.bytes_in(comm.rank)
         return sum(map(self.bytes_in, self.dst.mesh.ranks if comm.simulated else (dist.get_rank(),)))
 
+    @property
+    def digest(self) -> int:  # type: ignore[override]
+        return hash((self.src.digest, self.dst.digest))
+
+    def describe(self) -> str:
+        return f"{self.src!r} -> {self.dst!r}"
+
     def bytes_here(self) -> int:
         return self.bytes_received(self.dst.mesh.comm)
 

@@ -89,7 +89,9 @@ def _exchange(bucket: Sequence[Parcel], note: Note) -> list[torch.Tensor]:
     held = [_bytes_of(local) for step, local in bucket if me in step.src.mesh.ranks]
     sources = held or [torch.empty(0, dtype=torch.uint8, device=like.device)]
     along = along_ranks(first.ranks, like.device)
-    with Guard(along, first.kind, f"meshes of {len(first.ranks)} ranks", f" on rank {me}", note):
+    guard = Guard(along, first.kind, f"meshes of {len(first.ranks)} ranks", f" on rank {me}", note)
+    guard.digest = hash(tuple(step.digest for step, _ in bucket))
+    with guard:
         moved = iter(Transfer(_Together(bucket), sources, me, along).finish())
     return [
         _from_bytes(next(moved), step, me, x) if me in step.dst.mesh.ranks else x.new_empty(0) for step, x in bucket

@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from shardwise.comm.guard import Guard
 from shardwise.comm.messages import Group, along_group
 from shardwise.comm.record import Note, recorders
+from shardwise.drawing import rank_names
 from shardwise.errors import MoveError
 from shardwise.layout.shapes import contiguous_stride
 from shardwise.layout.tiles import TileLike, Tiles, as_tuples, cells_of, expand, first_overlap, meetings
@@ -106,6 +108,21 @@ class TilePlan(Exchanged):
         self.rows = Rows(source[order], target[order], sender[order], receiver[order], boxes, boxes.volumes)
         self.is_local = bool((sender == receiver).all())
         self.kept: dict[Any, Any] = {}  # what was worked out for a rank
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """A number that is the same in all processes; other tiles, or other owners, have mostly another one."""
+        sides = (self.sources, self.targets)
+        arrays = [a for side in sides for a in (side.tiles.starts, side.tiles.ends, side.ranks)]
+        return crc32(b"".join(np.ascontiguousarray(a, dtype=np.int64).tobytes() for a in arrays))
+
+    def describe(self) -> str:
+        """How much lies on which ranks before and afterwards, in few words."""
+        held, needed = (
+            f"{len(side.tiles)} tiles on {rank_names(sorted(set(side.ranks.tolist())))}"
+            for side in (self.sources, self.targets)
+        )
+        return f"{held} -> {needed}"
 
     def _check_cover(self, target: np.ndarray, boxes: Tiles) -> None:
         found = np.bincount(target, weights=boxes.volumes, minlength=len(self.targets.tiles)).astype(np.int64)
@@ -271,6 +288,13 @@ class TileStep(Step):
     def partner(self) -> TileStep:
         return TileStep(self.plan.reverse, self.group)
 
+    @property
+    def digest(self) -> int:  # type: ignore[override]
+        return self.plan.digest
+
+    def describe(self) -> str:
+        return self.plan.describe()
+
     def bytes_received(self, comm: object) -> int:
         return self.plan.bytes_in(dist.get_rank())
 
@@ -280,7 +304,9 @@ class TileStep(Step):
         if self.plan.is_local:
             out = Transfer(self.plan, local, me, along, self.into).finish()
         else:
-            with Guard(along, self.kind, f"tiles of {len(along.ranks)} ranks", f" on rank {me}"):
+            guard = Guard(along, self.kind, f"tiles of {len(along.ranks)} ranks", f" on rank {me}")
+            guard.carries(str(local[0].dtype))
+            with guard:
                 out = Transfer(self.plan, local, me, along, self.into).finish()
         return out or [local[0].new_empty(0)]
 

@@ -193,7 +193,7 @@ def agreed_parts(local_shards: list[Shard], global_size: Sequence[int | Sequence
         known = local_metadata(local_shards, torch.Size() if stacked else as_size(global_size), group)
     except (ValueError, TypeError, RuntimeError) as error:
         known = error
-    gathered = all_gather_objects(known, group)
+    gathered = all_gather_objects(known, group, "init_from_local_shards")
     if isinstance(known, Exception):
         raise known
     for rank, other in zip(ranks_of(group), gathered):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.group_calls import group_call
 from shardwise.comm.messages import ALL_GATHER
 from shardwise.sharded.metadata import ShardMetadata
 from shardwise.torch_private.distributed import default_group, remote_device, rpc_is_running, rpc_workers
@@ -115,27 +116,29 @@ _SLOT = 2048  # bytes that the first collective carries for each rank
 _HEADER = 8  # of them say how many there are
 
 
-def all_gather_objects(value: object, group: Group) -> list[Any]:
-    """Return every rank's value, in the order of the group. One collective, or two if a value is large."""
+def all_gather_objects(value: object, group: Group, op: str) -> list[Any]:
+    """Return every rank's value, in the order of the group. One collective, or two if a value is large. An error says
+    that it is for `op`."""
     text = pickle.dumps(value)
-    slots = _all_gather_bytes(len(text).to_bytes(_HEADER, "little") + text[: _SLOT - _HEADER], _SLOT, group)
+    slots = _all_gather_bytes(len(text).to_bytes(_HEADER, "little") + text[: _SLOT - _HEADER], _SLOT, group, op)
     lengths = [int.from_bytes(slot[:_HEADER], "little") for slot in slots]
     texts = [slot[_HEADER:] for slot in slots]
     longer = max(lengths) - (_SLOT - _HEADER)
     if longer > 0:
-        texts = [a + b for a, b in zip(texts, _all_gather_bytes(text[_SLOT - _HEADER :], longer, group))]
+        texts = [a + b for a, b in zip(texts, _all_gather_bytes(text[_SLOT - _HEADER :], longer, group, op))]
     return [pickle.loads(text[:length]) for text, length in zip(texts, lengths)]
 
 
-def _all_gather_bytes(text: bytes, width: int, group: Group) -> list[bytes]:
+def _all_gather_bytes(text: bytes, width: int, group: Group, op: str) -> list[bytes]:
     """Return the text of every rank, filled up to one width."""
     mine = torch.frombuffer(bytearray(text.ljust(width, b"\0")), dtype=torch.uint8).to(communication_device(group))
-    whole = all_gather_rows(mine, group).cpu().numpy()
+    whole = all_gather_rows(mine, group, op).cpu().numpy()
     return [row.tobytes() for row in whole]
 
 
-def all_gather_rows(mine: torch.Tensor, group: Group) -> torch.Tensor:
+def all_gather_rows(mine: torch.Tensor, group: Group, op: str) -> torch.Tensor:
     """Return the flat tensors of all ranks, which have one length, as the rows of one tensor."""
     rows = mine.new_empty(dist.get_world_size(group), mine.numel())
-    getattr(dist, ALL_GATHER)(rows.view(-1), mine, group=group)
+    with group_call(group, op, "all_gather", mine.device.type):
+        getattr(dist, ALL_GATHER)(rows.view(-1), mine, group=group)
     return rows

@@ -90,7 +90,7 @@ def _shard_tensor(
 
 def _check_alike(group: Group, **arguments: object) -> None:
     """Raise ValueError where ranks were called with different arguments, and say which."""
-    for rank, others in zip(ranks_of(group), all_gather_objects(arguments, group)):
+    for rank, others in zip(ranks_of(group), all_gather_objects(arguments, group, "shard_parameter")):
         for name, value in arguments.items():
             if others[name] != value:
                 me, other = dist.get_rank(), others[name]

@@ -142,7 +142,7 @@ def cuda(
             )
     mine = torch.cuda.current_device()
     group = as_group(process_group if process_group is not None else self._process_group)
-    devices = dict(zip(ranks_of(group), all_gather_objects(mine, group)))
+    devices = dict(zip(ranks_of(group), all_gather_objects(mine, group, "cuda")))
     return _on_devices(self, lambda rank: torch.device("cuda", devices[rank]), process_group, non_blocking)
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
+from shardwise.comm.group_calls import group_call
 from shardwise.sharded.groups import Group, as_group, communication_device
 from shardwise.torch_private.distributed import rpc_is_running, rpc_workers, wait_for_rrefs
 
@@ -67,7 +68,8 @@ class RemoteShards:
             sharded_tensor_map[self.number] = weakref.ref(tensor)
             shards = tensor.local_shards()  # type: ignore[attr-defined]
             _kept[self.number] = _Kept(shards, set(range(dist.get_world_size())))
-        dist.barrier(group=group)  # from now on every rank answers for it
+        with group_call(group, "init_rrefs", "barrier"):
+            dist.barrier(group=group)  # from now on every rank answers for it
 
     def end(self) -> None:
         """The tensor has other shards now."""
@@ -99,7 +101,8 @@ def _agreed_number(group: Group) -> int:
     """Return a number that no rank of the group has used."""
     with _lock:
         mine = torch.tensor([_next[0]], device=communication_device(group))
-    dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
+    with group_call(group, "init_rrefs", "all_reduce", mine.device.type):
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
     with _lock:
         _next[0] = int(mine.item()) + 1
     return int(mine.item())

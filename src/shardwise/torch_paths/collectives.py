@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.group_calls import group_call
 from shardwise.layout import Layout
 from shardwise.layout.placement import REPLICATE, Shard
 from shardwise.mesh import DeviceMesh, as_mesh
@@ -81,7 +82,8 @@ def check_tensor_meta(local_tensor: torch.Tensor, check_shape_stride: bool = Fal
     if check_shape_stride:
         mine |= {"shape": tuple(local_tensor.shape), "stride": tuple(local_tensor.stride())}
     everyone: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    with group_call(None, "check_tensor_meta", "all_gather"):
+        dist.all_gather_object(everyone, mine)
     for rank, theirs in enumerate(everyone):
         if theirs != mine:
             raise ValueError(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.group_calls import group_call
 from shardwise.context import of_thread, strict
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.layout import Layout, Partial, Placement, Shard, as_placements
@@ -87,7 +88,8 @@ def compute_global_tensor_shape(shape: torch.Size, mesh: DeviceMesh, placements:
     if not isinstance(placement, Shard):
         raise NotImplementedError(f"Placement type {type(placement)} not supported.")
     everyone: list[tuple[int, ...]] = [()] * mesh.size()
-    dist.all_gather_object(everyone, tuple(shape), group=mesh.get_group())
+    with group_call(mesh.get_group(), "compute_global_tensor_shape", "all_gather"):
+        dist.all_gather_object(everyone, tuple(shape), group=mesh.get_group())
     dim = placement.dim % len(shape)
     if any(theirs[:dim] + theirs[dim + 1 :] != (*shape[:dim], *shape[dim + 1 :]) for theirs in everyone):
         raise LayoutError("Non-sharded dimensions should have identical size across ranks.")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardwise.caches import PlanCache, register_cache
 from shardwise.comm.base import Coords
+from shardwise.comm.group_calls import group_call
 from shardwise.errors import LayoutError, MeshError
 from shardwise.layout import Layout, Placement, Shard
 from shardwise.layout.placement import REPLICATE
@@ -103,7 +104,8 @@ def _joined_groups(mine: DeviceMesh, theirs: DeviceMesh, inner: Mesh) -> DeviceM
     ranks: list[Any] = theirs.mesh.tolist()
     for axis in reversed(range(mine.ndim)):
         rows: list[Any] = [None] * mine.size(axis)
-        dist.all_gather_object(rows, ranks, group=mine.get_group(axis))
+        with group_call(mine.get_group(axis), "data_parallel", "all_gather", mine.device_type):
+            dist.all_gather_object(rows, ranks, group=mine.get_group(axis))
         ranks = rows
     groups = [*map(mine.get_group, range(mine.ndim)), *map(theirs.get_group, range(theirs.ndim))]
     own = mine.mesh_dim_names or ("data", "parts")[: mine.ndim]

@@ -133,7 +133,7 @@ def check_agreement(name: str, tensors: Sequence[torch.Tensor], group: Group) ->
     mine = torch.stack([_fingerprint(t).to(device) for t in tensors])
     if to := recorders():
         tell("tiles", "all_gather", (world - 1) * mine.nbytes, Note(name, "do plain tensors agree?"), to)
-    table = all_gather_rows(mine, group)
+    table = all_gather_rows(mine, group, name)
     differing = (table != table[0]).any(dim=1).nonzero().flatten().tolist()
     if differing:
         which = int((table[differing[0]] != table[0]).nonzero()[0])
