@@ -1,7 +1,7 @@
 """Writes that go from memory of this process to the disk, past the pages that the system keeps of files.
 
-Bytes that follow each other in a file are put together in one of two buffers; a thread writes the full one while the
-program fills the other. Only what shares a page with the bytes of another process is written the usual way.
+Bytes that follow each other in a file are put together in one of a few buffers; threads write the full ones while the
+program fills the next. Only what shares a page with the bytes of another process is written the usual way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import numpy as np
 from shardwise.checkpoint.crc import buffer_of
 from shardwise.checkpoint.direct import ALIGNED, DIRECT, LEAST
 
-_BUFFER = 4 << 20
+_BUFFER = 2 << 20  # bytes of a call: those of several processes together are not to be more than a cache has
+_BUFFERS = 4
+_WRITERS = 2  # calls at a time: the disk has the next one before the end of the last is heard of
 
 
 class Target(NamedTuple):
@@ -55,13 +57,13 @@ class Behind:
     """Takes bytes for files, and has written all of them once `finish` returns."""
 
     def __init__(self) -> None:
-        self._memories = [np.frombuffer(mmap.mmap(-1, _BUFFER), dtype=np.uint8) for _ in range(2)]
-        self._busy: list[Future[None] | None] = [None, None]
+        self._memories = [np.frombuffer(mmap.mmap(-1, _BUFFER), dtype=np.uint8) for _ in range(_BUFFERS)]
+        self._busy: list[Future[None] | None] = [None] * _BUFFERS
         self._turn = 0  # the buffer that is being filled
         self._target: Target | None = None
         self._what = self._last = ""  # the first and the last of what is in the buffer
         self._start = self._stop = 0  # of the bytes in it, in the file
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads: ThreadPoolExecutor | None = None
 
     def put(self, target: Target, data: np.ndarray, at: int, what: str) -> None:
         """Write some bytes at a place of a file, now or later.
@@ -87,7 +89,7 @@ class Behind:
             data, self._stop = data[n:], self._stop + n
 
     def _flush(self) -> None:
-        """Have the bytes of the buffer written, and take the other one."""
+        """Have the bytes of the buffer written, and take the next one."""
         target, start, stop = self._target, self._start, self._stop
         if target is None or start == stop:
             return
@@ -97,10 +99,10 @@ class Behind:
             _write(target, memory, start, what)
             self._start = stop
             return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "shardwise writer")
-        self._busy[self._turn] = self._thread.submit(_write, target, memory, start, what)
-        self._turn, self._start = 1 - self._turn, stop
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_WRITERS, "shardwise writer")
+        self._busy[self._turn] = self._threads.submit(_write, target, memory, start, what)
+        self._turn, self._start = (self._turn + 1) % _BUFFERS, stop
 
     def _wait(self, turn: int) -> None:
         busy, self._busy[turn] = self._busy[turn], None
@@ -110,13 +112,13 @@ class Behind:
     def finish(self) -> None:
         """Wait until all is written."""
         self._flush()
-        for turn in range(2):
+        for turn in range(_BUFFERS):
             self._wait(turn)
 
     def close(self) -> None:
-        """Let go of the thread, once it is done with what it has."""
-        if self._thread is not None:
-            self._thread.shutdown()
+        """Let go of the threads, once they are done with what they have."""
+        if self._threads is not None:
+            self._threads.shutdown()
 
 
 def _write(target: Target, data: np.ndarray, start: int, what: str) -> None:

@@ -20,6 +20,7 @@ from shardwise.errors import CheckpointError
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux
 _AT_FDCWD = -100
 _REMOVED = ".removed"  # how the names of replaced checkpoints end while they are removed
+_removers: dict[Path, threading.Thread] = {}  # threads of this process that remove them
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
@@ -86,12 +87,25 @@ def _remove_later(folder: Path, path: Path) -> None:
         remover.start()
     except RuntimeError:  # the program is ending, and may start no thread
         shutil.rmtree(gone, ignore_errors=True)
+        return
+    for ended in [path for path, thread in _removers.items() if not thread.is_alive()]:
+        del _removers[ended]
+    _removers[gone] = remover
+
+
+def settle_removals() -> bool:
+    """Wait until what this process has replaced is removed; whether there was something to wait for."""
+    waited = [remover for remover in _removers.values() if remover.is_alive()]
+    for remover in waited:
+        remover.join()
+    return bool(waited)
 
 
 def _remove_replaced(folder: Path, name: str) -> None:
     """Remove what was left of replaced checkpoints; `name` may be a pattern."""
     for left in folder.glob(f".{name}.*{_REMOVED}"):
-        shutil.rmtree(left, ignore_errors=True)
+        if left not in _removers or not _removers[left].is_alive():  # a forked process has none of them
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def recover(path: Path) -> None:

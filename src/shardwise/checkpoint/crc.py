@@ -54,7 +54,13 @@ def raw(data: bytes | memoryview) -> int:
 
 def whole(linear: int, length: int) -> int:
     """The CRC that zlib gives for a block of so many bytes, from its linear part; and the other way round."""
-    return linear ^ shifted(_ONES, length) ^ _ONES
+    return linear ^ _of_zeros(length)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_zeros(length: int) -> int:
+    """The CRC of so many zero bytes: most blocks of a checkpoint are of one length."""
+    return shifted(_ONES, length) ^ _ONES
 
 
 def shifted(linear: int, zeros: int) -> int:

@@ -22,6 +22,7 @@ LEAST = 256 << 10  # bytes below which a range is read the usual way
 ALIGNED = 4096  # of offsets in files and of memory; what disks ask for divides it
 _BUFFERS = 2
 DIRECT = getattr(os, "O_DIRECT", 0)  # 0: this system has none
+_AT_ONCE = 2 << 20  # bytes of a call: disks and what is between take turns between processes
 _SAMPLES = 16  # pages of a range that are asked for
 FILLED = getattr(mmap, "MAP_POPULATE", 0)  # pages are made at once, not one by one when they are touched
 
@@ -110,11 +111,11 @@ def _read(handles: tuple[int, int], memory: np.ndarray, first: int, start: int) 
     view, at = memoryview(memory), first  # type: ignore[arg-type]
     while view:
         try:
-            got = os.preadv(direct, [view], at)
+            got = os.preadv(direct, [view[:_AT_ONCE]], at)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            got = os.preadv(usual, [view], at)  # the disk asks for more than was given, or the file ended here
+            got = os.preadv(usual, [view[:_AT_ONCE]], at)  # the disk asks for more than was given, or the file ended here
         if not got:
             break
         view, at = view[got:], at + got

@@ -20,7 +20,7 @@ from shardwise.errors import CheckpointError
 
 MOST_FILE_BYTES = 1 << 30
 INDEX = "model.safetensors.index.json"
-_ALIGNED = 8  # safetensors pads headers to this
+_ALIGNED = 4096  # a header is padded to this, a page of memory: what follows it can be written past the system's pages
 _LONGEST_HEADER = 100_000_000
 _BY_MEMORY = "dtypes_stored_by_memory"  # in headers: of tensors whose dtype safetensors has no name for
 Checksums = dict[str, tuple[int, ...]]
@@ -51,12 +51,15 @@ class DataFile:
 def lay_out(entries: Sequence[Entry], most: int = MOST_FILE_BYTES, cuts: Cuts | None = None) -> list[DataFile]:
     """Deal tensors out to files of at most `most` bytes (a larger tensor has one to itself).
 
+    In a file those come first that fill whole pages: so they and most of their tiles begin where a page does, and no two
+    processes write to one page. All are aligned in memory.
+
     Args:
         cuts: The blocks of which headers have room for checksums; None where those are in a manifest.
     """
     parts: list[list[Entry]] = [[]]
     size = 0
-    # widest elements first, so that all are aligned in memory; else in the order of the state
+    # else in the order of the state
     for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
         if parts[-1] and size + entry.nbytes > most:
             parts.append([])
@@ -66,7 +69,8 @@ def lay_out(entries: Sequence[Entry], most: int = MOST_FILE_BYTES, cuts: Cuts | 
     names = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
     if len(parts) == 1:
         names = ["model.safetensors"]
-    return [_data_file(name, part, cuts) for name, part in zip(names, parts, strict=True)]
+    ordered = (sorted(part, key=lambda entry: entry.nbytes % _ALIGNED != 0) for part in parts)
+    return [_data_file(name, part, cuts) for name, part in zip(names, ordered, strict=True)]
 
 
 def _data_file(name: str, entries: Sequence[Entry], cuts: Cuts | None) -> DataFile:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.checkpoint import crc
 from shardwise.checkpoint.agreement import Agreed, agree
 from shardwise.checkpoint.blocks import Block, Cuts, block_bytes_for
-from shardwise.checkpoint.commit import commit, draft_of, drop_draft, folder_of, new_draft
+from shardwise.checkpoint.commit import commit, draft_of, drop_draft, folder_of, new_draft, settle_removals
 from shardwise.checkpoint.dtypes import from_short
 from shardwise.checkpoint.files import (
     INDEX,
@@ -234,7 +234,12 @@ def begin(draft: Draft) -> None:
     """Make the folder and the files of a draft; nothing is left where there is no room for them."""
     folder = new_draft(draft.path)
     try:
-        create(folder, draft.files)
+        try:
+            create(folder, draft.files)
+        except CheckpointError:
+            if not settle_removals():
+                raise
+            create(folder, draft.files)  # there may be room for them now
     except BaseException:
         drop_draft(folder)
         raise
