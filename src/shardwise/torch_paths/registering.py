@@ -91,7 +91,9 @@ def _register_sharded_op_on_local_shards(
 
     @registry.custom_sharded_op_impl(op)
     @_sharded_op_common(op, early_stop_func, extra_check)
-    def on_local_shards(types: tuple[type, ...], args: Any = (), kwargs: Any = None, pg: object = None) -> ShardedTensor:
+    def on_local_shards(
+        types: tuple[type, ...], args: Any = (), kwargs: Any = None, pg: object = None
+    ) -> ShardedTensor:
         tensor: ShardedTensor = args[0]
         if customized_func is None:
             return tensor._with_parts([op(part, *args[1:], **(kwargs or {})) for part in tensor._parts])
@@ -170,7 +172,9 @@ def same_dtype(*args: Any, **kwargs: object) -> bool:
     return args[0].dtype == args[1].dtype
 
 
-def binary_cmp(cmp_fun: Any, types: tuple[type, ...], args: Any, kwargs: Any = None, process_group: object = None) -> bool:
+def binary_cmp(
+    cmp_fun: Any, types: tuple[type, ...], args: Any, kwargs: Any = None, process_group: object = None
+) -> bool:
     """`torch.equal` or `torch.allclose` of two sharded tensors in any tiles."""
     if len(args) != 2:
         raise ValueError(f"Expected two arguments for torch.{cmp_fun.__name__}, got {len(args)}")
