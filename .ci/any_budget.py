@@ -7,7 +7,7 @@ import ast
 import sys
 from pathlib import Path
 
-BUDGET = 714
+BUDGET = 685
 
 found: dict[str, int] = {}
 for path in Path("src").rglob("*.py"):

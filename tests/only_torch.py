@@ -19,9 +19,10 @@ import shardwise
 SECONDS = 240
 _SOURCE = str(Path(shardwise.__file__).parents[1])
 _SERVER = """
-import json, os, signal, sys, torch
+import gc, json, os, signal, sys, torch
 import numpy, sympy, torch.fx.experimental.symbolic_shapes  # what torch's own DTensor loads first
 assert 'torch.distributed.tensor' not in sys.modules
+gc.collect(), gc.freeze()  # most of the time of an end would be the collection of all that torch has loaded
 for line in sys.stdin:
     text, arguments, folder, files, seconds = json.loads(line)
     pid = os.fork()

@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import pickle
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ import shardwise
 from shardwise import LayoutError, Replicate, Shard
 from shardwise.sharded import metadata
 from shardwise.torch_paths import TABLE
+from tests.only_torch import run_with_torch
 
 NAMES = {
     "_ops": "utils",
@@ -127,7 +127,7 @@ def test_a_class_is_unpickled_by_its_path():
 @pytest.mark.parametrize("path", ["sharded.sharding_spec._internals", "sharded.sharded_tensor._ops.init", "_utils"])
 def test_the_deepest_module_can_be_imported_first(path):
     program = f"import shardwise.{path} as m; print(len(dir(m)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_with_torch(program)
     assert done.returncode == 0 and int(done.stdout) > 1, done.stderr
 
 

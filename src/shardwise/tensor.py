@@ -449,7 +449,7 @@ class _Arriving(DTensor):
         return self.__dict__["_local"]  # another thread has waited
 
     @_local.setter
-    def _local(self, value: Any) -> None:
+    def _local(self, value: object) -> None:
         self.__class__ = DTensor  # type: ignore[assignment]
         self._local = value
         self.__dict__.pop("_coming", None)

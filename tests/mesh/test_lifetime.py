@@ -4,9 +4,6 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
-import sys
-import textwrap
 import tracemalloc
 import weakref
 
@@ -19,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise
 from shardwise import Partial, Replicate, Shard, clear_caches, distribute_tensor, init_device_mesh, simulate
 from shardwise.mesh import as_mesh
+from tests.forked import run_forked
 from tests.workers import run_ranks
 
 
@@ -178,24 +176,8 @@ print("fine")
 
 
 def test_a_world_made_anew(tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(textwrap.dedent(AGAIN))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), tmp_path / "store"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=240) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-    assert [out for out, _ in said] == ["fine\n"] * 2, "\n".join(noise for _, noise in said)
+    ranks = run_forked(AGAIN, [(rank, tmp_path / "store") for rank in range(2)])
+    assert [rank.said for rank in ranks] == ["fine\n"] * 2, "\n".join(rank.noise for rank in ranks)
 
 
 def test_caches_are_bounded():

@@ -34,7 +34,7 @@ def backward(
     retain_graph: bool | None = None,
     create_graph: bool = False,
     inputs: Tensors | None = None,
-    **_: Any,
+    **_: object,
 ) -> None:
     """torch.autograd.backward on distributed (and plain) tensors: all ranks start together."""
     tensors = _as_list(tensors)

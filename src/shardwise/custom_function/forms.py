@@ -23,7 +23,7 @@ class Form:
         self.is_tensor = isinstance(value, torch.Tensor)
         self.empty = [_kind(value)] if isinstance(value, torch.Tensor) else []
 
-    def flat(self, value: Any) -> Sequence[Any]:
+    def flat(self, value: object) -> Sequence[Any]:
         return (value,)
 
     def value(self, parts: Sequence[Any]) -> Any:

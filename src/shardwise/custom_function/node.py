@@ -110,7 +110,7 @@ class _OnLocals(Function):
     user: type[Function]
 
     @staticmethod
-    def forward(ctx: Ctx, call: FunctionCall, *flat: Any) -> tuple[Any, ...]:
+    def forward(ctx: Ctx, call: FunctionCall, *flat: object) -> tuple[Any, ...]:
         user = function_of(ctx).user
         BackwardCFunction.set_materialize_grads(ctx, False)  # zeros are made with a layout
         ctx._arg_forms = call.forms

@@ -157,7 +157,7 @@ def _split_axes(inputs: Sequence[DTensor], mesh: Mesh, outputs: Sequence[tuple[P
     return tuple(axis for axis in range(len(mesh.shape)) if any(not p[axis].is_replicate() for p in layouts))
 
 
-def _distributed(out: Any, placements: Any, mesh: Mesh, split: tuple[int, ...], what: str) -> Any:
+def _distributed(out: object, placements: Any, mesh: Mesh, split: tuple[int, ...], what: str) -> Any:
     if isinstance(out, torch.Tensor):
         if placements is None and split:
             raise LayoutError(

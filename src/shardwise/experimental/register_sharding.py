@@ -53,7 +53,7 @@ class TensorInfo:
 def rule_from_strategies(op: Op, strategies: Callable[..., Any]) -> Callable[..., CheckedRule]:
     """The rule of an op from a function that lists what is right on one mesh axis."""
 
-    def rule(*args: Any, **kwargs: Any) -> CheckedRule:
+    def rule(*args: object, **kwargs: Any) -> CheckedRule:
         described = tree_map_only(Operand, lambda one: TensorInfo(one.layout), (args, kwargs))
         operands = list(operands_in((*args, *kwargs.values())))
         pairs = [_pair(op, n, pair, operands) for n, pair in enumerate(strategies(*described[0], **described[1]))]

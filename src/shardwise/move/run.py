@@ -252,7 +252,8 @@ def start_move(local: Value, src: Layout, dst: Layout, note: Note, *, owned: boo
     once where the ranks live in this process, or where the gradient of a reduction must be worked out. Nobody else uses
     an `owned` source, so it may be reduced in place."""
     comm, steps = src.mesh.comm, plan_steps(src, dst, memory=current_cap())
-    if comm.simulated or not all(step.is_plain for step in steps) or is_transforming() or (tapes and tape_here() is not None):
+    is_plain = all(step.is_plain for step in steps)
+    if comm.simulated or not is_plain or is_transforming() or (tapes and tape_here() is not None):
         return run_move(local, comm, steps, note), is_done
     started = Started(owned)
     return run_steps(comm, steps, local, note, run=started), started.finish
@@ -260,7 +261,7 @@ def start_move(local: Value, src: Layout, dst: Layout, note: Note, *, owned: boo
 
 def run_move(local: Value, comm: Comm, steps: tuple[MeshStep, ...], note: Note) -> Value:
     """The local value after the steps of one plan."""
-    if all([step.is_plain for step in steps]):
+    if all(step.is_plain for step in steps):
         return run_steps(comm, steps, local, note)
     for step in steps:
         if isinstance(step, AllReduce) and not step.is_plain and _needs_grad(comm, local):

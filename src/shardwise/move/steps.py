@@ -45,7 +45,7 @@ class Step(ABC):
     def run(self, comm: object, local: object) -> Any:
         """The local value after this step, outside of autograd."""
 
-    def start(self, comm: Any, local: LocalValue, owned: bool) -> Begun | None:
+    def start(self, comm: object, local: LocalValue, owned: bool) -> Begun | None:
         """Begin the step without waiting for it; None where that cannot be done. `owned` values may be overwritten."""
         return None
 

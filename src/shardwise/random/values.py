@@ -25,7 +25,7 @@ Drawer = torch.Generator | None
 Operand = Any  # a distributed tensor or a number
 
 
-def drawn_whole(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def drawn_whole(func: Callable[..., Any], *args: object, **kwargs: Any) -> Any:
     """What a random function of torch draws, computed on every rank alike from gathered operands. It draws from torch's
     own stream if that is in use, else from a new generator that starts from this op's key."""
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Wrapper)]
@@ -36,7 +36,7 @@ def drawn_whole(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     else:
         key = common_key(mesh, generator)
 
-    def call(*operands: Any, **named: Any) -> Any:
+    def call(*operands: object, **named: object) -> Any:
         if key is not None:
             device = next(t.device for t in operands if isinstance(t, torch.Tensor))
             named["generator"] = torch.Generator(device).manual_seed(key >> 1)

@@ -119,7 +119,7 @@ class ShardedTensorBase(torch.Tensor):
 
     # -- calls of torch's functions -----------------------------------------------------------------------------
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: tuple[type, ...], args: object = (), kwargs: Any = None) -> Any:
         raise RuntimeError(
             f"A {cls.__name__} object is being used from c++ while calling {func.__module__}.{func.__name__} but there "
             f"is no custom __torch_dispatch__ implementation for it; use a ShardedTensor"

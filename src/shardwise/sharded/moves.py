@@ -180,7 +180,7 @@ def _with_placements(spec: ShardingSpec, moved: list[ShardMetadata]) -> Sharding
     return copy
 
 
-def to(self: ShardedTensor, *args: Any, process_group: Group | None = None, **kwargs: Any) -> ShardedTensor:
+def to(self: ShardedTensor, *args: object, process_group: Group | None = None, **kwargs: object) -> ShardedTensor:
     """Return the tensor with another dtype or on another device; itself where nothing changes.
 
     Args:
@@ -204,7 +204,7 @@ def to(self: ShardedTensor, *args: Any, process_group: Group | None = None, **kw
     return result._with_parts([part.clone() for part in result._parts]) if copy and result is self else result
 
 
-def _parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, bool, bool]:
+def _parse_to(*args: object, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, bool, bool]:
     """Return device, dtype, non_blocking and copy of any form of Tensor.to."""
     _check_format(kwargs.pop("memory_format", torch.preserve_format))
     if "other" in kwargs:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import shardwise
+from shardwise.testing.pool import pool_of
 from shardwise.testing.proof import FULL, QUICK, Effort, prove
 from shardwise.testing.report import markdown, table, totals
 from shardwise.testing.subjects import subjects
@@ -75,8 +75,7 @@ def _records(path: Path) -> dict[str, dict[str, Any]]:
 def _run(names: list[str], effort: Effort, options: Any, kept: Path, records: dict[str, Any]) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
-    spawn, one_thread = multiprocessing.get_context("spawn"), (torch.set_num_threads, (1,))  # they share the machine
-    with progress, kept.open("a") as file, ProcessPoolExecutor(options.jobs, spawn, *one_thread) as pool:
+    with progress, kept.open("a") as file, pool_of(options.jobs) as pool:
         bar = progress.add_task("proving", total=len(names))
         tasks = {pool.submit(prove, name, effort, options.device): name for name in names}
         for task in as_completed(tasks):

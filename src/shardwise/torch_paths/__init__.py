@@ -27,7 +27,7 @@ _ROOT = __name__.partition(".")[0]
 
 
 class TorchPathFinder(MetaPathFinder, Loader):
-    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         root, _, relative = fullname.partition(".")
         if root != _ROOT or relative not in TABLE:
             return None

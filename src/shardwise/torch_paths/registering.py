@@ -49,7 +49,7 @@ def _register_default_op(op: Function, decorator: Callable[[Function], Callable[
     runs on the tiles where they allow it, and over a mesh layout where they do not."""
 
     @decorator(op)
-    def default(types: tuple[type, ...], args: Any, kwargs: Any, process_group: Any) -> Any:
+    def default(types: tuple[type, ...], args: Any, kwargs: Any, process_group: object) -> Any:
         _basic_validation(op, args, kwargs)
         return registry.default(op, args, kwargs or {})
 
@@ -64,7 +64,7 @@ def _sharded_op_common(
 
     def decorate(wrapped: Op) -> Op:
         @functools.wraps(wrapped)
-        def run(types: tuple[type, ...], args: Any = (), kwargs: Any = None, pg: Any = None) -> Any:
+        def run(types: tuple[type, ...], args: Any = (), kwargs: Any = None, pg: object = None) -> Any:
             kwargs = kwargs or {}
             _basic_validation(op, args, kwargs)
             if extra_check is not None:
@@ -91,7 +91,9 @@ def _register_sharded_op_on_local_shards(
 
     @registry.custom_sharded_op_impl(op)
     @_sharded_op_common(op, early_stop_func, extra_check)
-    def on_local_shards(types: tuple[type, ...], args: Any = (), kwargs: Any = None, pg: Any = None) -> ShardedTensor:
+    def on_local_shards(
+        types: tuple[type, ...], args: Any = (), kwargs: Any = None, pg: object = None
+    ) -> ShardedTensor:
         tensor: ShardedTensor = args[0]
         if customized_func is None:
             return tensor._with_parts([op(part, *args[1:], **(kwargs or {})) for part in tensor._parts])
@@ -122,7 +124,7 @@ def register_tensor_creation_op(op: Function) -> None:
     that `tensor_like_creation_op_map` has for it."""
 
     @registry.custom_sharded_op_impl(op)
-    def like(types: tuple[type, ...], args: Any = (), kwargs: Any = None, pg: Any = None) -> ShardedTensor:
+    def like(types: tuple[type, ...], args: Any = (), kwargs: Any = None, pg: object = None) -> ShardedTensor:
         tensor, *rest = args
         options = {"dtype": tensor.dtype} | (kwargs or {})
         size = [tensor.size()] if op is torch.full_like else list(tensor.size())
@@ -139,7 +141,7 @@ def _op(work: Callable[..., Any]) -> Op:
 def _op_on_parts(work: Callable[..., Any]) -> Callable[..., Parts]:
     """A function that returns the local shards and the metadata of a result."""
 
-    def op(args: Sequence[Any], kwargs: Mapping[str, Any] | None, pg: Any) -> Parts:
+    def op(args: Sequence[Any], kwargs: Mapping[str, Any] | None, pg: object) -> Parts:
         made = work(*args, **(kwargs or {}))
         return made.local_shards(), made.metadata()
 
@@ -158,7 +160,7 @@ sharded_deepcopy, sharded_clone = _op_on_parts(copy.deepcopy), _op_on_parts(torc
 sharded_detach = _op_on_parts(torch.detach)
 
 
-def sharded_type_as_check(*args: Any, **kwargs: Any) -> None:
+def sharded_type_as_check(*args: object, **kwargs: object) -> None:
     """Raise where `type_as` is called without a tensor to take the type of."""
     if len(args) < 2:
         raise ValueError("Needs to give a tensor to cast type as!")
@@ -166,11 +168,13 @@ def sharded_type_as_check(*args: Any, **kwargs: Any) -> None:
         raise ValueError(f"Needs to give a Tensor or ShardedTensor to cast type as, got {type(args[1]).__name__}")
 
 
-def same_dtype(*args: Any, **kwargs: Any) -> bool:
+def same_dtype(*args: Any, **kwargs: object) -> bool:
     return args[0].dtype == args[1].dtype
 
 
-def binary_cmp(cmp_fun: Any, types: tuple[type, ...], args: Any, kwargs: Any = None, process_group: Any = None) -> bool:
+def binary_cmp(
+    cmp_fun: Any, types: tuple[type, ...], args: Any, kwargs: Any = None, process_group: object = None
+) -> bool:
     """`torch.equal` or `torch.allclose` of two sharded tensors in any tiles."""
     if len(args) != 2:
         raise ValueError(f"Expected two arguments for torch.{cmp_fun.__name__}, got {len(args)}")

@@ -191,12 +191,12 @@ def _starts(tensors: Sequence[Any], given: object, what: str) -> tuple[list[Any]
 
 @own(torch.autograd.backward)
 def backward(
-    tensors: Any,
-    grad_tensors: Any = None,
+    tensors: object,
+    grad_tensors: object = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
+    grad_variables: object = None,
+    inputs: object = None,
 ) -> None:
     tensors = _listed(tensors)
     roots, seeds = _starts(tensors, grad_tensors, "backward")
@@ -205,7 +205,7 @@ def backward(
 
 
 @own(torch.autograd.grad)
-def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def grad(outputs: object, inputs: Any, grad_outputs: object = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     outputs, inputs = _listed(outputs), _listed(inputs)
     roots, seeds = _starts(outputs, grad_outputs, "grad")
     with hooks_called_later():

@@ -10,7 +10,7 @@ import queue
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -25,6 +25,7 @@ from shardwise.testing.fuzz.compose import compose
 from shardwise.testing.fuzz.judge import INEXACT, RIGHT, TORCHS, Verdict, judge
 from shardwise.testing.fuzz.program import Program
 from shardwise.testing.fuzz.shrink import shrink
+from shardwise.testing.pool import pool_of
 
 HANG = "hang"
 _PATIENCE = 60  # seconds for one program on processes
@@ -71,22 +72,18 @@ def simulated(
         for s in left:  # each in a process of its own, to see whose program it was
             text = ""
             try:
-                with _workers(1) as pool:
+                with pool_of(1) as pool:
                     text = pool.submit(_text_of, s).result()
                     yield pool.submit(try_seed, s, strides).result()
             except BrokenProcessPool:  # without a text, it was plain torch that died of what is composed on it
                 yield Found(s, HANG, "the process died", text) if text else Found(s, RIGHT)
 
 
-def _workers(jobs: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,))
-
-
 def _until_one_dies(
     seeds: Iterator[int], more: Callable[[], bool], jobs: int, strides: bool, left: list[int]
 ) -> Iterator[Found]:
     """Run programs until there are no more. If a process dies, all do; the seeds under way are then in `left`."""
-    with _workers(jobs) as pool:
+    with pool_of(jobs) as pool:
         running = {pool.submit(try_seed, s, strides): s for s in itertools.islice(seeds, 2 * jobs)}
         while running:
             done, _ = wait(running, return_when=FIRST_COMPLETED)
