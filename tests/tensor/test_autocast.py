@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import DTensor, Partial, Shard, debug, distribute_tensor, simulate
+from shardwise import DTensor, Partial, Shard, debug, distribute_tensor, random, simulate
 from tests.tensor.common import R, checked_on, is_simulated, laid_out, layouts, on_one_axis, whole, x
 
 CALLS = {
@@ -75,8 +75,32 @@ def of_bfloat16(mesh):
             close(cast(call, [mine]), want, f"{dim}")
 
 
-CHECKS = [as_on_one_device, of_bfloat16]
+def rounded_inside(mesh):
+    """Products are rounded inside of a bilinear, on every layout to the same numbers."""
+    values = [x(4, 3, seed=0, dtype=torch.float32), x(2, 3, 3, seed=1, dtype=torch.float32)]
+    want = cast(lambda a, w: F.bilinear(a, a, w), [v.clone().requires_grad_() for v in values])[0]
+    for dims in ((0, None), (1, None), (None, 0), (None, 1), (None, 2)):
+        places = [R if d is None else Shard(d) for d in dims]
+        mine = [laid_out(v, mesh, on_one_axis(mesh, p), requires_grad=True) for v, p in zip(values, places, strict=True)]
+        got = cast(lambda a, w: F.bilinear(a, a, w), mine)[0]
+        torch.testing.assert_close(whole(got), want.detach(), rtol=1e-5, atol=1e-5)
+
+
+CHECKS = [as_on_one_device, of_bfloat16, rounded_inside]
 test_simulated, test_processes = checked_on(__name__, CHECKS, simulated=[(4,), (2, 3)], real=[(2,)])
+
+
+@pytest.mark.parametrize("draw", [lambda t: F.fractional_max_pool2d(t, 2, output_size=2), lambda t: torch.svd_lowrank(t)[1]])
+def test_looking_for_casts_draws_no_random_numbers(draw):
+    value = x(2, 3, 5, 5, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.manual_seed(3)
+        want = draw(value)
+        mine = distribute_tensor(value, simulate((2,)), [R])
+        with random.use("torch"):
+            torch.manual_seed(3)
+            got = draw(mine)
+    torch.testing.assert_close(whole(got), want)
 
 
 def test_large_parts_of_a_small_sum():

@@ -8,7 +8,7 @@ cast first and run the call with autocast off.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -93,15 +93,23 @@ class _Watch:
         self.ops.append((func, [probe._meta.dtype for probe in probes]))
 
 
+def _draws_undone(device: torch.device) -> AbstractContextManager[None]:
+    """Random numbers that are drawn inside are drawn again by the call itself."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=())
+    return torch.random.fork_rng([torch.get_device_module(device).current_device()], device_type=device.type)
+
+
 def casts_of(call: CallShape) -> Casts | None:
     """Which tensors of a call autocast casts, and to what; INSIDE if it casts something else than the call's own
     tensors; None where the call cannot be tried without values."""
     try:
-        watch = _Watch(call)
-        with off():
-            if _Watch(call).ops == watch.ops:
-                return {}
-            ops = _Watch(call, watch.casts).ops
+        with _draws_undone(call.layouts[0].device):
+            watch = _Watch(call)
+            with off():
+                if _Watch(call).ops == watch.ops:
+                    return {}
+                ops = _Watch(call, watch.casts).ops
     except Exception:  # a wrong call raises again when it is planned
         return None
     return watch.casts if watch.ops[len(watch.casts) :] == ops else INSIDE

@@ -117,7 +117,8 @@ def convolution(
         c not in (0, 1) or weight.ndim != spatial + 2 or min(*x.shape[c:], *weight.shape, *stride, *dilation) < 1
         or any(len(v) != spatial for v in (stride, padding, dilation, extra)) or isinstance(padding[0], str)
         or (bias is not None and tuple(bias.shape) != (weight.shape[1] * groups if transposed else weight.shape[0],))
-        or any(map(lambda e, s, d: e >= max(s, d), extra, stride, dilation))
+        or x.shape[c] != (weight.shape[0] if transposed else weight.shape[1] * groups)  # else a rank without channels
+        or any(map(lambda e, s, d: e >= max(s, d), extra, stride, dilation))  # would not notice
         or (not transposed and any(map(lambda n, p, e: n + 2 * p <= e, x.shape[c + 1 :], padding, around)))
     )  # fmt: skip
     if refused:

@@ -76,7 +76,10 @@ def _repeat(x: Any, repeats: Any = None, dim: Any = None, *, output_size: Any = 
     repeats = repeats.expand(x.shape[d]) if repeats.numel() == 1 else repeats
     if repeats.shape[0] != x.shape[d]:
         raise RuntimeError(f"repeats must have the same size as input along dim {d}, but got {repeats.shape[0]}")
-    return chosen_along(lambda v, r: v.repeat_interleave(r, d), x, repeats, d)
+    out = chosen_along(lambda v, r: v.repeat_interleave(r, d), x, repeats, d)
+    if output_size not in (None, out.shape[d]) and not out._layout.mesh.comm.outlined:
+        raise RuntimeError(f"repeat_interleave: output_size is {output_size}, the repeats add up to {out.shape[d]}")
+    return out
 
 
 def _edges(x: Tensor, classes: int = -1) -> tuple[int, int]:
@@ -155,6 +158,8 @@ def unique(
 
 @program("unique_consecutive")
 def unique_consecutive(x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: Any = None) -> Tensor:
+    if dim is not None and not x.dim():
+        raise IndexError(f"Dimension specified as {dim} but tensor has no dimensions")
     ordered = in_order(reduced(x.detach()), range(x.dim()) if dim is None else [dim % x.dim()])[0]
     found = distinct(torch.unique_consecutive, ordered, dim, return_inverse, return_counts)
     return _without_derivative(found, x, "unique_consecutive")

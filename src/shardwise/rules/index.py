@@ -103,7 +103,10 @@ def put_item(x: Tensor, index: Tensor, value: Tensor) -> Tensor:
             entries = [torch.tensor(e, device=x.device) if type(e) is int else e for e in entries]
         actions, left = basic_actions(entries, x.shape)
         view, aten = viewed(x, actions), torch.ops.aten
-        value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=x.dtype, device=x.device)
+        if not isinstance(value, torch.Tensor):
+            value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+        elif value.dtype != x.dtype and type(index) is not bool:  # x[True] = value is a copy
+            value = _fill_value(value, x.dtype, [e for e in entries if isinstance(e, torch.Tensor) or type(e) is bool])
         there = view, [e if e is None else torch.as_tensor(e, device=x.device) for e in left], value.to(x.dtype)
         return view.copy_(aten.index_put(*there)) if any(map(is_mask, left)) else aten.index_put_(*there)
     view = viewed(x, basic_actions(entries, x.shape, keep=True)[0])
@@ -117,6 +120,18 @@ def put_item(x: Tensor, index: Tensor, value: Tensor) -> Tensor:
         value = value.reshape(value.shape[value.dim() - view.dim() :])
     same = isinstance(value, Wrapper) and shares_memory(value, x)  # x[0, 1] += 2 gives back what it took
     return view.copy_(value.to(view.dtype, copy=same))
+
+
+def _fill_value(value: Tensor, dtype: torch.dtype, indices: Sequence[Any]) -> Tensor:
+    """A value of another dtype than what is written into: one number at a mask is cast, all else torch refuses."""
+    if len(indices) == 1 and value.numel() == 1 and is_mask(indices[0]) and indices[0].ndim:
+        if not value.dtype.is_complex or dtype.is_complex:
+            return value.to(dtype)
+        raise RuntimeError(f"value cannot be converted to type {dtype}: it is complex; take its real part")
+    raise RuntimeError(
+        f"Index put requires the source and destination dtypes match, got {dtype} for the destination and "
+        f"{value.dtype} for the source; cast the value: value.to({dtype})"
+    )
 
 
 # -- look-ups ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from shardwise.rules.pointwise import is_endless
 from shardwise.strategy import Algorithm, Factors, Gathered, Operand, Tensor, factors, line
 from shardwise.strategy.lost import loses
 from shardwise.strategy.registry import program, rule
+from shardwise.torch_private.tensors import is_any_autocast_enabled
 
 line("mm", "m k, k n -> m n", linear="each")
 line("bmm", "b m k, b k n -> b m n", linear="each")
@@ -76,6 +77,15 @@ def einsum(equation: str, *operands: Any) -> Factors | None:
     if not arrow:
         right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
     return factors(f"{', '.join(map(' '.join, terms))} -> {' '.join(right)}", tensors, "each")
+
+
+@rule("bilinear")
+def bilinear(x: Operand, y: Operand, weight: Operand, bias: Operand | None = None) -> Factors | None:
+    """By its one part, below. But autocast casts products inside of that part, so then ranks call the whole."""
+    if not is_any_autocast_enabled():
+        return None
+    operands = [op for op in (x, y, weight, bias) if op is not None]
+    return factors("*b i!, *b j!, n i! j!, +n? -> *b n", operands, "each")
 
 
 @rule("_trilinear")

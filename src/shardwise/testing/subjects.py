@@ -27,7 +27,7 @@ else:  # the databases take seconds to import, and need packages that not everyb
 
 FORMS: dict[str, torch.dtype] = {
     **dict.fromkeys(("function", "in-place", "out=", "ties", "nan"), torch.float64),
-    **dict.fromkeys(("holes in memory", "transposed", "channels last", "expanded"), torch.float64),
+    **dict.fromkeys(("holes in memory", "transposed", "one transposed", "channels last", "expanded"), torch.float64),
     "complex128": torch.complex128,
     "int64": torch.int64,
     "bool": torch.bool,
@@ -141,7 +141,7 @@ class Operator:
         ]
         for sample in kept:
             sample.takes_any_sizes = op.name not in _TRUSTS_SIZES
-            sample.tensors = [_of_form(t, form) for t in sample.tensors]
+            sample.tensors = [_of_form(t, form, first=not i) for i, t in enumerate(sample.tensors)]
         return kept
 
     def _takes(self, form: str, raw: Any) -> bool:
@@ -198,14 +198,16 @@ def _into(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _of_form(t: torch.Tensor, form: str) -> torch.Tensor:
+def _of_form(t: torch.Tensor, form: str, first: bool) -> torch.Tensor:
     """The values of a form: ties are halves, so that many are equal and some are zero (but none is -0: a sum of parts
-    does not keep its sign)."""
+    does not keep its sign). One transposed: the operands lie in memory in different orders."""
     if form == "ties" and t.is_floating_point():
         return (t * 2).round() / 2 + 0.0
     if form == "nan" and t.is_floating_point() and t.numel():
         t = t.clone()
         t.view(-1)[t.numel() // 2] = float("nan")
+    if form == "one transposed":
+        return t if first else reversed_in_memory(t)
     return _STORED.get(form, lambda t: t)(t)
 
 

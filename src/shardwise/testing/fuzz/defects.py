@@ -52,6 +52,13 @@ DEFECTS = (
         instead=r"torch.\1(\2.clone(memory_format=torch.contiguous_format)",
     ),
     Defect(
+        "multilabel_margin_loss of no rows is memory that nobody has written",
+        "2.13.0",
+        "2.13.99",
+        op=r"F\.multilabel_margin_loss\((\w+),(\w+\.argsort\(1\))\)",
+        instead=r"(F.multilabel_margin_loss(\1,\2) if len(\1) else \1.sum() / 0)",
+    ),
+    Defect(
         "multi_margin_loss of no rows is memory that nobody has written",
         "2.13.0",
         "2.13.99",

@@ -121,7 +121,7 @@ torch.index_reduce({f},{dim},{index},torch.index_select({f},{dim},{index}),"amax
 torch.index_put({x},({mask},),{x}[{mask}]) torch.nonzero({x},as_tuple=True)
 torch.masked_fill({x},{mask},torch.tensor(2)) torch.masked_select({x},{mask}).sum() torch.argwhere({x}).sum(0)
 torch.put({x},{index0}%{x}.numel(),{x}.flatten()[{index0}%{x}.numel()],accumulate=True)
-{x}.gather({dim},{gatherindex}).sum({dim}) {x}.take(torch.tensor([[0],[-1]]))
+{x}.gather({dim},{gatherindex}).sum({dim}) {x}.take(torch.tensor([[0],[-1]])) {x}[{gatherindex}.T%{x}.shape[0]]
 torch.masked_scatter({x},{mask},{x}.flatten()) F.one_hot({i}.abs())
 torch.as_strided_scatter({f},{f}.flatten()[:1],(1,),(1,))
 torch.select_scatter({x},torch.zeros_like({x}.select({dim},0)),{dim},0) torch.isin({i},2)
@@ -129,6 +129,9 @@ torch.isin({i},torch.tensor([1,3]),invert=True)
 """
 
 LOSSES = """
+torch.kl_div({f},{same}) torch.binary_cross_entropy_with_logits({f},{same}) torch._C._nn.mse_loss({f},{same})
+torch._C._nn.nll_loss({m},{m}.argmax(1)) torch.ops.aten.huber_loss({f},{same}) F.dropout({i},1.0)
+F.binary_cross_entropy(torch.sigmoid({m}.T),torch.sigmoid({same}).T.clone().contiguous(),reduction="none")
 F.cross_entropy({m},{m}.argmax(1),weight={shape:b}.abs(),ignore_index=0,label_smoothing=0.2,reduction="sum")
 F.cross_entropy({t},{t}.argmax(1),reduction="none") F.cross_entropy({t},{t}.argmin(1),{shape:b}.abs()+0.1)
 F.cross_entropy({v},{v}.argmax()) F.cross_entropy({m},torch.softmax({same},1),{shape:b}.abs(),reduction="none")
