@@ -1,6 +1,8 @@
 """A call that fails leaves what it was given as it was, and the next call works."""
 
+import copy
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -118,6 +120,36 @@ def test_fully_shard(monkeypatch):
     assert tables(module) == before
     fully_shard(module, mesh=simulate(2))
     assert module[0](torch.ones(3, 4)).shape == (3, 6)
+
+
+@pytest.mark.parametrize("error", [MemoryError("full"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("where", ["start_move", "_add_gradient", "foreach_copy_"])
+@pytest.mark.parametrize("shard", ["none", "gradients", "parameters"])
+def test_a_training_step_of_data_parallel(monkeypatch, shard, where, error):
+    """One that fails while parameters are gathered or gradients reduced; the next gives the right gradients."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    module, x = copy.deepcopy(plain), torch.arange(24.0).view(6, 4) / 10
+    data_parallel(module, simulate(2), shard, units=[module[0], module[2]] if shard == "parameters" else None)
+
+    def step():
+        module(distribute_tensor(x, next(module.parameters()).device_mesh, [Shard(0)])).square().sum().backward()
+
+    step()
+    gathers = where == "foreach_copy_"
+    home = shardwise.parallel.data.leaves if gathers else shardwise.parallel.data.gradients
+    for calls in range(2):
+        module.zero_grad()
+        with monkeypatch.context() as patch:
+            failing_after(patch, home, where, calls, error)
+            with suppress(type(error)):  # such a call may not come here
+                step()
+        module.zero_grad()
+        plain.zero_grad()
+        step()
+        plain(x).square().sum().backward()
+        for mine, its in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), its.grad)
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------

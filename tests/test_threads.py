@@ -1,12 +1,16 @@
 """A rank may be a thread: nothing process-global knows which rank this is. And threads may each have a simulated mesh."""
 
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
-from shardwise import Replicate, Shard, clear_caches, debug, distribute_tensor, init_device_mesh, simulate
+from shardwise import CommError, Replicate, Shard, clear_caches, debug, distribute_tensor, init_device_mesh, simulate
 from tests.thread_ranks import run_threads
 from tests.values import seeded
+from tests.workers import device_mesh, run_ranks
 
 
 def program():
@@ -59,3 +63,23 @@ def test_simulated_meshes_in_threads():
     clear_caches()
     with ThreadPoolExecutor(6) as threads:
         assert all(threads.map(simulated, range(6)))
+
+
+def two_threads_of_rank_0(rank, world_size):
+    """Which of two threads comes first is chance: the second is refused, and the first gets its value."""
+    x = distribute_tensor(torch.arange(8.0), device_mesh((world_size,), ("dp",)), [Shard(0)], src_data_rank=None)
+    assert torch.equal(x.full_tensor(), torch.arange(8.0))
+    if rank == 1:
+        time.sleep(1.0)
+        return x.full_tensor().tolist()
+    with ThreadPoolExecutor(1) as pool:
+        first, started = pool.submit(x.full_tensor), threading.Event()
+        started.wait(0.3)
+        with pytest.raises(CommError, match="another thread is in full_tensor: all_gather on mesh axis 'dp'"):
+            x.redistribute(placements=[Replicate()])
+        return first.result().tolist()
+
+
+def test_two_threads_do_not_take_each_others_values():
+    everyone = run_ranks(two_threads_of_rank_0, 2)
+    assert everyone == [list(range(8))] * 2

@@ -242,7 +242,7 @@ def test_on_processes(tmp_path, capsys):
 class _Guard:
     """What a record asks of a collective."""
 
-    begun, step = False, None
+    begun, step, moves = False, None, ""
 
     def __init__(self, number, clock):
         self.kind, self.where, self.number, self.clock = "all_reduce", "mesh axis 'dp' (8 ranks)", number, clock

@@ -10,6 +10,9 @@ SOME = (
     "a rank exits in a ZeRO step", "a rank raises in a checkpoint save", "ranks differ: another shape",
     "ranks differ: another size of a reduction", "checked ranks differ: a random op left out",
     "a rank forks off a process that communicates", "groups made anew after a fault",
+    "a rank is killed in a save of ours", "a rank raises in init_from_local_shards", "a rank quits in a reshard",
+    "ranks differ: another argument of an op", "ranks differ: another dtype of a new tensor",
+    "ranks differ: another order of the ranks", "ranks differ: gathered on another rank",
 )  # fmt: skip
 
 

@@ -333,7 +333,7 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
         with self._pausing():
             result = run(comm, steps, local, note, to)
         source = note.source or user_line()
-        note = Note(note.op, note.reason, note.backward, source)
+        note = note._replace(source=source)
         after = steps[-1].comm_after(comm)
         again = lambda comm, steps, local, note: run(comm, steps, local, note, recorders())  # noqa: E731
         moved = Move(again, comm, steps, comm.structure(local), after.structure(result), note)

@@ -21,7 +21,7 @@ from shardwise.comm.calls import draws
 from shardwise.comm.guard import Guard, crc
 from shardwise.comm.messages import Along
 from shardwise.comm.peers import board
-from shardwise.comm.record import Described, Note
+from shardwise.comm.record import Note
 from shardwise.comm.watch import errors
 from shardwise.errors import RanksDifferError
 
@@ -43,7 +43,7 @@ class CheckedMove:
         source: file:line of the user's program.
         drawn: How many random ops the ranks had run.
         waits: Whether it was begun before, and is waited for here.
-        step: The step of the move, which knows the layouts; None where it is no part of a move.
+        layouts: What moves, and how, and the op's arguments that are no tensors; empty where nothing is known.
     """
 
     number: int
@@ -55,12 +55,11 @@ class CheckedMove:
     source: str
     drawn: int
     waits: bool
-    step: Described | None
+    _guard: Guard
 
     @property
     def layouts(self) -> str:
-        """What moves, and how; empty where it is no part of a move."""
-        return "" if self.step is None else self.step.describe()
+        return self._guard.moves
 
     def __str__(self) -> str:
         op = f"{self.op}{' (backward)' if self.backward else ''}: " if self.op not in ("", self.kind) else ""
@@ -89,7 +88,7 @@ class Checker:
         drawn, stream = self._drawn(along.ranks)
         entry = CheckedMove(
             guard.number, guard.note.op, guard.note.backward, guard.kind, guard.where, along.ranks, source, drawn,
-            guard.begun, guard.step,
+            guard.begun, guard,
         )  # fmt: skip
         self.record.append(entry)
         line = crc(os.path.basename(source)) if self._lines else 0

@@ -247,7 +247,7 @@ class Flight:
             "op": guard.note.op,
             "kind": guard.kind,
             "axis": guard.where.partition(" (")[0].removeprefix("mesh axis ").strip("'"),
-            "layouts": "" if step is None else step.describe(),
+            "layouts": guard.moves,
             "reason": guard.note.reason,
         }
         received = 0 if step is None else step.bytes_here()

@@ -25,6 +25,7 @@ _UNKNOWN = Note("")
 _TAGS = 0x3FFFFFFF
 _TICKET, _TICKETS = 0x40000000, 0x1FFFFFFF  # for the messages by which the ranks of a collective meet
 _crcs: dict[str, int] = {}
+_MOST_CRCS = 1 << 12
 compare: list[Callable[[Guard], None]] = []  # what ranks do before each collective; `check_ranks` puts something here
 
 
@@ -32,6 +33,8 @@ def crc(text: str) -> int:
     """A number for a text, the same in every process."""
     found = _crcs.get(text)
     if found is None:
+        if len(_crcs) >= _MOST_CRCS:
+            _crcs.clear()
         found = _crcs[text] = crc32(text.encode())
     return found
 
@@ -79,6 +82,9 @@ class Guard:
         self.note: Note = note or of_thread.note or _UNKNOWN
         self.step: Described | None = of_thread.step if note is None else what
         self.digest: int = of_thread.digest if note is None else 0 if what is None else what.digest
+        arguments = self.note.called_with or of_thread.called_with
+        if arguments:
+            self.digest, self.also = hash((self.digest, crc(arguments))), f", called with {arguments}"
 
     def __enter__(self) -> Guard:
         if tracing_mode() is not None:
@@ -168,7 +174,7 @@ class Guard:
 
     def carries(self, what: str) -> None:
         """Say more of what travels: it must be the same on all ranks."""
-        self.also, self.digest = f" of {what}", hash((self.digest, crc(what)))
+        self.also, self.digest = f", {what}{self.also}", hash((self.digest, crc(what)))
 
     # -- for people -----------------------------------------------------------------------------------------
     @property
@@ -180,11 +186,15 @@ class Guard:
 
     def describe(self) -> str:
         """The same with what moves."""
-        step = "" if self.step is None else self.step.describe()
-        order = ""
+        return f"{self.name}{f', {self.moves}' if self.moves else ''} (number {self.number})"
+
+    @property
+    def moves(self) -> str:
+        """What moves, and all else that must be the same on all ranks; empty where nothing is known."""
+        step, order = "" if self.step is None else self.step.describe(), ""
         if not self.along.in_order:
             order = f", ranks in the order {[rank for _, rank in sorted(zip(self.along.peers, self.along.ranks))]}"
-        return f"{self.name}{f', {step}' if step else ''}{self.also}{order} (number {self.number})"
+        return f"{step}{self.also}{order}".removeprefix(", ")
 
     def line(self, frame: FrameType | None = None) -> str:
         """The line of the user's program that it is for; `frame` is where its thread is, if that is not this one."""

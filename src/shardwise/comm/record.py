@@ -20,12 +20,14 @@ from shardwise.torch_private.autograd import current_node
 
 
 class Note(NamedTuple):
-    """On whose behalf a move runs: the op, why it communicates, in which pass, for which line of the user's program."""
+    """On whose behalf a move runs: the op, why it communicates, in which pass, for which line of the user's program,
+    and the op's arguments that are no tensors, which must be the same on all ranks."""
 
     op: str
     reason: str = ""
     backward: bool = False
     source: str | None = None
+    called_with: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class _OfThread(threading.local):
     note: Note | None = None  # on whose behalf a step of a move runs now
     step: Described | None = None  # that step
     digest = 0  # its number
+    called_with = ""  # the arguments of the op whose program runs, if any; they must be the same on all ranks
     has_met = False  # whether all ranks are known to be at the same program, so that no collective asks
 
 
@@ -122,7 +125,7 @@ def recording_to(kept: list[Recorder]) -> Iterator[None]:
 
 def for_backward(note: Note, source: str | None) -> Note:
     """The note of the backward pass of what `note` is about."""
-    return Note(note.op, note.reason, True, source)
+    return note._replace(backward=True, source=source)
 
 
 class HasAxes(Protocol):

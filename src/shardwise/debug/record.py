@@ -133,7 +133,8 @@ def _end_of(error: BaseException | None) -> dict[str, object]:
     if error is None:
         return {"end": "done", "at": now}
     if isinstance(error, SystemExit):
-        return {"end": "quit", "at": now, "text": f"ended its program with sys.exit({error.code!r})"}
+        line = text_of(error).removeprefix("failed at ").partition(": ")[0]
+        return {"end": "quit", "at": now, "text": f"ended its program with sys.exit({error.code!r}) at {line}"}
     said = text_of(error)
     line, _, text = said.removeprefix("failed at ").partition(": ")
     others = isinstance(error, CommError) or is_of_peers(error)

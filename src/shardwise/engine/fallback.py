@@ -27,6 +27,7 @@ from shardwise.engine.aliasing import (
     note_copies,
 )
 from shardwise.engine.call_shape import CallShape, Path, fetch, op_name, put, tensors_in
+from shardwise.engine.keys import said_by_key
 from shardwise.engine.local_copies import LOCAL_COPIES
 from shardwise.engine.plain_tensors import replicated_like
 from shardwise.engine.plan import Plan, refuse
@@ -54,7 +55,8 @@ class replicated:
     ) -> None:
         self.func, self.name, self.paths, self.now = func, call.name, call.paths, call.layouts
         self.mesh, self.comm = call.mesh, call.mesh.comm
-        self.reason, self.check, self.note = reason, check, Note(call.name, reason)
+        self.reason, self.check = reason, check
+        self.note = Note(call.name, reason, called_with=said_by_key(func, call.args, call.kwargs))
         self.whole = [layout.replicated() for layout in call.layouts]
         moves = [(i, plan_steps(a, b), False) for i, (a, b) in enumerate(zip(self.now, self.whole, strict=True))]
         self.moves = [(i, steps, flag) for i, steps, flag in moves if steps]

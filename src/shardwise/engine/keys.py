@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -42,6 +43,30 @@ def as_number(value: object) -> object:
     if isinstance(value, numpy.ndarray):
         return int(value) if not value.ndim and value.dtype.kind in "iu" and value.dtype != numpy.uint8 else value
     return int(value) if isinstance(value, numpy.integer) else value
+
+
+_LONGEST = 2000
+_A_DEVICE = re.compile(r"(cpu|cuda|meta|xpu|mps)(:\d+)?")  # each rank has its own
+
+
+def said_by_key(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The arguments of a call that are no tensors and decide on its plan, in words that are the same on all ranks of
+    one program: ranks that differ in them would take each other's values."""
+    words = [said for arg in args if (said := _said(arg, func))]
+    words += [f"{name}={said}" for name, arg in kwargs.items() if (said := _said(arg, func))]
+    return ", ".join(words)[:_LONGEST]
+
+
+def _said(arg: Any, func: Callable[..., Any]) -> str:
+    kind = type(arg)
+    if kind is float:
+        return "" if func in ANY_FLOAT else repr(arg)
+    if kind is str:
+        return "" if _A_DEVICE.fullmatch(arg) else repr(arg)
+    if kind in (tuple, list):
+        inside = [_said(x, func) for x in arg[:64]]
+        return f"({', '.join(said or '_' for said in inside)})" if any(inside) else ""
+    return repr(arg) if kind in (int, bool, slice, torch.dtype) else ""
 
 
 def freeze(arg: Any, func: Callable[..., Any] | None = None) -> Frozen:

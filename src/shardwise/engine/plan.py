@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from shardwise.comm.base import Comm
 from shardwise.comm.bridge import kept_for_gradient
 from shardwise.comm.capturing import tape_here, tapes
-from shardwise.comm.record import Note
+from shardwise.comm.record import Note, of_thread
 from shardwise.context import is_strict, running
 from shardwise.engine.aliasing import COPIES, after_write, before_write, note_copies, note_view, without_hooks
 from shardwise.engine.call_shape import CallShape, Path, fetch, put, tensors_in
+from shardwise.engine.keys import said_by_key
 from shardwise.engine.local_copies import view_or_copy
 from shardwise.engine.reduce_to_parts import spread_from_parts
 from shardwise.engine.results import Finish, Memory, Results, one_wrapper
@@ -53,7 +54,7 @@ def build_plan(func: Callable[..., Any], spec: Spec | Algorithm, call: CallShape
     if isinstance(spec, Algorithm):
         result = call.check() if spec.is_checked else None
         memory = Memory(call, None if spec.knows_memory else result)
-        run = _run_program(spec, func, call.name, memory)
+        run = _run_program(spec, func, call, memory)
         return None if in_place and not spec.writes else watched(run, call, None)
     results = Results(spec, call, in_place)
     if results.refused:
@@ -113,16 +114,21 @@ def _moves_again(call: CallShape, steps: tuple[MeshStep, ...]) -> Again:
     return lambda local: run_move(local, comm, steps, note)
 
 
-def _run_program(algorithm: Algorithm, func: Callable[..., Any], name: str, memory: Memory) -> Plan:
+def _run_program(algorithm: Algorithm, func: Callable[..., Any], call: CallShape, memory: Memory) -> Plan:
     """The plan that runs the program of an op, under whose name the ledger notes its moves. Where a view op's result
     is a copy then, that is noted too."""
     schema, program = schema_of(func), to_its_end(algorithm.run) if algorithm.writes else algorithm.run
     views = schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
     views = views or algorithm.is_view
+    name, arguments = call.name, said_by_key(func, call.args, call.kwargs)  # a plan must not keep the call itself
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        with running(name):
-            result = program(*args, **kwargs)
+        outer, of_thread.called_with = of_thread.called_with, arguments
+        try:
+            with running(name):
+                result = program(*args, **kwargs)
+        finally:
+            of_thread.called_with = outer
         if not isinstance(result, Wrapper) or not any(result is arg for arg in args):
             memory.report(result, args)
             if not views and not is_transforming():
@@ -214,7 +220,8 @@ def _run(
 ) -> Plan:
     """The plan in general: move the operands that must move, call locally, wrap the results."""
     # a plan must not keep the call itself, which holds its tensors
-    name, paths, layouts, comm, note = call.name, call.paths, call.layouts, call.mesh.comm, Note(call.name)
+    name, paths, layouts, comm = call.name, call.paths, call.layouts, call.mesh.comm
+    note = Note(name, called_with=said_by_key(call.func, call.args, call.kwargs))
 
     def move(args: Sequence[Any], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
         for i, steps, spread_only in moves:

@@ -35,7 +35,7 @@ class _Move(torch.autograd.Function):
         to = recorders()
         source = user_line() if to or compare or flights else None
         if source is not None and note.source is None:  # asked once: those below are further away from it
-            note = Note(note.op, note.reason, note.backward, source)
+            note = note._replace(source=source)
         result = run(comm, steps, local, note, to)
         ctx.comm, ctx.steps, ctx.note = comm, steps, note
         ctx.comm_after = after = _comm_after(comm, steps)

@@ -6,7 +6,8 @@ on all its ranks, and all of them must come to it. What is found first, in this 
 1. a rank whose program raised an error of its own;
 2. ranks that came to different things, or to different lines, at the same place in the order of a group;
 3. a rank that is gone, was stopped, ended early or never started, while others wait for it;
-4. a rank that others wait for and that is in no collective itself.
+4. a rank that others wait for and that is in no collective itself;
+5. what ranks said of each other when they gave up.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def blame(run: Run, lines: bool = True) -> Verdict:
         run: What `read_run` gave.
         lines: Whether ranks must be at the same line of the program, too.
     """
-    found = _raised(run) or _differ(run, lines) or _gone(run) or _still(run)
+    found = _raised(run) or _differ(run, lines) or _gone(run) or _still(run) or _noticed(run)
     if found is None:
         over = all(rank.end is not None for rank in run.ranks.values()) and not run.missing
         return Verdict((), "nothing went wrong: all ranks did the same" + ("" if over else ", as far as they came"))
@@ -156,6 +157,17 @@ def _still(run: Run) -> Verdict | None:
         return None
     said = "; ".join(f"rank {rank}{_after(run.ranks[rank])}" for rank in idle[:4] if rank in run.ranks)
     return Verdict(tuple(idle), f"others wait for {rank_names(idle)}, which is not in a collective: {said}")
+
+
+def _noticed(run: Run) -> Verdict | None:
+    """The error of a rank that is about others, where the records show no more: they have it from the ranks."""
+    ended = [rank for rank in run.ranks.values() if rank.end and rank.end["end"] == "raised"]
+    if not ended:
+        return None
+    first = min(ended, key=lambda rank: _number(rank.end, "at"))
+    who = tuple(rank.rank for rank in ended)
+    said = f"rank {first.rank}: {_said(first, 'text')} at {_said(first, 'line')}"
+    return Verdict(who, f"{rank_names(who)} gave up; {said}")
 
 
 # -- words -------------------------------------------------------------------------------------------------

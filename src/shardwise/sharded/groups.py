@@ -116,7 +116,7 @@ _SLOT = 2048  # bytes that the first collective carries for each rank
 _HEADER = 8  # of them say how many there are
 
 
-def all_gather_objects(value: object, group: Group, op: str) -> list[Any]:
+def all_gather_objects(value: object, group: Group, op: str = "exchange") -> list[Any]:
     """Return every rank's value, in the order of the group. One collective, or two if a value is large. An error says
     that it is for `op`."""
     text = pickle.dumps(value)

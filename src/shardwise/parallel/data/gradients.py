@@ -202,17 +202,19 @@ class GradBucket:
         else:
             self._reducing = start_move(value, self.unreduced, self.reduced, note, owned=True)
 
-    def forget(self) -> None:
-        """Drop what has come in a pass that failed before it was reduced."""
+    def give_up(self, active: bool) -> None:
+        """Drop what has come in a pass that failed, wherever it failed. Gradients that were not to be reduced in it
+        (not `active`) wait on, as plain torch's would be there, until the program clears them."""
         self.matrices = None
         self._kept.clear()
         self._late.clear()
-
-    def drop(self) -> None:
-        if self._reducing is not None:
-            self._reducing[1]()
-        self.state.to(Gradients.REDUCED)
-        self._reducing = None
+        for p in self.parameters:
+            p.drop_waiting() if active else p.mark_unreduced()
+        under_way, self._reducing = self._reducing, None
+        if self.state.now is Gradients.REDUCING:
+            self.state.to(Gradients.REDUCED)
+        if under_way is not None:
+            under_way[1]()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -333,8 +335,8 @@ class Reduction:
     def _send(self, bucket: GradBucket) -> None:
         if self.one_at_a_time:
             self._finish_all()
-        bucket.start()
         self._in_flight.append(bucket)
+        bucket.start()
 
     def finish(self) -> None:
         """Reduce what is left; afterwards every parameter of the active buckets has its gradient."""
@@ -347,11 +349,11 @@ class Reduction:
 
     def _finish_all(self) -> None:
         while self._in_flight:
-            self._in_flight.pop(0).finish()
+            self._in_flight[0].finish()
+            self._in_flight.pop(0)
 
     def give_up(self) -> None:
         """The backward pass failed: wait for what is under way, and drop what came of the pass."""
-        while self._in_flight:
-            self._in_flight.pop(0).drop()
+        self._in_flight.clear()
         for bucket in self.buckets:
-            bucket.forget()
+            bucket.give_up(bucket in self._active)

@@ -249,6 +249,7 @@ class LeafGroup:
         if self.memory.now is Memory.WHOLE:
             return
         self.start()
+        versions, self._gathered_versions = self._gathered_versions, ()  # if it fails here, it is gathered again
         arrived = self._arrived()
         for r, buffer in enumerate(self.buffers):
             storage = buffer.untyped_storage()
@@ -257,6 +258,7 @@ class LeafGroup:
             sources = self._kept_by(r) if arrived is None else self._in_matrix(r, arrived)
             if sources:
                 foreach_copy_(self._targets[r], sources)
+        self._gathered_versions = versions
         self.memory.to(Memory.WHOLE)
         self._set_class(torch.Tensor)
 

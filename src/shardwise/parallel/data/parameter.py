@@ -172,8 +172,9 @@ class ManagedParameter:
             self.param.__dict__.pop("_unreduced", None)
 
     def drop_if_cleared(self) -> None:
-        """Drop the gradients that wait if the program has cleared or replaced those that it sees."""
-        if self.unreduced is not None and not all(
+        """Drop the gradients that wait if the program has cleared or replaced those that it sees, and those of a pass
+        that failed before anything could take note of it."""
+        if self.unreduced is None or not all(
             value.grad is grad and grad._version == version
             for value, (grad, version) in zip(self.values, self.unreduced, strict=True)
         ):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise import DTensor, Placement, Replicate, Shard, debug, distribute_tensor, init_device_mesh
+from shardwise import DeviceMesh, DTensor, Placement, Replicate, Shard, debug, distribute_tensor, init_device_mesh
 from shardwise.testing.faults.scene import (
     Scene,
 )
@@ -55,6 +55,26 @@ def _two_moves_swapped(x: DTensor) -> None:
     _gather(x)
 
 
+def _norm(x: torch.Tensor, p: float) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, p)
+
+
+def _new(x: DTensor, rows: int = 6, dtype: torch.dtype = torch.float32, source: int = 0) -> DTensor:
+    return distribute_tensor(torch.ones(rows, 4, dtype=dtype), x.device_mesh, [Shard(0)], src_data_rank=source)
+
+
+def _on_mesh_of(x: DTensor, step: int) -> torch.Tensor:
+    """A tensor on a mesh of its own, whose ranks ascend or descend."""
+    ranks = x.device_mesh.mesh.tolist()[::step]
+    whole = torch.arange(12.0).view(6, 2)
+    return distribute_tensor(whole, DeviceMesh("cpu", ranks), [Shard(0)], src_data_rank=None).full_tensor()
+
+
+def _on_one_rank(x: DTensor, rank: int) -> None:
+    tiles, here = x.to_sharded(), x.device_mesh.get_rank()  # type: ignore[attr-defined]
+    tiles.gather(rank, out=torch.empty(x.shape) if here == rank else None)
+
+
 def _leave_early(x: DTensor) -> NoReturn:
     raise _Ahead
 
@@ -76,6 +96,12 @@ DIFFERENCES: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
     "a move left out": (_gather, lambda x: None),
     "backward passes swapped": (_backward, partial(_backward, swapped=True)),
     "a random op left out": (lambda x: _gather(torch.rand_like(x)), _gather),
+    "another argument of an op": (partial(_norm, p=2.0), partial(_norm, p=1.0)),
+    "another dtype of a new tensor": (_new, partial(_new, dtype=torch.float64)),
+    "another shape of a new tensor": (_new, partial(_new, rows=9)),
+    "another source of a new tensor": (_new, partial(_new, source=1)),
+    "another order of the ranks": (partial(_on_mesh_of, step=1), partial(_on_mesh_of, step=-1)),
+    "gathered on another rank": (partial(_on_one_rank, rank=0), partial(_on_one_rank, rank=1)),
     THE_END: (_gather, _leave_early),
 }
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from shardwise import Replicate, Shard, distribute_tensor
+from shardwise import Replicate, Shard, checkpoint, distribute_tensor, sharded
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, data_parallel, parallelize_module
 from shardwise.testing.faults.scene import (
     Happens,
@@ -128,7 +128,62 @@ def in_save(scene: Scene, happens: Happens) -> None:
             raise WrongValueError("a checkpoint that failed looks like a whole one")
 
 
+class _Part:
+    """A part of a state to which something happens while it is saved."""
+
+    def __init__(self, happens: Happens | None) -> None:
+        self.happens = happens
+
+    def state_dict(self) -> dict[str, int]:
+        if self.happens is not None:
+            self.happens()
+        return {"epoch": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing of it is kept."""
+
+
+def in_our_save(scene: Scene, happens: Happens) -> None:
+    """A checkpoint of `shardwise.checkpoint`: what failed leaves nothing under its name."""
+    scene.join()
+    x = distribute_tensor(scene.tensor(), scene.mesh(), [Shard(0)], src_data_rank=None)
+    path = scene.folder / "ours"
+    try:
+        checkpoint.save(path, {"x": x, "part": _Part(happens if scene.faulty else None)}, async_=scene.seed % 2 == 1)
+    finally:
+        if path.exists():
+            raise WrongValueError("a save that failed left a checkpoint")
+
+
+def in_init_from_local_shards(scene: Scene, happens: Happens) -> None:
+    """Ranks that tell each other which shards they hold; there is no mesh."""
+    scene.join()
+    for turn in range(2):
+        if scene.faulty and turn == scene.seed % 2:
+            happens()
+        held = sharded.ShardMetadata([2 * scene.rank, 0], [2, 3], f"rank:{scene.rank}/cpu")
+        shard = sharded.Shard(torch.full((2, 3), float(scene.rank)), held)
+        sharded.init_from_local_shards([shard], 2 * scene.size, 3)
+
+
+def in_reshard(scene: Scene, happens: Happens) -> None:
+    """A ShardedTensor that changes its tiles and is gathered; there is no mesh."""
+    scene.join()
+    specs = [sharded.ChunkShardingSpec(dim, [f"rank:{i}/cpu" for i in range(scene.size)]) for dim in (0, 1)]
+    tiles, out = sharded.ones(specs[0], 12, 6), torch.empty(12, 6) if scene.rank == 0 else None
+    tiles.gather(0, out)
+    if scene.faulty and scene.seed % 2:
+        happens()
+    tiles.reshard(specs[1])
+    if scene.faulty and not scene.seed % 2:
+        happens()
+    tiles.gather(0, out)
+    if out is not None:
+        scene.check(out, torch.ones(12, 6))
+
+
 PLACES = {
     "forward": in_forward, "backward": in_backward, "a ZeRO step": in_zero_step, "an async move": in_async_move,
-    "a checkpoint save": in_save,
+    "a checkpoint save": in_save, "a save of ours": in_our_save,
+    "init_from_local_shards": in_init_from_local_shards, "a reshard": in_reshard,
 }  # fmt: skip
