@@ -125,3 +125,4 @@ def _cause(error: BaseException) -> str:
         first = first.__cause__ or first.__context__
     hint = "; is the disk full?" if first is None and "inline_container" in str(error) else ""
     return f"{error if first is None else first}{hint}"
+
