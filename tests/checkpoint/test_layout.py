@@ -93,5 +93,5 @@ def test_a_disk_that_is_full_is_said(tmp_path, monkeypatch):
 
 
 def test_a_lazy_parameter_is_refused_by_name(tmp_path):
-    with pytest.raises(CheckpointError, match="saving '0.weight': the parameter has no shape and no values before"):
+    with pytest.raises(CheckpointError, match="saving '0.weight': the parameter has no shape before"):
         checkpoint.save(tmp_path / "c", torch.nn.Sequential(torch.nn.LazyLinear(3)))

@@ -73,7 +73,7 @@ def _check(name: str, tensor: torch.Tensor, doing: str) -> None:
         refuse_partial(tensor._layout, f"{doing} {name!r}")
         dtype, is_meta = tensor._layout.dtype, tensor._layout.device.type == "meta"
     elif is_lazy(tensor):  # it has no shape
-        raise CheckpointError(f"{doing} {name!r}: the parameter has no shape and no values before the module has run once")
+        raise CheckpointError(f"{doing} {name!r}: the parameter has no shape before the module has run once; run it")
     else:
         if tensor.is_nested:
             raise CheckpointError(f"{doing} {name!r}: a nested tensor has no tiles; save its values() and offsets()")
