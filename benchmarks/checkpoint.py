@@ -6,7 +6,8 @@
     python benchmarks/checkpoint.py --plan           # planning and metadata for 65,536 ranks
     python benchmarks/checkpoint.py --merge 4        # 4 GiB in files of 256 MiB to one file, and to others; beside cp
 
-Bytes are those that the processes read by calls (/proc/self/io); the page cache is dropped before each load.
+Bytes are those that the processes read by calls (/proc/self/io). Before each load the page cache is dropped; before
+each save what the last one wrote is removed and the disk is idle, so that neither pays for the other.
 """
 
 import argparse
@@ -17,13 +18,16 @@ import gc
 import os
 import queue
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -122,40 +126,70 @@ class Peak:
         self.extra = self.most - self.first
 
 
-def measured(task, folder=None, then=None, watch=False):
-    """Seconds of the slowest process, bytes that all read, memory of the one that took most, seconds of processors.
-    Memory is known with `watch` alone, and times are too long then."""
-    if folder is not None and dist.get_rank() == 0:
-        drop_cache(folder)
+class Measured(NamedTuple):
+    """A run of a task, or the best of several: seconds of the slowest process, bytes that all read, memory of the
+    process that took most, seconds of processors; of several runs also the middle of the seconds."""
+
+    seconds: float
+    read: float
+    extra: float
+    processors: float
+    median: float
+
+
+class Task(NamedTuple):
+    """What is measured, with what comes before and after it, outside of the time that counts."""
+
+    run: Callable[[], object]
+    cached: str | None = None  # a folder of which the page cache is dropped before
+    written: str | None = None  # a folder that is removed before, so that no task waits for what another one left
+    then: Callable[[object], object] | None = None
+
+
+def prepared(task):
+    """Leave the disk with nothing to do."""
+    if dist.get_rank() == 0:
+        if task.written is not None:
+            shutil.rmtree(task.written, ignore_errors=True)
+            os.sync()
+        if task.cached is not None:
+            drop_cache(task.cached)
     gc.collect()
+
+
+def measured(task, watch=False):
+    """One run of a task. Memory is known with `watch` alone, and times are too long then."""
+    prepared(task)
     with Peak() if watch else contextlib.nullcontext() as peak:
         dist.barrier()
         before, begin, spent = read_so_far(), time.perf_counter(), time.process_time()
-        made = task()
+        made = task.run()
         seconds, spent = time.perf_counter() - begin, time.process_time() - spent
-    if then is not None:
-        then(made)  # nobody talks before it has ended: it may use the same process group
+    if task.then is not None:
+        task.then(made)  # nobody talks before it has ended: it may use the same process group
     found = torch.tensor([seconds, float(peak.extra if watch else 0)], dtype=torch.float64)
     total = torch.tensor([read_so_far() - before, spent], dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     dist.all_reduce(total)
-    return [found[0].item(), total[0].item(), found[1].item(), total[1].item()]
+    return Measured(found[0].item(), total[0].item(), found[1].item(), total[1].item(), found[0].item())
 
 
 def best_of(times, *tasks):
     """The best of some runs of each task, in turns, so that all meet the same machine, after one of each that warms up
-    and whose memory is watched. A task is a function, and the folder of which the page cache is dropped before."""
+    and whose memory is watched. Who comes first changes from turn to turn."""
     runs = [[] for _ in tasks]
     for i in range(times + 1):
-        for found, (task, folder) in zip(runs, tasks):
-            found.append(measured(task, folder, watch=i == 0))
+        for found, task in list(zip(runs, tasks))[:: -1 if i % 2 else 1]:
+            found.append(measured(task, watch=i == 0))
     return [best(found) for found in runs]
 
 
 def best(runs):
-    """The quickest of some runs, with the memory of the first, which was watched."""
+    """The quickest of some runs, and the middle one, with the memory of the first, which was watched."""
     first, timed = runs[0], runs[1:] or runs
-    return [min(run[0] for run in timed), first[1], first[2], min(run[3] for run in timed)]
+    seconds = [run.seconds for run in timed]
+    processors = min(run.processors for run in timed)
+    return Measured(min(seconds), first.read, first.extra, processors, statistics.median(seconds))
 
 
 def worker(rank, size, store, job, results):
@@ -220,9 +254,9 @@ def saves(size, root, layers, times, rows):
     """The rows of saves that are asked for; both checkpoints are there for loads in any case."""
     ours, peers = both(size, layers, "rows", True)
     found = {}
-    native = (lambda: checkpoint.save(f"{root}/ours", ours), None)
-    peer = (lambda: dcp_save(f"{root}/dcp", peers), None)
-    published = (lambda: checkpoint.save(f"{root}/hf", ours, format="safetensors"), None)
+    native = Task(lambda: checkpoint.save(f"{root}/ours", ours), written=f"{root}/ours")
+    peer = Task(lambda: dcp.save(peers, checkpoint_id=f"{root}/dcp"), written=f"{root}/dcp")
+    published = Task(lambda: checkpoint.save(f"{root}/hf", ours, format="safetensors"), written=f"{root}/hf")
     if PUBLISHED in rows:
         mine, other, files = best_of(times, native, peer, published)
         found |= {SAVE: (mine, other), PUBLISHED: (files, mine)}
@@ -236,32 +270,24 @@ def saves(size, root, layers, times, rows):
     return found
 
 
-def dcp_save(path, peers):
-    if dist.get_rank() == 0:
-        shutil.rmtree(path, ignore_errors=True)
-    dist.barrier()
-    dcp.save(peers, checkpoint_id=path)
-
-
 def blocked(times, ours, peers, root):
-    """How long the call takes; the second and later ones, when memory to copy to is there."""
-    mine, other, own = [], [], dist.new_group(backend="gloo")
-    for i in range(times + 1):
-        save = lambda: checkpoint.save(f"{root}/async", ours, async_=True)  # noqa: E731
-        mine.append(measured(save, then=lambda handle: handle.wait(), watch=i == 0))
-        path = f"{root}/dcp-async-{i}"
-        save = functools.partial(dcp.async_save, peers, checkpoint_id=path, process_group=own)
-        other.append(measured(save, then=lambda future: future.result(), watch=i == 0))
-        if dist.get_rank() == 0:
-            shutil.rmtree(path, ignore_errors=True)
-    return best(mine), best(other)
+    """How long the call takes; the second and later ones, when memory to copy to is there. Nobody writes meanwhile."""
+    path, beside, own = f"{root}/async", f"{root}/dcp-async", dist.new_group(backend="gloo")
+    mine = Task(lambda: checkpoint.save(path, ours, async_=True), written=path, then=lambda handle: handle.wait())
+    save = functools.partial(dcp.async_save, peers, checkpoint_id=beside, process_group=own)
+    other = Task(save, written=beside, then=lambda future: future.result())
+    found = best_of(times, mine, other)
+    if dist.get_rank() == 0:
+        for folder in (path, beside):
+            shutil.rmtree(folder, ignore_errors=True)
+    return found
 
 
 def loads(size, root, layers, how, times):
     ours, peers = both(size, layers, how, False)
     mine = lambda: checkpoint.load(f"{root}/ours", ours)  # noqa: E731
     other = lambda: dcp.load(peers, checkpoint_id=f"{root}/dcp")  # noqa: E731
-    return best_of(times, (mine, f"{root}/ours"), (other, f"{root}/dcp"))
+    return best_of(times, Task(mine, cached=f"{root}/ours"), Task(other, cached=f"{root}/dcp"))
 
 
 def planning():
@@ -413,7 +439,7 @@ def table(root, options, console):
             found[name] = on_processes(ranks, functools.partial(loads, how=how, **size))
             progress.advance(task)
     shown = Table(
-        title=f"{total / 1e9:.2f} GB, best of {options.times} in turns, torch {torch.__version__}",
+        title=f"{total / 1e9:.2f} GB, best and median of {options.times} in turns, torch {torch.__version__}",
         caption="Both sync their files (DCP: sync_files=True, its default) and compute with one thread a process (DCP: "
         "thread_count=1, its default; shardwise has one more that waits for the disk); loads: page cache dropped.",
     )
@@ -422,6 +448,7 @@ def table(root, options, console):
         "shardwise s",
         "DCP s",
         "ratio",
+        "of medians",
         "of CPU s",
         "bytes read / total",
         "DCP",
@@ -430,10 +457,11 @@ def table(root, options, console):
     ):
         shown.add_column(column, justify="left" if not column else "right")
     for name, (mine, other) in found.items():
-        row = [name, f"{mine[0]:.2f}", *((f"{other[0]:.2f}", f"{mine[0] / other[0]:.2f}x") if other else ("", ""))]
-        row.append(f"{mine[3] / other[3]:.2f}x" if other else "")
-        row += [f"{mine[1] / total:.2f}", f"{other[1] / total:.2f}" if other else ""] if "load" in name else ["", ""]
-        row += [f"{mine[2] / 2**20:.0f}", f"{other[2] / 2**20:.0f}" if other else ""]
+        row = [name, *(f"{one.seconds:.2f} {one.median:.2f}" for one in (mine, other))]
+        for what in ("seconds", "median", "processors"):
+            row.append(f"{getattr(mine, what) / getattr(other, what):.2f}x")
+        row += [f"{one.read / total:.2f}" if "load" in name else "" for one in (mine, other)]
+        row += [f"{one.extra / 2**20:.0f}" for one in (mine, other)]
         shown.add_row(*row)
     console.print(shown)
 

@@ -37,6 +37,7 @@ def test_copies_of_all_kinds_of_tensors():
         torch.tensor([True, False]),
         torch.ones(5, dtype=torch.bfloat16)[1:],
     ]
+    values += torch.arange(1 << 20).split([3, (1 << 20) - 3])  # longer than what is copied at once
     expected = [x.clone() for x in values]
     staging = Staging([as_task(x) for x in values])
     staged = staging.fill(torch.empty(staging.size, dtype=torch.uint8)).tasks()

@@ -51,8 +51,8 @@ class DataFile:
 def lay_out(entries: Sequence[Entry], most: int = MOST_FILE_BYTES, cuts: Cuts | None = None) -> list[DataFile]:
     """Deal tensors out to files of at most `most` bytes (a larger tensor has one to itself).
 
-    In a file those come first that fill whole pages: so they and most of their tiles begin where a page does, and no two
-    processes write to one page. All are aligned in memory.
+    In a file those come first that fill whole pages: so they and most of their tiles begin where a page does, and no
+    two processes write to one page. All are aligned in memory.
 
     Args:
         cuts: The blocks of which headers have room for checksums; None where those are in a manifest.
@@ -85,7 +85,7 @@ def _data_file(name: str, entries: Sequence[Entry], cuts: Cuts | None) -> DataFi
         said[entry.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + entry.nbytes]}
         at += entry.nbytes
     text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNED)
+    text += b" " * (-(8 + len(text)) % _ALIGNED)  # its length comes before it
     header = len(text).to_bytes(8, "little") + text
     return DataFile(name, header, {name: len(header) + start for name, start in starts.items()}, len(header) + at)
 

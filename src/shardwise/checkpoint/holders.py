@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from shardwise.checkpoint.crc import crc_of
 from shardwise.checkpoint.dtypes import short, stored
@@ -71,6 +72,8 @@ def _check(name: str, tensor: torch.Tensor, doing: str) -> None:
     if isinstance(tensor, DTensor):
         refuse_partial(tensor._layout, f"{doing} {name!r}")
         dtype, is_meta = tensor._layout.dtype, tensor._layout.device.type == "meta"
+    elif is_lazy(tensor):  # it has no shape
+        raise CheckpointError(f"{doing} {name!r}: the parameter has no shape before the module has run once; run it")
     else:
         if tensor.is_nested:
             raise CheckpointError(f"{doing} {name!r}: a nested tensor has no tiles; save its values() and offsets()")
