@@ -30,6 +30,8 @@ from shardwise.captures.entry import (
     kind_of,
     modes,
     plain_inputs,
+    view_in_other_memory,
+    with_tensors_of_caller,
 )
 from shardwise.captures.explain import explain
 from shardwise.captures.guards import Arguments, Tensors
@@ -192,6 +194,8 @@ class Captured:
             tape.refuse(f"the variable {name} holds an object that is made in this part of the function")
         if holds_known_container(box[0], called.knows):
             tape.refuse("a list or dict that was there before is returned")
+        if shared := view_in_other_memory(box[0], [*tape.inputs.values(), *tape.state.values()]):
+            tape.refuse(shared)
         tape.note_gradients()
         elsewhere = "" if tape.refused else held_elsewhere(box, own, leaves, tape.has_place)
         results = Results(box[0], own, called.tensors())
@@ -203,8 +207,8 @@ class Captured:
             self._note_sources(pair, results, leaves)
         elif not tape.refused:
             results.are_used_up = [t.grad_fn is not None for t in results.tensors]
-        if tape.refused and not results.hands_back:
-            given = box[0]  # which may hold objects that others know
+        if tape.refused or elsewhere:
+            given = with_tensors_of_caller(box[0], swap)  # objects that others know, or that know of others
         else:
             given = results.build(results.tensors, leaves)
         del box, own

@@ -42,7 +42,8 @@ class Parts:
             for node in nodes:
                 edges = [_key(edge) for edge in node.next_functions]
                 if any(edge in self._at for edge in edges):
-                    stack.callback(node.register_hook(self._hook(edges)).remove)
+                    register = getattr(node, "register_hook_on_locals", node.register_hook)
+                    stack.callback(register(self._hook(edges)).remove)
             yield
 
     def _hook(self, edges: Sequence[tuple[object, int]]) -> Callable[..., None]:

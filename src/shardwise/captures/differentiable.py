@@ -43,6 +43,7 @@ class Pair:
         self.seeds: list[Ref] = []  # the gradients of the results, among the inputs of the backward program
         self.zeros: list[Callable[[], torch.Tensor]] = []  # what stands for each where it is not given
         self.moves_back = bool(backward.moves())
+        self.keys: list[int] = []  # which of what is saved are keys of random numbers: numbers of Python
         self.owner: Function | None = None  # who is told where results of several calls wait to be differentiated
         self._whole = _copied(backward)
 
@@ -112,6 +113,8 @@ def write_backward(tape: Tape, forward: Program, outputs: Sequence[torch.Tensor]
         [ref is not None for ref in grads],
         _repeated([i for i, t in enumerate(tape.inputs.values()) if t.requires_grad], parts.found),
     )
+    keys = set(tape.keys.values())
+    pair.keys = [i for i, ref in enumerate(saved) if ref in keys]
     pair.leaves, pair.seeds = _repeated(leaves, parts.found[len(inputs) :]), seed_refs
     pair.zeros = [partial(torch.zeros, seed.shape, dtype=seed.dtype, device=seed.device) for seed in seeds]
     pair.differentiable = [t.requires_grad and t.grad_fn is not None for t in outputs]
@@ -203,7 +206,8 @@ class _Replay(torch.autograd.Function):
         found = run._run(*inputs)
         results, saved = found[: pair._results], found[pair._results :]
         ctx.run = run
-        ctx.save_for_backward(*saved)
+        ctx.keys = {i: saved[i] for i in pair.keys}  # autograd saves tensors alone
+        ctx.save_for_backward(*(saved if not pair.keys else (t for i, t in enumerate(saved) if i not in ctx.keys)))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t, is_one in zip(results, pair.differentiable, strict=True) if not is_one))
         return tuple(_own(t, inputs, sources) for t in results)
@@ -215,7 +219,12 @@ class _Replay(torch.autograd.Function):
         if ctx.pending is not None:
             ctx.pending.is_done = True
         seeds = [grad for grad, is_one in zip(grads, pair.differentiable, strict=True) if is_one]
-        made = ctx.run.backward(ctx.saved_tensors, seeds)
+        saved = ctx.saved_tensors
+        if ctx.keys:
+            saved = list(saved)
+            for i, key in ctx.keys.items():  # from the first to the last
+                saved.insert(i, key)
+        made = ctx.run.backward(saved, seeds)
         return None, None, *(next(made) if there else None for there in pair._made)
 
 

@@ -15,11 +15,13 @@ from shardwise.captures.differentiable import used_up
 from shardwise.comm.rank_tensor import RankTensor, unique
 from shardwise.context import is_strict
 from shardwise.engine import autocast
+from shardwise.engine.aliasing import COPIES, copied_from
 from shardwise.errors import CaptureError
 from shardwise.protocols import Item
 from shardwise.random.generator import stream
-from shardwise.torch_private.tensors import DeviceMode, attention_kernels, function_modes
-from shardwise.wrapper import Wrapper, notes_of, wrap, wrapper_of
+from shardwise.torch_private.autograd import is_saving_for_own_hooks, is_transforming
+from shardwise.torch_private.tensors import DeviceMode, attention_kernels, function_modes, storage_id
+from shardwise.wrapper import Wrapper, notes_of, storage_id_of, wrap, wrapper_of
 
 
 class NotHashable(Exception):
@@ -30,6 +32,10 @@ def modes() -> tuple[Hashable, ...]:
     """What holds around a call and changes what ops do."""
     if torch.is_anomaly_enabled():
         raise NotHashable("anomalies are looked for (torch.autograd.detect_anomaly), where autograd has no part")
+    if is_transforming():
+        raise NotHashable("a transform of torch.func, or a level of forward-mode differentiation, is around the call")
+    if is_saving_for_own_hooks():
+        raise NotHashable("hooks take what autograd keeps (torch.autograd.graph.saved_tensors_hooks)")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -276,6 +282,33 @@ def holds_known_container(result: Item, is_known: Callable[[object], bool]) -> b
     if isinstance(result, dict):
         return is_known(result) or any(holds_known_container(item, is_known) for item in result.values())
     return False
+
+
+def view_in_other_memory(result: Item, known: Iterable[torch.Tensor]) -> str:
+    """Why a call cannot be repeated that returns a view in memory of its own, since data had to move for it: a write
+    to such a view is repeated on what it is a view of. Empty if that is of the call alone.
+
+    Args:
+        result: The result of the call.
+        known: Plain tensors that were there before.
+    """
+    leaves = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Wrapper)] if COPIES else []
+    of = [(leaf, copied_from(leaf)) for leaf in leaves]
+    if not any(found for _, found in of):
+        return ""
+    theirs = {*map(storage_id, known), *map(storage_id_of, leaves)}
+    for leaf, found in of:
+        if found is not None and storage_id_of(found[0]) in theirs:
+            return f"a result of shape {tuple(leaf.shape)} is a copied view of a tensor that others have"
+    return ""
+
+
+def with_tensors_of_caller(result: Item, swap: dict[int, Any]) -> Item:
+    """A result with the arguments in it as the objects that the caller has passed."""
+    leaves, spec = tree_flatten(result)
+    if not any(id(leaf) in swap for leaf in leaves):
+        return result
+    return tree_unflatten([swap.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 def held_elsewhere(box: list[Any], own: list[Any], given: Sequence[Any], has_place: Callable[[Any], bool]) -> str:

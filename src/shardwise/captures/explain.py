@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -49,13 +50,14 @@ def _pass_table(passes: Sequence[PassLine]) -> Table:
 
 
 def _move_table(program: Program) -> Table:
-    header = ("collective", "axis", "bytes", "for", "pass", "source", "overlaps with")
-    table = Table(*header, title="collectives", title_justify="left")
+    table = Table(title="collectives", title_justify="left")
+    for name in ("collective", "axis", "bytes", "for", "pass", "source", "overlaps with"):
+        table.add_column(name, overflow="fold")  # a line number is never cut off
     for at, statement in enumerate(program.statements):
         for move in statement.moves:
             way = "backward" if move.note.backward else "forward"
             beside = _beside(program, at) if isinstance(statement.func, Begin) else ""
-            source = move.note.source or statement.source
+            source = (move.note.source or statement.source).removeprefix(f"{os.getcwd()}{os.sep}")
             table.add_row(move.kind, move.where, size_name(move.bytes), move.note.op, way, source, beside)
     return table
 

@@ -42,6 +42,18 @@ def setting(owner: object, name: str) -> object:
         return None
 
 
+def modules_among(items: Iterable[object], names: Iterable[str]) -> list[types.ModuleType]:
+    """The modules among some objects, and those in them that code names, as `path` in `os.path.exists`."""
+    found: dict[int, types.ModuleType] = {}
+    waiting = [item for item in items if isinstance(item, types.ModuleType)]
+    while waiting:
+        module = waiting.pop()
+        if found.setdefault(id(module), module) is module:
+            inside = map(vars(module).get, names)
+            waiting += [item for item in inside if isinstance(item, types.ModuleType) and id(item) not in found]
+    return list(found.values())
+
+
 def functions_of(tables: Tables, module: types.ModuleType, names: Iterable[str]) -> None:
     """Have the functions and classes of a module compared that code names."""
     table = vars(module)

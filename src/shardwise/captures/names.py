@@ -24,8 +24,8 @@ _COMPARED |= {">": _COMPARED["<"], ">=": _COMPARED["<="]}
 _SIGNS = {"UNARY_NEGATIVE": "neg", "UNARY_INVERT": "invert", "BINARY_SUBSCR": "getitem", "STORE_SUBSCR": "setitem"}
 _SIGNS |= {"CONTAINS_OP": "contains", "BINARY_SLICE": "getitem", "STORE_SLICE": "setitem"}
 _WHOLE = frozenset({"vars", "dir", "__dict__", "__getattribute__", "attrgetter", "methodcaller"})
-_SHOWING = frozenset({"str", "repr", "format", "print"})
-_SHOWN = frozenset({"__str__", "__repr__", "__format__"})
+_SHOWING = frozenset({"str", "repr", "ascii", "format", "print", "pprint", "pformat", "substitute", "safe_substitute"})
+_SHOWN = frozenset({"__str__", "__repr__", "__format__", "write", "flush"})
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def names_in(code: CodeType) -> Names:
     if not named.isdisjoint(_BY_TEXT):
         texts = [part for const in code.co_consts if isinstance(const, str) for part in const.split(".")]
         perhaps.update(text for text in texts if text.isidentifier())
-    if not named.isdisjoint(_SHOWING) or any(step.opname.startswith("FORMAT_") for step in steps):
+    if not named.isdisjoint(_SHOWING) or any(map(_shows, steps)):
         attributes |= _SHOWN
     is_wide = not named.isdisjoint(_WHOLE) or any(_makes_up_a_name(steps, i) for i in range(len(steps)))
     for inner in code.co_consts:
@@ -85,6 +85,11 @@ def names_in(code: CodeType) -> Names:
             imports |= found.imports
             is_wide = is_wide or found.is_wide
     return Names(frozenset(variables), frozenset(attributes), frozenset(perhaps), frozenset(imports), is_wide)
+
+
+def _shows(step: dis.Instruction) -> bool:
+    """Whether an instruction puts an object into a text: an f-string does, and `%` may."""
+    return step.opname.startswith("FORMAT_") or (step.opname == "BINARY_OP" and step.argrepr.startswith("%"))
 
 
 def _methods_of(step: dis.Instruction) -> list[str]:

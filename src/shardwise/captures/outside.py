@@ -5,8 +5,11 @@ A captured call would keep the first answer. A function that names one of them r
 
 from __future__ import annotations
 
+import threading
 import time
 import types
+from concurrent.futures import Executor
+from multiprocessing.pool import Pool
 
 _CLOCKS = frozenset(
     name for name in dir(time) if name.startswith(("time", "perf_counter", "monotonic", "process_time"))
@@ -33,7 +36,11 @@ _ASKING: dict[str, frozenset[str]] = {  # by the module that has them, or in whi
     "random": frozenset({"SystemRandom", "getstate"}),
     "numpy.random": frozenset({"get_state"}),
     "importlib": frozenset({"import_module"}),
-    "sys": frozenset({"modules", "getrecursionlimit", "getswitchinterval", "stdin"}),
+    "sys": frozenset(
+        {"modules", "_getframe", "_current_frames", "gettrace", "getprofile"}
+        | {"getrecursionlimit", "getswitchinterval", "stdin"}
+    ),
+    "inspect": frozenset({"currentframe", "stack", "trace", "getinnerframes", "getouterframes"}),
     "threading": frozenset({"get_ident", "active_count", "current_thread"}),
     "gc": frozenset({"get_count", "get_objects", "get_stats", "isenabled"}),
     "shelve": frozenset({"open"}),
@@ -42,6 +49,7 @@ _ASKING: dict[str, frozenset[str]] = {  # by the module that has them, or in whi
     "tempfile": frozenset({"mkdtemp", "mkstemp", "NamedTemporaryFile", "TemporaryDirectory"}),
     "torch": frozenset({"get_rng_state"}),
 }
+_WORKERS = (threading.Thread, Executor, Pool)
 COUNTS = frozenset({"_version"})  # attributes of tensors that say how often they were written
 
 
@@ -64,3 +72,11 @@ def asked_by(item: object, names: frozenset[str] | set[str]) -> str:
             _ASKING.get(owner, frozenset()) & names & set(dir(cls)) if owner in ("datetime", "pathlib") else frozenset()
         )
     return f"{owner}.{min(found)}" if found else ""
+
+
+def works_elsewhere(item: object, names: frozenset[str] | set[str]) -> bool:
+    """Whether code that names an object, and these attributes, may have other threads work for it, whose ops nobody
+    sees."""
+    if isinstance(item, types.ModuleType):
+        return any(works_elsewhere(vars(item).get(name), names) for name in names if not name.startswith("__"))
+    return isinstance(item, _WORKERS) or (isinstance(item, type) and issubclass(item, _WORKERS))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import contextvars
 import functools
+import logging
 import operator
 import os
 import random
@@ -34,10 +35,11 @@ from shardwise.captures.foreign import (
     is_foreign,
     is_foreign_name,
     methods_of_tensors,
+    modules_among,
     setting,
 )
 from shardwise.captures.names import names_in
-from shardwise.captures.outside import COUNTS, asked_by
+from shardwise.captures.outside import COUNTS, asked_by, works_elsewhere
 from shardwise.captures.readings import Reading, Tables, Values, is_simple
 from shardwise.protocols import Item
 from shardwise.torch_private.tensors import tensor_number
@@ -57,6 +59,7 @@ _SETTINGS = frozenset(  # of torch, that a program may ask for
         "is_anomaly_enabled",
     }
 )
+_SEEDING = frozenset({"manual_seed", "manual_seed_all", "set_rng_state"})
 _MAKING = frozenset({"__init__", "__new__", "__post_init__"})  # which run where a class is called
 _SELDOM = _MAKING | {"__init_subclass__", "__repr__", "__str__", "__format__", "__del__"}
 _PLAIN = (bool, int, float, str)
@@ -191,6 +194,8 @@ class _Walk:
     def _ask(self, item: object, names: frozenset[str]) -> None:
         if asked := asked_by(item, names):
             self.refuse(f"{asked} may give something else at each call: ask outside and pass what it gives")
+        if works_elsewhere(item, names):
+            self.refuse("other threads may work for the call, whose ops nobody sees here")
 
     # -- code -------------------------------------------------------------------------------------------------------
     def _function(self, func: types.FunctionType, name: str) -> None:
@@ -208,10 +213,12 @@ class _Walk:
                 *map(_content, cells),
                 *map(sys.modules.get, found.imports),
             ]
-            for module in (item for item in named if isinstance(item, types.ModuleType)):
+            for module in modules_among(named, found.attributes):
                 self._ask(module, found.attributes)
             if counts := found.attributes & COUNTS:
                 self.refuse(f"{func.__qualname__} reads {min(counts)}, which says how often a tensor was written")
+            if seeds := _SEEDING & (found.attributes | found.variables):
+                self.refuse(f"{func.__qualname__} names {min(seeds)}, and a replay draws on from where the stream is")
             if "swap_tensors" in found.attributes | found.variables:
                 self.refuse(f"{func.__qualname__} names swap_tensors, which makes a tensor another without an op")
             self._variables(func, sorted(found.variables))
@@ -327,14 +334,17 @@ class _Walk:
         if not is_foreign(type(cls)):
             self.kind(type(cls))
         own = [base for base in cls.__mro__ if not is_foreign(base)]
+        theirs = {name for base in cls.__mro__ if is_foreign(base) for name in vars(base)}
         named = {name for base in own for name in self.known & vars(base).keys()}  # which a class below may get later
         if own:
             self.watch(f"what {cls.__qualname__} inherits", lambda: [cls.__mro__, *(len(vars(base)) for base in own)])
         for base in cls.__mro__:
             if not is_foreign(base):
                 self.attributes(vars(base), base.__qualname__, named)
-                for key, method in list(vars(base).items()):  # operators and descriptors, which no code names
-                    if key.startswith("__") and isinstance(method, _METHODS) and key not in _SELDOM:
+                # operators, descriptors, and what a library's class calls of its own: no code names them
+                for key, method in list(vars(base).items()):
+                    hidden = (key.startswith("__") or key in theirs) and key not in _SELDOM
+                    if hidden and isinstance(method, _METHODS):
                         self.visit(method, f"{base.__qualname__}.{key}")
 
     def _object(self, item: object, name: str) -> None:
@@ -416,6 +426,8 @@ _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], None]]] = [
     (type, _Walk._class),
     (weakref.ref, values.behind_reference),
     (contextvars.ContextVar, values.of_context),
+    (type(functools.cache(len)), values.of_cache),
+    (logging.Logger, values.of_logger),
 ]
 # kinds of which the program's own classes are looked at with the rest
 _LOOKED_AT = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, type)

@@ -78,7 +78,7 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
         self._began_without: dict[Ref, bool] = {}  # of leaves whose first gradient matters: whether there was none
         self._stepping: torch.optim.Optimizer | None = None
         self._options: dict[torch.optim.Optimizer, Any] = {}
-        self._keys: dict[int, Ref] = {}
+        self.keys: dict[int, Ref] = {}  # of random numbers, which are numbers of Python
         self._stream = b""  # where torch's generators stand, as far as the program has drawn
         self._constants: set[Ref] = set()
         self._rests = False  # while an optimizer steps
@@ -282,13 +282,13 @@ class Tape(QuickDispatchMode):  # type: ignore[misc]
         before = self._generators()
         with self._pausing():
             key = draw()
-        if key not in self._keys:
+        if key not in self.keys:
             if before != self._stream:
                 self.refuse("a random generator is set in the call")
             self._stream = self._generators()
-            ref = self._keys[key] = self._new()
+            ref = self.keys[key] = self._new()
             self._write(Statement(draw, outs=[ref], label="draw", outside=True))
-        return self._keys[key], key
+        return self.keys[key], key
 
     @contextmanager
     def _watching_generator(self, func: Item) -> Iterator[list[str]]:

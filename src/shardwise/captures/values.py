@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import contextvars
 import decimal
+import functools
+import gc
+import logging
+import os
 import types
 import warnings
 import weakref
@@ -85,10 +89,11 @@ def of_lock(walk: Walk, item: Item, name: str) -> None:
 
 _LIBRARIES: dict[str, Callable[[], Values]] = {  # what their functions look up: how they round, warn, print
     "decimal": lambda: (repr(decimal.getcontext()),),
-    "numpy": lambda: [*np.geterr().values()],
+    "numpy": lambda: [*np.geterr().values(), *np.get_printoptions().values()],
     "warnings": lambda: warnings.filters,
 }
-_PRINTED: dict[str, Callable[[], Values]] = {"numpy": lambda: [*np.get_printoptions().values()]}
+# functions of Python's library that look at the environment of the process
+_OF_ENVIRONMENT = frozenset({"expanduser", "expandvars", "home", "gettempdir", "which", "getuser", "get_terminal_size"})
 
 
 def of_library(walk: Walk, item: Item) -> None:
@@ -101,8 +106,40 @@ def of_library(walk: Walk, item: Item) -> None:
     walk.libraries.add(library)
     if library in _LIBRARIES:
         walk.watch(f"the settings of {library}", _LIBRARIES[library])
-    if library in _PRINTED and "__str__" in walk.known:
-        walk.watch(f"how {library} prints", _PRINTED[library])
+    if library == "logging" and "getLogger" in walk.known:
+        walk.watch("the levels of all loggers", _levels)
+    if walk.known & _OF_ENVIRONMENT:
+        walk.visit(os.environ, "os.environ")
+
+
+def _levels() -> Values:
+    manager = logging.Logger.manager
+    known = (logger for logger in manager.loggerDict.values() if isinstance(logger, logging.Logger))
+    return [manager.disable, *(value for logger in (manager.root, *known) for value in (logger.level, logger.disabled))]
+
+
+def of_logger(walk: Walk, logger: logging.Logger, name: str) -> None:
+    """What a logger answers. Where its lines go is nobody's matter: replays write none."""
+    walk.watch(f"the level of {name}", functools.partial(_level_of, logger))
+
+
+def _level_of(logger: logging.Logger) -> Values:
+    found: list[object] = [logger.manager.disable]
+    above: logging.Logger | None = logger
+    while above is not None:
+        found += [above.level, above.disabled, above.propagate, *above.filters, *above.handlers]
+        above = above.parent
+    return found
+
+
+def of_cache(walk: Walk, cached: Item, name: str) -> None:
+    """A function that keeps what it gave: somebody may have it forget. Python shows its entries to nobody else."""
+    kept = next(found for found in gc.get_referents(cached) if type(found) is dict and found is not vars(cached))
+    if walk.fits(kept, f"the cache of {name}"):
+        walk.watch(f"the cache of {name}", kept.values)
+    if "cache_info" in walk.known:
+        walk.watch(f"how often {name} was asked", cached.cache_info)
+    walk.visit(cached.__wrapped__, name)
 
 
 # -- random numbers -------------------------------------------------------------------------------------------------

@@ -78,6 +78,10 @@ class _Node(BackwardCFunction):
         into = [form for form in self._arg_forms if form.is_tensor]
         return super().register_hook(_on_flat(hook, type(self).__name__, into, self._result_forms))
 
+    def register_hook_on_locals(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """A hook on the gradients of local tensors, as all other nodes have them."""
+        return super().register_hook(hook)
+
     def register_prehook(self, hook: Callable[..., Any]) -> RemovableHandle:
         return super().register_prehook(_on_flat(hook, type(self).__name__, self._result_forms))
 

@@ -147,6 +147,12 @@ def is_saving_for_hooks() -> bool:
     return _saved_hooks(True) is not None
 
 
+def is_saving_for_own_hooks() -> bool:
+    """Whether what autograd keeps now goes to hooks that are not torch's own: those may change it."""
+    hooks = _saved_hooks(True)
+    return hooks is not None and not all((f.__module__ or "").startswith("torch.") for f in hooks)
+
+
 def with_hook_errors_last() -> AbstractContextManager[None]:
     """Inside, an error of the hook that takes what autograd keeps is raised at the end. So a checkpoint ends its
     recomputation, as soon as it has all that the backward pass needs."""
