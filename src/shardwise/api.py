@@ -213,8 +213,8 @@ def distribute_module(
         raise LayoutError(f"distribute_module: module must be a torch.nn.Module, got {type(module).__name__}")
     if getattr(module, "_has_been_distributed", False):
         raise LayoutError(
-            f"distribute_module should only be called once on a module: the functions of the first call are hooks of "
-            f"this {type(module).__name__} already"
+            f"distribute_module should only be called once on a module, but it has already been called on this module! "
+            f"The functions of the first call are hooks of this {type(module).__name__}"
         )
     if partition_fn is not None:
         _check_function(partition_fn, "partition_fn", "(name, submodule, mesh)")

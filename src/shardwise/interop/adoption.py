@@ -205,7 +205,8 @@ class Adoption(MetaPathFinder, Loader):
             found = importlib.util.find_spec(ours)
         except ModuleNotFoundError:  # its parent is not there
             return None
-        is_private = found is not None and found.origin != "torch_paths" and not self._torch_has(path)
+        stands_in = found is not None and (found.origin == "torch_paths" or found.name != ours)  # or torch's own does
+        is_private = not stands_in and not self._torch_has(path)
         return None if found is None or is_private else importlib.import_module(ours)
 
     def _replaces(self, path: str) -> bool:

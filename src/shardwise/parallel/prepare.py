@@ -11,11 +11,13 @@ from torch import nn
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.mesh import DeviceMesh, SimulatedMesh
 from shardwise.parallel.styles.axis import Placing, StyleAxis
-from shardwise.parallel.styles.base import ParallelStyle, PlacingArgument, StyleHook, as_placing, refuse
+from shardwise.parallel.styles.base import Extended, ParallelStyle, PlacingArgument, StyleHook, as_placing, refuse
 
 Placings = tuple[Placing | None, ...]  # one for each tensor; None for what is left alone
 PlacingsArgument = PlacingArgument | Sequence[PlacingArgument | None] | None
 NamedArgument = Mapping[str, PlacingArgument | None] | None
+Meshes = DeviceMesh | SimulatedMesh | None
+_Layout = PlacingArgument | None
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -67,13 +69,17 @@ def _all_prepared(
     kind: str,
     found: str,
 ) -> tuple[Any, ...]:
+    _check_number(values, layouts, kind, found)
+    triples = enumerate(zip(values, layouts, desired, strict=True))
+    return tuple(_prepared(x, a, b, use_local, axis, f"{kind} {i}") for i, (x, a, b) in triples)
+
+
+def _check_number(values: Sequence[Any], layouts: Sequence[object], kind: str, found: str) -> None:
     if len(values) != len(layouts):
         raise LayoutError(
             f"module {kind}s and {kind}_layouts should have same length! {kind}_layouts: {len(layouts)} given, but "
             f"{found}; give one for each (None leaves it alone)"
         )
-    triples = enumerate(zip(values, layouts, desired, strict=True))
-    return tuple(_prepared(x, a, b, use_local, axis, f"{kind} {i}") for i, (x, a, b) in triples)
 
 
 _INPUT_NAMES = ("input_layouts", "desired_input_layouts", "input_kwarg_layouts", "desired_input_kwarg_layouts")
@@ -84,7 +90,7 @@ def _shown(style: ParallelStyle, *names: str) -> str:
     return ", ".join(f"{name}={getattr(style, name)!r}" for name in names)
 
 
-class PrepareModuleInput(ParallelStyle):
+class PrepareModuleInput(Extended):
     """Lay out the inputs of a module before it runs.
 
     Args:
@@ -97,6 +103,8 @@ class PrepareModuleInput(ParallelStyle):
     Raises:
         LayoutError: the arguments do not fit each other, or one is not a placement.
     """
+
+    _methods = ("_prepare_input_arg", "_prepare_input_fn", "_prepare_input_kwarg_fn")
 
     def __init__(
         self,
@@ -115,6 +123,7 @@ class PrepareModuleInput(ParallelStyle):
         self.input_kwarg_layouts = _as_named(input_kwarg_layouts, "input_kwarg_layouts")
         self.desired_input_kwarg_layouts = _as_named(desired_input_kwarg_layouts, "desired_input_kwarg_layouts")
         self.use_local_output = use_local_output
+        self.with_kwargs = input_kwarg_layouts is not None
         if self.input_layouts is not None:
             _check_lengths(self.input_layouts, desired, "input_layouts")
         if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
@@ -124,10 +133,48 @@ class PrepareModuleInput(ParallelStyle):
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
-        axis = StyleAxis.of(device_mesh, self.axis)
-        module.register_forward_pre_hook(StyleHook(self._before, axis), with_kwargs=True)
+        if self._is_extended(PrepareModuleInput):
+            self._apply_methods(module, device_mesh)
+        else:
+            axis = StyleAxis.of(device_mesh, self.axis)
+            module.register_forward_pre_hook(StyleHook(self._before, axis), with_kwargs=True)
         return module
 
+    # -- what programs that extend the style define anew, or call ------------------------------------------
+    def _apply_methods(self, module: nn.Module, device_mesh: Meshes) -> None:
+        """`_apply` by way of the methods below, one of which is the program's."""
+        if self.with_kwargs:
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: self._prepare_input_kwarg_fn(args, kwargs, device_mesh), with_kwargs=True
+            )
+        else:
+            module.register_forward_pre_hook(lambda _, args: self._prepare_input_fn(args, device_mesh))
+
+    def _prepare_input_arg(self, input: Any, mesh: Meshes, input_layout: _Layout, desired_layout: _Layout) -> Any:
+        axis = StyleAxis.of(mesh, self.axis)
+        have = None if input_layout is None else as_placing(input_layout, "input_layouts")
+        want = None if desired_layout is None else as_placing(desired_layout, "desired_input_layouts")
+        return _prepared(input, have, want, self.use_local_output, axis, "an input")
+
+    def _prepare_input_fn(self, inputs: Any, device_mesh: Meshes) -> Any:
+        if self.input_layouts is None:
+            return inputs
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        layouts, desired = self.input_layouts, self.desired_input_layouts or ()
+        _check_number(inputs, layouts, "input", f"the module was called with {len(inputs)} positional inputs")
+        return tuple(
+            self._prepare_input_arg(x, device_mesh, a, b) for x, a, b in zip(inputs, layouts, desired, strict=True)
+        )
+
+    def _prepare_input_kwarg_fn(self, inputs: Any, kwarg_inputs: dict[str, Any], device_mesh: Meshes) -> Call:
+        changed = {
+            key: self._prepare_input_arg(kwarg_inputs[key], device_mesh, have, self.desired_input_kwarg_layouts[key])
+            for key, have in self.input_kwarg_layouts.items()
+            if key in kwarg_inputs
+        }
+        return self._prepare_input_fn(inputs, device_mesh), kwarg_inputs | changed
+
+    # -- the hook ------------------------------------------------------------------------------------------
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axis: StyleAxis) -> Call:
         if self.input_layouts is not None:
             found = f"{type(module).__name__} was called with {len(args)} positional inputs"
@@ -145,7 +192,7 @@ class PrepareModuleInput(ParallelStyle):
         return f"PrepareModuleInput({_shown(self, *_INPUT_NAMES, 'use_local_output')})"
 
 
-class PrepareModuleOutput(ParallelStyle):
+class PrepareModuleOutput(Extended):
     """Lay out the outputs of a module after it ran.
 
     Args:
@@ -157,6 +204,8 @@ class PrepareModuleOutput(ParallelStyle):
         LayoutError: the arguments do not fit each other, or one is not a placement.
     """
 
+    _methods = ("_prepare_out_fn",)
+
     def __init__(
         self,
         *,
@@ -167,15 +216,34 @@ class PrepareModuleOutput(ParallelStyle):
         self.output_layouts = _as_placings(output_layouts, "output_layouts")
         self.desired_output_layouts = _as_placings(desired_output_layouts, "desired_output_layouts")
         _check_lengths(self.output_layouts, self.desired_output_layouts, "output_layouts")
-        self._use_local, self.use_local_output = use_local_output, use_local_output is not False
+        self._use_local = use_local_output
+
+    @property
+    def use_local_output(self) -> bool:
+        """Whether the program gets local tensors."""
+        return self._use_local is not False
+
+    @use_local_output.setter
+    def use_local_output(self, value: bool) -> None:
+        self._use_local = value
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
-        module.register_forward_hook(StyleHook(self._after, StyleAxis.of(device_mesh, self.axis)))
+        if self._is_extended(PrepareModuleOutput):
+            module.register_forward_hook(lambda _, inputs, outputs: self._prepare_out_fn(outputs, device_mesh))
+        else:
+            module.register_forward_hook(StyleHook(self._after, StyleAxis.of(device_mesh, self.axis)))
         return module
 
+    def _prepare_out_fn(self, outputs: Any, device_mesh: Meshes) -> Any:
+        """What programs that extend the style define anew, or call."""
+        return self._laid_out(outputs, StyleAxis.of(device_mesh, self.axis), "the module")
+
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any, axis: StyleAxis) -> Any:
+        return self._laid_out(output, axis, type(module).__name__)
+
+    def _laid_out(self, output: Any, axis: StyleAxis, name: str) -> Any:
         outputs = output if isinstance(output, (tuple, list)) else (output,)
-        found = f"{type(module).__name__} returned {len(outputs)} outputs"
+        found = f"{name} returned {len(outputs)} outputs"
         layouts = self.output_layouts, self.desired_output_layouts
         made = _all_prepared(outputs, *layouts, self._use_local, axis, "output", found)
         if output is outputs:
@@ -206,22 +274,22 @@ class PrepareModuleInputOutput(ParallelStyle):
         use_local_input: bool = False,
         use_local_output: bool | None = None,
     ) -> None:
-        self.before = PrepareModuleInput(
+        self.prepare_module_input = PrepareModuleInput(
             input_layouts=input_layouts, desired_input_layouts=desired_input_layouts,
             input_kwarg_layouts=input_kwarg_layouts, desired_input_kwarg_layouts=desired_input_kwarg_layouts,
             use_local_output=use_local_input,
         )  # fmt: skip
-        self.after = PrepareModuleOutput(
+        self.prepare_module_output = PrepareModuleOutput(
             output_layouts=output_layouts, desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        inputs = f"{_shown(self.before, *_INPUT_NAMES)}, use_local_input={self.before.use_local_output}"
-        return f"PrepareModuleInputOutput({inputs}, {_shown(self.after, *_OUTPUT_NAMES, 'use_local_output')})"
+        inputs = f"{_shown(self.prepare_module_input, *_INPUT_NAMES)}, use_local_input={self.prepare_module_input.use_local_output}"
+        return f"PrepareModuleInputOutput({inputs}, {_shown(self.prepare_module_output, *_OUTPUT_NAMES, 'use_local_output')})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
-        for style in (self.before, self.after):
+        for style in (self.prepare_module_input, self.prepare_module_output):
             style.axis, style.src_data_rank = self.axis, self.src_data_rank
             style._apply(module, device_mesh)
         return module

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -29,12 +30,27 @@ _ROOT = __name__.partition(".")[0]
 class TorchPathFinder(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         root, _, relative = fullname.partition(".")
-        if root != _ROOT or relative not in TABLE:
+        if root != _ROOT or (relative not in TABLE and _elsewhere(relative) is None):
             return None
-        return ModuleSpec(fullname, self, origin="torch_paths", is_package=bool(_children(relative)))
+        is_package = bool(_children(relative)) or "*" in TABLE.get(relative, ())
+        return ModuleSpec(fullname, self, origin="torch_paths", is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        _fill(module, module.__name__.partition(".")[2])
+        relative = module.__name__.partition(".")[2]
+        elsewhere = _elsewhere(relative)
+        if elsewhere is None:
+            _fill(module, relative)
+        else:  # the module itself, under another name: whoever imports takes what stands here
+            sys.modules[module.__name__] = importlib.import_module(elsewhere)
+
+
+def _elsewhere(path: str) -> str | None:
+    """The module of torch's that `path` is, if it is inside of a package that is wholly another one."""
+    for package in TABLE:
+        if "*" in TABLE[package] and path.startswith(package + "."):
+            found = TABLE[package]["*"][0] + path.removeprefix(package)
+            return found if importlib.util.find_spec(found) is not None else None
+    return None
 
 
 def _children(path: str) -> list[str]:

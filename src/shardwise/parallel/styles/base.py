@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 from torch import nn
 
@@ -47,6 +48,24 @@ class ParallelStyle(ABC):
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module: ...
+
+
+class Extended(ParallelStyle):
+    """A style that a program may extend as it extends torch's: by a class that defines some of `_methods` anew, calls
+    them in an `_apply` of its own, or sets other layouts after `__init__`.
+
+    Attributes:
+        _methods: what may be defined anew. Where none is, the style does the same faster.
+    """
+
+    _methods: ClassVar[tuple[str, ...]] = ()
+
+    def _is_extended(self, base: type[ParallelStyle]) -> bool:
+        """Whether a program's class, or the program on this object, has put a method in place of that of `base`."""
+        return any(
+            name in vars(self) or inspect.getattr_static(type(self), name) is not inspect.getattr_static(base, name)
+            for name in self._methods
+        )
 
 
 class StyleHook:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from shardwise.api import distribute_module
 from shardwise.errors import LayoutError, RuleError
 from shardwise.layout import Shard
 from shardwise.layout.placement import REPLICATE, Placement
 from shardwise.layout.split import chunk_bounds
 from shardwise.mesh import DeviceMesh, SimulatedMesh
 from shardwise.parallel.styles.axis import Placing, StyleAxis
-from shardwise.parallel.styles.base import ParallelStyle, PlacingArgument, StyleHook, as_placing, lay_out_module, refuse
+from shardwise.parallel.styles.base import Extended, PlacingArgument, StyleHook, as_placing, lay_out_module, refuse
 from shardwise.tensor import DTensor
 
+Meshes = DeviceMesh | SimulatedMesh | None
 
-class _LayerParallel(ParallelStyle):
+
+class _LayerParallel(Extended):
     """A layer whose parameters are cut, with one tensor in and one out."""
+
+    _methods = ("_partition_linear_fn", "_partition_embedding_fn", "_prepare_input_fn", "_prepare_output_fn")
 
     default_input: ClassVar[Placement]
     default_output: ClassVar[Placement]
@@ -38,19 +44,82 @@ class _LayerParallel(ParallelStyle):
         self._input: Placing = as_placing(inputs, "input_layouts")
         self._output: Placing = as_placing(outputs, "output_layouts")
         self._use_local, self.weight_dim = use_local_output, weight_dim
-        # as programs that extend a style read them
+        # as programs that extend a style read and set them
         self.input_layouts, self.output_layouts = (self._input,), (self._output,)
-        self.desired_input_layouts = (self.desired_input,)
-        self.use_local_output = use_local_output is not False
+        self.desired_input_layouts: tuple[Placing, ...] = (self.desired_input,)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
+    @property
+    def use_local_output(self) -> bool:
+        """Whether the program gets local tensors."""
+        return self._use_local is not False
+
+    @use_local_output.setter
+    def use_local_output(self, value: bool) -> None:
+        self._use_local = value
+
+    def _apply(self, module: nn.Module, device_mesh: Meshes) -> nn.Module:
+        self._input = as_placing(self.input_layouts[0], "input_layouts")
+        self._output = as_placing(self.output_layouts[0], "output_layouts")
+        if self._is_extended(_LayerParallel):
+            return self._apply_methods(module, device_mesh)
         axis = StyleAxis.of(device_mesh, self.axis)
-        dim = self._cut_dim(module)
-        placements = {name: self._placement(param, dim, axis) for name, param in module._parameters.items()}
-        lay_out_module(module, placements, axis, self.src_data_rank)
+        self._cut(module, axis)
         module.register_forward_pre_hook(StyleHook(self._before, axis), with_kwargs=True)
         module.register_forward_hook(StyleHook(self._after, axis), with_kwargs=True)
         return module
+
+    def _cut(self, module: nn.Module, axis: StyleAxis) -> None:
+        dim = self._cut_dim(module)
+        placements = {name: self._placement(param, dim, axis) for name, param in module._parameters.items()}
+        lay_out_module(module, placements, axis, self.src_data_rank)
+
+    # -- what programs that extend a style define anew, or call --------------------------------------------
+    def _apply_methods(self, module: nn.Module, device_mesh: Meshes) -> nn.Module:
+        """`_apply` by way of the methods below, one of which is the program's."""
+        is_table = isinstance(module, nn.Embedding)
+        if not is_table and not isinstance(module, nn.Linear):
+            self._cut_dim(module)  # raises, unless the style was told what to cut
+        return distribute_module(
+            module,
+            device_mesh,
+            self._partition_embedding_fn if is_table else self._partition_linear_fn,
+            partial(self._prepare_input_fn, self.input_layouts, (self._desired(module),)),
+            partial(self._prepare_output_fn, self.output_layouts, self.use_local_output),
+        )
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: Meshes) -> None:
+        self._cut(module, StyleAxis.of(device_mesh, self.axis))
+
+    def _partition_embedding_fn(self, name: str, module: nn.Module, device_mesh: Meshes) -> None:
+        self._cut(module, StyleAxis.of(device_mesh, self.axis))
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: tuple[PlacingArgument, ...],
+        desired_input_layouts: tuple[PlacingArgument, ...],
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: Meshes,
+    ) -> DTensor:
+        axis = StyleAxis.of(device_mesh, None)
+        if not isinstance(inputs[0], torch.Tensor):
+            refuse(inputs[0], f"the first input of {type(mod).__name__}")
+        laid = axis.distributed(inputs[0], as_placing(input_layouts[0], "input_layouts"))
+        return axis.move(laid, as_placing(desired_input_layouts[0], "desired_input_layouts"))
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: tuple[PlacingArgument, ...],
+        use_local_output: bool,
+        mod: nn.Module,
+        outputs: torch.Tensor,
+        device_mesh: Meshes,
+    ) -> torch.Tensor:
+        axis = StyleAxis.of(device_mesh, None)
+        laid = axis.move(axis.distributed(outputs, REPLICATE), as_placing(output_layouts[0], "output_layouts"))
+        return axis.handed_over(laid, use_local_output)
+
+    # -- the hooks -----------------------------------------------------------------------------------------
 
     def _placement(self, param: torch.Tensor | None, dim: int, axis: StyleAxis) -> Placement:
         raise NotImplementedError
@@ -80,8 +149,8 @@ class _LayerParallel(ParallelStyle):
         """Global sizes of dims of the input that the layer knows."""
         return {}
 
-    def _desired(self, module: nn.Module) -> Placement:
-        return self.desired_input
+    def _desired(self, module: nn.Module) -> Placing:
+        return as_placing(self.desired_input_layouts[0], "desired_input_layouts")
 
     def _after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, axis: StyleAxis
@@ -170,7 +239,7 @@ class RowwiseParallel(_LayerParallel):
     def _placement(self, param: torch.Tensor | None, dim: int, axis: StyleAxis) -> Placement:
         return Shard(dim) if param is not None and param.dim() > 1 else REPLICATE
 
-    def _desired(self, module: nn.Module) -> Placement:
+    def _desired(self, module: nn.Module) -> Placing:
         return REPLICATE if isinstance(module, nn.Embedding) else Shard(-1)
 
     def _known_sizes(self, module: nn.Module) -> dict[int, int]:
@@ -195,7 +264,7 @@ def _cut_in_parts(dim: int, shape: torch.Size, parts: int, axis: StyleAxis) -> S
     return Shard(dim, pieces=[[held(rank) for rank in range(ranks)]])
 
 
-class SequenceParallel(ParallelStyle):
+class SequenceParallel(Extended):
     """Run a norm, dropout or other layer that treats positions alike on a part of the sequence.
 
     The parameters are replicated. The input is cut along the sequence, and so is the output.
@@ -205,12 +274,41 @@ class SequenceParallel(ParallelStyle):
         use_local_output: whether the program gets a local tensor instead of a DTensor.
     """
 
+    _methods = ("_replicate_module_fn", "_prepare_input_fn", "_prepare_output_fn")
+
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         self.sequence = Shard(sequence_dim)
-        self.sequence_sharding = (self.sequence,)
+        self.sequence_sharding: tuple[PlacingArgument, ...] = (self.sequence,)
         self.use_local_output = use_local_output
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
+    # -- what programs that extend a style define anew, or call --------------------------------------------
+    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: Meshes) -> None:
+        axis = StyleAxis.of(device_mesh, self.axis)
+        lay_out_module(module, dict.fromkeys(module._parameters, REPLICATE), axis, self.src_data_rank)
+
+    @staticmethod
+    def _prepare_input_fn(
+        sequence_sharding: tuple[PlacingArgument, ...], mod: nn.Module, inputs: tuple[Any, ...], device_mesh: Meshes
+    ) -> DTensor:
+        return _LayerParallel._prepare_input_fn(sequence_sharding, sequence_sharding, mod, inputs, device_mesh)
+
+    @staticmethod
+    def _prepare_output_fn(
+        use_local_output: bool, mod: nn.Module, outputs: torch.Tensor, device_mesh: Meshes
+    ) -> torch.Tensor:
+        return StyleAxis.of(device_mesh, None).handed_over(outputs, use_local_output)  # type: ignore[arg-type]
+
+    # -- the hooks -----------------------------------------------------------------------------------------
+    def _apply(self, module: nn.Module, device_mesh: Meshes) -> nn.Module:
+        if self._is_extended(SequenceParallel):
+            return distribute_module(
+                module,
+                device_mesh,
+                self._replicate_module_fn,
+                partial(self._prepare_input_fn, self.sequence_sharding),
+                partial(self._prepare_output_fn, self.use_local_output),
+            )
+        self.sequence = as_placing(self.sequence_sharding[0], "sequence_sharding")  # type: ignore[assignment]
         axis = StyleAxis.of(device_mesh, self.axis)
         lay_out_module(module, dict.fromkeys(module._parameters, REPLICATE), axis, self.src_data_rank)
         module.register_forward_pre_hook(StyleHook(self._before, axis))
