@@ -3,10 +3,13 @@
 import gc
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 Call = Callable[[], object]
@@ -23,6 +26,13 @@ class Missing:
 
 
 Seconds = float | Missing
+
+
+def shown(things: Iterable, what: str, here: bool = True) -> Iterable:
+    """What is measured one after the other, with a bar where stderr is a terminal. It is drawn between two things only,
+    so that no thread takes time from what is measured."""
+    off = not here or not sys.stderr.isatty()
+    return track(list(things), what, console=Console(stderr=True), transient=True, auto_refresh=False, disable=off)
 
 
 def attempt(make: Callable[[], Call]) -> Call | Missing:

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _timing import shown
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -123,7 +124,7 @@ class BytesIn(TorchDispatchMode):
 
 
 def timed_pairs(mesh, size, options):
-    for before, after in pairs_of(options.quick):
+    for before, after in shown(pairs_of(options.quick), f"{size} x {size}", dist.get_rank() == 0):
         ours, theirs = ([[WITH_SUMS[n][peer] for n in spot] for spot in (before, after)] for peer in (0, 1))
         layout = layout_of(mesh, ours[0], (size, size))
         plan = plan_move(layout, layout.replace(placements=ours[1]))
@@ -261,10 +262,11 @@ def main():
     options = parser.parse_args()
     console = Console(width=150)
     planned = {"bytes": [], "planning": []}
-    for mesh in [(2, 4)] if options.quick else [(2, 4), (4, 4), (2, 2, 4)]:
-        for name, kinds in (("S, R", KINDS), ("S, R, P", WITH_SUMS)):
-            planned["bytes"].append({"mesh": mesh, "layouts": name} | bytes_over_bound(mesh, kinds, 8192))
-    for mesh in [(4, 4, 4, 4)] if options.quick else [(4, 4, 4, 4), (16, 16, 16, 16)]:
+    meshes = [(2, 4)] if options.quick else [(2, 4), (4, 4), (2, 2, 4)]
+    for mesh, name in shown(itertools.product(meshes, ("S, R", "S, R, P")), "bytes"):
+        kinds = WITH_SUMS if "P" in name else KINDS
+        planned["bytes"].append({"mesh": mesh, "layouts": name} | bytes_over_bound(mesh, kinds, 8192))
+    for mesh in shown([(4, 4, 4, 4)] if options.quick else [(4, 4, 4, 4), (16, 16, 16, 16)], "plans"):
         planned["planning"].append((mesh, planning_seconds(mesh)))
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (options, folder), nprocs=options.ranks)

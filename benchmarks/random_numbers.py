@@ -8,6 +8,7 @@ import functools
 import time
 
 import torch
+from _timing import shown
 from rich.console import Console
 from rich.table import Table
 
@@ -59,7 +60,7 @@ def main():
     unit, digits = (1e6, "us") if cuda else (1e3, "ms")
     table = Table("numbers", "elements", f"torch ({digits})", f"shardwise ({digits})", "/ torch", title=options.device)
     for n in (10**6, 10**7):
-        for name, (dtype, what, fill) in CASES.items():
+        for name, (dtype, what, fill) in shown(CASES.items(), f"{n:,} numbers"):
             plain, mine = compared(n, dtype, what, fill, options.device, seconds, sync)
             table.add_row(name, f"{n:,}", f"{plain * unit:.2f}", f"{mine * unit:.2f}", f"{mine / plain:.2f}x")
         rows = n // 512

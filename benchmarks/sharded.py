@@ -20,6 +20,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from _timing import shown
 from rich.console import Console
 from rich.table import Table
 
@@ -190,7 +191,7 @@ def run(options):
     table = Table("what", "torch (ms)", "shardwise (ms)", "torch / shardwise", "bytes in / fewest")
     for title, rows in sections.items():
         table.add_section()
-        for name, calls, pair in rows:
+        for name, calls, pair in shown(rows, title, dist.get_rank() == 0):
             found = measured(calls, options.repeats)
             moved = "" if pair is None else "{:,} / {:,}".format(*bytes_moved(libraries[OURS], pair, size))
             theirs, ours = found[THEIRS], found[OURS]

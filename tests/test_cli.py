@@ -162,3 +162,31 @@ def test_help_fits_into_80_columns(command, capsys, monkeypatch):
         main([*command, "--help"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 4 and max(map(len, lines)) <= 80, lines
+
+
+def test_shapes_that_do_not_fit(run, capsys):
+    code, _, err = run("rules", "mm", "--shapes", "4,5", "6,7")
+    assert code == 2 and "mm(tensor([4, 5]), tensor([6, 7])) raises RuntimeError" in err
+    with pytest.raises(SystemExit):
+        run("rules", "mm", "--shapes", "4,x")
+    assert "'4,x' are no sizes; write 4,5 or 4,5:int64" in capsys.readouterr().err
+
+
+def test_what_is_not_there(run, tmp_path):
+    code, _, err = run("checkpoint", "ls", str(tmp_path / "none"))
+    assert code == 1 and err == f"shardwise checkpoint: {tmp_path / 'none'}: there is no such folder\n"
+    code, _, err = run("calibrate", "--device", "tpu")
+    assert code == 2 and "device 'tpu' cannot be measured; use --device cuda or --device cpu" in err
+
+
+def test_a_script_that_does_nothing_is_not_said_to_fit(run, tmp_path):
+    script = tmp_path / "nothing.py"
+    script.write_text("def main():\n    pass\n")
+    code, lines, err = run("estimate", str(script), "--mesh", "2x2")
+    assert code == 2 and not lines and "came to its end without an op on its mesh, so there is nothing to estimate" in err
+
+
+def test_every_rule_is_explained_or_asks_for_arguments(run):
+    """A table, or what to give; never a traceback."""
+    codes = {name: run("rules", name)[0] for name in ("embedding", "rmatmul", "matmul", "view", "einsum")}
+    assert codes == {"embedding": 0, "rmatmul": 0, "matmul": 0, "view": 2, "einsum": 2}

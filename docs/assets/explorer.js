@@ -93,7 +93,7 @@ function start() {
 
   // The ranks that hold a box, as many as it has room for.
   function labelOf(ranks, before, width) {
-    const tries = [ranks.length <= 3 ? before + ranks.join(", ") : `${before}${ranks.slice(0, 3).join(", ")}, …`, `${before}${ranks[0]}${ranks.length > 1 ? " …" : ""}`];
+    const tries = [ranks.length <= 3 ? before + ranks.join(", ") : `${before}${ranks.slice(0, 3).join(", ")}, … (${ranks.length} ranks)`, `${before}${ranks[0]}${ranks.length > 1 ? " …" : ""}`];
     return tries.find((said) => said.length * 6.4 + 4 <= width) || "";
   }
 
@@ -112,11 +112,13 @@ function start() {
     const rects = [...boxes.values()].map(({ r, c, ranks }) => {
       const x = (c[0] / cols) * width, y = (r[0] / rows) * height, w = ((c[1] - c[0]) / cols) * width, h = ((r[1] - r[0]) / rows) * height;
       const hue = (ranks[0] * 137.5 + 209) % 360, label = h > 12 ? labelOf(ranks, parts ? "Σ " : "", w) : "";
-      return `<rect x="${x.toFixed(2)}" y="${y.toFixed(2)}" width="${w.toFixed(2)}" height="${h.toFixed(2)}" fill="hsl(${hue} 62% 55%)" fill-opacity=".5" stroke="currentColor" stroke-opacity="${line}"><title>${ranks.length > 1 ? "ranks" : "rank"} ${named(ranks, 16)}</title></rect>` +
+      return `<rect x="${x.toFixed(2)}" y="${y.toFixed(2)}" width="${w.toFixed(2)}" height="${h.toFixed(2)}" fill="hsl(${hue} 62% 55%)" fill-opacity=".5" stroke="currentColor" stroke-opacity="${line}"><title>[${dims > 1 ? `${r.join(":")}, ` : ""}${c.join(":")}] is held by ${ranks.length > 1 ? "ranks" : "rank"} ${named(ranks, 16)}</title></rect>` +
         (label && `<text x="${x + w / 2}" y="${y + h / 2 + 4}" text-anchor="middle" font-size="11" fill="currentColor">${label}</text>`);
     });
+    const idle = everyone(mesh).map((coords, rank) => [volume(tilesOf(shape, mesh, places, coords)), rank]).filter(([held]) => !held).map(([, rank]) => rank);
+    const note = idle.length ? `<div><small>holding nothing: ${idle.length > 1 ? "ranks" : "rank"} ${named(idle, 8)}</small></div>` : "";
     if (!rects.length) return "<p>no elements</p>";
-    return `<svg viewBox="-1 -1 ${width + 2} ${height + 2}" style="width:100%;max-width:${width}px">${rects.join("")}</svg>`;
+    return `<svg viewBox="-1 -1 ${width + 2} ${height + 2}" style="width:100%;max-width:${width}px">${rects.join("")}</svg>${note}`;
   }
 
   function show() {

@@ -10,6 +10,7 @@ import time
 import zlib
 from base64 import b64decode
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from shardwise.comm.calls import Clock
 from shardwise.comm.flight import Flight
 from shardwise.comm.record import Note
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, data_parallel, parallelize_module
-from shardwise.reports import blame, read_run
+from shardwise.reports import Event, Rank, Run, blame, read_run
+from shardwise.reports.blame import waiting
 from shardwise.reports.chrome import chrome_trace
 from shardwise.reports.page import page
 from shardwise.reports.summary import summary
@@ -120,7 +122,8 @@ def test_memory_by_category(tmp_path):
     held = 4 * (2 * 64 + 8 + 8)  # the bias of the second layer is one tensor that all ranks share
     assert begin == end == [held, 0, 0] and before_step == [held, held, 0]
     assert after_step[:2] == [held, held] and after_step[2] >= 2 * held
-    assert "the rest (up to" in page(run)
+    text = page(run)
+    assert "the rest (up to" in text and "of it that are there all the time" in text  # the program does not hide the tensors
 
 
 @pytest.mark.filterwarnings("error")
@@ -235,7 +238,6 @@ def test_on_processes(tmp_path, capsys):
     text = (tmp_path / "report.html").read_text()
     assert "<script src" not in text and "http" not in text.replace("http://www.w3.org", "")
     assert f"<p>Files are in {os.path.dirname(__file__)}/</p>" in text and ">test_record.py:" in text
-    assert "of it that are there all the time" in text  # the program itself does not hide what the tensors take
     assert main(["blame", str(tmp_path / "nowhere")]) == 2
 
 
@@ -390,3 +392,38 @@ def test_blame(fault):
     """`benchmarks/blame.py` has a hundred of them."""
     (trial,) = run_faults(1, seed=len(fault), only=fault)
     assert not trial.wrong, (trial.wrong, trial.verdict)
+
+
+def _stuck(rank, layouts, left=None):
+    """A rank whose only collective is this one."""
+    event = Event(1, 1.0, left, "redistribute", "all_gather", "dp", layouts, "", 8, "train.py:7", (0, 1, 2, 3), "dp", 1, "", 0,
+                  False, False, left is not None, 0)  # fmt: skip
+    return Rank(rank, 1000, "elsewhere", 1, [event])
+
+
+def test_ranks_that_do_the_same_are_said_once():
+    run = Run(Path("run"), {rank: _stuck(rank, "[S(1)]" if rank == 5 else "[R]") for rank in range(1000)})
+    verdict = blame(run)
+    assert verdict.ranks == (5,) and "rank 5 came to redistribute: all_gather on 'dp', [S(1)] at train.py:7" in verdict.text
+    assert verdict.waits == [
+        "ranks 0, 1, 2 ... 999 (999 of them) wait in redistribute: all_gather on 'dp', [R] at train.py:7"
+    ]
+    assert len(str(verdict)) < 400
+    halves = Run(Path("run"), {rank: _stuck(rank, f"[S({rank % 2})]") for rank in range(1000)})
+    assert len(str(blame(halves))) < 400 and len(blame(halves).ranks) == 1000
+    two = Run(Path("run"), {rank: _stuck(rank, "[R]", 2.0 if rank else None) for rank in range(2)})
+    assert waiting(two) == [0]
+
+
+@pytest.mark.parametrize("here", [0, 2])
+def test_one_of_those_that_wait_says_why(here, tmp_path, monkeypatch, capsys):
+    run = Run(tmp_path, {rank: _stuck(rank, "[S(1)]" if rank == 1 else "[R]") for rank in range(4)})
+    monkeypatch.setattr(sys.modules["shardwise.debug.record"], "read_run", lambda folder: run)
+    record = debug.record(tmp_path, limit=3)
+    with record:
+        record._flight.rank = here
+        record._tell()
+    said = capsys.readouterr().err
+    assert said.startswith("shardwise: a collective takes longer than 3 s: ") and said.count("\n") == (2 if here == 0 else 1)
+    text = "the ranks did different things: rank 1 came to" if here == 0 else f"rank 2 waits, too; `shardwise blame {tmp_path}`"
+    assert text in said

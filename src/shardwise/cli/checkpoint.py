@@ -30,7 +30,7 @@ from shardwise.checkpoint.tree import Json, built, flat_tree, value_of
 from shardwise.checkpoint.verify import check_blocks
 from shardwise.checkpoint.world import World
 from shardwise.cli.help import Help
-from shardwise.errors import ShardwiseError
+from shardwise.errors import CheckpointError, ShardwiseError
 
 _EXAMPLES = """examples:
   shardwise checkpoint ls runs/7                    the checkpoints of a folder
@@ -154,6 +154,8 @@ def total_bytes(source: Source) -> int:
 # -- actions -------------------------------------------------------------------------------------------------
 def _ls(options: argparse.Namespace, console: Console) -> int:
     root = Path(options.path)
+    if not root.exists():
+        raise CheckpointError(f"{root}: there is no such folder")
     folders = [root] if is_checkpoint(root) or root.is_file() else sorted(p for p in root.iterdir() if is_checkpoint(p))
     table = Table("checkpoint", "step", "tensors", "size")
     bad = 0

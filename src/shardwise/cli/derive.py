@@ -68,7 +68,7 @@ def derive(
     guesses: Iterable[list[Any]] = ([*tensors], [[*tensors]]) if tensors else _guesses(rule)
     for blanks in guesses:
         call = ([*blanks, *args], kwargs)
-        found = _derived(name, rule, call, mesh)
+        found = _derived(name, rule, call, mesh, bool(tensors))
         if found is not None and not all(row.failed for row in found.rows):
             return found
         if found is not None and not refused:
@@ -80,7 +80,8 @@ def derive(
     )
 
 
-def _derived(name: str, rule: Rule, call: Call, mesh: SimulatedMesh) -> Derivation | None:
+def _derived(name: str, rule: Rule, call: Call, mesh: SimulatedMesh, is_given: bool) -> Derivation | None:
+    """The strategies for one call; shapes that somebody has given may be wrong."""
     tensors = [x for x in tree_flatten(call)[0] if isinstance(x, Blank)]
     whole = [REPLICATE] * len(tensors)
     spec = _answer(rule, call, tensors, whole, mesh)
@@ -90,6 +91,9 @@ def _derived(name: str, rule: Rule, call: Call, mesh: SimulatedMesh) -> Derivati
     written = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
     ways: list[Sequence[Placement]] = [*_ways(tensors), whole]
     if isinstance(spec, Factors) and all(isinstance(_answer(rule, call, tensors, way, mesh), Factors) for way in ways):
+        wrong = _refusal(name, call) if is_given else None
+        if wrong is not None:
+            return Derivation(f"{name}({written})", len(tensors), [Row("run it", whole, [wrong], "?", True)], [])
         rows, notes = _rows_of_factors(spec, tensors, mesh)
     else:
         rows, notes = [_run(_function(name), call, way, mesh) for way in ways], []
@@ -144,6 +148,28 @@ def _ways(tensors: Sequence[Blank]) -> Iterator[list[Placement]]:
             yield [Shard(dim)] * len(tensors)
 
 
+def _refusal(name: str, call: Call) -> str | None:
+    """What torch says of shapes that do not fit, which a rule is not asked: seen on tensors without memory. None if one
+    of the functions of that name takes them."""
+    args, kwargs = tree_map_only(Blank, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), call)
+    said = None
+    for function in _functions(name):
+        try:
+            with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+                function(*args, **kwargs)
+        except NotImplementedError:  # it has no kernel for such tensors
+            return None
+        except Exception as error:
+            said = said or f"{type(error).__name__}: {_first_line(error)}"
+        else:
+            return None
+    return said
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
 # -- factors -----------------------------------------------------------------------------------------------
 def _rows_of_factors(spec: Factors, tensors: Sequence[Blank], mesh: SimulatedMesh) -> tuple[list[Row], list[str]]:
     factors = dict.fromkeys(f for names in spec.inputs for f in names if f is not None)
@@ -165,9 +191,15 @@ _PLACES = (torch, F, torch.special, torch.linalg, torch.Tensor, torch.ops.aten)
 
 
 def _function(name: str) -> Callable[..., Any]:
+    return next(_functions(name))
+
+
+def _functions(name: str) -> Iterator[Callable[..., Any]]:
+    """All functions that an op's name is spelled for."""
     bare = name.removeprefix("aten::")
-    places = _PLACES if bare == name else (torch.ops.aten,)
-    return next(getattr(place, bare) for place in places if hasattr(place, bare))
+    spelled = [(place, bare) for place in (_PLACES if bare == name else (torch.ops.aten,))]
+    spelled.append((torch.Tensor, f"__{bare}__"))  # what operators call, as x @ y
+    return (getattr(place, word) for place, word in spelled if hasattr(place, word))
 
 
 def _run(function: Callable[..., Any], call: Call, way: Sequence[Placement], mesh: SimulatedMesh) -> Row:
@@ -180,8 +212,7 @@ def _run(function: Callable[..., Any], call: Call, way: Sequence[Placement], mes
         try:
             results = tree_flatten(function(*args, **kwargs))[0]
         except Exception as error:
-            first = str(error).partition("\n")[0]
-            return Row("run it", way, [f"{type(error).__name__}: {first}"], travels="?", failed=True)
+            return Row("run it", way, [f"{type(error).__name__}: {_first_line(error)}"], travels="?", failed=True)
     places = [x.placements[0] for x in results if isinstance(x, shardwise.DTensor)]
     kinds = dict.fromkeys(entry.kind for entry in log)
     travels = ", ".join(f"{kind} {sum(e.bytes for e in log if e.kind == kind)} B" for kind in kinds)

@@ -59,7 +59,10 @@ def _tensor(text: str) -> Blank:
     dtype = getattr(torch, kind or "float32", None)
     if not isinstance(dtype, torch.dtype):
         raise argparse.ArgumentTypeError(f"{text!r}: {kind!r} is no dtype of torch; write 4,5 or 4,5:int64")
-    return Blank(tuple(int(size) for size in sizes.strip("()").split(",") if size.strip()), dtype)
+    given = [size.strip() for size in sizes.strip("()").split(",") if size.strip()]
+    if not all(size.isdecimal() for size in given):
+        raise argparse.ArgumentTypeError(f"{text!r}: {sizes!r} are no sizes; write 4,5 or 4,5:int64")
+    return Blank(tuple(map(int, given)), dtype)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

@@ -22,6 +22,7 @@ from shardwise.debug.memory_by_category import MemoryByCategory, bytes_here
 from shardwise.errors import CommError, check_type
 from shardwise.layout import Placement
 from shardwise.reports import blame, read_run
+from shardwise.reports.blame import waiting
 from shardwise.wrapper import Wrapper
 
 _MOST_PARAMETERS = 2000
@@ -71,9 +72,15 @@ class Record:
         self._flight.close()
 
     def _tell(self) -> None:
-        """Say on stderr who hangs, once a collective has taken longer than the limit."""
-        verdict = blame(read_run(self.path))
-        print(f"shardwise: a collective takes longer than {self._limit:g} s. {verdict}", file=sys.stderr, flush=True)
+        """Say on stderr who hangs, once a collective has taken longer than the limit. One of the ranks that wait says
+        all of it, the others that they wait, too."""
+        run, here = read_run(self.path), self._flight.rank
+        if here > min(waiting(run), default=here):
+            said = f"rank {here} waits, too; `shardwise blame {self.path}` says for whom"
+        else:
+            said = str(blame(run))
+        said = f"shardwise: a collective takes longer than {self._limit:g} s: {said}"
+        print(said, file=sys.stderr, flush=True)
 
     # -- modules --------------------------------------------------------------------------------------------
     def _recording(self, call: Callable[..., Any]) -> Callable[..., Any]:

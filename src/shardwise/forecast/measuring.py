@@ -37,6 +37,8 @@ def measured(
     Raises:
         HardwareError: The device is not here.
     """
+    if device.partition(":")[0] not in ("cuda", "cpu"):
+        raise HardwareError(f"calibrate: device {device!r} cannot be measured; use --device cuda or --device cpu")
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise HardwareError("calibrate: device 'cuda' is not here; use --device cpu, or run this where a GPU is")

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardwise.comm.record import Entry
 from shardwise.comm.record import Recorder as Listener
+from shardwise.errors import OutlineError
 from shardwise.forecast.checkpoints import played_checkpoints
 from shardwise.forecast.devices import played_device
 from shardwise.forecast.hardware import Hardware
@@ -135,6 +136,11 @@ def estimate_program(
         except SystemExit as ended:
             if ended.code:
                 raise
+    if not recorder.events:
+        raise OutlineError(
+            "estimate: the program came to its end without an op on its mesh, so there is nothing to estimate; does it "
+            "train when it is run as `python SCRIPT`, with these arguments (--args)?"
+        )
     first, end = found.last()
     time = play(recorder.events[first.events : end.events], hardware)
     made = next(iter(world.meshes.values()), mesh)

@@ -49,7 +49,7 @@ def blame(run: Run, lines: bool = True) -> Verdict:
     if found is None:
         over = all(rank.end is not None for rank in run.ranks.values()) and not run.missing
         return Verdict((), "nothing went wrong: all ranks did the same" + ("" if over else ", as far as they came"))
-    found.waits = [said for rank in run.ranks.values() if rank.rank not in found.ranks for said in _wait_of(rank)]
+    found.waits = _waits([rank for rank in run.ranks.values() if rank.rank not in found.ranks])
     return found
 
 
@@ -106,13 +106,17 @@ def _signature(event: Event, lines: bool) -> tuple[object, ...]:
 
 def _difference(events: dict[int, Event], kinds: dict[int, tuple[object, ...]]) -> Verdict:
     (most, count), *rest = Counter(kinds.values()).most_common()
-    others = [rank for rank in sorted(kinds) if kinds[rank] != most]
-    usual = [rank for rank in sorted(kinds) if kinds[rank] == most]
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for rank in sorted(kinds):
+        alike[kinds[rank]].append(rank)
+    usual = alike[most]
     if rest and rest[0][1] == count:  # as many on the one side as on the other: neither is the usual one
-        text = "; ".join(f"rank {rank} came to {events[rank]}" for rank in sorted(kinds))
+        text = "; ".join(f"{rank_names(ranks)} came to {events[ranks[0]]}" for ranks in alike.values())
         return Verdict(tuple(sorted(kinds)), f"the ranks did different things: {text}")
-    text = "; ".join(f"rank {rank} came to {events[rank]}" for rank in others)
-    return Verdict(tuple(others), f"the ranks did different things: {text}; {rank_names(usual)} to {events[usual[0]]}")
+    del alike[most]
+    text = "; ".join(f"{rank_names(ranks)} came to {events[ranks[0]]}" for ranks in alike.values())
+    others = tuple(sorted(rank for ranks in alike.values() for rank in ranks))
+    return Verdict(others, f"the ranks did different things: {text}; {rank_names(usual)} to {events[usual[0]]}")
 
 
 # -- ranks that do not come --------------------------------------------------------------------------------
@@ -192,10 +196,22 @@ def _after(rank: Rank) -> str:
     return f",{within} before its first collective"
 
 
-def _wait_of(rank: Rank) -> Sequence[str]:
-    inside = _unfinished(rank) or [event for event in rank.collectives[-1:] if event.failed]
-    if not inside:
-        return []
-    last = inside[-1]
-    how = "waits" if last.left is None else "waited"
-    return [f"rank {rank.rank} {how} {'for' if last.wait else 'in'} {str(last).removeprefix('the wait for ')}"]
+def waiting(run: Run) -> list[int]:
+    """The ranks that are in a collective."""
+    return [rank.rank for rank in run.ranks.values() if _unfinished(rank)]
+
+
+def _waits(ranks: Sequence[Rank]) -> list[str]:
+    """A line for those that wait for the same."""
+    alike: dict[tuple[bool, str], list[int]] = defaultdict(list)
+    for rank in ranks:
+        inside = _unfinished(rank) or [event for event in rank.collectives[-1:] if event.failed]
+        if inside:
+            last = inside[-1]
+            where = f"{'for' if last.wait else 'in'} {str(last).removeprefix('the wait for ')}"
+            alike[last.left is None, where].append(rank.rank)
+    said = []
+    for (now, where), who in alike.items():
+        how = ("waits" if len(who) == 1 else "wait") if now else "waited"
+        said.append(f"{rank_names(who)} {how} {where}")
+    return said

@@ -24,7 +24,7 @@ also_writes(F.embedding_bag, (1, "weight"), when=(3, "max_norm"), default=None)
 
 @rule("embedding")
 def embedding(first: Operand, second: Operand, *args: object, **kwargs: object) -> Factors | None:
-    """``i..., v d -> i... d``; aten gives the table first. With `sparse`, the gradient is dense all the same."""
+    """``*i, v d -> *i d``; aten gives the table first. With `sparse`, the gradient is dense all the same."""
     aten = first.dtype not in (torch.int32, torch.int64) or second.ndim != 2  # a table of numbers has two dims
     ids, table = (second, first) if aten else (first, second)
     options = ("padding_idx", *(() if aten else ("max_norm", "norm_type")), "scale_grad_by_freq", "sparse")
