@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import shardwise
-from shardwise import Replicate, Shard, distribute_tensor
+from shardwise import Replicate, Shard, distribute_tensor, simulate
 from shardwise import sharded as S
 from tests.test_layers import ROW, unit_of
 from tests.workers import device_mesh, run_ranks
@@ -67,3 +67,11 @@ def test_walks():
     moving = {file for file in found["reshard"][0] if file.startswith(("move/", "comm/"))}
     assert {"move/run.py", "move/transfer.py", "comm/messages.py"} <= moving
     assert moving <= {*files, "move/tiles.py"}, moving
+
+
+def test_a_warm_move_of_simulated_ranks_works_nothing_out():
+    """Which rank puts what where is kept with the step."""
+    x = distribute_tensor(torch.randn(8, 8), simulate(4), [Shard(0)])
+    with torch.no_grad():
+        files, _ = walked(lambda: x.redistribute(placements=[Shard(1)]))
+    assert "move/whole.py" in files and "layout/region.py" not in files, files

@@ -162,7 +162,11 @@ def move_parts(
 
 
 def whole_on(rank: int, size: Sequence[int]) -> TileSet:
-    """Return one tile, the whole tensor, held by `rank`."""
+    """Return one tile, the whole tensor, held by `rank`; the same object each time."""
+    return kept(_tile_sets, ("whole", rank, tuple(size)), lambda: _made_whole_on(rank, size))
+
+
+def _made_whole_on(rank: int, size: Sequence[int]) -> TileSet:
     start = np.zeros((1, len(size)), dtype=np.int64)
     end = np.array(size, dtype=np.int64).reshape(1, len(size))
     return TileSet.owned(np.array([rank], dtype=np.int64), Tiles(start, end))

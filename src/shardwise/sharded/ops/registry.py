@@ -85,7 +85,7 @@ def dispatch_spec_op(
 def default(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute a function for which the user has registered nothing."""
     ours = own_ops.get(func)
-    return call_generally(func, args, kwargs) if ours is None else ours(*args, **kwargs)
+    return _general[0](func, args, kwargs) if ours is None else ours(*args, **kwargs)
 
 
 def call_generally(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
