@@ -1,7 +1,9 @@
 """The states of data parallelism: only the changes that are written down happen."""
 
 import copy
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -106,3 +108,19 @@ def test_gradients_of_first_and_last_layers_take_no_room_in_between(monkeypatch)
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
     whole, middle = packed[-1], packed[0]
     assert middle is not whole and packed.index(whole) > max(i for i, bucket in enumerate(packed) if bucket is middle)
+
+
+@pytest.mark.parametrize("shard", ["none", "gradients", "parameters"])
+def test_a_module_that_is_gone_leaves_nothing_behind(shard):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    data_parallel(module, simulate(2), shard)
+    kept, loss = list(module.parameters()), module(torch.ones(2, 4)).sum()
+    gone = [weakref.ref(hook.func.__self__) for hook in module._forward_pre_hooks.values() if hasattr(hook, "func")]
+    assert gone
+    del module
+    gc.collect()
+    loss.backward()  # its graph keeps what it needs
+    assert all(param.grad is not None for param in kept)
+    del loss, kept
+    gc.collect()
+    assert not any(ref() for ref in gone)

@@ -57,13 +57,13 @@ def said_by_key(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     return ", ".join(words)[:_LONGEST]
 
 
-def _said(arg: Any, func: Callable[..., Any]) -> str:
+def _said(arg: object, func: Callable[..., Any]) -> str:
     kind = type(arg)
     if kind is float:
         return "" if func in ANY_FLOAT else repr(arg)
-    if kind is str:
+    if isinstance(arg, str):
         return "" if _A_DEVICE.fullmatch(arg) else repr(arg)
-    if kind in (tuple, list):
+    if isinstance(arg, (tuple, list)):
         inside = [_said(x, func) for x in arg[:64]]
         return f"({', '.join(said or '_' for said in inside)})" if any(inside) else ""
     return repr(arg) if kind in (int, bool, slice, torch.dtype) else ""

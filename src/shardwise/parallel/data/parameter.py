@@ -174,7 +174,10 @@ class ManagedParameter:
     def drop_if_cleared(self) -> None:
         """Drop the gradients that wait if the program has cleared or replaced those that it sees, and those of a pass
         that failed before anything could take note of it."""
-        if self.unreduced is None or not all(
+        if self.unreduced is None:
+            if any(leaf.grad is not None for leaf in self.leaves):
+                self.drop_waiting()
+        elif not all(
             value.grad is grad and grad._version == version
             for value, (grad, version) in zip(self.values, self.unreduced, strict=True)
         ):
@@ -183,8 +186,10 @@ class ManagedParameter:
     def drop_waiting(self) -> None:
         self.unmark()
         self.waiting.clear()
+        own = set(map(id, self.values))  # where there is one rank: these gradients are what the program sees
         for leaf in self.leaves:
-            leaf.grad = None
+            if id(leaf) not in own:
+                leaf.grad = None
 
     # -- standing in ----------------------------------------------------------------------------------------
     def _local(self) -> torch.Tensor:

@@ -115,8 +115,9 @@ class DataParallel:
     def _prepare(self, unit: Unit) -> None:
         if unit.prepare():
             self._reduction_is_current = False
+            came = functools.partial(_gradient_came, weakref.ref(self), weakref.ref(unit))
             for leaf in unit.new_leaves():
-                leaf.register_post_accumulate_grad_hook(functools.partial(self._gradient_came, unit))
+                leaf.register_post_accumulate_grad_hook(came)
 
     def _prefetch(self, unit: Unit, step: int) -> None:
         """Begin to gather the units that the program names; else the one whose forward began `step` places after this
@@ -304,6 +305,14 @@ class DataParallel:
         for unit in self.units:
             if unit.groups is not None:
                 yield from unit.parameters
+
+
+def _gradient_came(passes: weakref.ref[DataParallel], unit: weakref.ref[Unit], leaf: torch.Tensor) -> None:
+    """What a leaf calls. The garbage collector does not see what hooks of leaves hold: a leaf that held its unit, which
+    holds the leaf, would stay for ever. As long as a backward pass can come, its graph holds both."""
+    mine, its = passes(), unit()
+    if mine is not None and its is not None:
+        mine._gradient_came(its, leaf)
 
 
 def _cast(dtype: torch.dtype, value: T) -> T:
