@@ -93,4 +93,6 @@ def on_post_page(output, page, config):
 
 
 def on_page_markdown(markdown, page, config, files):
+    if page.file.src_path == "operators.md":
+        page.meta["hide"] = ["toc"]  # a table as wide as the page
     return with_pictures(markdown)

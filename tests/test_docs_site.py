@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise import cli
+from shardwise.testing.report import _row
 from tests.workers import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -124,3 +125,9 @@ def test_every_public_name_is_in_the_reference_and_documented():
             assert f"::: {hooks._place(package, name)}\n" in page
             assert (inspect.getdoc(thing) or "").strip(), f"{package}.{name} has no docstring"
     assert "::: shardwise.tensor.DTensor" in page and shardwise.DTensor.__doc__
+
+
+def test_names_of_operators_are_no_emphasis():
+    record = {"name": "__rand__", "right": True, "shapes": "", "trials": 1, "splits": {}, "fallbacks": []}
+    assert _row(record).startswith(r"| \_\_rand__ |")
+    assert not re.search(r"^\| _", (DOCS / "operators.md").read_text(), re.MULTILINE)

@@ -153,7 +153,7 @@ def _refusal(name: str, call: Call) -> str | None:
     of the functions of that name takes them."""
     args, kwargs = tree_map_only(Blank, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), call)
     said = None
-    for function in _functions(name):
+    for function in _spellings(name):
         try:
             with torch.no_grad(), warnings.catch_warnings(action="ignore"):
                 function(*args, **kwargs)
@@ -191,10 +191,10 @@ _PLACES = (torch, F, torch.special, torch.linalg, torch.Tensor, torch.ops.aten)
 
 
 def _function(name: str) -> Callable[..., Any]:
-    return next(_functions(name))
+    return next(_spellings(name))
 
 
-def _functions(name: str) -> Iterator[Callable[..., Any]]:
+def _spellings(name: str) -> Iterator[Callable[..., Any]]:
     """All functions that an op's name is spelled for."""
     bare = name.removeprefix("aten::")
     spelled = [(place, bare) for place in (_PLACES if bare == name else (torch.ops.aten,))]

@@ -85,7 +85,10 @@ def _row(record: dict[str, Any]) -> str:
             stays.append(f"{layouts} → {out}")
     said = [fallback.partition(": ")[2].removeprefix("gather, ") for fallback in record["fallbacks"]]
     reasons = sorted({reason.split(", and compute")[0] for reason in said})
-    name = record["name"] if record["right"] else f"{record['name']} (**not right**)"
+    spelled = record["name"].lstrip("_")
+    name = r"\_" * (len(record["name"]) - len(spelled)) + spelled  # else Markdown takes them for emphasis
+    if not record["right"]:
+        name += " (**not right**)"
     if record["shapes"] and len(record["shapes"]) < LONGEST:
         name += f" `{record['shapes']}`"
     return f"| {name} | {record['trials']} | {_some(stays)} | {_some(moves)} | {'; '.join(reasons)} |"
