@@ -285,8 +285,9 @@ class PrepareModuleInputOutput(ParallelStyle):
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        inputs = f"{_shown(self.prepare_module_input, *_INPUT_NAMES)}, use_local_input={self.prepare_module_input.use_local_output}"
-        return f"PrepareModuleInputOutput({inputs}, {_shown(self.prepare_module_output, *_OUTPUT_NAMES, 'use_local_output')})"
+        before, after = self.prepare_module_input, self.prepare_module_output
+        inputs = f"{_shown(before, *_INPUT_NAMES)}, use_local_input={before.use_local_output}"
+        return f"PrepareModuleInputOutput({inputs}, {_shown(after, *_OUTPUT_NAMES, 'use_local_output')})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
         for style in (self.prepare_module_input, self.prepare_module_output):

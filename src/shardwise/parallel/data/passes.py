@@ -99,8 +99,7 @@ class DataParallel:
         for other in self.units:  # unsharded by the program, or its forward was interrupted
             other.give_up_forward()
         for p in self._parameters():
-            if p.unreduced is not None:
-                p.drop_if_cleared()
+            p.drop_if_cleared()
         meshes = {x._layout.mesh for x in values_in((args, kwargs)) if isinstance(x, DTensor)}
         for data in {other.data for other in self.units}:
             self._distributed[data] = any(data.numbers_in(mesh) is not None for mesh in meshes)
@@ -284,8 +283,7 @@ class DataParallel:
         if self._in_backward and self._end_of_backward() is not None:
             raise AutogradError("fully_shard: gradients cannot be reduced in the middle of a backward pass")
         for p in self._parameters():
-            if p.unreduced is not None:
-                p.drop_if_cleared()
+            p.drop_if_cleared()
         self._begin_reduction()
         self._finish_backward()
 
