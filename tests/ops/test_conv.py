@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import shardwise
-from shardwise import Partial, Replicate, Shard, distribute_tensor, simulate
+from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor, simulate
 from shardwise.testing import check_rule, spread_out
 from tests.values import compare, seeded
 from tests.workers import device_mesh, run_ranks
@@ -218,3 +218,16 @@ def test_a_bias_of_another_size_is_refused_as_on_one_device():
                 given = (distribute_tensor(t, mesh, [p]) for t, p in zip((x, weight, bias), places, strict=True))
                 with pytest.raises(RuntimeError, match="expected bias"):
                     conv(*given)
+
+
+def of_other_channels(rank, world_size):
+    mesh = device_mesh((world_size,))
+    x = DTensor.from_local(torch.ones(1, 3), mesh, [Partial("max")])
+    weight = distribute_tensor(torch.ones(3, 2, 2), mesh, [Shard(0, sizes=(2, 1, 0))])
+    bias = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match="channels"):
+        F.conv_transpose1d(x, weight, bias, stride=2)
+
+
+def test_channels_that_do_not_fit_raise_on_ranks_without_channels_too():
+    run_ranks(of_other_channels, 3)

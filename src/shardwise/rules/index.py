@@ -197,7 +197,7 @@ def of_index(result: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> N
 
 
 @stored("__getitem__")
-def of_item(result: torch.Tensor, x: torch.Tensor, index: Any) -> None:
+def of_item(result: torch.Tensor, x: torch.Tensor, index: object) -> None:
     actions, left = basic_actions(spelled_out(index, x.dim()), x.shape)
     if any(entry is not None for entry in left):
         of_index(result, viewed(x, actions), [e if e is None else torch.as_tensor(e) for e in left])

@@ -58,7 +58,7 @@ def loss_rule(names: str, each: Callable[..., Any], mean: Callable[..., Any] | N
     def by_number(*args: object, **kwargs: object) -> Any:
         """aten's spelling, with a number for the reduction, as a call of torch.nn.functional's."""
         names = parameters()
-        arguments = dict(zip(names, args)) | kwargs
+        arguments: dict[str, Any] = dict(zip(names, args)) | kwargs
         reduction = REDUCTIONS[arguments.pop("reduction", 1)]
         return func(arguments.pop(names[0]), arguments.pop(names[1]), reduction=reduction, **arguments)
 

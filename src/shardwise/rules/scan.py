@@ -25,9 +25,9 @@ line("cummax cummin", "*d!dim -> *d, *d", takes="x dim", never_empty=True)
 
 def linked(scan: Callable[..., Any], x: torch.Tensor, dim: int, neutral: float) -> torch.Tensor:
     """The scan of what a rank holds. torch's scans of less than two elements have no second derivatives, but all ranks
-    must build the same graph."""
+    must build the same graph. That of a sum keeps nothing, so that a gradient may go through it more than once."""
     if x.numel() == 0:
-        return x * x
+        return x + x if scan is torch.cumsum else x * x
     if x.numel() == 1 and x.dim():
         return scan(torch.cat([torch.full_like(x, neutral), x], dim), dim).narrow(dim, 1, 1)
     return scan(x, dim)
@@ -71,9 +71,10 @@ def scan_rule(names: str, scan: Callable[..., Any], neutral: float, total: Calla
 
         def totals(v: torch.Tensor, held: Pieces) -> torch.Tensor:
             numbers, sizes = held
-            mine = torch.cat([total(part, dim) for part in v.split(sizes, dim)], dim) if sizes else v
-            where = torch.tensor(numbers, dtype=torch.long, device=v.device)
-            return v.new_zeros((*v.shape[:dim], len(starts), *v.shape[dim + 1 :])).index_copy(dim, where, mine)
+            mine = dict(zip(numbers, v.split(sizes, dim))) if sizes else {}
+            nothing = v.new_zeros((*v.shape[:dim], 1, *v.shape[dim + 1 :]))
+            rows = [total(mine[i], dim) if i in mine else nothing for i in range(len(starts))]
+            return torch.cat(rows if mine else [v, *rows], dim)  # which keeps nothing for its gradient
 
         def scanned(v: torch.Tensor, rows: torch.Tensor, held: Pieces) -> torch.Tensor:
             numbers, sizes = held if held[0] else ((0,), (0,))  # of nothing, one piece
