@@ -91,7 +91,11 @@ class FSDPModule(CommunicationHints):
             reshard_after_forward: Whether they are.
             recurse: Whether the sharded modules inside of this one are meant too.
         """
-        _check_flag("set_reshard_after_forward", reshard_after_forward)
+        if not isinstance(reshard_after_forward, bool):
+            raise LayoutError(
+                f"set_reshard_after_forward: reshard_after_forward should be a bool, got "
+                f"{type(reshard_after_forward)}: {reshard_after_forward!r}"
+            )
         for unit in self._units(recurse):
             unit.policy.frees_after_forward = reshard_after_forward
 
