@@ -91,11 +91,7 @@ class FSDPModule(CommunicationHints):
             reshard_after_forward: Whether they are.
             recurse: Whether the sharded modules inside of this one are meant too.
         """
-        if not isinstance(reshard_after_forward, bool):
-            raise LayoutError(
-                f"set_reshard_after_forward: reshard_after_forward should be a bool, got "
-                f"{type(reshard_after_forward)}: {reshard_after_forward!r}"
-            )
+        _check_flag("set_reshard_after_forward", reshard_after_forward)
         for unit in self._units(recurse):
             unit.policy.frees_after_forward = reshard_after_forward
 
@@ -275,7 +271,8 @@ class FSDPModule(CommunicationHints):
 
 def _check_flag(name: str, flag: object) -> None:
     if not isinstance(flag, bool):
-        raise LayoutError(f"{name}: expected True or False, got {flag!r}")
+        what = f"{name.removeprefix('set_')} should be a bool, got {type(flag)}"
+        raise LayoutError(f"{name}: expected True or False, got {flag!r}: {what}")
 
 
 def _units_of(name: str, modules: object) -> list[Unit]:
