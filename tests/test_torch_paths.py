@@ -106,7 +106,8 @@ def test_every_module_is_an_attribute_and_has_a_spec(path):
         assert found.input_reshard is shardwise.parallel.input_reshard
     assert found is sys.modules[f"shardwise.{path}"] is importlib.import_module(f"shardwise.{path}")
     assert importlib.util.find_spec(f"shardwise.{path}").name == found.__name__ == f"shardwise.{path}"
-    assert hasattr(found, "__path__") == any(other.startswith(path + ".") for other in NAMES)
+    is_package = path == "sharded.checkpoint" or any(other.startswith(path + ".") for other in NAMES)
+    assert hasattr(found, "__path__") == is_package
 
 
 def test_a_name_is_the_thing_itself():

@@ -106,6 +106,24 @@ def test_another_name_of_a_package_elsewhere():
     """)
 
 
+def test_modules_of_a_package_elsewhere_that_are_imported_later():
+    python("""
+        import torch.distributed.checkpoint.default_planner as planner
+        import shardwise, shardwise.sharded.checkpoint.default_planner as ours
+        assert ours is planner
+        shardwise.adopt()
+        from torch.distributed._shard.checkpoint.default_planner import DefaultSavePlanner
+        import torch.distributed._shard.checkpoint.metadata as metadata
+        assert DefaultSavePlanner is planner.DefaultSavePlanner and metadata.Metadata
+        for path in ("torch.distributed._shard.checkpoint.nowhere", "shardwise.sharded.checkpoint.nowhere"):
+            try:
+                __import__(path)
+            except ImportError:
+                continue
+            raise AssertionError(path)
+    """)
+
+
 @since_213("pipelining does not name DTensor")
 def test_torchs_own_helpers_are_told_and_told_back():
     """Those that were imported before, and those that are imported meanwhile."""

@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
+import torch.distributed.fsdp
 import torch.distributed.tensor as theirs
 from torch.distributed.tensor.debug import CommDebugMode as TheirMode
 
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, simulate
 from shardwise.debug import CommDebugMode, ledger
+from shardwise.parallel import fully_shard
 from tests.workers import device_mesh, run_ranks
 
 ops = torch.ops.c10d_functional
@@ -198,3 +200,39 @@ def test_counts_equal_torchs():
     for pairs in run_ranks(compare, 4):
         assert all(mine == peer for mine, peer in pairs), pairs
         assert [sum(mine.values()) for mine, _ in pairs] == [1, 1, 1, 0, 0, 1]
+
+
+def test_fully_shard_counts_under_the_names_of_its_torch_twin():
+    mesh = simulate(4, axis_names=("dp",))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = distribute_tensor(torch.ones(4, 8), mesh, [Shard(0)])
+    c10d = torch.ops.c10d
+    with CommDebugMode() as mode:
+        loss = model(x).sum()
+    assert dict(mode.get_comm_counts()) == {c10d._allgather_base_: 2}
+    with CommDebugMode() as mode:
+        loss.backward()
+    counts = mode.get_comm_counts()
+    assert counts[c10d._reduce_scatter_base_] == 2 and counts[c10d._allgather_base_] <= 2
+
+
+def count_fully_shard(rank, world_size):
+    """The counts of a step of ours and of torch's own."""
+    seen = []
+    for shard, mode_of in ((fully_shard, CommDebugMode), (torch.distributed.fsdp.fully_shard, TheirMode)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+        for part in (model[0], model[2], model):
+            shard(part, mesh=device_mesh((world_size,), ("dp",)))
+        with mode_of() as mode:
+            model(torch.ones(4, 8)).sum().backward()
+        seen.append({str(op): n for op, n in mode.get_comm_counts().items() if n})
+    return seen
+
+
+def test_fully_shard_counts_equal_torchs():
+    for ours, torchs in run_ranks(count_fully_shard, 4):
+        assert ours == torchs and ours

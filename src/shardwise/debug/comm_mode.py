@@ -35,6 +35,11 @@ _OPS: dict[str, Op] = {
     "scatter": torch.ops.c10d.scatter_,
     "send_recv": torch.ops.c10d.send,
 }
+_OPS_OF_DATA_PARALLEL: dict[str, Op] = {  # torch's FSDP2 and DDP call these
+    "all_gather": torch.ops.c10d._allgather_base_,
+    "all_reduce": torch.ops.c10d.allreduce_,
+    "reduce_scatter": torch.ops.c10d._reduce_scatter_base_,
+}
 _NO_COLLECTIVES = (torch.ops.c10d.barrier, torch.ops.c10d.monitored_barrier_)
 _NO_OPERATIONS = ("__get__", "__set__", "__repr__", "__format__", "backward")
 
@@ -43,8 +48,9 @@ class CommDebugMode(TorchFunctionMode):
     """Counts the collectives inside of its ``with`` block, by kind and by module. Entering it starts from zero.
 
     It counts what distributed tensors communicate, and the collectives of torch that the program itself calls:
-    functional ones, and those of torch.distributed (under their names in torch.ops.c10d). It does not count the few
-    integers by which ranks compare sizes and random keys, which torch's own tensors take on trust; the ledger has them.
+    functional ones, and those of torch.distributed (under their names in torch.ops.c10d, as are those of
+    `fully_shard`). It does not count the few integers by which ranks compare sizes and random keys, which torch's own
+    tensors take on trust; the ledger has them.
 
     Noise levels of the tables: 0 shows the collectives of each module; 1 its distributed operations too; 2 the plain
     ones too; 3 also those that only look at a tensor differently. Of the backward pass they show the collectives: its
@@ -105,7 +111,8 @@ class CommDebugMode(TorchFunctionMode):
 
     def _record(self, entry: Entry) -> None:
         if entry.op != "random" and (entry.op, entry.reason) != ("from_local", "sizes"):
-            self._count(_OPS.get(entry.kind, entry.kind), entry.backward)
+            found = _OPS_OF_DATA_PARALLEL.get(entry.kind) if entry.op == "data_parallel" else None
+            self._count(found or _OPS.get(entry.kind, entry.kind), entry.backward)
 
     def _count(self, op: Op, backward: bool) -> None:
         """Count a collective. One of the backward pass belongs to the module whose forward made its autograd node."""

@@ -77,10 +77,16 @@ class Adoption(MetaPathFinder, Loader):
     Args:
         roots: Path in torch -> path of ours, each with everything below.
         names: Path of another module of torch -> a function that gives its new names, called once it is imported.
+        elsewhere: The loader of a path of ours that is another name of a module of torch's, or None.
     """
 
-    def __init__(self, roots: Mapping[str, str], names: Mapping[str, Callable[[], Mapping[str, object]]]) -> None:
-        self.roots, self.names = roots, names
+    def __init__(
+        self,
+        roots: Mapping[str, str],
+        names: Mapping[str, Callable[[], Mapping[str, object]]],
+        elsewhere: Callable[[str], Loader | None],
+    ) -> None:
+        self.roots, self.names, self.elsewhere = roots, names, elsewhere
         self.kept: dict[str, ModuleType] = {}  # torch's own modules
         self.holders: list[Holder] = []
         self.given: list[tuple[str, str, str, object]] = []  # module of torch, path, name, what it was given of ours
@@ -187,9 +193,13 @@ class Adoption(MetaPathFinder, Loader):
 
     # -- imports --------------------------------------------------------------------------------------------
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        if self.is_suspended or not self._replaces(fullname):
+        root = self.root_of(fullname)
+        if self.is_suspended or root is None:
             return None
-        return ModuleSpec(fullname, self, origin="shardwise.adopt()", is_package=True)
+        if self._replaces(fullname):
+            return ModuleSpec(fullname, self, origin="shardwise.adopt()", is_package=True)
+        elsewhere = self.elsewhere(self.roots[root] + fullname.removeprefix(root))
+        return None if elsewhere is None else ModuleSpec(fullname, elsewhere)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return Facade(spec.name, self._ours(spec.name), self)
@@ -205,8 +215,7 @@ class Adoption(MetaPathFinder, Loader):
             found = importlib.util.find_spec(ours)
         except ModuleNotFoundError:  # its parent is not there
             return None
-        stands_in = found is not None and (found.origin == "torch_paths" or found.name != ours)  # or torch's own does
-        is_private = not stands_in and not self._torch_has(path)
+        is_private = found is not None and found.origin != "torch_paths" and not self._torch_has(path)
         return None if found is None or is_private else importlib.import_module(ours)
 
     def _replaces(self, path: str) -> bool:

@@ -150,13 +150,15 @@ class PrepareModuleInput(Extended):
         else:
             module.register_forward_pre_hook(lambda _, args: self._prepare_input_fn(args, device_mesh))
 
-    def _prepare_input_arg(self, input: Any, mesh: Meshes, input_layout: _Layout, desired_layout: _Layout) -> Any:
+    def _prepare_input_arg(
+        self, input: object, mesh: Meshes, input_layout: _Layout, desired_layout: _Layout
+    ) -> object:
         axis = StyleAxis.of(mesh, self.axis)
         have = None if input_layout is None else as_placing(input_layout, "input_layouts")
         want = None if desired_layout is None else as_placing(desired_layout, "desired_input_layouts")
         return _prepared(input, have, want, self.use_local_output, axis, "an input")
 
-    def _prepare_input_fn(self, inputs: Any, device_mesh: Meshes) -> Any:
+    def _prepare_input_fn(self, inputs: object, device_mesh: Meshes) -> object:
         if self.input_layouts is None:
             return inputs
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -166,7 +168,9 @@ class PrepareModuleInput(Extended):
             self._prepare_input_arg(x, device_mesh, a, b) for x, a, b in zip(inputs, layouts, desired, strict=True)
         )
 
-    def _prepare_input_kwarg_fn(self, inputs: Any, kwarg_inputs: dict[str, Any], device_mesh: Meshes) -> Call:
+    def _prepare_input_kwarg_fn(
+        self, inputs: object, kwarg_inputs: dict[str, object], device_mesh: Meshes
+    ) -> tuple[object, dict[str, object]]:
         changed = {
             key: self._prepare_input_arg(kwarg_inputs[key], device_mesh, have, self.desired_input_kwarg_layouts[key])
             for key, have in self.input_kwarg_layouts.items()
@@ -234,14 +238,14 @@ class PrepareModuleOutput(Extended):
             module.register_forward_hook(StyleHook(self._after, StyleAxis.of(device_mesh, self.axis)))
         return module
 
-    def _prepare_out_fn(self, outputs: Any, device_mesh: Meshes) -> Any:
+    def _prepare_out_fn(self, outputs: object, device_mesh: Meshes) -> object:
         """What programs that extend the style define anew, or call."""
         return self._laid_out(outputs, StyleAxis.of(device_mesh, self.axis), "the module")
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any, axis: StyleAxis) -> Any:
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: object, axis: StyleAxis) -> object:
         return self._laid_out(output, axis, type(module).__name__)
 
-    def _laid_out(self, output: Any, axis: StyleAxis, name: str) -> Any:
+    def _laid_out(self, output: object, axis: StyleAxis, name: str) -> object:
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         found = f"{name} returned {len(outputs)} outputs"
         layouts = self.output_layouts, self.desired_output_layouts

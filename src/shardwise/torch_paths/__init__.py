@@ -30,26 +30,36 @@ _ROOT = __name__.partition(".")[0]
 class TorchPathFinder(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         root, _, relative = fullname.partition(".")
-        if root != _ROOT or (relative not in TABLE and _elsewhere(relative) is None):
+        if root != _ROOT:
             return None
-        is_package = bool(_children(relative)) or "*" in TABLE.get(relative, ())
-        return ModuleSpec(fullname, self, origin="torch_paths", is_package=is_package)
+        if relative in TABLE:
+            is_package = bool(_children(relative)) or "*" in TABLE[relative]
+            return ModuleSpec(fullname, self, origin="torch_paths", is_package=is_package)
+        loader = elsewhere(fullname)
+        return None if loader is None else ModuleSpec(fullname, loader)
 
     def exec_module(self, module: ModuleType) -> None:
-        relative = module.__name__.partition(".")[2]
-        elsewhere = _elsewhere(relative)
-        if elsewhere is None:
-            _fill(module, relative)
-        else:  # the module itself, under another name: whoever imports takes what stands here
-            sys.modules[module.__name__] = importlib.import_module(elsewhere)
+        _fill(module, module.__name__.partition(".")[2])
 
 
-def _elsewhere(path: str) -> str | None:
-    """The module of torch's that `path` is, if it is inside of a package that is wholly another one."""
+class Elsewhere(Loader):
+    """Gives whoever imports another name of a module that module itself."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(self.path)  # the import returns what stands here
+
+
+def elsewhere(path: str) -> Elsewhere | None:
+    """The loader of a module inside of a package that is wholly another one, as `shardwise.sharded.checkpoint.planner`
+    is `torch.distributed.checkpoint.planner`; None for other paths."""
+    relative = path.removeprefix(f"{_ROOT}.")
     for package in TABLE:
-        if "*" in TABLE[package] and path.startswith(package + "."):
-            found = TABLE[package]["*"][0] + path.removeprefix(package)
-            return found if importlib.util.find_spec(found) is not None else None
+        if "*" in TABLE[package] and relative.startswith(package + "."):
+            found = TABLE[package]["*"][0] + relative.removeprefix(package)
+            return Elsewhere(found) if importlib.util.find_spec(found) is not None else None
     return None
 
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 
 from shardwise.interop import adoption
+from shardwise.torch_paths import elsewhere
 
 _ROOT = __name__.partition(".")[0]
 
@@ -37,7 +38,7 @@ def adopt() -> list[str]:
         says so, too.
     """
     if adoption.active() is None:
-        adoption.start(adoption.Adoption(ROOTS, _RENAMED))
+        adoption.start(adoption.Adoption(ROOTS, _RENAMED, elsewhere))
     left = adoption.active().left_out()  # type: ignore[union-attr]
     if left:
         warnings.warn(

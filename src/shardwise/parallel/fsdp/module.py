@@ -271,7 +271,8 @@ class FSDPModule(CommunicationHints):
 
 def _check_flag(name: str, flag: object) -> None:
     if not isinstance(flag, bool):
-        raise LayoutError(f"{name}: expected True or False, got {flag!r}")
+        what = f"{name.removeprefix('set_')} should be a bool, got {type(flag)}"
+        raise LayoutError(f"{name}: expected True or False, got {flag!r}: {what}")
 
 
 def _units_of(name: str, modules: object) -> list[Unit]:
