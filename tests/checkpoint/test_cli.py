@@ -63,3 +63,25 @@ def test_writing(saved, capsys):
     assert run(capsys, "diff", one, saved / "dcp") == (0, "no differences\n")
     code, out = run(capsys, "merge", one, one)
     assert code == 1 and "the same path" in out
+
+
+@pytest.mark.parametrize("format", ["dcp", "pt"])
+def test_verify_says_that_checksums_of_torch_were_compared(tmp_path, capsys, format):
+    path = tmp_path / "c"
+    checkpoint.save(path, {"x": torch.ones(5), "n": 1}, format=format)
+    code, out = run(capsys, "verify", path)
+    assert code == 0 and "every tensor is what was written" in " ".join(out.split())
+    old = tmp_path / "old.pt"
+    torch.save({"x": torch.ones(5)}, old, _use_new_zipfile_serialization=False)
+    code, out = run(capsys, "verify", old)
+    assert code == 0 and "1 tensors have no checksums" in " ".join(out.split())
+
+
+def test_a_file_of_another_save_with_another_dtype(tmp_path):
+    for name, dtype in (("a", torch.int32), ("b", torch.float32)):
+        checkpoint.save(tmp_path / name, {"x": torch.ones(5, dtype=dtype)}, format="dcp")
+    for file in (tmp_path / "b").glob("*.distcp"):
+        file.replace(tmp_path / "a" / file.name)
+    into = {"x": torch.zeros(5, dtype=torch.int32)}
+    with pytest.raises(checkpoint.CheckpointError, match="is torch.float32 of shape .*expected torch.int32"):
+        checkpoint.load(tmp_path / "a", into)

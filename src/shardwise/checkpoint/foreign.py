@@ -75,6 +75,7 @@ class DcpSource(Source):
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
         self.path, self.verify = folder, verify
+        self.without: set[str] = set()  # names of which something was read that has no checksums
         try:
             with open(folder / METADATA, "rb") as file:
                 said: Json = _Unpickler(file).load()
@@ -148,6 +149,8 @@ class DcpSource(Source):
                 f"{self.path / file}: cut short inside of {name!r}, bytes {offset} to {offset + length}"
             )
         self.bytes_read += length
+        if not (self.verify and zipfile.is_zipfile(io.BytesIO(data))):
+            self.without.add(name)
         if self.verify and _damaged(io.BytesIO(data)) is not None:
             raise CheckpointError(
                 f"{self.path / file}: {name!r}, bytes {offset} to {offset + length} of the file are not what was "
@@ -173,16 +176,23 @@ class DcpSource(Source):
             raise CheckpointError(
                 f"{self.path / file}: tensor {name!r}, bytes {offset} to {offset + length}: {error}"
             ) from error
-        if tuple(found.shape) != tile.sizes:
-            raise CheckpointError(f"{self.path / file}: {name!r} has shape {tuple(found.shape)}, expected {tile.sizes}")
+        dtype = self.entries[name].dtype
+        if tuple(found.shape) != tile.sizes or found.dtype != dtype:
+            raise CheckpointError(
+                f"{self.path / file}: {name!r} is {found.dtype} of shape {tuple(found.shape)}, expected {dtype} of "
+                f"shape {tile.sizes}: the file is of another save"
+            )
         return found
+
+    def compares(self, name: str) -> bool:
+        return name not in self.without
 
 
 class TorchSource(Source):
     """A file of torch.save, mapped into memory."""
 
     def __init__(self, path: Path, *, verify: bool = True) -> None:
-        self.path = path
+        self.path, self.verify = path, verify
         flat = self._opened
         part = _damaged(path) if verify else None
         if part is not None:
@@ -215,6 +225,9 @@ class TorchSource(Source):
             values = values.narrow(dim, a, n)
         self.bytes_read += block.stop - block.start
         return values
+
+    def compares(self, name: str) -> bool:
+        return self.verify and zipfile.is_zipfile(self.path)
 
 
 def _short(error: Exception) -> str:

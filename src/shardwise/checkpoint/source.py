@@ -76,6 +76,10 @@ class Source(ABC):
         """The CRC-32 of a block, if reading compares it; None where that is not known."""
         return None
 
+    def compares(self, name: str) -> bool:
+        """Whether a tensor that was read was compared with checksums of any kind."""
+        return self.checksum(name, 0) is not None
+
     def cast(self, name: str, dtype: torch.dtype) -> bool:
         """Give a tensor in another dtype from now on, if that is what this source is for; whether it does."""
         return False
