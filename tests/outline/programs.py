@@ -17,6 +17,7 @@ from shardwise.parallel import (
     dispatch,
     fully_shard,
     grouped_linear,
+    input_reshard,
     loss_parallel,
     parallelize_module,
     sequence_exchange,
@@ -104,6 +105,33 @@ def tensor_parallel(mesh):
 def sequence_parallel(mesh):
     model = distribute_module(parallelize_module(GPT(), mesh, SEQUENCE, axis="tp"), mesh)
     return _trained(model, mesh, 5)
+
+
+def _of_plain_tensors(mesh, resharded):
+    """Tensor parallelism as most scripts have it: tensors between the modules are plain ones. What query, key and value
+    projections send back is one exchange."""
+    styles = {name.removeprefix("blocks.*."): style for name, style in TENSOR.items() if name.startswith("blocks")}
+    model = nn.Sequential(*(parallelize_module(Block(), mesh["tp"], styles) for _ in range(2)))
+    if resharded:
+        for block in model:
+            input_reshard(block.up, mesh["tp"], 0)
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer, x = torch.optim.AdamW(model.parameters(), lr=1e-2), numbers(4, 7, 16)
+
+    def step():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def plain_between_modules(mesh):
+    return _of_plain_tensors(mesh, False)
+
+
+def inputs_resharded(mesh):
+    return _of_plain_tensors(mesh, True)
 
 
 def recomputed_in_bfloat16(mesh):
@@ -219,7 +247,7 @@ PROGRAMS = {
     program.__name__: program
     for program in (
         tensor_parallel, sequence_parallel, recomputed_in_bfloat16, ddp, zero1, zero2, zero3, fully_sharded,
-        zero_and_tensor, moves, operators, attention_ring, experts,
+        zero_and_tensor, moves, operators, attention_ring, experts, plain_between_modules, inputs_resharded,
     )
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from tests.outline.programs import PROGRAMS, entries
 from tests.workers import device_mesh, run_ranks
 
 AXES = ("dp", "tp")
-QUICK = ("attention_ring", "experts", "operators")  # each of their 8 ranks is played
+QUICK = ("attention_ring", "experts", "operators", "plain_between_modules", "inputs_resharded")  # each of their 8 ranks is played
 
 
 def on_processes(rank, world_size, name):

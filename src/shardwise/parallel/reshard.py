@@ -17,6 +17,7 @@ from shardwise.mesh import DeviceMesh, SimulatedMesh
 from shardwise.move import move
 from shardwise.parallel.styles.axis import StyleAxis
 from shardwise.tensor import DTensor
+from shardwise.torch_private.tensors import address_of, is_plain
 
 
 def input_reshard(
@@ -78,7 +79,7 @@ class _Keeping:
         parts = _Parts(laid, self.axis, self.dim)
         for i, value in enumerate(self.axis.mesh.comm.values(laid._local)):
             if value.is_contiguous() and value.numel():
-                inputs[value.data_ptr()] = (parts, i)
+                inputs[address_of(value)] = (parts, i)
 
     def stop(self, *args: object) -> None:
         if self.running:
@@ -118,11 +119,11 @@ class _Saved(NamedTuple):
     shape: torch.Size
 
 
-Inputs = dict[int, tuple[_Parts, int]]  # by address: an input, and which of its values lies there
+Inputs = dict[object, tuple[_Parts, int]]  # by address: an input, and which of its values lies there
 
 
 def _pack(inputs: Inputs, value: torch.Tensor) -> torch.Tensor | _Saved:
-    parts, i = inputs.get(value.data_ptr(), (None, 0)) if type(value) is torch.Tensor else (None, 0)
+    parts, i = inputs.get(address_of(value), (None, 0)) if is_plain(value) else (None, 0)
     if parts is None or value.numel() != parts.numel or not value.is_contiguous():
         return value
     with torch.no_grad():

@@ -257,6 +257,16 @@ def mark_inline(wrapper: Callable[..., Any], func: Callable[..., Any]) -> None:
     wrapper._torchdynamo_orig_callable = func  # type: ignore[attr-defined]
 
 
+def is_plain(x: object) -> bool:
+    """Whether something is a tensor of torch's own and no subclass of it, with values or without."""
+    return type(x) is torch.Tensor or type(x) is FakeTensor
+
+
+def address_of(x: torch.Tensor) -> object:
+    """Where a plain tensor begins in memory; one without values has none, but shares what it has with its views."""
+    return (x.untyped_storage()._cdata, x.storage_offset()) if type(x) is FakeTensor else x.data_ptr()
+
+
 def is_abstract(x: torch.Tensor) -> bool:
     """Whether a tensor has no values."""
     return x.device.type == "meta" or isinstance(x, FakeTensor)

@@ -21,6 +21,7 @@ from shardwise.move import move, plan_steps
 from shardwise.parallel.styles.remembered import distributed_once, known_layout, remember_layout, unless_cut
 from shardwise.sizes import exchange_kinds, layout_of_locals
 from shardwise.tensor import DTensor
+from shardwise.torch_private.tensors import is_plain
 from shardwise.wrapper import wrap
 
 Placing = Placement | Mapping[str, Placement]  # on the style's axis, or by the names of axes
@@ -182,7 +183,7 @@ class StyleAxis:
         that meets it gets its gradient once, as on every process."""
         comm = self.mesh.comm
         if not comm.simulated:
-            local = x._local if type(x._local) is torch.Tensor and x._local.grad_fn is not None else x.to_local()
+            local = x._local if is_plain(x._local) and x._local.grad_fn is not None else x.to_local()
             if any(isinstance(p, Shard) for p in x.placements):
                 remember_layout(local, x._layout)
             return local

@@ -22,7 +22,7 @@ from shardwise.layout import Layout, Placement, Shard
 from shardwise.mesh import Mesh
 from shardwise.protocols import Ctx
 from shardwise.tensor import DTensor
-from shardwise.torch_private.tensors import is_transformed
+from shardwise.torch_private.tensors import address_of, is_plain, is_transformed
 
 # How many DTensors are remembered, those that died included: all ranks must remember the same ones, and on each of them
 # the garbage collector may let a tensor die at another time.
@@ -84,7 +84,7 @@ def distributed_once(x: torch.Tensor, key: tuple[Any, ...], make: Callable[[torc
     if not torch.is_grad_enabled() or not all(map(_has_graph, values)):
         return make(x)  # no gradients to add up; a leaf would be kept alive by its graph
     table: deque[_Remembered] = _state.__dict__.setdefault("table", deque(maxlen=MOST))
-    now = [(v._version, v.data_ptr(), v.shape, v.stride()) for v in values]
+    now = [(v._version, address_of(v), v.shape, v.stride()) for v in values]
     for entry in reversed(table):
         if entry() is x and entry.key == key and entry.state == now:
             table.remove(entry)
@@ -101,7 +101,7 @@ def _forget_dtensor(entry: _Remembered) -> None:
 
 
 def _has_graph(value: torch.Tensor) -> bool:
-    recorded = type(value) is torch.Tensor and value.requires_grad and not value.is_leaf
+    recorded = is_plain(value) and value.requires_grad and not value.is_leaf
     return recorded and not is_transformed(value)  # a tensor inside of torch.func has no memory of its own
 
 
