@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import textwrap
 
+_INDENT = 2  # columns that a list is indented
+
 
 class Help(argparse.RawDescriptionHelpFormatter):
     """Paragraphs with an indented line are examples or code."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26)
+        super().__init__(prog, indent_increment=_INDENT, max_help_position=26)
 
     def add_argument(self, action: argparse.Action) -> None:
         super().add_argument(action)
         if isinstance(action, argparse._SubParsersAction):
-            self._action_max_length += self._indent_increment  # commands are indented, which argparse forgets
+            self._action_max_length += _INDENT  # commands are indented, which argparse forgets
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         blocks = (textwrap.dedent(block).rstrip() for block in text.split("\n\n"))
