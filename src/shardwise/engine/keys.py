@@ -99,7 +99,7 @@ def freeze(arg: Any, func: Callable[..., Any] | None = None) -> Frozen:
 
 def _freeze_sequence(arg: Any, func: Callable[..., Any] | None) -> Frozen:
     kind = type(arg)
-    if set(map(type, arg)) == {Wrapper.concrete}:  # there may be thousands of parameters
+    if arg and type(arg[0]) is Wrapper.concrete and set(map(type, arg)) == {Wrapper.concrete}:  # thousands, perhaps
         local = [item._local for item in arg]
         return (kind, *[item._layout for item in arg]), local if kind is list else tuple(local)
     plain = [item if type(item) in _THEMSELVES else _slice_key(item) for item in arg]
@@ -111,9 +111,11 @@ def _freeze_sequence(arg: Any, func: Callable[..., Any] | None) -> Frozen:
 
 
 def _slice_key(item: Any) -> Any:
-    if type(item) is not slice or item is not with_numbers(item):
-        return _OTHER
-    return (slice, item.start, item.stop, item.step)
+    if type(item) is slice:
+        start, stop, step = item.start, item.stop, item.step
+        if type(start) in _BOUNDS and type(stop) in _BOUNDS and type(step) in _BOUNDS:
+            return (slice, start, stop, step)
+    return _OTHER
 
 
 def freeze_kwargs(kwargs: Mapping[str, Any], func: Callable[..., Any], key: list[Any]) -> dict[str, Any]:

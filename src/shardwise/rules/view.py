@@ -199,7 +199,8 @@ def slice_(x: Operand, dim: int = 0, start: Any = None, end: Any = None, step: i
     d = dim_from_front(dim, x.ndim)
     wanted = clipped(start, end, step, x.shape[d] if x.ndim else 0)
     my_range = lambda source, outputs, coords: local_range(source, d, wanted, coords)
-    return carried(range(x.ndim), call_with(lambda v, r: _slice(v, d, *r), my_range), {d: sliced(*wanted)})
+    cut = (lambda v, r: v.narrow(d, r[0], r[1] - r[0])) if wanted[2] == 1 else lambda v, r: _slice(v, d, *r)
+    return carried(range(x.ndim), call_with(cut, my_range), {d: sliced(*wanted)})
 
 
 @rule("narrow narrow_copy")
