@@ -25,6 +25,7 @@ from shardwise.engine.one_memory import (
 )
 from shardwise.engine.plan import Plan
 from shardwise.engine.saved import watched_from_before
+from shardwise.functions import written
 from shardwise.torch_private.autograd import is_transforming
 from shardwise.torch_private.tensors import are_apart, share_memory
 from shardwise.wrapper import Wrapper, storage_id_of
@@ -87,6 +88,8 @@ def minding_overlap(func: Callable[..., object], call: CallShape, plan: Plan) ->
     lists = list(dict.fromkeys(at)) if all(type(path[0]) is int and len(path) == 2 for path in paths) else []
 
     def run(args: Args, kwargs: Kwargs, local_args: list[object], local_kwargs: Kwargs) -> object:
+        if lists and torch.is_grad_enabled():
+            _refuse_leaves(func, args, kwargs)
         if not lists or _may_share([tensor for i in lists for tensor in args[i]]):  # type: ignore[attr-defined]
             return run_shared(args, kwargs, local_args, local_kwargs)
         return plan(args, kwargs, local_args, local_kwargs)
@@ -106,6 +109,14 @@ def _if_shared(at: Sequence[int], run_shared: Plan, plan: Plan) -> Plan:
         return run_shared(args, kwargs, local_args, local_kwargs)
 
     return run
+
+
+def _refuse_leaves(func: Callable[..., object], args: Args, kwargs: Kwargs) -> None:
+    """Raise what torch raises before a call writes into anything: simulated ranks write into one tensor after the
+    other, so the first ones would have their new values when a leaf refuses."""
+    for _, target in written(func, args, kwargs):
+        if isinstance(target, Wrapper) and target.requires_grad and target.is_leaf:
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
 
 def _may_share(tensors: Sequence[object]) -> bool:

@@ -21,7 +21,7 @@ from shardwise.strategy.indices import is_mask, one_number, spelled_out
 from shardwise.strategy.lookup import adds_up, by_holders, located, located_all, pointable, sum_of
 from shardwise.strategy.memory import iterated, restrided, stored
 from shardwise.strategy.registry import program, rule
-from shardwise.wrapper import Wrapper, shares_memory
+from shardwise.wrapper import Wrapper, restride, shares_memory
 
 Action = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]  # rule, function, arguments
 
@@ -205,9 +205,15 @@ def of_item(result: torch.Tensor, x: torch.Tensor, index: object) -> None:
 
 def _index_by_masks(x: Tensor, indices: Sequence[Any]) -> Tensor:
     at = [d for d, i in enumerate(indices) if i is not None]
-    if len(at) == 1:
-        return select_masked(x, indices[at[0]].bool(), at[0])
-    return torch.ops.aten.index(x, without_masks(indices))
+    if len(at) > 1:
+        return torch.ops.aten.index(x, without_masks(indices))
+    d, mask = at[0], indices[at[0]].bool()
+    found = select_masked(x, mask, d)
+    kept = x._layout.stride[:d], x._layout.stride[d + mask.ndim :]
+    if mask.ndim:
+        operands = [(*kept[0], 0, *kept[1]), (*(0 for _ in kept[0]), 1, *(0 for _ in kept[1]))]
+        restride(found, iterated(found._layout.shape, operands))  # in the order of x
+    return found
 
 
 def without_masks(indices: Sequence[Any]) -> list[Any]:
