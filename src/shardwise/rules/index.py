@@ -209,10 +209,11 @@ def _index_by_masks(x: Tensor, indices: Sequence[Any]) -> Tensor:
         return torch.ops.aten.index(x, without_masks(indices))
     d, mask = at[0], indices[at[0]].bool()
     found = select_masked(x, mask, d)
-    kept = x._layout.stride[:d], x._layout.stride[d + mask.ndim :]
     if mask.ndim:
-        operands = [(*kept[0], 0, *kept[1]), (*(0 for _ in kept[0]), 1, *(0 for _ in kept[1]))]
-        restride(found, iterated(found._layout.shape, operands))  # in the order of x
+        stride, shape = x._layout.stride, found._layout.shape
+        before, after = [max(shape[d], 1) * (n == 1) for n in shape[:d]], [int(n == 1) for n in shape[d + 1 :]]
+        operands = [(*stride[:d], 0, *stride[d + mask.ndim :]), (*before, 1, *after)]  # x, and the numbers of the rows
+        restride(found, iterated(shape, operands))  # in the order of x
     return found
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.layout import Layout
+from shardwise.layout.shapes import contiguous_stride
 from shardwise.strategy.registry import SPELLINGS
 from shardwise.torch_private.tensors import schema_of, storage_id
 
@@ -134,6 +135,8 @@ def iterated(shape: Sequence[int], operands: Sequence[Sequence[int]]) -> tuple[i
                 order[before], order[i], i = order[i], order[before], before  # noqa: PLW2901
             elif says < 0:
                 break
+    if order == list(range(len(shape)))[::-1]:
+        return contiguous_stride(shape)
     strides, step = [0] * len(shape), 1
     for dim in order:
         strides[dim], step = step, step * shape[dim]
