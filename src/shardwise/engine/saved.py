@@ -240,7 +240,7 @@ def _kept_with(
 
     def note_kept(tensor: torch.Tensor) -> torch.Tensor:  # hooks of the program, as a checkpoint's, see nothing
         packed.append(storage_id(tensor))
-        return tensor
+        return tensor.detach()  # a result that its own node keeps would hold itself for ever
 
     with torch.enable_grad(), saved_tensors_hooks(note_kept, lambda tensor: tensor):
         leaves = [made(layout).requires_grad_(flag) for layout, flag in zip(layouts, flags, strict=True)]
