@@ -66,7 +66,7 @@ def _said(arg: object, func: Callable[..., Any]) -> str:
     if isinstance(arg, (tuple, list)):
         inside = [_said(x, func) for x in arg[:64]]
         return f"({', '.join(said or '_' for said in inside)})" if any(inside) else ""
-    if kind is slice:  # a bound may be a tensor, of which each rank has its own part
+    if isinstance(arg, slice):  # a bound may be a tensor, of which each rank has its own part
         bounds = (arg.start, arg.stop, arg.step)
         return f"slice({', '.join(repr(bound) if type(bound) in _BOUNDS else '_' for bound in bounds)})"
     return repr(arg) if kind in (int, bool, torch.dtype) else ""

@@ -183,8 +183,8 @@ class Group:
                 yield self.of_program_without_end(seed, said)
 
     def of_program_without_end(self, seed: int, said: str) -> Found:
-        """What is told of a program that the ranks did not end. Its text is made in a process of its own: where that dies, it was
-        plain torch that died of what is composed on it."""
+        """What is told of a program that the ranks did not end. Its text is made in a process of its own: where that
+        dies, it was plain torch that died of what is composed on it."""
         try:
             with pool_of(1) as pool:
                 text = pool.submit(_text_on_ranks, seed, self.ranks, self.device).result()
