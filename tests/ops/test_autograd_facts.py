@@ -156,3 +156,15 @@ def on_processes(rank, world_size):
 
 def test_on_processes():
     run_ranks(on_processes, 4)
+
+
+def test_a_mean_takes_a_second_backward_pass():
+    """It keeps nothing for its gradient, so that a graph which was freed once gives it again, as on one device."""
+    for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
+        for dims in (None, 0, (0, 1)):
+            plain, ours = A.clone().requires_grad_(), distribute_tensor(A, simulate(3), placements).requires_grad_()
+            for leaf in (plain, ours):
+                mean = leaf.mean(dims)
+                for weight in (1.0, 2.0):
+                    (mean * weight).sum().backward()
+            torch.testing.assert_close(ours.grad.full_tensor(), plain.grad, rtol=1e-12, atol=1e-12)

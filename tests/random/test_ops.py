@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import Replicate, Shard, distribute_tensor, simulate
+from shardwise import Replicate, RuleError, Shard, distribute_tensor, simulate, strict
 from tests.random.cases import ALONE, DROPS, LAYOUTS, OPS, laid_out, values
 from tests.workers import device_mesh, run_ranks
 
@@ -166,3 +166,49 @@ def test_bad_arguments_raise_as_torch_does(call):
         call(distribute_tensor(plain, simulate((2,)), [Shard(0)]))
     assert isinstance(ours.value, theirs.type)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+DRAWS = {
+    "normal_": lambda t: t.normal_(),
+    "uniform_": lambda t: t.uniform_(),
+    "bernoulli_": lambda t: t.bernoulli_(0.5),
+    "random_": lambda t: t.random_(),
+    "init": lambda t: torch.nn.init.normal_(t, 5.0),
+}
+VIEWS = {
+    "view": lambda t: t.view(3, 4),
+    "part": lambda t: t.view(3, 4)[1:],
+    "windows": lambda t: t.unfold(0, 2, 2)[..., 0],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("draw", DRAWS)
+def test_numbers_drawn_into_a_view_that_had_to_be_a_copy_reach_its_base(draw, view):
+    drawn_into_view(simulate(2), draw, view)
+
+
+def drawn_into_view(mesh, draw, view):
+    value = torch.arange(12.0).view(4, 3) - 50
+    base = distribute_tensor(value, mesh, [Shard(0)])
+    part = VIEWS[view](base)
+    DRAWS[draw](part)
+    got = base.full_tensor()
+    torch.testing.assert_close(part.full_tensor(), VIEWS[view](got))
+    written = torch.zeros_like(value, dtype=torch.bool)
+    VIEWS[view](written).fill_(True)
+    assert torch.equal(got[~written], value[~written]) and not torch.equal(got[written], value[written])
+    DRAWS[draw](base)  # and the other way round
+    torch.testing.assert_close(part.full_tensor(), VIEWS[view](base.full_tensor()))
+    with strict(), pytest.raises(RuleError, match="strict"):
+        DRAWS[draw](part)
+
+
+def drawn_on_processes(rank, world_size):
+    for draw in DRAWS:
+        for view in VIEWS:
+            drawn_into_view(device_mesh((world_size,)), draw, view)
+
+
+def test_numbers_drawn_into_such_a_view_on_processes():
+    run_ranks(drawn_on_processes, 2)

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from shardwise import Shard, cache_info, distribute_tensor, simulate
+from shardwise import DTensor, Partial, Replicate, Shard, cache_info, distribute_tensor, simulate
 from shardwise.strategy import registry
 from shardwise.strategy.spec import Algorithm
+from tests.workers import device_mesh, run_ranks
 
 X = torch.arange(12.0).view(4, 3)
 
@@ -58,3 +59,20 @@ def test_numpy_arrays_are_keyed_by_their_values(laid_out):
     third, warm = laid_out[numpy.array([2, 3])].full_tensor(), cache_info()["plans"]
     torch.testing.assert_close((first, second, third), (X[[0, 3]], X[[2, 3]], X[[2, 3]]))
     assert warm.misses == plans.misses and warm.hits > plans.hits
+
+
+def bounds_that_are_tensors(rank, world_size):
+    """A bound of which each rank has a part of its own: what the ranks say of the call is still the same."""
+    mesh = device_mesh((world_size,))
+    x = distribute_tensor(X, mesh, [Shard(0)])
+    begin = DTensor.from_local(torch.tensor(rank + 1), mesh, [Partial()])  # 1 + 2
+    column = distribute_tensor(torch.tensor(1), mesh, [Replicate()])
+    torch.testing.assert_close(x[begin:, ::2].full_tensor(), X[3:, ::2])
+    torch.testing.assert_close(x[1:, column:].cumsum(0).full_tensor(), X[1:, 1:].cumsum(0))
+    written = x.clone()
+    written[column:begin, 0] = -1.0
+    torch.testing.assert_close(written.full_tensor()[:, 0], torch.tensor([0.0, -1.0, -1.0, 9.0]))
+
+
+def test_a_bound_of_a_slice_may_be_a_pending_tensor():
+    run_ranks(bounds_that_are_tensors, 2)

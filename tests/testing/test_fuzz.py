@@ -1,11 +1,12 @@
 """The fuzzer of programs: it composes, judges and shrinks them. What it once found is in `test_found.py`."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
 
-from shardwise.testing.fuzz import Program, compose, judge, shrink
+from shardwise.testing.fuzz import Program, campaign, compose, judge, shrink
 from shardwise.testing.fuzz import defects as table
 from shardwise.testing.fuzz.campaign import simulated, try_seed
 from shardwise.testing.fuzz.defects import Defect
@@ -104,3 +105,16 @@ def test_random_programs():
     """A seeded part of the campaign."""
     failed = [f"{found.text}\n{found.message}" for seed in range(40) if not (found := try_seed(seed)).right]
     assert not failed, "\n\n".join(failed)
+
+
+def dies(*_):
+    os._exit(1)
+
+
+def test_a_campaign_goes_on_where_plain_torch_dies_of_a_program(monkeypatch):
+    monkeypatch.setattr(campaign, "_text_on_ranks", dies)
+    found = campaign.Group(2, "cpu", 0, None, True).of_program_without_end(7, "exit codes {0: -11}")
+    assert found.seed == 7 and found.right and not campaign.is_in_step(found)
+    monkeypatch.undo()
+    found = campaign.Group(2, "cpu", 0, None, True).of_program_without_end(7, "no answer")
+    assert found.kind == campaign.HANG and Program.parse(found.text).lines and not campaign.is_in_step(found)

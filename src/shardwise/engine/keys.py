@@ -66,7 +66,10 @@ def _said(arg: object, func: Callable[..., Any]) -> str:
     if isinstance(arg, (tuple, list)):
         inside = [_said(x, func) for x in arg[:64]]
         return f"({', '.join(said or '_' for said in inside)})" if any(inside) else ""
-    return repr(arg) if kind in (int, bool, slice, torch.dtype) else ""
+    if isinstance(arg, slice):  # a bound may be a tensor, of which each rank has its own part
+        bounds = (arg.start, arg.stop, arg.step)
+        return f"slice({', '.join(repr(bound) if type(bound) in _BOUNDS else '_' for bound in bounds)})"
+    return repr(arg) if kind in (int, bool, torch.dtype) else ""
 
 
 def freeze(arg: Any, func: Callable[..., Any] | None = None) -> Frozen:

@@ -28,6 +28,7 @@ from shardwise.testing.fuzz.shrink import shrink
 from shardwise.testing.pool import pool_of
 
 HANG = "hang"
+_NO_END = "the ranks came to no end"
 _PATIENCE = 60  # seconds for one program on processes
 _START = 240  # and for their start: on few cores, to import torch in each takes longer than most programs
 
@@ -130,7 +131,7 @@ def gloo(
             for found in group.results(deadline):
                 seed, left = found.seed + 1, None if left is None else left - 1
                 yield found
-                if found.kind == HANG or "CommError" in found.message:  # such ranks are not in step any more
+                if not is_in_step(found):
                     break
             else:
                 return
@@ -179,7 +180,31 @@ class Group:
             except queue.Empty:
                 codes = {rank: p.exitcode for rank, p in enumerate(self.processes) if p.exitcode is not None}
                 said = f"exit codes {codes}" if codes else f"no answer within {_PATIENCE} s"
-                yield Found(seed, HANG, said, str(compose(seed, shapes_of(self.ranks), errors=self.device == "cpu")))
+                yield self.of_program_without_end(seed, said)
+
+    def of_program_without_end(self, seed: int, said: str) -> Found:
+        """What is told of a program that the ranks did not end. Its text is made in a process of its own: where that
+        dies, it was plain torch that died of what is composed on it."""
+        try:
+            with pool_of(1) as pool:
+                text = pool.submit(_text_on_ranks, seed, self.ranks, self.device).result()
+        except BrokenProcessPool:
+            return Found(seed, RIGHT, f"{_NO_END}: {said}")
+        return Found(seed, HANG, f"{_NO_END}: {said}", text)
+
+
+def is_in_step(found: Found) -> bool:
+    """Whether the processes that ran a program can go on with the next one."""
+    return not found.message.startswith(_NO_END) and "CommError" not in found.message
+
+
+def composed_for(seed: int, ranks: int, device: str) -> Program:
+    """The program of a seed for this many processes."""
+    return compose(seed, shapes_of(ranks), errors=device == "cpu")
+
+
+def _text_on_ranks(seed: int, ranks: int, device: str) -> str:
+    return str(composed_for(seed, ranks, device))
 
 
 def shapes_of(ranks: int) -> list[tuple[int, ...]]:
@@ -212,7 +237,7 @@ def _serve(
     for shape in shapes_of(ranks):
         meshes[shape] = init_device_mesh(device, shape)
     for s in itertools.count(seed) if programs is None else range(seed, seed + programs):
-        program = compose(s, shapes_of(ranks), errors=device == "cpu")
+        program = composed_for(s, ranks, device)
         verdict = judge(program, meshes[program.mesh], strides)  # the same on every rank
         if rank == 0:
             answers.put(found_in(s, program, verdict) if not verdict.right else Found(s, verdict.kind))
