@@ -57,6 +57,17 @@ def lists(grid, other):
     all_same(grads(ours), grads(plain))
 
 
+def lists_with_some_gradients(grid, other):
+    """One call has one node: where one of its results requires grad, all do."""
+    plain, ours = several(grid, other)
+    for op in (torch._foreach_neg, torch._foreach_norm, lambda t: torch._foreach_mul(t, 2.0)):
+        some = [op([t if i == 1 else t.detach() for i, t in enumerate(ts)]) for ts in (plain, ours)]
+        all_same(some[1], some[0])
+        assert [y.requires_grad for y in some[1]] == [y.requires_grad for y in some[0]] == [True] * 5
+        with torch.no_grad():
+            assert not any(y.requires_grad for y in op(ours))
+
+
 def positions_must_agree(grid, other):
     _, ours = several(grid, other)
     with pytest.raises(MeshError, match=r"_foreach_add: a tensor of shape \(5,\) is on .* the same mesh"):
@@ -161,7 +172,8 @@ def unrelated_meshes(grid, other):
 
 
 CHECKS = [
-    lists, positions_must_agree, clipping, optimizers, unscaling, numbers, a_part_of_a_mesh_is_taken_where_the_rest_is_whole,
+    lists, lists_with_some_gradients, positions_must_agree, clipping, optimizers, unscaling, numbers,
+    a_part_of_a_mesh_is_taken_where_the_rest_is_whole,
     a_part_counts_as_replicated_where_that_is_promised, unrelated_meshes,
 ]  # fmt: skip
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.autograd.gradients import (
@@ -17,7 +16,7 @@ from shardwise.autograd.gradients import (
     unsummed_axes,
 )
 from shardwise.autograd.leaves import first_leaf, leaf_values
-from shardwise.autograd.meeting import meeting_of
+from shardwise.autograd.meeting import edge_of, meeting_of
 from shardwise.comm.rank_surface import Handles
 from shardwise.engine.reduce_to_parts import before_watching
 from shardwise.protocols import LocalValue
@@ -54,7 +53,7 @@ def register_hook(tensor: Wrapper, hook: Hook) -> RemovableHandle:
                 return on_local(None)
             return comm.pick(structure, on_local(comm.assemble(structure, [grad])))[0]
 
-        get_gradient_edge(parts[0])  # torch crashes if the tensor is a view that was written through another one
+        edge_of(parts[0])  # torch crashes if the tensor is a view that was written through another one
         return parts[0].register_hook(on_part)
     waiting = meeting_of(comm, structure, parts)
     handle = RemovableHandle(waiting.hooks)

@@ -44,8 +44,8 @@ class Meeting:
         self.kinds = [(part.shape, part.dtype, part.device) for part in parts]
         self.passes: list[_Pass] = []  # that are under way: a node may start another one
         for i, part in enumerate(parts):
-            edge = get_gradient_edge(part)  # torch crashes without it if the part is a view that was written
-            if not part.is_leaf:
+            edge = edge_of(part)  # torch crashes without it if the part is a view that was written
+            if edge is not None and not part.is_leaf:
                 _notes_on(edge.node).setdefault(edge.output_nr, []).append((self, i))
             part.register_hook(_OfPart(self, i))
         _alive.add(self)
@@ -79,8 +79,7 @@ class _OfPart:
 
 def meeting_of(comm: Comm, structure: Structure, parts: Sequence[torch.Tensor]) -> Meeting:
     """Where the gradients of these tensors, one for each rank that has its own, meet."""
-    edges = map(get_gradient_edge, parts)
-    waiting = [list(_waiting_at(edge.node, edge.output_nr)) for edge in edges]
+    waiting = [list(_waiting_for(part)) for part in parts]
     for found, _ in waiting[0]:
         if all((found, i) in here for i, here in enumerate(waiting)) and len(found.kinds) == len(parts):
             return found
@@ -91,11 +90,32 @@ def meeting_of(comm: Comm, structure: Structure, parts: Sequence[torch.Tensor]) 
     return Meeting(comm, structure, parts)
 
 
+def edge_of(part: torch.Tensor) -> GradientEdge | None:
+    """Where a tensor's gradient comes to; None for a view that was made under no_grad: it says that it requires grad,
+    as its base does, but only after `requires_grad_()` a gradient comes to it."""
+    if part.requires_grad and part.grad_fn is None:
+        with torch.enable_grad():
+            node = part.view_as(part).grad_fn
+        if node is None or node.next_functions[0][0] is None:
+            return None
+    return get_gradient_edge(part)
+
+
+def _waiting_for(part: torch.Tensor) -> Iterator[tuple[Meeting, int]]:
+    """Who waits for the gradient of a rank's tensor, and whose it is there."""
+    edge = edge_of(part)
+    return _of_leaf(part) if edge is None else _waiting_at(edge.node, edge.output_nr)
+
+
+def _of_leaf(leaf: torch.Tensor) -> Iterator[tuple[Meeting, int]]:
+    yield from ((hook.meeting, hook.i) for hook in gradient_hooks(leaf) if isinstance(hook, _OfPart))
+
+
 def _waiting_at(node: Node, output: int) -> Iterator[tuple[Meeting, int]]:
     """Who waits for the gradient that comes to an output of a node, and whose tensor's it is there."""
     leaf = getattr(node, "variable", None)
     if leaf is not None:
-        yield from ((hook.meeting, hook.i) for hook in gradient_hooks(leaf) if isinstance(hook, _OfPart))
+        yield from _of_leaf(leaf)
     else:
         yield from _notes_on(node).get(output, ())
 

@@ -188,6 +188,24 @@ def constant_of(value: torch.Tensor, sources: Sequence[torch.Tensor], missing: s
     return _Constant.apply(missing, value, *sources)
 
 
+class _Beside(torch.autograd.Function):
+    """See `beside`."""
+
+    @staticmethod
+    def forward(ctx: Ctx, value: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        ctx.number = len(sources)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[None, ...]:
+        return (None,) * (1 + ctx.number)
+
+
+def beside(value: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`value`, which requires grad because the sources do, though none of it comes from them: they get no gradient."""
+    return _Beside.apply(value, *sources)
+
+
 Kinds = Sequence[tuple[Sequence[int], torch.dtype]]  # of tensors: their shapes and dtypes
 
 

@@ -92,14 +92,14 @@ def replicated_plain(value: torch.Tensor, mesh: Mesh) -> Wrapper:
             raise MeshError(
                 "a RankTensor meets a DTensor; say how it is laid out: DTensor.from_local(x, mesh, placements)"
             )
-        return wrap(mesh.comm.adopt(value, ()), replicated_like(value, mesh))
+        return wrap(mesh.comm.adopt(value, ()), replicated_like(value, mesh), int(value.storage_offset()))
     kind = odd_kind(value)
     if "DTensor" in kind:
         raise LayoutError(f"a {kind} meets a shardwise.DTensor; convert it: shardwise.interop.from_torch(x)")
     if kind:
         dense = {"nested": "x.unbind()", "quantized": "x.dequantize()"}.get(kind, "x.to_dense()")
         raise LayoutError(f"a {kind} tensor meets a DTensor, which only dense ones can; use {dense}")
-    return wrap(mesh.comm.shared(value), replicated_like(value, mesh))
+    return wrap(mesh.comm.shared(value), replicated_like(value, mesh), int(value.storage_offset()))
 
 
 def replicated_like(value: torch.Tensor, mesh: Mesh) -> Layout:

@@ -27,6 +27,7 @@ from shardwise.functions import may_write, written
 from shardwise.layout.placement import REPLICATE
 from shardwise.mesh import Mesh, as_mesh, root_of
 from shardwise.move.across import is_part_of, spelled_out
+from shardwise.strategy.program import of_one_list
 from shardwise.wrapper import Wrapper, wrap
 
 Call = Callable[..., Any]
@@ -79,7 +80,9 @@ def _by_mesh(func: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> obje
         nothing = made is None
         for n, j in enumerate(positions if not nothing else ()):
             results[j] = made[n] if isinstance(made[n], torch.Tensor) else [column[n] for column in made]
-    return None if nothing else results
+    if nothing or not all(isinstance(y, Wrapper) for y in results):
+        return None if nothing else results
+    return of_one_list(results)
 
 
 def _seen_on(tensor: Wrapper, mesh: Mesh, func: Call) -> Wrapper:

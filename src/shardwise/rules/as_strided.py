@@ -17,6 +17,7 @@ from shardwise.layout import Partial, contiguous_stride
 from shardwise.layout.shapes import dense_stride, outermost_first
 from shardwise.strategy import Tensor, run_local, whole
 from shardwise.strategy.registry import program, refused
+from shardwise.strategy.unsaved import rows
 from shardwise.wrapper import Wrapper, origin_of, rebind, restride, shares_memory, wrap
 
 Sizes = Sequence[int]
@@ -58,7 +59,8 @@ def picked(x: Tensor, size: Sizes, stride: Sizes, storage_offset: int | None = N
         return x.clone(memory_format=torch.contiguous_format)
     at = places(x, size, stride, storage_offset)
     layout = x._layout.replicated(shape=tuple(size))
-    return run_local(lambda v: v.reshape(-1)[at.to(v.device)], [whole(x)], layout)
+    read = lambda v: rows(v.reshape(-1), 0, at.flatten().to(v.device)).view(at.shape)
+    return run_local(read, [whole(x)], layout)
 
 
 @program("as_strided_scatter", is_checked=False)

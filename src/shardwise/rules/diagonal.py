@@ -4,22 +4,23 @@ And the ops that put a part back: a diagonal, a slice, one index."""
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from shardwise.errors import dim_from_front
 from shardwise.layout import Layout
 from shardwise.layout.nesting import parent_sets
 from shardwise.layout.split import Intervals, count
-from shardwise.rules.view import dims_of
+from shardwise.rules.view import clipped, dims_of
 from shardwise.strategy import Algorithm, Factors, Operand, Tensor, factors, needs_grad, run_local, whole
-from shardwise.strategy.program import indices
 from shardwise.strategy.registry import program, rule
-from shardwise.strategy.relayout import Relayout, call_with, carried
+from shardwise.strategy.relayout import Relayout, call_with, carried, local_range
 from shardwise.strategy.set_maps import sliced
+from shardwise.strategy.spec import PerCoords
+from shardwise.torch_private.autograd import is_transforming
 
 
 @rule("diagonal diagonal_copy")
@@ -55,22 +56,31 @@ def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Te
     return F.pad(square, (right, down, down, right)).movedim((-2, -1), (dim1, dim2)).contiguous()
 
 
-def triangle(clears: Callable[[Any, Any], Any], x: Operand, diagonal: int = 0, **kwargs: object) -> Factors | Algorithm:
-    """Zeros are zero under every reduction, so nothing pending is in the way."""
+def triangle(func: Callable[..., torch.Tensor], x: Operand, diagonal: int = 0, **kwargs: object) -> Factors | Algorithm:
+    """Zeros are zero under every reduction, so nothing pending is in the way. Of what a rank holds every piece has a
+    diagonal of its own; so, as in torch, nothing is kept for the gradient."""
     layout, pair = x.layout, (x.ndim - 2, x.ndim - 1)
     if x.ndim < 2 or not any(map(layout.is_cut, pair)):
         return factors("*b m! n! -> *b m n", [x], "joint", any_partial=True)
 
     def clear(v: torch.Tensor, held: tuple[Intervals, Intervals]) -> torch.Tensor:
-        down, right = (indices(rows, v.device) for rows in held)
-        return v.masked_fill(clears(right, down[:, None] + diagonal), 0)
+        if not v.numel():
+            return func(v, diagonal)
+        if len(held[0]) == len(held[1]) == 1:
+            return func(v, diagonal + held[0][0][0] - held[1][0][0])
+        down, right = ([b - a for a, b in intervals] for intervals in held)
+        bands = []
+        for band, (row, _) in zip(v.split(down, -2), held[0], strict=True):
+            pieces = zip(band.split(right, -1), held[1], strict=True)
+            bands.append(torch.cat([func(piece, diagonal + row - column) for piece, (column, _) in pieces], -1))
+        return torch.cat(bands, -2)
 
     held = lambda coords: tuple(layout.held(d, coords) for d in pair)
     return Algorithm(lambda x, *args, **kwargs: run_local(clear, [x], layout.replace(stride=None), held))
 
 
-rule("tril")(functools.partial(triangle, operator.gt))
-rule("triu")(functools.partial(triangle, operator.lt))
+rule("tril")(functools.partial(triangle, torch.tril))
+rule("triu")(functools.partial(triangle, torch.triu))
 
 
 def put_back(view: Callable[..., Any], x: Operand, src: Operand, *where: object, **named: object) -> Algorithm | None:
@@ -82,11 +92,38 @@ def put_back(view: Callable[..., Any], x: Operand, src: Operand, *where: object,
         if view is torch.ops.aten.slice and x.is_complex() and (needs_grad(x) or needs_grad(src)):
             raise RuntimeError("slice_scatter does not support automatic differentiation for complex results")
         out = whole(x, pieces).clone()
-        view(out, *where, **named).copy_(src)
-        return out
+        recorded = needs_grad(x, src) and not is_transforming()
+        made = put_in(view, out, src, *where, **named) if recorded else None
+        if made is None:
+            view(out, *where, **named).copy_(src)
+        return out if made is None else made
 
     fits = view(torch.empty(x.shape, device="meta"), *where, **named).shape == src.shape
     return Algorithm(run) if fits else None  # torch's own error
+
+
+def put_in(view: Callable[..., Any], x: Tensor, src: Tensor, *where: object, **named: object) -> Tensor | None:
+    """`x` with `src` in place of a view, by a call that keeps nothing: the node of a write to a view can be used once.
+    None where a cut of `x` is not one of its view."""
+    layout, shown = x._layout, view(x.detach(), *where, **named)
+    if any(mine.is_shard() and not its.is_shard() for mine, its in zip(x.placements, shown.placements, strict=True)):
+        return None
+    put: Callable[..., PerCoords] = _put_slice if view is torch.ops.aten.slice else _put_diagonal
+    local = put(layout, *where, **named)
+    return run_local(local.func, [x, src.redistribute(placements=shown.placements)], layout, local.value_at)
+
+
+def _put_slice(layout: Layout, dim: int = 0, start: object = None, end: object = None, step: int = 1) -> PerCoords:
+    d = dim_from_front(dim, layout.ndim)
+    wanted = clipped(start, end, step, layout.shape[d])
+    put = lambda v, src, mine: torch.ops.aten.slice_scatter(v, src.to(v.dtype), d, *mine, wanted[2])
+    return PerCoords(put, lambda coords: local_range(layout, d, wanted, coords)[:2])
+
+
+def _put_diagonal(layout: Layout, offset: int = 0, dim1: int = 0, dim2: int = 1) -> PerCoords:
+    down, right = dims_of((dim1, dim2), layout.ndim)
+    put = lambda v, src, at: torch.diagonal_scatter(v, src.to(v.dtype), at, down, right)
+    return PerCoords(put, lambda coords: offset + layout.offset_at(down, coords) - layout.offset_at(right, coords))
 
 
 rule("slice_scatter")(functools.partial(put_back, torch.ops.aten.slice))

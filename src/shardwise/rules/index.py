@@ -76,9 +76,10 @@ def getitem(x: object, index: object) -> Answer:
 
 
 def asks_whether(index: object) -> bool:
-    """Whether a byte is an index: torch asks for its value, to see if it is true, and not to take it for a number."""
+    """Whether a mask without dims is an index: torch asks for its value, to see if it is true, and not to take it for a
+    number, nor for Python's True, at which a value of any dtype may be written."""
     entries = index if isinstance(index, tuple) else (index,)
-    return any(is_mask(e) and e.dtype is torch.uint8 and not e.ndim for e in entries)
+    return any(is_mask(e) and not e.ndim for e in entries)
 
 
 def take_item(x: Tensor, index: Any) -> Tensor:

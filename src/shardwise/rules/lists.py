@@ -14,7 +14,7 @@ from shardwise.layout.placement import REPLICATE, Partial
 from shardwise.rules.pointwise import broadcast, is_endless
 from shardwise.strategy import Algorithm, Factors, Operand, factors, operands_in
 from shardwise.strategy.memory import correct_thin, meta_like
-from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, reduced
+from shardwise.strategy.program import Tensor, leaves_empty, needs_grad, of_one_list, reduced
 from shardwise.strategy.registry import named, rule
 from shardwise.strategy.spec import Assignment, Places, Spec
 from shardwise.torch_private.tensors import foreach_max, foreach_mul_, foreach_norm, fused_optimizer_steps
@@ -96,7 +96,7 @@ def _at(value: Any, j: int) -> Any:
 def addcdiv_each(xs: Any, ys: Any, zs: Any, *scalars: Any, **named: Any) -> list[Any]:
     """One by one: torch's list op has no gradient where there is nothing."""
     each = enumerate(zip(xs, ys, zs, strict=True))
-    return [torch.addcdiv(*three, value=_at([*scalars, *named.values(), 1][0], i)) for i, three in each]
+    return of_one_list([torch.addcdiv(*three, value=_at([*scalars, *named.values(), 1][0], i)) for i, three in each])
 
 
 def at_each_position(name: str, *args: object, **kwargs: object) -> Columns | Algorithm | None:
@@ -185,8 +185,8 @@ def _filled(values: Sequence[torch.Tensor], fill: Any) -> list[torch.Tensor]:
 
 def one_each(tensors: Sequence[Operand], alone: Any, op: Any, *more: Any, **options: Any) -> Algorithm:
     """The numbers of a list: where gradients are needed, of each tensor alone."""
-    every = together(tensors, op, *more, **options)
-    return Algorithm(lambda ts, *args, **kwargs: tuple(map(alone, ts)) if needs_grad(*ts) else every(ts))
+    every, each = together(tensors, op, *more, **options), lambda ts: tuple(of_one_list(list(map(alone, ts))))
+    return Algorithm(lambda ts, *args, **kwargs: each(ts) if needs_grad(*ts) else every(ts))
 
 
 @rule("_foreach_norm")

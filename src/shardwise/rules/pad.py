@@ -33,7 +33,7 @@ def pad_(x: Operand, pad: Sequence[int], mode: str = "constant", value: Any = No
     sources = {dim: sources_of(mode, x.shape[dim], *side) for dim, side in sides.items()}
     if mode != "constant":
         known = mode in ("reflect", "replicate", "circular") and not value
-        return copied(x, sources, "more" if mode == "circular" else "operand") if known else None
+        return copied(x, sources, "" if mode == "circular" else "operand") if known else None
     if any(isinstance(p, Partial) and (value or p.reduce_op not in ("sum", "avg")) for p in x.layout.placements):
         return Algorithm(lambda x, *args, **kwargs: torch.constant_pad_nd(reduced(x), pad, value or 0))
 

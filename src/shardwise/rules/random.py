@@ -14,7 +14,7 @@ from shardwise.random.draw import drawn, fill
 from shardwise.random.generator import TORCH, stream
 from shardwise.strategy import Algorithm, Operand, Tensor
 from shardwise.strategy.memory import contiguous, copied_stride, stored
-from shardwise.strategy.program import constant
+from shardwise.strategy.program import constant, reduced
 from shardwise.strategy.registry import gathered, program, rule
 
 
@@ -90,7 +90,7 @@ like_rule("randint_like", lambda dtype, *bounds: draws.integer(dtype, *bounds))
 # -- by value --------------------------------------------------------------------------------------------------------
 def value_rule(name: str, run: Callable[..., Any] | None = None) -> None:
     """An op whose numbers depend on values: its program; without one, or in torch's stream, the values are gathered."""
-    func = getattr(torch, name)
+    func = getattr(torch.ops.aten, name)  # every overload, those too that torch's own function does not take
 
     @program(name)
     def draw(*args: object, **kwargs: object) -> Tensor:
@@ -102,6 +102,8 @@ def value_rule(name: str, run: Callable[..., Any] | None = None) -> None:
 
 
 def draw_bernoulli(x: Tensor, p: Any = None, *, generator: torch.Generator | None = None) -> Tensor:
+    if isinstance(p, torch.Tensor):  # of x, the shape and the dtype
+        return values.bernoulli_of(p, generator, reduced(x.detach()))
     return values.bernoulli_of(x, generator) if p is None else drawn(x._layout, draws.bernoulli(p), generator)
 
 

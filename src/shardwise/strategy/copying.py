@@ -15,14 +15,15 @@ from shardwise.strategy.reading import factors
 from shardwise.strategy.relayout import Relayout, call_with
 from shardwise.strategy.set_maps import Carried, unchanged
 from shardwise.strategy.spec import MakeLocal, Operand, Spec
+from shardwise.strategy.unsaved import rows
 from shardwise.torch_private.tensors import without_fake_mode
 
 Sources = dict[int, torch.Tensor]  # dim -> for every output index, the input index it reads
 
 
-def copied(x: Operand, sources: Sources, keeps: str = "more") -> Spec:
+def copied(x: Operand, sources: Sources, keeps: str = "") -> Spec:
     """Output index i of a dim reads input index sources[dim][i]. Where no such dim is cut the op itself is called.
-    `keeps` as in `Spec`: the local call keeps the indices."""
+    `keeps` as in `Spec`."""
     if not any(map(x.layout.is_cut, sources)):
         return factors("*d!dim -> *d", [x], "joint", dim=tuple(sources), any_partial=True, never_empty=True)
 
@@ -36,7 +37,7 @@ def copied(x: Operand, sources: Sources, keeps: str = "more") -> Spec:
 
     def pick(v: torch.Tensor, held: tuple[Intervals, ...]) -> torch.Tensor:
         for dim, mine in zip(sources, held, strict=True):
-            v = v.index_select(dim, picks(dim, mine))
+            v = rows(v, dim, picks(dim, mine)) if keeps == "" else v.index_select(dim, picks(dim, mine))
         return v
 
     held_at = lambda layout, _, at: tuple(layout.held(dim, at) for dim in sources)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.comm.base import Coords
-from shardwise.comm.bridge import constant_of, share
+from shardwise.comm.bridge import beside, constant_of, share
 from shardwise.comm.outside import held_of
 from shardwise.comm.record import Note
 from shardwise.context import is_strict, refuse_in_program, running_op
@@ -22,7 +22,7 @@ from shardwise.move.pack import take
 from shardwise.move.run import run_steps
 from shardwise.move.window import Needs, windows_of
 from shardwise.strategy.empty_ranks import imitating, is_empty_here_alone, rank_to_imitate
-from shardwise.torch_private.autograd import is_recorded
+from shardwise.torch_private.autograd import is_recorded, is_transforming
 from shardwise.torch_private.tensors import is_any_autocast_enabled
 from shardwise.wrapper import Wrapper, wrap
 
@@ -152,6 +152,21 @@ def constant(value: Tensor, sources: Sequence[Tensor], missing: str = "") -> Ten
     if not needs_grad(*sources):
         return value
     return run_local(lambda v, *held: constant_of(v, held, missing), [value, *sources], value._layout)
+
+
+def of_one_list(results: Sequence[Tensor]) -> list[Tensor]:
+    """The results of one call on lists: as in torch, where one of them requires grad, all do."""
+    sources = [y._layout.mesh.comm.first(y._local) for y in results if y.requires_grad]
+    if not sources or is_transforming():
+        return list(results)
+
+    def alike(y: Tensor) -> Tensor:
+        if y.requires_grad or not (y.dtype.is_floating_point or y.dtype.is_complex):
+            return y
+        comm, local = y._layout.mesh.comm, y._local
+        return wrap(comm.rebuild(local, [beside(v, sources) for v in comm.values(local)]), y._layout)
+
+    return [alike(y) for y in results]
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
