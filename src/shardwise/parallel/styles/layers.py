@@ -76,6 +76,7 @@ class _LayerParallel(Extended):
     # -- what programs that extend a style define anew, or call --------------------------------------------
     def _apply_methods(self, module: nn.Module, device_mesh: Meshes) -> nn.Module:
         """`_apply` by way of the methods below, one of which is the program's."""
+        self._check_mesh_of_methods(device_mesh)
         is_table = isinstance(module, nn.Embedding)
         if not is_table and not isinstance(module, nn.Linear):
             self._cut_dim(module)  # raises, unless the style was told what to cut
@@ -301,6 +302,7 @@ class SequenceParallel(Extended):
     # -- the hooks -----------------------------------------------------------------------------------------
     def _apply(self, module: nn.Module, device_mesh: Meshes) -> nn.Module:
         if self._is_extended(SequenceParallel):
+            self._check_mesh_of_methods(device_mesh)
             return distribute_module(
                 module,
                 device_mesh,
