@@ -78,6 +78,21 @@ class Extended(ParallelStyle):
             )
 
 
+class WithOutput(Extended):
+    """A style whose outputs are local tensors by default where the mesh has no other axis (`_use_local` is None)."""
+
+    _use_local: bool | None
+
+    @property
+    def use_local_output(self) -> bool:
+        """Whether the program gets local tensors."""
+        return self._use_local is not False
+
+    @use_local_output.setter
+    def use_local_output(self, value: bool) -> None:
+        self._use_local = value
+
+
 class StyleHook:
     """A hook of a module that also gets the style's axis. It is no state of the module: copies share it."""
 

@@ -15,13 +15,21 @@ from shardwise.layout.placement import REPLICATE, Placement
 from shardwise.layout.split import chunk_bounds
 from shardwise.mesh import DeviceMesh, SimulatedMesh
 from shardwise.parallel.styles.axis import Placing, StyleAxis
-from shardwise.parallel.styles.base import Extended, PlacingArgument, StyleHook, as_placing, lay_out_module, refuse
+from shardwise.parallel.styles.base import (
+    Extended,
+    PlacingArgument,
+    StyleHook,
+    WithOutput,
+    as_placing,
+    lay_out_module,
+    refuse,
+)
 from shardwise.tensor import DTensor
 
 Meshes = DeviceMesh | SimulatedMesh | None
 
 
-class _LayerParallel(Extended):
+class _LayerParallel(WithOutput):
     """A layer whose parameters are cut, with one tensor in and one out."""
 
     _methods = ("_partition_linear_fn", "_partition_embedding_fn", "_prepare_input_fn", "_prepare_output_fn")
@@ -47,15 +55,6 @@ class _LayerParallel(Extended):
         # as programs that extend a style read and set them
         self.input_layouts, self.output_layouts = (self._input,), (self._output,)
         self.desired_input_layouts: tuple[Placing, ...] = (self.desired_input,)
-
-    @property
-    def use_local_output(self) -> bool:
-        """Whether the program gets local tensors."""
-        return self._use_local is not False
-
-    @use_local_output.setter
-    def use_local_output(self, value: bool) -> None:
-        self._use_local = value
 
     def _apply(self, module: nn.Module, device_mesh: Meshes) -> nn.Module:
         self._input = as_placing(self.input_layouts[0], "input_layouts")
