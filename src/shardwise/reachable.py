@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 
@@ -57,7 +58,8 @@ def _tensors_of_attributes(
             yield from _tensors_in(getattr(module, attribute, None), 2)
 
 
-def _attributes_of(code: CodeType, name: str) -> set[str] | None:
+@functools.lru_cache(maxsize=256)
+def _attributes_of(code: CodeType, name: str) -> frozenset[str] | None:
     """The attributes that code takes of a variable; None if it does anything else with it."""
     steps = list(dis.get_instructions(code))
     found = set()
@@ -68,7 +70,7 @@ def _attributes_of(code: CodeType, name: str) -> set[str] | None:
             found.add(after.argval)
         elif isinstance(step.argval, tuple) and name in step.argval:  # instructions that load two variables
             return None
-    return found
+    return frozenset(found)
 
 
 def _has_inner(code: CodeType) -> bool:
