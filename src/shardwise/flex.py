@@ -27,7 +27,7 @@ from shardwise.layout import Layout
 from shardwise.layout.shapes import contiguous_stride
 from shardwise.layout.split import Intervals
 from shardwise.protocols import Item
-from shardwise.reachable import tensors_behind
+from shardwise.reachable import tensors_read_by
 from shardwise.strategy import Operand, factors
 from shardwise.strategy.empty_ranks import of_one_each
 from shardwise.strategy.program import run_local
@@ -73,8 +73,7 @@ def _on_ranks(
     attend = functools.partial(_attend, score_mod, mask, scale, kernel_options, asked)
     with running(_NAME):
         ways = _ways([t._layout for t in tensors], mask)
-        if any(p.is_shard() for p in ways.query.placements):
-            _check_reads(score_mod, block_mask[-1])
+        _check_reads(score_mod, block_mask[-1], is_cut=any(p.is_shard() for p in ways.query.placements))
         moved = [t.redistribute(placements=layout.placements) for t, layout in zip(tensors, ways.inputs, strict=True)]
         local = of_one_each(attend, ways.factors.inputs, [ways.factors.outputs[i] for i in asked])
         found = run_local(local, moved, [ways.outputs[i] for i in asked], ways.held_at)
@@ -83,15 +82,16 @@ def _on_ranks(
     return tuple(made)
 
 
-def _check_reads(*mods: Mod) -> None:
-    """Raise if a function of the program's reads what it would read wrongly on a rank."""
-    for tensor in (t for mod in mods for t in tensors_behind(mod)):
+def _check_reads(*mods: Mod, is_cut: bool) -> None:
+    """Raise if a function of the program's reads what it would read wrongly on a rank, or if the call `is_cut`, what
+    each rank would have only a part of the gradient of."""
+    for tensor in (t for mod in mods for t in tensors_read_by(mod)):
         if isinstance(tensor, Wrapper):
             raise RuleError(
                 f"{_NAME}: score_mod or mask_mod reads a distributed tensor of shape {tuple(tensor.shape)}, and every "
                 f"rank looks up numbers of the whole: give it the plain tensor, x.full_tensor()"
             )
-        if tensor.requires_grad and torch.is_grad_enabled():
+        if is_cut and tensor.requires_grad and torch.is_grad_enabled():
             raise RuleError(
                 f"{_NAME}: score_mod reads a tensor of shape {tuple(tensor.shape)} that requires grad, and each rank "
                 f"would have the gradient of its own part only: redistribute query, key and value to Replicate, or use "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 from collections.abc import Iterable, Iterator
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 
 import torch
 
@@ -17,6 +19,63 @@ def tensors_behind(func: Item) -> Iterator[torch.Tensor]:
     for item in (func, getattr(func, "__self__", None)):
         yield from _tensors_in(item, 2)
     yield from _tensors_around(getattr(func, "__func__", func), 2)
+
+
+def tensors_read_by(func: Item) -> Iterator[torch.Tensor]:
+    """The same, but of a module of which the function's code takes attributes only, as `self.scale`, what is behind
+    those."""
+    cells = getattr(func, "__closure__", None) or ()
+    if not isinstance(func, FunctionType) or _has_inner(func.__code__):
+        yield from tensors_behind(func)
+        return
+    closed = {name: c.cell_contents for name, c in zip(func.__code__.co_freevars, cells, strict=True) if _is_filled(c)}
+    named = {name: func.__globals__[name] for name in func.__code__.co_names if name in func.__globals__}
+    for name, value in (*closed.items(), *named.items()):
+        if isinstance(value, torch.nn.Module):
+            yield from _tensors_of_attributes(value, func.__code__, name, frozenset())
+        else:
+            yield from _tensors_in(value, 2)
+
+
+def _tensors_of_attributes(
+    module: torch.nn.Module, code: CodeType, name: str, seen: frozenset[CodeType]
+) -> Iterator[torch.Tensor]:
+    """The tensors of a module that some code may read, which has it in the variable `name`."""
+    attributes = None if _has_inner(code) else _attributes_of(code, name)
+    if attributes is None:
+        yield from _tensors_in(module, 2)
+        return
+    for attribute in attributes:
+        method = getattr(type(module), attribute, None)
+        if isinstance(method, FunctionType) and attribute not in vars(module) and method.__code__.co_argcount:
+            if method.__code__ not in seen:
+                own = method.__code__.co_varnames[0]
+                yield from _tensors_of_attributes(module, method.__code__, own, seen | {method.__code__})
+                yield from _tensors_around(method, 2)
+        elif method is not None:
+            yield from _tensors_in(module, 2)  # a property, or what else a class has
+        else:
+            yield from _tensors_in(getattr(module, attribute, None), 2)
+
+
+@functools.lru_cache(maxsize=256)
+def _attributes_of(code: CodeType, name: str) -> frozenset[str] | None:
+    """The attributes that code takes of a variable; None if it does anything else with it."""
+    steps = list(dis.get_instructions(code))
+    found = set()
+    for step, after in zip(steps, [*steps[1:], None]):
+        if step.argval == name and step.opname.startswith("LOAD_") and step.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            if after is None or after.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+                return None
+            found.add(after.argval)
+        elif isinstance(step.argval, tuple) and name in step.argval:  # instructions that load two variables
+            return None
+    return frozenset(found)
+
+
+def _has_inner(code: CodeType) -> bool:
+    """Whether code defines functions, or calls those of a base class, which may read more."""
+    return "super" in code.co_names or any(isinstance(const, CodeType) for const in code.co_consts)
 
 
 def _tensors_around(func: Item, depth: int) -> Iterator[torch.Tensor]:

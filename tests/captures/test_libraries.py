@@ -157,6 +157,14 @@ def seeded(x):
     return F.dropout(x, 0.5)
 
 
+def by_module_in_a_module(x):
+    return x * len(os.path.os.sep)
+
+
+def test_modules_that_have_each_other_are_looked_through_once():
+    assert both(lambda: by_module_in_a_module).captures == 1
+
+
 @pytest.mark.parametrize(
     "func, reason",
     [

@@ -126,7 +126,9 @@ def inputs_and_outputs_prepared_their_own_way(n):
         first = {"input_layouts": whole, "desired_input_layouts": cut, "use_local_output": local}
         found.append(n.parallel.parallelize_module(Add(), line(), Doubled(**first))(x))
         found.append(n.parallel.parallelize_module(Add(), line(), Doubled(**first, **for_z))(x, z=x))
-    found.append(n.parallel.parallelize_module(Add(), line(), Pair(output_layouts=whole, desired_output_layouts=cut))(x)[0])
+    found.append(
+        n.parallel.parallelize_module(Add(), line(), Pair(output_layouts=whole, desired_output_layouts=cut))(x)[0]
+    )
     return [y.to_local() if isinstance(y, n.DTensor) else y for y in found]
 
 
@@ -183,3 +185,16 @@ def test_on_simulated_ranks():
     style = Doubled(output_layouts=shardwise.Replicate(), use_local_output=False)
     got = shardwise.parallel.parallelize_module(module, shardwise.simulate(4), style)(x)
     torch.testing.assert_close(got.full_tensor(), want)
+
+
+def test_methods_get_no_axis():
+    mesh = shardwise.simulate((2, 2), axis_names=("dp", "tp"))
+
+    class Own(shardwise.parallel.ColwiseParallel):
+        def _partition_linear_fn(self, name, module, device_mesh):
+            super()._partition_linear_fn(name, module, device_mesh)
+
+    with pytest.raises(shardwise.MeshError, match=r"Own defines.*device_mesh\['tp'\], without axis='tp'"):
+        shardwise.parallel.parallelize_module(linear(), mesh, Own(), axis="tp")
+    laid = shardwise.parallel.parallelize_module(linear(), mesh["tp"], Own())
+    assert laid.weight.placements == (shardwise.Shard(0),)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from shardwise import Partial, Replicate, Shard, distribute_tensor, simulate, strict
 from shardwise.context import implicit_replication
 from shardwise.debug import ledger
+from shardwise.rules.index import of_index
 from shardwise.testing import check_rule
 from tests.values import seeded
 from tests.workers import device_mesh, run_ranks
@@ -263,3 +264,32 @@ def test_out_of_range_raises_what_torch_raises(name, bad):
     x = distribute_tensor(A, simulate((3,)), [Shard(0)])
     with pytest.raises(plain.type, match="out of"):
         OUTSIDE[name](x, index)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Shard(2)], ids=str)
+def test_an_index_without_dims_among_others_is_no_number(placement):
+    """aten puts the looked-up dims first, where x[1, :, rows] takes the one element before it looks up."""
+    x, rows = seeded((4, 3, 5))[0], torch.tensor([0, 2, 4])
+    spread = distribute_tensor(x, simulate(2), [placement])
+    for indices in (
+        [torch.tensor(1), None, rows],
+        [torch.tensor(1), None, torch.tensor(3)],
+        [rows % 4, None, torch.tensor(3)],
+    ):
+        want, got = torch.ops.aten.index(x, indices), torch.ops.aten.index(spread, indices)
+        assert torch.equal(got.full_tensor(), want) and got.stride() == want.stride()
+    assert torch.equal(spread[torch.tensor(1), :, rows].full_tensor(), x[torch.tensor(1), :, rows])
+
+
+@pytest.mark.parametrize(
+    "x, index",
+    [
+        (torch.ones(3).as_strided((1, 1, 3), (1, 1, 1)), torch.zeros(1, 2, dtype=torch.long)),
+        (torch.ones(8).as_strided((1, 2, 2, 2), (1, 2, 4, 1)), torch.tensor([1, 0]).as_strided((2, 1, 1), (1, 1, 1))),
+    ],
+)
+def test_strides_of_look_ups_where_dims_have_size_1(x, index):
+    want = torch.ops.aten.index(x, [None, index])
+    result = torch.empty(want.shape, device="meta")
+    of_index(result, x, [None, index])
+    assert result.stride() == want.stride()

@@ -55,7 +55,10 @@ CASES = {
     "a mask for all": lambda: (qkv(), {"block_mask": masked(causal), "score_mod": biased}),
     "a mask per head": lambda: (qkv(), {"block_mask": masked(per_head, 5, 4), "return_aux": AuxRequest(lse=True)}),
     "documents": lambda: (qkv(), {"block_mask": masked(of_one_document, block=2)}),
-    "groups of heads": lambda: (qkv((4, 2, 2)), {"enable_gqa": True, "score_mod": biased, "block_mask": masked(causal)}),
+    "groups of heads": lambda: (
+        qkv((4, 2, 2)),
+        {"enable_gqa": True, "score_mod": biased, "block_mask": masked(causal)},
+    ),
     "one batch of keys": lambda: (qkv(batches=(5, 1, 1)), {"block_mask": masked(per_head, 5)}),
     "float64": lambda: (qkv(dtype=torch.float64), {"score_mod": biased, "return_lse": True}),
     "bfloat16": lambda: (qkv(dtype=torch.bfloat16), {"block_mask": masked(causal), "return_lse": True}),
@@ -173,8 +176,49 @@ def test_what_score_mod_may_read():
     with pytest.raises(RuleError, match=r"requires grad, and each rank would have the gradient of its own part"):
         flex_attention(*tensors, score_mod=lambda score, b, h, q, kv: score * bias[b])
     spread = distribute_tensor(torch.ones(5), mesh, [R])
-    with pytest.raises(RuleError, match=r"distributed tensor of shape \(5,\).*x\.full_tensor\(\)"):
-        flex_attention(*tensors, score_mod=lambda score, b, h, q, kv: score * spread[b])
+    for given in (tensors, [t.redistribute(placements=[R]) for t in tensors]):
+        with pytest.raises(RuleError, match=r"distributed tensor of shape \(5,\).*x\.full_tensor\(\)"):
+            flex_attention(*given, score_mod=lambda score, b, h, q, kv: score * spread[b])
+
+
+class Attention(torch.nn.Module):
+    """Modules whose score_mod reads some of their attributes, not their parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.cap, self.slopes, self.project = 5.0, torch.ones(5), torch.nn.Linear(8, 8)
+        self.table, self.small = torch.nn.Parameter(torch.ones(5)), torch.nn.Linear(5, 5)
+
+    def capped(self, score):
+        return self.cap * torch.tanh(score / self.cap)
+
+    def shifted(self, score, b):
+        return score + self.table[b]
+
+    def forward(self, kind, *tensors):
+        mods = {
+            "a number": lambda score, b, h, q, kv: self.cap * torch.tanh(score / self.cap) + self.slopes[b],
+            "a method": lambda score, b, h, q, kv: self.capped(score),
+            "a parameter": lambda score, b, h, q, kv: score + self.table[b],
+            "a parameter in a method": lambda score, b, h, q, kv: self.shifted(score, b),
+            "a part's": lambda score, b, h, q, kv: score + self.small.bias[b],
+            "by name": lambda score, b, h, q, kv: score + getattr(self, "table")[b],  # noqa: B009
+        }
+        return flex_attention(*tensors, score_mod=mods[kind])
+
+
+@pytest.mark.parametrize("kind", ["a number", "a method"])
+def test_score_mod_of_a_module_with_parameters(kind):
+    attention, tensors = Attention(), qkv()
+    spread = [distribute_tensor(t, simulate(2), [Shard(0)]) for t in tensors]
+    torch.testing.assert_close(attention(kind, *spread).full_tensor(), attention(kind, *tensors))
+
+
+@pytest.mark.parametrize("kind", ["a parameter", "a parameter in a method", "a part's", "by name"])
+def test_score_mod_that_reads_parameters_of_a_module(kind):
+    spread = [distribute_tensor(t, simulate(2), [Shard(0)]) for t in qkv()]
+    with pytest.raises(RuleError, match="requires grad, and each rank would have the gradient of its own part"):
+        Attention()(kind, *spread)
 
 
 def test_torchs_own_errors():

@@ -77,6 +77,5 @@ def asked_by(item: object, names: frozenset[str] | set[str]) -> str:
 def works_elsewhere(item: object, names: frozenset[str] | set[str]) -> bool:
     """Whether code that names an object, and these attributes, may have other threads work for it, whose ops nobody
     sees."""
-    if isinstance(item, types.ModuleType):
-        return any(works_elsewhere(vars(item).get(name), names) for name in names if not name.startswith("__"))
-    return isinstance(item, _WORKERS) or (isinstance(item, type) and issubclass(item, _WORKERS))
+    inside = [vars(item).get(name) for name in names] if isinstance(item, types.ModuleType) else [item]
+    return any(isinstance(x, _WORKERS) or (isinstance(x, type) and issubclass(x, _WORKERS)) for x in inside)

@@ -114,7 +114,7 @@ def of_library(walk: Walk, item: Item) -> None:
 
 def _levels() -> Values:
     manager = logging.Logger.manager
-    known = (logger for logger in manager.loggerDict.values() if isinstance(logger, logging.Logger))
+    known = (logger for logger in list(manager.loggerDict.values()) if isinstance(logger, logging.Logger))
     return [manager.disable, *(value for logger in (manager.root, *known) for value in (logger.level, logger.disabled))]
 
 

@@ -88,14 +88,15 @@ def _remove_later(folder: Path, path: Path) -> None:
     except RuntimeError:  # the program is ending, and may start no thread
         shutil.rmtree(gone, ignore_errors=True)
         return
-    for ended in [path for path, thread in _removers.items() if not thread.is_alive()]:
-        del _removers[ended]
+    for other, thread in list(_removers.items()):  # threads that save may come here at the same time
+        if not thread.is_alive():
+            _removers.pop(other, None)
     _removers[gone] = remover
 
 
 def settle_removals() -> bool:
     """Wait until what this process has replaced is removed; whether there was something to wait for."""
-    waited = [remover for remover in _removers.values() if remover.is_alive()]
+    waited = [remover for remover in list(_removers.values()) if remover.is_alive()]
     for remover in waited:
         remover.join()
     return bool(waited)
@@ -104,7 +105,8 @@ def settle_removals() -> bool:
 def _remove_replaced(folder: Path, name: str) -> None:
     """Remove what was left of replaced checkpoints; `name` may be a pattern."""
     for left in folder.glob(f".{name}.*{_REMOVED}"):
-        if left not in _removers or not _removers[left].is_alive():  # a forked process has none of them
+        remover = _removers.get(left)
+        if remover is None or not remover.is_alive():  # in a forked process none is
             shutil.rmtree(left, ignore_errors=True)
 
 

@@ -115,9 +115,8 @@ def _read(handles: tuple[int, int], memory: np.ndarray, first: int, start: int) 
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            got = os.preadv(
-                usual, [view[:_AT_ONCE]], at
-            )  # the disk asks for more than was given, or the file ended here
+            # the disk asks for more than was given, or the file ended here
+            got = os.preadv(usual, [view[:_AT_ONCE]], at)
         if not got:
             break
         view, at = view[got:], at + got

@@ -59,7 +59,7 @@ def lay_out(entries: Sequence[Entry], most: int = MOST_FILE_BYTES, cuts: Cuts | 
     """
     parts: list[list[Entry]] = [[]]
     size = 0
-    # else in the order of the state
+    # those of the widest elements come first, so that all are aligned; else in the order of the state
     for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
         if parts[-1] and size + entry.nbytes > most:
             parts.append([])

@@ -11,7 +11,15 @@ from torch import nn
 from shardwise.errors import LayoutError, MismatchError
 from shardwise.mesh import DeviceMesh, SimulatedMesh
 from shardwise.parallel.styles.axis import Placing, StyleAxis
-from shardwise.parallel.styles.base import Extended, ParallelStyle, PlacingArgument, StyleHook, as_placing, refuse
+from shardwise.parallel.styles.base import (
+    Extended,
+    ParallelStyle,
+    PlacingArgument,
+    StyleHook,
+    WithOutput,
+    as_placing,
+    refuse,
+)
 
 Placings = tuple[Placing | None, ...]  # one for each tensor; None for what is left alone
 PlacingsArgument = PlacingArgument | Sequence[PlacingArgument | None] | None
@@ -150,9 +158,7 @@ class PrepareModuleInput(Extended):
         else:
             module.register_forward_pre_hook(lambda _, args: self._prepare_input_fn(args, device_mesh))
 
-    def _prepare_input_arg(
-        self, input: object, mesh: Meshes, input_layout: _Layout, desired_layout: _Layout
-    ) -> object:
+    def _prepare_input_arg(self, input: object, mesh: Meshes, input_layout: _Layout, desired_layout: _Layout) -> object:
         axis = StyleAxis.of(mesh, self.axis)
         have = None if input_layout is None else as_placing(input_layout, "input_layouts")
         want = None if desired_layout is None else as_placing(desired_layout, "desired_input_layouts")
@@ -196,7 +202,7 @@ class PrepareModuleInput(Extended):
         return f"PrepareModuleInput({_shown(self, *_INPUT_NAMES, 'use_local_output')})"
 
 
-class PrepareModuleOutput(Extended):
+class PrepareModuleOutput(WithOutput):
     """Lay out the outputs of a module after it ran.
 
     Args:
@@ -221,15 +227,6 @@ class PrepareModuleOutput(Extended):
         self.desired_output_layouts = _as_placings(desired_output_layouts, "desired_output_layouts")
         _check_lengths(self.output_layouts, self.desired_output_layouts, "output_layouts")
         self._use_local = use_local_output
-
-    @property
-    def use_local_output(self) -> bool:
-        """Whether the program gets local tensors."""
-        return self._use_local is not False
-
-    @use_local_output.setter
-    def use_local_output(self, value: bool) -> None:
-        self._use_local = value
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | SimulatedMesh | None) -> nn.Module:
         if self._is_extended(PrepareModuleOutput):

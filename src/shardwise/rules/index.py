@@ -154,10 +154,10 @@ class Indexed:
         shape = broadcast_shape(*(i.shape for i in found))
         self.size = dict(zip((*self.names, *self.looked), (*x.shape, *shape), strict=True))
 
-    def placed(self, found: Sequence[Any], empty: Any) -> list[Any]:
-        """The indices in their places, `empty` where there is none."""
+    def placed(self, found: Sequence[Any]) -> list[Any]:
+        """The indices in their places, None where there is none."""
         at = dict(zip(self.dims, found, strict=True))
-        return [at.get(d, empty) for d in range(self.dims[-1] + 1)]
+        return [at.get(d) for d in range(self.dims[-1] + 1)]
 
 
 @rule("index _unsafe_index")
@@ -166,15 +166,15 @@ def index(x: Operand, indices: Sequence[Any]) -> Factors | Algorithm | None:
         return None
     if any(map(is_mask, indices)):
         return Algorithm(_index_by_masks)
-    at = Indexed(x, indices)
+    at, chosen = Indexed(x, indices), torch.ops.aten.index  # x[...] would take an index without dims as a number
 
     def look_up(v: torch.Tensor, *rest: Any) -> torch.Tensor:
         *indices, held = rest
         places, mine = located_all(indices, held, at.sizes)
-        found = pointable(v, *at.dims)[tuple(at.placed(places, slice(None)))]
+        found = chosen(pointable(v, *at.dims), at.placed(places))
         return found.masked_fill(~mine.reshape((*mine.shape, *(1,) * at.after)), 0)
 
-    local = by_holders(at.dims, look_up, lambda v, *found: v[tuple(at.placed(found, slice(None)))])
+    local = by_holders(at.dims, look_up, lambda v, *found: chosen(v, at.placed(found)))
     reduce = {at.names[d]: sum_of(x) for d in at.dims}
     mine = at.names if adds_up(x) else tuple(None if d in at.dims else n for d, n in enumerate(at.names))
     return Factors([mine, *at.index_names], [at.result], "each", frozenset({0}), reduce=reduce, local=local)
@@ -191,9 +191,11 @@ def of_index(result: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> N
     before = dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
     strides = [x.stride(d) for d in kept]
     operands = [(*strides[:before], *(0,) * len(shape), *strides[before:])]
+    ones = (1,) * before, (1,) * (len(kept) - before)
     for i in found:
-        looked = i.expand(shape).stride()
-        operands.append((*(0,) * before, *looked, *(0,) * (len(kept) - before)))
+        looked = i.expand(shape).reshape((*ones[0], *shape, *ones[1]))  # dims of size 1 get other strides, too
+        pairs = zip(looked.shape, result.shape, looked.stride(), strict=True)
+        operands.append(tuple(0 if n == 1 != size else stride for n, size, stride in pairs))
     restrided(result, iterated(result.shape, operands))
 
 

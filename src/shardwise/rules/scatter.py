@@ -122,7 +122,7 @@ def index_put(x: Operand, indices: Any, values: Operand, accumulate: bool = Fals
             before, after = kept[: at.at], kept[at.at :]
             values = values.expand(*before, *looked, *after).reshape(*before, math.prod(looked), *after)
             values = values.index_select(at.at, picked)
-        return getattr(torch.ops.aten, "index_put" + suffix)(x, at.placed(places, None), values, accumulate)
+        return getattr(torch.ops.aten, "index_put" + suffix)(x, at.placed(places), values, accumulate)
 
     return Written(inputs, [at.names], **linear_in(len(inputs) - 1, accumulate), dims=at.dims, write=write)
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, NoReturn, Protocol
 
 from torch import nn
 
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, MeshError
 from shardwise.layout.placement import Placement, as_placement
-from shardwise.mesh import DeviceMesh, SimulatedMesh
+from shardwise.mesh import DeviceMesh, SimulatedMesh, as_mesh
 from shardwise.parallel.styles.axis import Placing, StyleAxis
 
 
@@ -66,6 +66,31 @@ class Extended(ParallelStyle):
             name in vars(self) or inspect.getattr_static(type(self), name) is not inspect.getattr_static(base, name)
             for name in self._methods
         )
+
+    def _check_mesh_of_methods(self, device_mesh: DeviceMesh | SimulatedMesh | None) -> None:
+        """Raise if the methods, which get the mesh alone, could not know which of its axes is meant."""
+        names = as_mesh(device_mesh, outside=True).axis_names
+        if self.axis is not None and len(names) > 1:
+            axis = self.axis if isinstance(self.axis, str) else names[self.axis]
+            raise MeshError(
+                f"{type(self).__name__} defines methods of a style anew, and these get a mesh but no axis: give "
+                f"parallelize_module the mesh of that axis alone, device_mesh[{axis!r}], without axis={self.axis!r}"
+            )
+
+
+class WithOutput(Extended):
+    """A style whose outputs are local tensors by default where the mesh has no other axis (`_use_local` is None)."""
+
+    _use_local: bool | None
+
+    @property
+    def use_local_output(self) -> bool:
+        """Whether the program gets local tensors."""
+        return self._use_local is not False
+
+    @use_local_output.setter
+    def use_local_output(self, value: bool) -> None:
+        self._use_local = value
 
 
 class StyleHook:

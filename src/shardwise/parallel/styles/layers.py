@@ -15,13 +15,21 @@ from shardwise.layout.placement import REPLICATE, Placement
 from shardwise.layout.split import chunk_bounds
 from shardwise.mesh import DeviceMesh, SimulatedMesh
 from shardwise.parallel.styles.axis import Placing, StyleAxis
-from shardwise.parallel.styles.base import Extended, PlacingArgument, StyleHook, as_placing, lay_out_module, refuse
+from shardwise.parallel.styles.base import (
+    Extended,
+    PlacingArgument,
+    StyleHook,
+    WithOutput,
+    as_placing,
+    lay_out_module,
+    refuse,
+)
 from shardwise.tensor import DTensor
 
 Meshes = DeviceMesh | SimulatedMesh | None
 
 
-class _LayerParallel(Extended):
+class _LayerParallel(WithOutput):
     """A layer whose parameters are cut, with one tensor in and one out."""
 
     _methods = ("_partition_linear_fn", "_partition_embedding_fn", "_prepare_input_fn", "_prepare_output_fn")
@@ -48,15 +56,6 @@ class _LayerParallel(Extended):
         self.input_layouts, self.output_layouts = (self._input,), (self._output,)
         self.desired_input_layouts: tuple[Placing, ...] = (self.desired_input,)
 
-    @property
-    def use_local_output(self) -> bool:
-        """Whether the program gets local tensors."""
-        return self._use_local is not False
-
-    @use_local_output.setter
-    def use_local_output(self, value: bool) -> None:
-        self._use_local = value
-
     def _apply(self, module: nn.Module, device_mesh: Meshes) -> nn.Module:
         self._input = as_placing(self.input_layouts[0], "input_layouts")
         self._output = as_placing(self.output_layouts[0], "output_layouts")
@@ -76,6 +75,7 @@ class _LayerParallel(Extended):
     # -- what programs that extend a style define anew, or call --------------------------------------------
     def _apply_methods(self, module: nn.Module, device_mesh: Meshes) -> nn.Module:
         """`_apply` by way of the methods below, one of which is the program's."""
+        self._check_mesh_of_methods(device_mesh)
         is_table = isinstance(module, nn.Embedding)
         if not is_table and not isinstance(module, nn.Linear):
             self._cut_dim(module)  # raises, unless the style was told what to cut
@@ -301,6 +301,7 @@ class SequenceParallel(Extended):
     # -- the hooks -----------------------------------------------------------------------------------------
     def _apply(self, module: nn.Module, device_mesh: Meshes) -> nn.Module:
         if self._is_extended(SequenceParallel):
+            self._check_mesh_of_methods(device_mesh)
             return distribute_module(
                 module,
                 device_mesh,
