@@ -168,6 +168,12 @@ def rebind(target: Wrapper, value: Any) -> Any:
     return target
 
 
+# Told before and after numbers are drawn into a tensor, which no plan of a call does: it may be the copy of a view, or
+# have such copies. The name is that of the op.
+before_fill: list[Callable[[Wrapper, str], None]] = []
+after_fill: list[Callable[[Wrapper], None]] = []
+
+
 def restride(target: Wrapper, stride: tuple[int, ...], offset: int = 0) -> None:
     """Have `target` report these strides and this storage offset. Its values stay where they are."""
     if target._layout.stride != stride or target._offset != offset:

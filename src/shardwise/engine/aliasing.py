@@ -24,7 +24,7 @@ from shardwise.engine.local_copies import LOCAL_COPIES, after_local_write, sourc
 from shardwise.errors import RuleError
 from shardwise.torch_private.autograd import has_gradient_hooks, view_anew
 from shardwise.torch_private.tensors import are_transforms_active
-from shardwise.wrapper import Wrapper, origin_of, restride, storage_id_of, storage_of, wrap
+from shardwise.wrapper import Wrapper, after_fill, before_fill, origin_of, restride, storage_id_of, storage_of, wrap
 
 
 class _Copy(NamedTuple):
@@ -387,3 +387,7 @@ class _Stale:
             f"the result of {self.name} is used after its base was written in place. In torch it is a view and would "
             f"show the write; on this layout it had to be a copy. Take it again after the write, or .clone() it before"
         )
+
+
+before_fill.append(lambda target, op: before_write(target, op, recorded=False))
+after_fill.append(after_write)

@@ -12,7 +12,6 @@ from shardwise.comm.base import Comm
 from shardwise.comm.capturing import tape_here, tapes
 from shardwise.comm.process_group import ProcessGroupComm
 from shardwise.context import relaxed
-from shardwise.engine.aliasing import after_write, before_write
 from shardwise.layout import Layout, Partial
 from shardwise.layout.placement import REPLICATE
 from shardwise.layout.shapes import dense_stride, is_dense
@@ -25,7 +24,7 @@ from shardwise.random.generator import TORCH, next_key, stream
 from shardwise.strategy.memory import copied_stride
 from shardwise.torch_private.autograd import is_recorded
 from shardwise.torch_private.tensors import is_abstract
-from shardwise.wrapper import Wrapper, wrap
+from shardwise.wrapper import Wrapper, after_fill, before_fill, wrap
 
 
 def drawn(layout: Layout, what: Distribution, generator: torch.Generator | None = None, in_place: bool = False) -> Any:
@@ -56,11 +55,13 @@ def fill(x: Wrapper, what: Distribution, generator: torch.Generator | None = Non
         return x
     if is_recorded(x) or layout.is_partial or stream() == TORCH:
         return x.copy_(drawn(layout, what, generator, in_place=True))
-    before_write(x, f"{what.name}_", recorded=False)
+    for told in before_fill:
+        told(x, f"{what.name}_")
     fill_local(x._local, layout, what, generator)
     if not layout.mesh.comm.first(x._local).is_inference():  # those have no version
         torch.autograd.graph.increment_version(layout.mesh.comm.values(x._local))
-    after_write(x)  # it may be the copy of a view, or such copies of it may be there
+    for filled in after_fill:
+        filled(x)
     return x
 
 

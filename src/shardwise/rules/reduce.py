@@ -16,7 +16,6 @@ from shardwise.strategy import Algorithm, Answer, Factors, Named, Operand, Order
 from shardwise.strategy.program import Tensor, needs_grad, reduced, run_local, sum_dtype, without_dims
 from shardwise.strategy.registry import rule
 from shardwise.strategy.two_stages import Dims, reduced_dims, selected, shared_extreme, staged, whole_along
-from shardwise.strategy.unsaved import over
 
 _REDUCED = "x dim=None keepdim=False"
 line("sum", "*d -> *d-dim", "joint", takes=_REDUCED)
@@ -55,7 +54,8 @@ def mean(x: Operand, dim: Named = None, keepdim: bool = False, **kwargs: object)
         dtype = outputs[0].dtype
         if not any(inputs[0].is_cut(d) for d in dims):
             return lambda v: torch.mean(v, dims, keepdim, dtype=dtype)
-        return lambda v: over(v.sum(dims, keepdim, dtype=sum_dtype(dtype)), n).to(dtype)
+        by = torch.ops.aten.div.Scalar  # `/` keeps the count as a tensor, which a second backward pass would miss
+        return lambda v: by(v.sum(dims, keepdim, dtype=sum_dtype(dtype)), n).to(dtype)
 
     return factors("*d -> *d-dim", [x], "joint", dim=dims, keepdim=keepdim, local=local)
 

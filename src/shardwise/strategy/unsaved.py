@@ -14,22 +14,6 @@ def _is_recorded(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors) and not is_transforming()
 
 
-class _Over(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Ctx, x: torch.Tensor, n: float) -> torch.Tensor:
-        ctx.n = n
-        return x / n
-
-    @staticmethod
-    def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return over(grad, ctx.n), None
-
-
-def over(x: torch.Tensor, n: float) -> torch.Tensor:
-    """x / n."""
-    return _Over.apply(x, n) if _is_recorded(x) else x / n
-
-
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Ctx, x: torch.Tensor, dim: int, at: torch.Tensor) -> torch.Tensor:
