@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from rich.progress import track
 from torch import nn
 
 import shardwise
@@ -41,7 +43,8 @@ def resident() -> int:
 def measure(name: str, count: int, work: Callable[[int], object]) -> tuple[str, int, int, float, float]:
     times = []
     middle = 0
-    for i in range(count):
+    steps = track(range(count), name, transient=True, disable=not sys.stdout.isatty(), update_period=1)
+    for i in steps:
         if i == count // 2:
             middle = resident()
         began = time.perf_counter()
