@@ -94,7 +94,8 @@ def lent(tensor: Wrapper) -> LocalValue:
     comm, origin = tensor._layout.mesh.comm, tensor._origin
     if origin is not None and origin.memory is not origin and not tapes:  # a captured program keeps nothing of a run
         origin.lend(comm.values(tensor._local))
-    return other_side(comm, tensor._local)
+    local = tensor._local
+    return other_side(comm, local) if type(local) is RankTensor else local.detach()
 
 
 def _alias(value: torch.Tensor) -> torch.Tensor:

@@ -207,9 +207,9 @@ class DTensor(Wrapper):
         Returns:
             A tensor that shares this one's memory.
         """
-        if not is_recorded(self):
-            return lent(self)
         comm, local = self._layout.mesh.comm, self._local
+        if not is_recorded(comm.first(local)):
+            return lent(self)
         if grad_placements is not None:
             return reduce_to_parts.leave_with_gradient(self, checked_grad_layout(self._layout, grad_placements))
         return other_side(comm, own_each(comm, local))

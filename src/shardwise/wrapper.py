@@ -50,14 +50,13 @@ class Wrapper(torch.Tensor):
 def wrapper_of(layout: Layout) -> Callable[..., Any]:
     """`wrap` for one layout, with everything looked up beforehand: this runs once per call."""
     cls, shape, stride, dtype, device = Wrapper.concrete, layout.shape, layout.stride, layout.dtype, layout.device
-    make = make_wrapper
+    make, strided = make_wrapper, torch.strided
 
     def wrap_local(local: LocalValue, offset: int = 0) -> Any:
+        # by position: torch takes a fifth less time to read the arguments than by name
+        self = make(cls, shape, stride, offset or None, None, dtype, strided, device)
         if offset:
-            self = make(cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=device)
             self._offset = offset
-        else:
-            self = make(cls, shape, strides=stride, dtype=dtype, device=device)
         self._local = local
         self._layout = layout
         return self
@@ -67,9 +66,11 @@ def wrapper_of(layout: Layout) -> Callable[..., Any]:
 
 def wrap(local: LocalValue, layout: Layout, offset: int = 0) -> Any:
     """The tensor that holds `local` as `layout` says; `offset` is its `storage_offset()`."""
+    self = make_wrapper(
+        Wrapper.concrete, layout.shape, layout.stride, offset or None, None, layout.dtype, torch.strided, layout.device
+    )
     if offset:
-        return wrapper_of(layout)(local, offset)
-    self = make_wrapper(Wrapper.concrete, layout.shape, strides=layout.stride, dtype=layout.dtype, device=layout.device)
+        self._offset = offset
     self._local = local
     self._layout = layout
     return self

@@ -261,8 +261,14 @@ def start_move(local: Value, src: Layout, dst: Layout, note: Note, *, owned: boo
 
 def run_move(local: Value, comm: Comm, steps: tuple[MeshStep, ...], note: Note) -> Value:
     """The local value after the steps of one plan."""
-    if all(step.is_plain for step in steps):
-        return run_steps(comm, steps, local, note)
+    for step in steps:
+        if not step.is_plain:
+            return _run_one_by_one(local, comm, steps, note)
+    return run_steps(comm, steps, local, note)
+
+
+def _run_one_by_one(local: Value, comm: Comm, steps: tuple[MeshStep, ...], note: Note) -> Value:
+    """`run_move` where a step reduces to extremes or products."""
     for step in steps:
         if isinstance(step, AllReduce) and not step.is_plain and _needs_grad(comm, local):
             if step.reduce_op == "product":  # no partner step: gather the factors and let autograd see the product

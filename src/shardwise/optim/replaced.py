@@ -15,8 +15,11 @@ _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = we
 
 def check_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Raise if an optimizer would step parameters that were replaced, and that have got no gradient since."""
-    now = count_replaced(), sum(len(group["params"]) for group in optimizer.param_groups)
-    if not now[0] or _checked.get(optimizer) == now:
+    count = count_replaced()
+    if not count:
+        return
+    now = count, sum(len(group["params"]) for group in optimizer.param_groups)
+    if _checked.get(optimizer) == now:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found = [(param, was) for param in params if (was := replaced(param)) is not None]

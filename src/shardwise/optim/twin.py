@@ -108,7 +108,7 @@ class Slot:
         return wrap(comm.assemble(comm.structure(self.local), parts), self.layout.replace(dtype=first.dtype))
 
 
-def _are(values: Collection[Any], known: list[Any]) -> bool:
+def _are(values: Collection[Any], known: Collection[Any]) -> bool:
     """Whether these are the same objects in the same order."""
     return len(values) == len(known) and all(map(is_, values, known))
 
@@ -157,10 +157,10 @@ class Mirror:
     def leave(self, outer: dict[str, Any]) -> None:
         """Put what was changed on the copy since `enter` into the dict."""
         inner, entered = self.inner, self._entered
-        for key, value in inner.items():
-            if value is not entered.get(key, _NOTHING) and key not in self._skip:
-                outer[key] = value
-        if inner.keys() != entered.keys():
+        if not _are(inner.values(), entered.values()) or inner.keys() != entered.keys():
+            for key, value in inner.items():
+                if value is not entered.get(key, _NOTHING) and key not in self._skip:
+                    outer[key] = value
             for key in entered.keys() - inner.keys():
                 outer.pop(key, None)
         for key, tensor, version in self._tensors:  # written in place

@@ -34,6 +34,8 @@ for _name in ("_wrap_for_grad", "_unwrap_for_grad", "_add_batch_dim", "_remove_b
     take(f"torch._C._functorch.{_name}", "torch.func: distributed tensors enter and leave a transform")
 take("torch.autograd.functional._jacfwd", "functional.jacobian(strategy='forward-mode')")
 take("torch._vmap_internals._vmap", "functional.jacobian(vectorize=True), gradcheck(check_batched_grad=True)")
+_forward_ad = torch.autograd.forward_ad
+_is_grad_enabled = torch.is_grad_enabled
 without_transforms: Callable[[], Any] = _without_transforms  # a context manager that gives the transforms it hides
 with_transforms: Callable[[Any], Any] = _with_transforms  # and one that brings them back
 
@@ -46,7 +48,7 @@ def records_cuda() -> bool:
 
 def is_transforming() -> bool:
     """Whether a transform of torch.func or a level of forward-mode differentiation is under way."""
-    return are_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    return are_transforms_active() or _forward_ad._current_level >= 0
 
 
 def original_views() -> AbstractContextManager[None]:
@@ -66,7 +68,7 @@ def view_anew(view: torch.Tensor) -> torch.Tensor:
 
 def is_recorded(value: torch.Tensor) -> bool:
     """Whether autograd sees what is done with a tensor, or may: a transform may differentiate any."""
-    return (value.requires_grad and torch.is_grad_enabled()) or is_transforming()
+    return (_is_grad_enabled() and value.requires_grad) or are_transforms_active() or _forward_ad._current_level >= 0
 
 
 def take_vmap(replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
