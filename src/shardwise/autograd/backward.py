@@ -22,6 +22,7 @@ from shardwise.context import relaxed
 from shardwise.engine.reduce_to_parts import before_watching
 from shardwise.engine.transforms import vmap_with_nones, with_batch_dim
 from shardwise.errors import AutogradError
+from shardwise.layout.gradient import unsummed_axes
 from shardwise.wrapper import Wrapper, wrap
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -195,7 +196,7 @@ def _roots(tensor: Wrapper, seed: Any, what: str, batch: int | None) -> tuple[li
     if seed is None and math.prod(layout.shape) != 1 and tensor.requires_grad:  # without, torch has other words
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
     whole = tensor
-    if layout.is_partial:
+    if layout.is_partial and unsummed_axes(layout):
         with torch.enable_grad():  # off in the backward of a checkpoint, which starts a pass of its own
             whole = finished_but_sums(tensor)
     if whole is not tensor and tensor.requires_grad and not whole.requires_grad:
