@@ -91,11 +91,10 @@ def other_side(comm: Comm, local: LocalValue) -> LocalValue:
 
 def lent(tensor: Wrapper) -> LocalValue:
     """The local value for the user, without a graph. What is written there autograd sees, unless it is ``.data``'s."""
-    comm, origin = tensor._layout.mesh.comm, tensor._origin
+    local, origin = tensor._local, tensor._origin
     if origin is not None and origin.memory is not origin and not tapes:  # a captured program keeps nothing of a run
-        origin.lend(comm.values(tensor._local))
-    local = tensor._local
-    return other_side(comm, local) if type(local) is RankTensor else local.detach()
+        origin.lend(tensor._layout.mesh.comm.values(local))
+    return local.detach() if type(local) is not RankTensor else other_side(tensor._layout.mesh.comm, local)
 
 
 def _alias(value: torch.Tensor) -> torch.Tensor:

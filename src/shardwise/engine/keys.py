@@ -77,6 +77,8 @@ def freeze(arg: Any, func: Callable[..., Any] | None = None) -> Frozen:
     kind = type(arg)
     if kind in _THEMSELVES:
         return arg, arg
+    if kind is list or kind is tuple:
+        return _freeze_sequence(arg, func)
     if kind is float:
         return (kind if func in ANY_FLOAT and arg not in ODD_FLOATS else (kind, arg)), arg
     if kind is slice:

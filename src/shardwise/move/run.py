@@ -169,15 +169,18 @@ def _run_now(comm: Holder, steps: Sequence[Step], local: Value, note: Note, to: 
             if slot >= 0:
                 flights[0].leave(slot, None)
         return local
+    communicates = False
     try:
         for step in steps:
             if to:
                 _record(comm, step, note, to)
             if step.kind != "local":
+                communicates = True
                 _on_behalf(note, step)
             local = step.run(comm, local)
     finally:
-        of_thread.note = of_thread.step = None
+        if communicates:
+            of_thread.note = of_thread.step = None
     return local
 
 
