@@ -175,8 +175,10 @@ class ManagedParameter:
         """Drop the gradients that wait if the program has cleared or replaced those that it sees, and those of a pass
         that failed before anything could take note of it."""
         if self.unreduced is None:
-            if any(leaf.grad is not None for leaf in self.leaves):
-                self.drop_waiting()
+            for leaf in self.leaves:
+                if leaf.grad is not None:
+                    self.drop_waiting()
+                    break
         elif not all(
             value.grad is grad and grad._version == version
             for value, (grad, version) in zip(self.values, self.unreduced, strict=True)

@@ -128,7 +128,10 @@ class Unit:
         for parameters, name, _, param in self._slots:
             if parameters.get(name) is not param:
                 return False
-        return all(p.param.__dict__["_layout"] is layout and not p.has_new_owners for p, layout in self._laid_out)
+        for p, layout in self._laid_out:
+            if p.param.__dict__["_layout"] is not layout or p.has_new_owners:
+                return False
+        return True
 
     def _make_leaves(self) -> None:
         without_values = [p.owners[0][1] for p in self.parameters if p.layouts.kept.device.type == "meta"]
