@@ -100,9 +100,8 @@ def unflatten(x: Operand, dim: int, sizes: Sequence[int]) -> Relayout:
     return to_shape(x, (*x.shape[:d], *filled_in(sizes, x.shape[d]), *x.shape[d + 1 :]))
 
 
-@rule("permute permute_copy")
-def permute(x: Operand, *dims: object, **named: object) -> Relayout:
-    return permutation(dims_of(ints(dims, named), x.ndim))
+rule("t t_copy T")(lambda x: permutation(range(x.ndim)[::-1]))
+rule("permute permute_copy")(lambda x, *dims, **named: permutation(dims_of(ints(dims, named), x.ndim)))
 
 
 @rule("mT mH")
@@ -115,11 +114,6 @@ def swapped(x: Operand) -> Relayout | None:
 def transpose(x: Operand, dim0: int, dim1: int) -> Relayout:
     a, b = dims_of((dim0, dim1), x.ndim)
     return permutation([{a: b, b: a}.get(d, d) for d in range(x.ndim)])
-
-
-@rule("t t_copy T")
-def t(x: Operand) -> Relayout:
-    return permutation(range(x.ndim)[::-1])
 
 
 @rule("movedim moveaxis")
@@ -137,10 +131,7 @@ def rot90(x: Tensor, k: int = 1, dims: Any = (0, 1)) -> Tensor:
     return x.flip(flips).transpose(*swapped)
 
 
-@rule("unsqueeze unsqueeze_copy")
-def unsqueeze(x: Operand, dim: int) -> Relayout:
-    at = dim_from_front(dim, x.ndim + 1)
-    return carried({d: d + (d >= at) for d in range(x.ndim)}, same_call(torch.unsqueeze, at))
+unsqueeze = line("unsqueeze unsqueeze_copy", "*d -> *d+dim", "joint", takes="x dim", any_partial=True, may_alias=True)
 
 
 @rule("squeeze squeeze_copy")
