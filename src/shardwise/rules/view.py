@@ -131,7 +131,10 @@ def rot90(x: Tensor, k: int = 1, dims: Any = (0, 1)) -> Tensor:
     return x.flip(flips).transpose(*swapped)
 
 
-unsqueeze = line("unsqueeze unsqueeze_copy", "*d -> *d+dim", "joint", takes="x dim", any_partial=True, may_alias=True)
+@rule("unsqueeze unsqueeze_copy")
+def unsqueeze(x: Operand, dim: int) -> Relayout:
+    at = dim_from_front(dim, x.ndim + 1)
+    return carried({d: d + (d >= at) for d in range(x.ndim)}, same_call(torch.unsqueeze, at))
 
 
 @rule("squeeze squeeze_copy")

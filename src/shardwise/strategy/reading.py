@@ -213,9 +213,9 @@ def _numbered(dims: Iterable[Iterable[str]]) -> list[tuple[str, int]]:
 
 
 # -- rules that are lines ----------------------------------------------------------------------------------
-def line(names: str, text: str, linear: str = "none", **more: Any) -> Callable[..., Factors | None]:
-    """Register a rule that is nothing but its line, and return it; arguments as of `line_rule`."""
-    return rule(names)(line_rule(text, linear, **more))
+def line(names: str, text: str, linear: str = "none", **more: Any) -> None:
+    """Register a rule that is nothing but its line; arguments as of `line_rule`."""
+    rule(names)(line_rule(text, linear, **more))
 
 
 def line_rule(
